@@ -49,14 +49,9 @@ def learner_of(
     try:
         optimizer.allocate()
         reference = open_reference(
-            config.loss,
-            config.compute,
-            model,
-            opened.device,
-            note,
-            has_adapter=has_adapter,
-            max_model_len=max_model_len,
-        )
+            config.loss, config.compute, model, opened.device, note,
+            has_adapter=has_adapter, max_model_len=max_model_len,
+        )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the optimizer's state does not fit beside the server: {str(error).strip().splitlines()[0]}",
@@ -64,29 +59,18 @@ def learner_of(
             " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
         ) from error
     budget = Budget(
-        model,
-        config.compute,
-        config.optimizer,
-        note,
+        model, config.compute, config.optimizer, note,
         temperature=config.sampling.temperature,
         num_groups=config.rollouts.batch_size // config.sampling.group_size,
         replicas=config.replicas,
         share_prompts=shares_prompts and (reference is None or reference.shares_prompts),
         parts=ranks.tp_group,
-    )
+    )  # fmt: skip
     return Learner(
-        model,
-        optimizer,
-        config.optimizer,
-        lr=lr,
-        schedule=factory.schedule(config.optimizer, config.training_steps),
-        spec=LossSpec.of(config.loss),
-        sampling=config.sampling,
-        budget=budget,
-        reference=reference,
-        ranks=ranks,
-        parallel=parallel,
-    )
+        model, optimizer, config.optimizer,
+        lr=lr, schedule=factory.schedule(config.optimizer, config.training_steps), spec=LossSpec.of(config.loss),
+        sampling=config.sampling, budget=budget, reference=reference, ranks=ranks, parallel=parallel,
+    )  # fmt: skip
 
 
 def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:

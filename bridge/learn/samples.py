@@ -43,9 +43,6 @@ def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Grou
     deviations are the population's, so that the mean square of a group's advantages is one; the batch's is over the
     rewards of all groups without given advantages. Pass the whole batch, before it is cut into mini-batches.
 
-    Raises:
-        UsageError: given advantages do not match their completions, or are not finite.
-
     Source: group: DeepSeekMath (arXiv 2402.03300), section 4.1.2; batch: "Tricks or Traps?" (arXiv 2508.08221);
         none: Dr. GRPO (arXiv 2503.20783), section 3.2; leave_one_out: RLOO (arXiv 2402.14740), after Kool et al. 2019.
     """
@@ -86,9 +83,6 @@ def mini_batches(
 
     Return for each update the samples to train on, and those without a gradient whose tokens `spec.top_entropy` ranks
     with the others. An update without any gradient is left out.
-
-    Raises:
-        UsageError: given advantages are invalid.
     """
     groups = with_advantages(groups, spec.advantage_scale)
     num_updates = max(1, min(num_updates, len(groups)))

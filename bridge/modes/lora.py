@@ -180,7 +180,9 @@ class LoraDisk(_LoraMode):
     version = -1
 
     def _connect(self) -> None:
-        self._exported, self._why_copied = self._find_manifest()
+        self._why_copied = ""
+        """Why the base is a second copy."""
+        self._exported = self._find_manifest()
         self._attached: AttachedModel | None = None
         self._served: list[str] = []
         """Adapters that the server has, the oldest first."""
@@ -190,7 +192,7 @@ class LoraDisk(_LoraMode):
     @property
     def endpoint(self) -> Endpoint:
         """The server and the newest adapter, whose name contains the version."""
-        model = _versioned(self.version)
+        model = f"{ADAPTER}-{self.version}"
         return Endpoint(url=self._client.url, model=model, version=self.version, starts=self._num_starts)
 
     def open(self) -> OpenedModel:
@@ -238,22 +240,21 @@ class LoraDisk(_LoraMode):
     def close(self) -> None:
         self._client.close()
 
-    def _find_manifest(self) -> tuple[Manifest | None, str]:
-        """Return the manifest of the server, or None and the reason why there is none.
-
-        A manifest that the user named has to be usable; any has to be of the model to train.
-        """
+    def _find_manifest(self) -> Manifest | None:
+        """Return the manifest of the server, if there is one; one that the user named has to be usable."""
         server, model_name = self._config.server, self._config.model_name
         if server.config_path is not None:
-            return manifest_of(server, model_name), ""
+            return manifest_of(server, model_name)
         try:
             exported = manifest.load()
         except ManifestError as error:
-            return None, error.message
+            self._why_copied = error.message
+            return None
         url = server.url(exported.url)
         if url != exported.url:
-            return None, f"the manifest found here is of the server at {exported.url}, not {url}"
-        return manifest_of(server, model_name, exported), ""
+            self._why_copied = f"the manifest found here is of the server at {exported.url}, not {url}"
+            return None
+        return manifest_of(server, model_name, exported)
 
     def _open_client(self) -> VllmClient:
         """Connect to the server, and take its lease if it has one; AttachError: another trainer has it."""
@@ -298,7 +299,7 @@ class LoraDisk(_LoraMode):
         return version
 
     def _serve(self, version: int) -> None:
-        folder = self._run.saved(_versioned(version), self._adapter.save)
+        folder = self._run.saved(f"{ADAPTER}-{version}", self._adapter.save)
         try:
             self._client.load_adapter(folder.name, folder)
         except UsageError:  # a refused run leaves nothing behind
@@ -306,10 +307,6 @@ class LoraDisk(_LoraMode):
             raise
         self._served.append(folder.name)
         self.version = version
-
-
-def _versioned(version: int) -> str:
-    return f"{ADAPTER}-{version}"
 
 
 def _fits(slot: LoraSlot, ours: Matrices) -> bool:

@@ -22,11 +22,7 @@ class ServerProcess(Protocol):
     """A server that this run started."""
 
     def restart(self, model: str | Path) -> None:
-        """Stop what is left of it, start it with the weights of `model`, and wait until it serves.
-
-        Raises:
-            ServerUnreachableError: it does not start; the message names its log.
-        """
+        """Stop what is left of it, start it with the weights of `model`, and wait until it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)

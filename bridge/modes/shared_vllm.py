@@ -128,11 +128,7 @@ class PatchedServer(Mode):
             raise
 
     def _compare_replicas(self) -> None:
-        """Refuse replicas that differ: no step would make them equal.
-
-        Raises:
-            AttachError: they differ.
-        """
+        """Refuse replicas that differ: no step would make them equal."""
         ranks = self._run.ranks
         if ranks.dp_size == 1:
             return

@@ -55,9 +55,6 @@ class OffloadedAdamW(ShardedOptimizer):
     """AdamW with a float32 master in host memory: bit for bit torch's fused AdamW on float32 weights.
 
     With `streams`, which one rank alone can do, gradients are summed in host memory as soon as they are complete.
-
-    Raises:
-        UsageError: a parameter is neither bf16 nor float32.
     """
 
     flags = "--optimizer adamw --offload-optimizer"

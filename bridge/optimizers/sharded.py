@@ -25,11 +25,7 @@ from bridge.ranks.world import ALONE, Ranks
 
 
 class ShardedOptimizer(InPlaceOptimizer):
-    """An optimizer whose state lies in slabs, of which several ranks each have their rows.
-
-    Raises:
-        UsageError: a parameter is neither bf16 nor float32.
-    """
+    """An optimizer whose state lies in slabs, of which several ranks each have their rows."""
 
     def __init__(
         self,

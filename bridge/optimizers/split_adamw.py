@@ -27,11 +27,7 @@ _Waiting = dict[Tensor, list[tuple[Piece, Sequence[Tensor]]]]
 
 
 class SplitMasterAdamW(ShardedOptimizer):
-    """AdamW that by default loses no update to bf16; on a GPU `allocate` compiles its update.
-
-    Raises:
-        UsageError: a parameter is neither bf16 nor float32.
-    """
+    """AdamW that by default loses no update to bf16; on a GPU `allocate` compiles its update."""
 
     def __init__(
         self,
@@ -72,9 +68,6 @@ class SplitMasterAdamW(ShardedOptimizer):
 
         One backward pass is one update. The global norm is not known by then, so each gradient is clipped to `max_norm`
         by itself.
-
-        Raises:
-            UsageError: some gradients were not finite; their parameters were left unchanged, the others were stepped.
         """
         self.allocate()
         self._num_changed = []

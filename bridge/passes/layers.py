@@ -82,11 +82,7 @@ def _keeping_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> 
 
 
 def use_liger_kernel(model: PreTrainedModel) -> None:
-    """Use Liger kernels in the model's layers, without Liger's losses.
-
-    Raises:
-        UsageError: there is no GPU, liger-kernel is not installed, or it does not support this family.
-    """
+    """Use Liger kernels in the model's layers, without Liger's losses."""
     if model.device.type != "cuda":
         raise _no_liger("its kernels run only on a GPU", "leave --liger-kernel out")
     if importlib.util.find_spec("liger_kernel") is None:

@@ -71,11 +71,7 @@ class Parallel:
 
     @torch.no_grad()
     def check_shared(self, parameters: Mapping[str, Tensor]) -> None:
-        """Check that parts hold the same values of what they share; called by every part.
-
-        Raises:
-            AttachError: they do not.
-        """
+        """Check that parts hold the same values of what they share; called by every part."""
         differs = dict.fromkeys((each.name for each in self.shared), 0)
         for each, mine, one in self._exchanged(parameters, values=True):
             differs[each.name] |= int(not torch.equal(mine.float(), one))
@@ -121,9 +117,6 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
     """Let the model compute with its part of the weights; call it once they are attached, on every part.
 
     `cuts` are those of every part, in the order of their ranks in `group`.
-
-    Raises:
-        UnsupportedModelError: a parameter is cut in a way that is not supported; it is named.
     """
     part, name = dist.get_rank(group), group.group_name
     whole = _whole(model, cuts[part])

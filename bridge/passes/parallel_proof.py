@@ -58,13 +58,7 @@ class _Computed:
 
 
 def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
-    """Compare one layer of each kind with the whole one; call it on every part, in evaluation mode.
-
-    Raises:
-        AttachError: the parts hold different values of what they share.
-        UnsupportedModelError: they differ, or the model cannot compute with a part; what differs is named.
-        UsageError: a whole layer does not fit.
-    """
+    """Compare one layer of each kind with the whole one; call it on every part, in evaluation mode."""
     parallel.check_shared(dict(model.named_parameters()))
     names = {id(module): name for name, module in model.named_modules()}
     chosen = dict[Any, str]()

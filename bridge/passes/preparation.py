@@ -53,10 +53,6 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
 
     Call it once per run, before the first micro-batch. No parameter is moved or replaced. Return whether completions of
     one prompt may share it. `max_model_len` bounds the length of a sequence, where it is known.
-
-    Raises:
-        UnsupportedModelError: the model computes something else for packed sequences than for each alone.
-        UsageError: liger-kernel was requested, and cannot be used.
     """
     try:
         check_head(model)

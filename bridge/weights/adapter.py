@@ -64,9 +64,6 @@ class Adapter:
 
         `cuts` are what each part of a replica holds of every parameter of `model`, if there are several, and `tp_group`
         the ranks that hold them. Every part then gets its part of the same adapter.
-
-        Raises:
-            UsageError: no linear layer of the model has one of the names.
         """
         names = [name.strip() for name in lora.target_modules.split(",")]
         if names != [ALL_LINEAR]:
@@ -109,26 +106,18 @@ class Adapter:
         return sum(m.lora_a.nbytes + m.lora_b.nbytes for m in self.modules.values())
 
     def save(self, folder: Path) -> None:
-        """Write it into `folder` in the form that PEFT and stock vLLM load; meanwhile the other parts call `pass_on`.
-
-        Raises:
-            RankError: what parts hold alike differs; nothing was written.
-        """
+        """Write it into `folder` as PEFT and stock vLLM load it; meanwhile the other ranks call `pass_on`."""
         tensors = {name: tensor.contiguous() for name, tensor in self._unscaled()}
         save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
         self._peft.peft_config[NAME].save_pretrained(str(folder))
 
     def pass_on(self) -> None:
-        """Take part while another part saves; raises what `save` raises."""
+        """Take part while another rank saves; raises what `save` raises."""
         for _ in self._unscaled():
             pass
 
     def load(self, folder: Path) -> None:
-        """Copy a saved adapter, or this part of it, into the matrices, in place.
-
-        Raises:
-            UsageError: as `check` does; nothing was copied.
-        """
+        """Copy a saved adapter, or this part of it, into the matrices, in place."""
         saved = self.check(folder)
         with torch.no_grad():
             for name, parameter in self._state().items():
@@ -136,11 +125,7 @@ class Adapter:
                 parameter.copy_(value.double() * self.scaling if "lora_B" in name else value)
 
     def check(self, folder: Path) -> dict[str, Tensor]:
-        """Return a saved adapter's tensors, which fit.
-
-        Raises:
-            UsageError: it cannot be read, or has other shapes, other modules or another scaling.
-        """
+        """Return a saved adapter's tensors, which fit."""
         try:
             saved: dict[str, Tensor] = load_file(folder / ADAPTER_WEIGHTS)
             config = peft.LoraConfig.from_pretrained(str(folder))

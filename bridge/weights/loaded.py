@@ -33,11 +33,6 @@ def load(
 
     The default of `dtype` is the configuration's, or float32 if it names none. Positions are computed as by a server
     whose longest sequence has `max_model_len` tokens (None: unknown) and that runs the model as `server_class`.
-
-    Raises:
-        UsageError: no such model or device, not enough memory, weights that are missing or do not fit, or positions
-            that depend on an unknown length.
-        UnsupportedModelError: it is quantized, in float16, or not a plain causal language model of transformers.
     """
     empty = skeleton.build(model, torch.float32)
     rope.follow_server(empty, max_model_len, server_class=server_class)  # refused before anything is loaded
@@ -107,11 +102,7 @@ def _no_room(model: str, device: torch.device, needed: int, free: int) -> UsageE
 
 
 def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load all weights of `model` into main memory; `auto` keeps the dtype of the model.
-
-    Raises:
-        UsageError: there is no such model, or it lacks some of its weights.
-    """
+    """Load all weights of `model` into main memory; `auto` keeps the dtype of the model."""
     loaded: PreTrainedModel
     try:
         with no_progress_bar():

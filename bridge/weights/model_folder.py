@@ -46,9 +46,6 @@ def tokenizer_files(source: str | Path) -> tuple[Path, ...]:
     """Return the tokenizer's files of `source`, a folder or a hub name, and its generation defaults if it has any.
 
     Call it before training: a checkpoint must not fail for lack of them.
-
-    Raises:
-        UsageError: `source` has no tokenizer, or cannot be reached.
     """
     for folder in _source_folders(str(source)):
         if has_tokenizer(folder):
@@ -64,21 +61,13 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Copy what `tokenizer_files` finds into the existing `folder`.
-
-    Raises:
-        UsageError: `source` has no tokenizer, or cannot be reached; nothing was copied.
-    """
+    """Copy what `tokenizer_files` finds into the existing `folder`."""
     for path in tokenizer_files(source):
         copyfile(path, folder / path.name)
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy a whole model with its tokenizer into the existing `folder`, and nothing else that `source` holds.
-
-    Raises:
-        UsageError: it has no configuration, no weights or no tokenizer; nothing was copied.
-    """
+    """Copy a whole model with its tokenizer into the existing `folder`, and nothing else that `source` holds."""
     index = source / INDEX_NAME
     held = [source / CONFIG_NAME, *_weight_files(source), *([index] if index.is_file() else [])]
     missing = [path.name for path in held if not path.is_file()]
@@ -109,11 +98,6 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path, par
     Weights may be views into storages of any size: the files hold the Hugging Face tensors alone, tied ones once.
     With `parts` the model is one rank's: it is gathered tensor by tensor, and the other ranks call `pass_on`. The
     folder is the same, and any number of ranks can load it.
-
-    Raises:
-        UsageError: `tokenizer_source` has no tokenizer; nothing was written.
-        RankError: what several ranks hold differs; nothing was written.
-        OSError, SafetensorError: the disk is full or refuses.
     """
     tensors = _whole_tensors(model, parts)
     try:
@@ -202,9 +186,6 @@ def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict
     """Return views of `parameters`, which are `model`'s by name, under the names and in the pieces of its files.
 
     In memory transformers holds the experts of a layer as one parameter; a file has two or three per expert.
-
-    Raises:
-        UnsupportedModelError: they are saved in a form that is no view of them.
     Source: transformers 5.17 and 5.19, `core_model_loading.py`, which `save_pretrained` uses.
     """
     held = {name: tensor.detach() for name, tensor in parameters.items()}
@@ -221,20 +202,12 @@ def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict
 
 
 def check(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
-    """Check that the folder's weights are those of `model` by name, shape and type; only headers are read.
-
-    Raises:
-        UsageError: names up to three offenders.
-    """
+    """Check that the folder's weights are those of `model` by name, shape and type; only headers are read."""
     _files_of(model, folder, _on_meta(model, parts))
 
 
 def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
-    """Copy the folder's weights, or the part of them that this rank holds, into the model's parameters, one at a time.
-
-    Raises:
-        UsageError: as `check` does; no parameter was touched.
-    """
+    """Copy the folder's weights, or this rank's part of them, into the model's parameters; a misfit touches none."""
     whole = _on_meta(model, parts)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {name: first[id(tied)] for name, tied in model.named_parameters(remove_duplicate=False)}

@@ -172,11 +172,7 @@ class Parts:
         return whole
 
     def check_alike(self, parameters: Mapping[str, Tensor]) -> None:
-        """Compare what several parts hold.
-
-        Raises:
-            RankError: they differ.
-        """
+        """Compare what several parts hold."""
         rank = self.tp_group.rank
         mine = {
             (shared.name, shared.start): digest(shared.of(parameters[shared.name], self.own[shared.name]))

@@ -39,11 +39,7 @@ class Stored(NamedTuple):
 
 
 def headers(path: Path) -> dict[str, Stored]:
-    """Return what a file stores, by name, and check its length.
-
-    Raises:
-        UsageError: it is missing or not a whole safetensors file.
-    """
+    """Return what a file stores, by name, and check its length."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
@@ -60,11 +56,7 @@ def describe(tensor: Tensor) -> Stored:
 
 
 def refuse_misfits(name: str, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Compare descriptions by name; errors call the whole `name`.
-
-    Raises:
-        UsageError: some differ or have no partner; the message names up to three of them.
-    """
+    """Compare descriptions by name; errors call the whole `name`."""
     odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
     if odd:
         faults = [
@@ -78,11 +70,7 @@ def refuse_misfits(name: str, found: Mapping[str, object], expected: Mapping[str
 
 
 def check_adapter(folder: Path, shard: Shard) -> None:
-    """Check that each matrix in `folder` has its place in the slots of `shard`, of any rank of a server.
-
-    Raises:
-        UsageError: it cannot be read, is not plain LoRA, or does not fit; the message names up to three reasons.
-    """
+    """Check that each matrix in `folder` has its place in the slots of `shard`, of any rank of a server."""
     path = folder / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_text())

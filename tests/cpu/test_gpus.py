@@ -132,7 +132,7 @@ WAYS = {
 
 
 FEWER = "an adapter by disk", "a copy in place", "updates in the backward pass"
-"""Ways whose parts are tested with toy servers (`tests/unit/test_none_ranks.py`) or without any."""
+"""Ways whose parts are tested with toy servers (`tests/unit/modes/test_none_ranks.py`) or without any."""
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.several) if way in FEWER else way for way in WAYS])

@@ -1,6 +1,6 @@
 """`none` with the real vLLM on the CPU: the trainer's own copy reaches the server in place or by a restart.
 
-Not covered: stock servers (`test_stock.py`), and servers other than vLLM (`tests/unit/test_none.py`).
+Not covered: stock servers (`test_stock.py`), and servers other than vLLM (`tests/unit/modes/test_none.py`).
 """
 
 import re

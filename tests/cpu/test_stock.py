@@ -1,6 +1,6 @@
 """A real vLLM without Bridge's patches, on the CPU: weights reach it by restarts, adapters through the disk.
 
-Not covered: servers other than vLLM (`tests/unit/test_none.py`).
+Not covered: servers other than vLLM (`tests/unit/modes/test_none.py`).
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Tensor parallelism on the CPU: a real vLLM with two ranks, a trainer process for each, and one copy of the weights.
 
-Not covered: what parts compute (`tests/unit/test_parallel.py`), several replicas, GPUs.
+Not covered: what parts compute (`tests/unit/passes/test_parallel.py`), several replicas, GPUs.
 """
 
 import json

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bridge.learn.batch import Learnt
-from tests.unit.test_first_ratios import Still, groups, model
-from tests.unit.test_learner import updated
+from tests.unit.learn.test_first_ratios import Still, groups, model
+from tests.unit.learn.test_learner import updated
 
 LENGTHS = (300, 340, 380, 400)
 """Lengths at which differently compiled code pushed 59 % of the completions out of the clip."""
@@ -21,7 +21,7 @@ def learnt(*, compile_layers: bool, gradient_checkpointing: bool | None = None) 
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_gspo_keeps_its_gradient_where_layers_are_compiled_in_bf16(recomputed: bool) -> None:
+def test_gspo_keeps_its_gradient_with_compiled_layers(recomputed: bool) -> None:
     plain = learnt(compile_layers=False)
     compiled = learnt(compile_layers=True, gradient_checkpointing=recomputed)
     assert compiled.num_updates == 2

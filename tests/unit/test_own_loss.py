@@ -21,8 +21,8 @@ from bridge.run import metrics
 from bridge.types import Group
 from bridge_cli import main
 from tests.unit import test_learner
+from tests.unit.learn.test_learner import base, learner_of, updated, weights
 from tests.unit.several_ranks import on_ranks
-from tests.unit.test_learner import base, learner_of, updated, weights
 from tests.unit.test_policy_loss import doubled, group_of
 from tests.unit.trainer_runs import Running, runner
 

@@ -45,8 +45,7 @@ from bridge.run.trainer import Run
 from bridge.server.fence import Update, Window
 from bridge.types import Group
 from tests.models import tiny
-from tests.unit.several_ranks import LIMIT_S, START, on_ranks
-from tests.unit.test_learner import (
+from tests.unit.learn.test_learner import (
     FAR,
     base,
     distance,
@@ -59,6 +58,7 @@ from tests.unit.test_learner import (
     weights,
     with_equal_rewards,
 )
+from tests.unit.several_ranks import LIMIT_S, START, on_ranks
 from tests.unit.trainer_runs import Letters, runner
 
 SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37), (256, 6)]

@@ -13,7 +13,7 @@ from bridge_patches import placement
 from tests.unit.patches.test_loading import HIDDEN, SHAPES, vllm, with_lora, worker  # noqa: F401
 
 # The fixture and the fakes of vLLM's layers; pytest finds a fixture by its imported name.
-from tests.unit.test_layout import rows
+from tests.unit.weights.test_layout import rows
 
 SLOTS, RANK = 2, 3
 HEAD_ROWS, VOCABULARY = 4, 11

@@ -21,7 +21,7 @@ from bridge.server.fence import Update
 from tests.fenced import publish
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, locked, serving
-from tests.unit.lora_runs import RANK, World, world_in
+from tests.unit.modes.lora_runs import RANK, World, world_in
 from tests.unit.openai_server import openai
 from tests.unit.test_rollouts import sampled
 
