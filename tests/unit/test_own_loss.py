@@ -20,7 +20,7 @@ from bridge.ranks.world import Ranks
 from bridge.run import metrics
 from bridge.types import Group
 from bridge_cli import main
-from tests.unit import test_learner
+from tests.unit.learn import test_learner
 from tests.unit.learn.test_learner import base, learner_of, updated, weights
 from tests.unit.several_ranks import on_ranks
 from tests.unit.test_policy_loss import doubled, group_of
