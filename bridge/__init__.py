@@ -26,7 +26,7 @@ Words (each has one meaning everywhere in this repository):
 - *mode*: how new weights reach vLLM.
 - *rollout*, *group*: one sampled completion with its reward; the rollouts of one prompt.
 
-May import: neither `patches`, `environments` nor `cli`, but for `serve`; neither vLLM, typer nor rich.
+May import: neither `bridge_patches`, `bridge_environments` nor `bridge_cli`, but for `serve`; nor vLLM, typer or rich.
 """
 
 import importlib

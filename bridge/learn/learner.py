@@ -221,9 +221,8 @@ class Learner:
             both = zip(trained, others, strict=True)
             return [torch.cat([torch.zeros(0), *of_trained, *of_others]) for of_trained, of_others in both]
 
-        of_replicas = self._ranks.one_per_replica(
-            self._ranks.run_and_gather(own)
-        )  # the parts of a replica compute the same tokens
+        # The ranks of one replica compute the same tokens.
+        of_replicas = self._ranks.one_per_replica(self._ranks.run_and_gather(own))
         whole = (torch.cat(each) for each in zip(*of_replicas, strict=True))
         return [least_entropy(each_N, self._spec.top_entropy).to(self._model.device) for each_N in whole]
 

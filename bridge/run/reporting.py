@@ -1,6 +1,6 @@
 """Reporters: what hears of a run while it runs.
 
-Not covered: showing it to a person (`cli`), and curves (`trackers.py`).
+Not covered: showing it to a person (`bridge_cli`), and curves (`trackers.py`).
 """
 
 from collections.abc import Callable, Sequence

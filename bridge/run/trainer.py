@@ -199,9 +199,8 @@ class Trainer:
     def run(self) -> Summary:
         """Take every step, and evaluate before, in between and afterwards if configured."""
         self._tell_stream()
-        before = (
-            self._ranks.run_on_rank_zero(self._run.first_evaluation) if self._begun_at else None
-        )  # no other host has the file
+        # Only the first rank's host has the file.
+        before = self._ranks.run_on_rank_zero(self._run.first_evaluation) if self._begun_at else None
         if before is None:
             before = self._evaluate()
         last = self._config.training_steps

@@ -21,7 +21,7 @@ PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
 """Latent attention in its plain form, unless the caller sets it: the other form computes weights from kv_b_proj, which
 would not follow a step."""
 PYTHON = (sys.executable, "-P")
-"""Without the current folder on its path, as in `vllm serve`: a user's module `cli` or `patches` would replace ours."""
+"""Without the current folder on its path, as in `vllm serve`: a user's module `bridge` would replace ours."""
 PLUGINS = ("bridge", "bridge_routes")
 SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
 """They enable our plugins, which otherwise do nothing when vLLM loads them."""

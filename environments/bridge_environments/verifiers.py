@@ -1,8 +1,8 @@
 """Environments of verifiers, named `verifiers:ID`, in a process of the Python that verifiers is installed for.
 
 verifiers pins versions of libraries that vLLM uses, too, and its environments bring libraries of their own. So it has a
-virtual environment of its own, where `verifiers_program.py` runs it. Each process of Bridge that needs the
-environment has one such process, which ends with it. What that prints goes to stderr.
+virtual environment of its own, in which `verifiers_program.py` runs it. Each process of Bridge that needs the
+environment starts one such program, which ends with it and prints to stderr.
 """
 
 import contextlib

@@ -13,15 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from bridge_cli.main import COMMANDS
+from tests.wheels import PACKAGES
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "bridge": "bridge",
-    "bridge_cli": "cli/bridge_cli",
-    "bridge_environments": "environments/bridge_environments",
-    "bridge_patches": "patches/bridge_patches",
-}
-"""Our packages, each with its folder."""
 OURS = {
     "bridge", "bridge.core", "bridge.core.interrupt", "bridge.core.private", "bridge.errors",
     "bridge_cli", "bridge_cli.console", "bridge_cli.ending", "bridge_cli.main", "bridge_cli.signals",
