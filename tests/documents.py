@@ -54,7 +54,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "PASS  storages: 26 of 26 parameters lie in the server's memory": PICTURE,
         "bridge run --model Qwen/Qwen2.5-0.5B-Instruct --environment gsm8k --training-steps 100": SLOW,
         "# my_task.py": FILE,
-        "bridge/          the library": PICTURE,
+        "bridge/                              the library": PICTURE,
         "make lint type test": left_out("the tests themselves"),
     },
     "docs/atropos.md": {
