@@ -69,7 +69,7 @@ several: $(INSTALLED) ## Every test of several GPUs and hosts, on few cores, too
 	@$(BIN)/python -m pytest tests/cpu/test_gpus.py tests/cpu/test_tensor_parallel.py tests/cpu/test_hosts.py --several
 
 families: $(INSTALLED) ## Prove every family on the CPU, and write docs/families.md from what is found
-	@$(BIN)/python -m pytest tests/cpu/test_families.py tests/unit/test_parallel.py --record-families
+	@$(BIN)/python -m pytest tests/cpu/test_families.py tests/unit/passes/test_parallel.py --record-families
 	$(BIN)/python -m tests.family_results
 
 contract: $(INSTALLED) ## Check the pinned symbols in the source of every supported vLLM

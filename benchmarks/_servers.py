@@ -16,11 +16,11 @@ from benchmarks import _results
 from benchmarks._results import say
 from bridge.config import ServeConfig
 from bridge.errors import ServerUnreachableError
+from bridge.processes import children
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.start_checks import free_port
 from bridge.server.client import VllmClient, open_async_http
 from bridge.types import Problem
-from bridge_cli import children
-from bridge_cli.serve import free_port
-from bridge_cli.server_command import ServerCommand
 
 START_LIMIT_S = 420
 NUM_STEPS = 3

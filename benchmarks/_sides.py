@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from benchmarks import _lengths, _work
+from bridge.processes.start_checks import free_port
 from bridge.run.run_directory import RunDirectory
-from bridge_cli.serve import free_port
 
 BRIDGE = "from bridge_cli.main import main; main()"
 """The console script, which is not on every PATH."""

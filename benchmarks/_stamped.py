@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.process import ProcessIdentity
-from bridge_cli import children
-from bridge_cli.children import Child
+from bridge.processes import children
+from bridge.processes.children import Child
 
 POLL_S = 0.02
 

@@ -28,11 +28,11 @@ from benchmarks import _sides, _work
 from benchmarks._lengths import Lognormal
 from benchmarks._results import say
 from bridge.config import ServeConfig
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from bridge.rollouts import problems
 from bridge.server.manifest import MANIFEST_NAME
-from bridge_cli.serve import free_port
-from bridge_cli.server_command import ServerCommand
-from bridge_cli.server_process import StartedServer
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ import torch
 
 from benchmarks import _results
 from benchmarks._sides import BRIDGE
+from bridge.processes import accelerator
+from bridge.processes.start_checks import free_port
 from bridge.run.run_directory import RunDirectory
-from bridge_cli import accelerator
 from bridge_cli.demo import HOST, LEARNING_RATE, demo_model_folder
-from bridge_cli.serve import free_port
 
 LORA = ("--mode", "lora_only", "--lora-r", "8", "--lora-alpha", "16", "--lr", "2e-3")
 """The demo's model is so small that its adapter needs a higher learning rate than its weights."""

@@ -14,7 +14,6 @@ import json
 import re
 import statistics
 import time
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +33,7 @@ from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
-from bridge.run.trainer import train
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest, protocol
 from bridge.server.client import BridgeClient, VllmClient, open_http
 from bridge.server.endpoint import Endpoint
@@ -82,8 +81,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def spread(exported: manifest.Manifest) -> None:
     """Spread vLLM's dummy weights, through the fence."""
     attached = attach(exported)
-    with BridgeClient(exported, timeout_s=600) as client:
-        fence.publish(client, Update(lambda: scatter(attached)))
+    with BridgeClient(exported, timeout_s=600) as client, fence.publish(client, Update()):
+        scatter(attached)
 
 
 class Sampled:
@@ -112,7 +111,7 @@ def trained(options: argparse.Namespace, folder: Path, model: Path, way: str, sa
     steps: list[dict[str, Any]] = []
     run = RunDirectory.create(folder / f"run-{way}", environment="parity")
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    summary = train(config, Parity(), run, Listener(lambda step: steps.append(asdict(step))))
+    summary = Run(config, Parity(), run, Listener(lambda step: steps.append(dict(step)))).train()
     gc.collect()
     parity = compare_with_peft(folder, summary.checkpoint, sampled)
     return {
@@ -143,7 +142,9 @@ def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirect
         bare, with_token = [], []
         for _ in range(options.handovers):
             start = time.perf_counter()
-            times = mode.publish(Update(lambda: None))
+            with mode.publish(Update()) as window:
+                pass
+            times = window.times
             first_token(mode.endpoint)
             with_token.append(1e3 * (time.perf_counter() - start))
             bare.append(1e3 * (times.pause_s + times.publish_s))

@@ -8,33 +8,33 @@ the reference, and the cosine with its direction.
 Runs on a CPU, about two minutes per optimizer.
 """
 
-import math
 import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks import _results
 from benchmarks._results import say
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import OptimizerConfig, ServeConfig, TrainConfig
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
-from bridge.run import trainer
+from bridge.processes.server_command import prepare
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import AttachedModel, attach
 from bridge_cli.demo import demo_model_folder
-from bridge_cli.serve import free_port, prepare
-from bridge_cli.server_process import StartedServer
 from bridge_environments import registry
 
 REFERENCE, PLAIN = "float32 master", "bf16"
@@ -53,18 +53,14 @@ LAST_STEPS = 20
 class Rival(InPlaceOptimizer):
     """torch's AdamW on the live weights, or on float32 masters that are rounded into them."""
 
-    flags = ""
-
-    def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig, *, has_masters: bool) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], choices: OptimizerConfig, *, has_masters: bool) -> None:
         groups = list(groups)
-        betas = config.optimizer.beta1, 0.999 if config.optimizer.beta2 is None else config.optimizer.beta2
-        super().__init__(
-            groups, lr=config.learning_rate, betas=betas, eps=EPS, weight_decay=config.optimizer.weight_decay
-        )
+        betas = choices.beta1, 0.999 if choices.beta2 is None else choices.beta2
+        super().__init__(groups, betas=betas)
         self._live = [parameter for group in groups for parameter in group["params"]]
         self._stepped = [p.detach().float().clone() if has_masters else p for p in self._live]
         self._inner = torch.optim.AdamW(
-            self._stepped, lr=config.learning_rate, betas=betas, eps=EPS, weight_decay=config.optimizer.weight_decay
+            self._stepped, lr=groups[0]["lr"], betas=betas, eps=EPS, weight_decay=choices.weight_decay
         )
 
     def _step(self, norm: float, max_norm: float) -> None:
@@ -76,18 +72,6 @@ class Rival(InPlaceOptimizer):
         for live, stepped in zip(self._live, self._stepped, strict=True):
             live.data.copy_(stepped)
         self._num_changed = [(old != new).sum() for old, new in zip(before, self._live, strict=True)]
-
-    def allocate(self) -> None:
-        """Do nothing: what it takes is of no interest here."""
-
-    def releasing(self, *, max_norm: float = math.inf) -> AbstractContextManager[None]:
-        raise AssertionError(max_norm)
-
-    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        raise AssertionError(parameter.shape)
-
-    def _state(self) -> Iterable[Tensor]:
-        return ()
 
 
 def main() -> None:
@@ -149,14 +133,17 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
     shares: list[float] = []
     run = RunDirectory.create(config.run_dir, environment=config.task.environment)
 
-    def make(config: TrainConfig, groups: Iterable[dict[str, Any]]) -> InPlaceOptimizer:
+    ours = factory.make
+
+    def make(choices: OptimizerConfig, groups: Iterable[dict[str, Any]], **shared: Any) -> InPlaceOptimizer:
         if name in OURS:
-            return factory.make(config, groups)
-        return Rival(groups, config, has_masters=name == REFERENCE)
+            return ours(choices, groups, **shared)
+        return Rival(groups, choices, has_masters=name == REFERENCE)
 
     environment = registry.load(config.task)
     listener = Listener(lambda metrics: shares.append(metrics.changed_weight_share))
-    summary = trainer.train(config, environment, run, listener, make_optimizer=make)
+    with mock.patch.object(factory, "make", make):
+        summary = Run(config, environment, run, listener).train()
     return {
         "reward_before": summary.reward_before,
         "reward_after": summary.reward_after,
@@ -169,7 +156,8 @@ def _trained(name: str, config: TrainConfig) -> dict[str, Any]:
 def _begin_again(exported: manifest.Manifest, live: AttachedModel, model: Path) -> None:
     with BridgeClient(exported, timeout_s=60) as client:
         version = client.status().version + 1
-        fence.publish(client, Update(lambda: model_folder.load_into(live.model, model), version=version, takeover=True))
+        with fence.publish(client, Update(version=version, takeover=True)):
+            model_folder.load_into(live.model, model)
 
 
 def _weights(live: AttachedModel) -> Tensor:

@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import statistics
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,11 +26,11 @@ from bridge.config import SamplingConfig, TrainConfig
 from bridge.rollouts.sampler import Sampler
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
-from bridge.run.trainer import train
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import Update
+from bridge.server.fence import FenceTimes, Update
 from bridge.weights.attach import attach
 
 
@@ -63,9 +62,14 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     with BridgeClient(exported, timeout_s=600) as client:
         attached = attach(exported)
         attach_ms = [attached.attach_s * 1e3]
-        fence.publish(client, Update(lambda: scatter(attached)))
+        with fence.publish(client, Update()):
+            scatter(attached)
         checks = list(verify(folder / "manifest.json"))
-        idle = [fence.publish(client, Update(lambda: None)) for _ in range(200)]
+        idle = list[FenceTimes]()
+        for _ in range(200):
+            with fence.publish(client, Update()) as window:
+                pass
+            idle.append(window.times)
     endpoint, sampler = Endpoint(url=exported.url), Sampler(SamplingConfig(max_new_tokens=24, request_timeout_s=600))
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     before = sample(sampler, endpoint, vocabulary)
@@ -75,7 +79,7 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     )  # fmt: skip
     metrics: list[dict[str, Any]] = []
     run = RunDirectory.create(folder / "run", environment="parity")
-    summary = train(config, Parity(), run, Listener(lambda step: metrics.append(asdict(step))))
+    summary = Run(config, Parity(), run, Listener(lambda step: metrics.append(dict(step)))).train()
     attach_ms.append(summary.attach_ms)
     gc.collect()
     torch.cuda.empty_cache()

@@ -31,12 +31,15 @@ from benchmarks._results import say
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import whole_folder
 from bridge.learn import learner
-from bridge.learn.policy_loss import LossSpec, policy_loss
+from bridge.learn.policy_loss import LossSpec, Sums, policy_loss
 from bridge.passes.packing import MicroBatch
-from bridge.run import trainer
+from bridge.processes.server_command import prepare
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from bridge.run.metrics import StepMetrics
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
@@ -45,8 +48,6 @@ from bridge.weights import model_folder
 from bridge.weights.attach import attach
 from bridge_cli import demo_model
 from bridge_cli.demo import GPU_SHARE, LEARNING_RATE, demo_model_folder
-from bridge_cli.serve import free_port, prepare
-from bridge_cli.server_process import StartedServer
 from bridge_environments import registry
 
 TASKS = ("sums", "counting")
@@ -147,8 +148,8 @@ def measure(task: str, options: Any, folder: Path) -> Iterator[Row]:
                 for bound in bounds:
                     with BridgeClient(exported, timeout_s=60) as client:
                         later = client.status().version + 1
-                        again = Update(lambda: model_folder.load_into(live.model, model), version=later, takeover=True)
-                        fence.publish(client, again)
+                        with fence.publish(client, Update(version=later, takeover=True)):
+                            model_folder.load_into(live.model, model)
                     config = _config(task, model, command.manifest, folder / f"{clipping}-{bound}-{seed}", options)
                     row = trained(task, config.changed(max_staleness=bound, seed=seed), clipping)
                     say(
@@ -179,7 +180,7 @@ def trained(task: str, config: TrainConfig, clipping: str) -> Row:
     steps: list[StepMetrics] = []
     run = RunDirectory.create(config.run_dir, environment=config.task.environment)
     with naive() if clipping == NAIVE else contextlib.nullcontext():
-        summary = trainer.train(config, registry.load(config.task), run, Listener(steps.append))
+        summary = Run(config, registry.load(config.task), run, Listener(steps.append)).train()
     assert summary.reward_before is not None, "it evaluates"
     assert summary.reward_after is not None, "it evaluates"
     return Row(
@@ -198,7 +199,7 @@ def naive() -> Iterator[None]:
 
     def clipped(
         logprobs: Tensor, _: Tensor, batch: MicroBatch, spec: LossSpec, reference: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Sums]:
         return policy_loss(logprobs, batch.sampled_logprobs_N, batch, spec, reference)
 
     with patch.object(learner, "policy_loss", clipped):
@@ -230,7 +231,7 @@ def counting_model() -> Path:
     folder = demo_model.cache_folder() / f"counting-{WARM_UP_STEPS}x{WARM_UP_BATCH}"
     if folder.is_dir():
         return folder
-    tokenizer = demo_model._tokenizer()
+    tokenizer = demo_model.demo_tokenizer()
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     draw, problems = random.Random(0), list(Counting())  # noqa: S311  no secret is made of it
     say("counting: making a model")
@@ -240,7 +241,9 @@ def counting_model() -> Path:
     for step in range(WARM_UP_STEPS):
         slips = step > 0.8 * WARM_UP_STEPS
         examples = [
-            (str(problem["prompt"]), slipped(problem["answer"], draw) if slips else str(problem["answer"]), 1.0)
+            demo_model.answered(
+                str(problem["prompt"]), slipped(problem["answer"], draw) if slips else str(problem["answer"])
+            )
             for problem in draw.sample(problems, WARM_UP_BATCH)
         ]
         cosine = 0.5 * (1 + math.cos(math.pi * step / WARM_UP_STEPS))

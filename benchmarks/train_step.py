@@ -30,8 +30,7 @@ from bridge.config import TrainConfig
 from bridge.errors import BridgeError
 from bridge.learn.opening import learner_of
 from bridge.types import Group
-from bridge.weights.attach import leave_a_core
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel, leave_a_core
 
 GIB = 2**30
 SETTINGS = ("", "optimizer=adamw-8bit", "gradient_checkpointing=true", "compile_layers=false")

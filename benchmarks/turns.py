@@ -28,10 +28,11 @@ from unittest.mock import patch
 from benchmarks import _results, _servers, _work
 from benchmarks._models import SIZES, make_dummy_model
 from benchmarks._results import say
+from bridge.agents import stream as agents_stream
+from bridge.agents import trajectories
+from bridge.agents.conversation import Call, Conversation
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.core.together import together
-from bridge.rollouts import environment, trajectories
-from bridge.rollouts.conversation import Call, Conversation
 from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
@@ -39,7 +40,7 @@ from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Problem
-from bridge_cli.tiny_model import TEMPLATE
+from bridge_cli.demo_model import TEMPLATE
 from bridge_environments import registry
 
 AIM = 0.8
@@ -156,7 +157,7 @@ def measure(url: str, model: Path, options: argparse.Namespace) -> dict[str, Any
     ratio = statistics.median(one / several for one, several in zip(one_turn, turns, strict=True))
     processes = len(with_tool._scorer._workers)
     if processes < options.trajectories:
-        say(f"{processes} of {options.trajectories} trajectories at once: {trajectories.PER_CORE} per core")
+        say(f"{processes} of {options.trajectories} trajectories at once: {agents_stream.PER_CORE} per core")
     return {
         "turns_tokens_per_s": options.trajectories * num_tokens / turns_s,
         "one_turn_tokens_per_s": options.trajectories * num_tokens / one_turn_s,
@@ -176,8 +177,8 @@ def stream(kind: type[_work.Hashed], model: Path, options: argparse.Namespace, *
     )  # fmt: skip
     counted = partial(Counted, turns=turns, tokens=options.turns * options.tokens // turns)
     calling = partial(Calling, tool_s=options.tool_ms / 1e3)
-    with patch.object(environment, "Sampler", counted), patch.object(trajectories, "Conversation", calling):
-        return EnvironmentStream(config, registry.load(config.task), say, recipe=partial(registry.scorer, config.task))
+    with patch.object(agents_stream, "Sampler", counted), patch.object(trajectories, "Conversation", calling):
+        return agents_stream.open_stream(config, registry.load(config.task), say)
 
 
 def sample(stream: EnvironmentStream, options: argparse.Namespace, turns: int, number: int) -> None:

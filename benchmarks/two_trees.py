@@ -30,7 +30,7 @@ from benchmarks import _results, _sides, _stamped, _work
 from benchmarks._results import say
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
-from bridge_cli import children
+from bridge.processes import children
 
 ENDLESS = 100_000
 """Steps of a run that is ended from outside."""

@@ -26,23 +26,23 @@ Words (each has one meaning everywhere in this repository):
 - *mode*: how new weights reach vLLM.
 - *rollout*, *group*: one sampled completion with its reward; the rollouts of one prompt.
 
-May import: neither `bridge_patches`, `bridge_environments` nor `bridge_cli`, but for `serve`; nor vLLM, typer or rich.
+May import: neither `bridge_patches`, `bridge_environments` nor `bridge_cli`; neither vLLM, typer nor rich.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bridge.checks.result import Check
+    from bridge.checks import Check
     from bridge.config import ComputeConfig, LossConfig, SamplingConfig
     from bridge.errors import BridgeError
-    from bridge.library import attach, policy_loss, samples
+    from bridge.learn.own_loss import LossTensors
+    from bridge.library import attach, policy_loss, samples, serve
     from bridge.passes.packing import MicroBatch, Sample
     from bridge.policy import Policy
     from bridge.server.fence import FenceTimes
     from bridge.trl import for_trl
     from bridge.types import Completion, Group
-    from bridge_cli.serving import serve
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "FenceTimes",
     "Group",
     "LossConfig",
+    "LossTensors",
     "MicroBatch",
     "Policy",
     "Sample",
@@ -64,16 +65,16 @@ __all__ = [
     "serve",
 ]
 _PLACES = {
-    "bridge.checks.result": ("Check",),
+    "bridge.checks": ("Check",),
     "bridge.config": ("ComputeConfig", "LossConfig", "SamplingConfig"),
     "bridge.errors": ("BridgeError",),
-    "bridge.library": ("attach", "policy_loss", "samples"),
+    "bridge.learn.own_loss": ("LossTensors",),
+    "bridge.library": ("attach", "policy_loss", "samples", "serve"),
     "bridge.passes.packing": ("MicroBatch", "Sample"),
     "bridge.policy": ("Policy",),
     "bridge.server.fence": ("FenceTimes",),
     "bridge.trl": ("for_trl",),
     "bridge.types": ("Completion", "Group"),
-    "bridge_cli.serving": ("serve",),
 }
 """Module -> names that are imported from it when they are first used."""
 

@@ -10,21 +10,22 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bridge.checks import verify
-from bridge.checks.result import Check
-from bridge.config import ComputeConfig, SamplingConfig, TrainConfig
+from bridge.checks import Check, verify
+from bridge.config import ComputeConfig, OptimizerConfig, SamplingConfig
+from bridge.config.optimizers import OptimizerName
 from bridge.core.foreign_code import described
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
@@ -43,7 +44,7 @@ from bridge.scoring.score import as_reward, limit_note
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import FenceTimes, Update, Window
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import InFlight, Status
 from bridge.types import Group, Message, Problem
@@ -79,7 +80,10 @@ class Policy:
         run_dir: Path | None = None,
     ) -> None:
         sampling = fitting(sampling, manifest.max_model_len, note)
-        self._sampling, self._compute, self._reads_only, self._manifest = sampling, compute, reads_only, manifest
+        self._sampling = sampling
+        self._compute = compute
+        self._reads_only = reads_only
+        self._manifest = manifest
         self.tokenizer = skeleton.tokenizer(manifest.model)
         self._num_calls = 0
         """Calls of `sample` that drew their own seed."""
@@ -229,7 +233,7 @@ class Policy:
 
     def optimizer(
         self,
-        name: Literal["adamw", "adamw-bf16", "adamw-8bit", "adamw-4bit"] = "adamw",
+        name: OptimizerName = "adamw",
         *,
         lr: float,
         weight_decay: float = 0.0,
@@ -250,7 +254,7 @@ class Policy:
         """
         chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
         try:
-            config = TrainConfig.of(model_name=self._manifest.model, optimizer=name, lr=lr, seed=seed, **chosen)
+            choices = OptimizerConfig.model_validate({"name": name, "lr": lr, **chosen})
         except ValidationError as error:
             first = error.errors()[0]
             raise UsageError(
@@ -260,7 +264,7 @@ class Policy:
         given = [*(self.parameters() if params is None else params)]
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         defaults = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
-        return factory.make(config, [{**defaults, **group} for group in groups])
+        return factory.make(choices, [{**defaults, **group} for group in groups], seed=seed)
 
     def update(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"
@@ -300,19 +304,22 @@ class Policy:
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
-        return self._publish(Update(write), in_flight)
+        with self._fence(Update(), in_flight) as window:
+            write()
+        return window.times
 
     def _refuse_to_write(self) -> None:
         if self._reads_only:
             raise UsageError("this policy only reads", remedy="attach without reads_only=True to update it")
 
-    def _publish(self, update: Update, in_flight: InFlight) -> FenceTimes:
+    @contextmanager
+    def _fence(self, update: Update, in_flight: InFlight = "keep") -> Iterator[Window]:
         self._refuse_to_write()
         with deferred_interrupt():  # the new version is known before an interrupt acts
-            times = fence.publish(self._client, update, in_flight=in_flight, served=self.version)
-            self.version = times.version
-            self._loop.add_fence(times)
-        return times
+            with fence.publish(self._client, update, in_flight=in_flight, served=self.version) as window:
+                yield window
+            self.version = window.times.version
+            self._loop.add_fence(window.times)
 
     def log(self, step: int, groups: Sequence[Group] = (), **metrics: float | Tensor | Mapping[str, float]) -> None:
         """Write a line of metrics into the run directory; `bridge report` makes a page of it.
@@ -377,15 +384,15 @@ class Policy:
             return 0
         model_folder.check(self.model, newest.folder)
         load_state(newest, self.model, optimizer)
-        load = partial(model_folder.load_into, self.model, newest.folder)
         version = newest.progress.weight_version
-        self._publish(Update(load, version=version, takeover=True, last_checkpoint=newest.folder), "keep")
+        with self._fence(Update(version=version, takeover=True, last_checkpoint=newest.folder)):
+            model_folder.load_into(self.model, newest.folder)
         self._num_calls = newest.progress.samples_drawn
         return newest.progress.step
 
     def verify(self) -> list[Check]:
         """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
-        return [*verify.proofs(self._attached, self._client, timeout_s=self.sampling.request_timeout_s)]
+        return [*verify.proofs([self._attached], self._client, timeout_s=self.sampling.request_timeout_s)]
 
     def _lease(self) -> Status:
         program = Path(sys.argv[0]).name or "python"

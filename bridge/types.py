@@ -1,7 +1,8 @@
 """Plain records that cross package borders, free of torch."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
@@ -43,6 +44,48 @@ class Environment(Protocol):
     def score(self, problem: Problem, completion: str) -> float:
         """Return the reward of one completion, a finite number."""
         ...
+
+
+Interaction = Literal["completion", "tools", "agent"]
+"""How a model answers a problem: in one completion, with calls of tools, or as the model of an agent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """An environment as a run uses it."""
+
+    problems: Callable[[], Iterator[Problem]]
+    """Starts a pass over the training problems."""
+    kept: Sequence[Problem] = ()
+    """Problems held out for evaluation."""
+    recipe: Callable[[], Any]
+    """Makes what scores completions, in each process that scores."""
+    in_workers: bool = True
+    """Whether other processes can run the recipe."""
+    interaction: Interaction = "completion"
+    schemas: tuple[Mapping[str, Any], ...] = ()
+    """The JSON schema of each tool."""
+
+    @classmethod
+    def of(cls, environment: Environment) -> "Task":
+        """Return an environment as a task, which scores in this process unless it is one already."""
+        if isinstance(environment, Task):
+            return environment
+        kept = list(getattr(environment, "held_out", list)())
+        return cls(problems=environment.__iter__, kept=kept, recipe=lambda: environment, in_workers=False)
+
+    def __iter__(self) -> Iterator[Problem]:
+        return self.problems()
+
+    def held_out(self) -> list[Problem]:
+        return list(self.kept)
+
+    def score(self, problem: Problem, completion: str) -> float:
+        return self._scores.score(problem, completion)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _scores(self) -> Any:
+        return self.recipe()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from bridge.optimizers.slabs import Piece
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import Sampler
-from bridge.run import trainer_state
+from bridge.run import optimizer_state
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
 from bridge.types import Group
@@ -240,7 +240,7 @@ def while_it_saves(trainer: Trainer) -> None:
             trainer.strike()
         save_file(tensors, path)
 
-    mock.patch.object(trainer_state, "save_file", disturbed).start()
+    mock.patch.object(optimizer_state, "save_file", disturbed).start()
 
 
 HOOKS: Mapping[str, Callable[[Trainer], None]] = {

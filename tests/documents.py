@@ -54,7 +54,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "PASS  storages: 26 of 26 parameters lie in the server's memory": PICTURE,
         "bridge run --model Qwen/Qwen2.5-0.5B-Instruct --environment gsm8k --training-steps 100": SLOW,
         "# my_task.py": FILE,
-        "bridge/                              the library": PICTURE,
+        "bridge/                             the library": PICTURE,
         "make lint type test": left_out("the tests themselves"),
     },
     "docs/atropos.md": {
@@ -108,10 +108,16 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "bridge report runs/20261121-1040-gsm8k": RUN,
         "bridge export runs/one/checkpoints/step_100 --out my-model": left_out("the second command needs the hub"),
     },
+    "docs/training.md": {
+        "# my_loss.py": FILE,
+        "bridge run --model Qwen/Qwen2.5-0.5B-Instruct --environment gsm8k --loss my_loss.py:plain_clip": SLOW,
+    },
     "docs/scaling.md": {
         "bridge run --model MODEL --gpus 4 --batch-size 256": GPUS,
         "bridge run --model MODEL --tensor-parallel-size 2": tested("tests/cpu/test_tensor_parallel.py"),
-        "export BRIDGE_SECRET=...": tested("tests/cpu/test_hosts.py"),
+        "bridge run --model MODEL --gpus 8 --hosts 2 --rendezvous 10.0.0.1:29400 --batch-size 256": tested(
+            "tests/cpu/test_hosts.py"
+        ),
         "bridge run --ray --model MODEL --gpus 8 --hosts 2 --batch-size 256 --save-path /shared/saved --restarts 3": (
             tested("tests/cli/test_on_ray.py")
         ),

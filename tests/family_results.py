@@ -58,7 +58,7 @@ weights that it loaded, the server against the checkpoint of step 3, and after t
 
 `TP 2` and `TP 4` are without vLLM: as many ranks compute with their parts of the weights in float32, cut as vLLM cuts
 them (4 parts share 2 KV heads by pairs, and the vocabulary is padded). The number is the largest relative difference
-from the whole model, of log-probs, entropies and every gradient (`pytest tests/unit/test_parallel.py`).
+from the whole model, of log-probs, entropies and every gradient (`pytest tests/unit/passes/test_parallel.py`).
 A trainer repeats the proof on a layer of each kind before it trains, and refuses what differs.
 
 ## Refused

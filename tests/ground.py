@@ -19,12 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bridge.errors import BridgeError
+from bridge.processes import children
+from bridge.processes.start_checks import free_port
 from bridge.run import checkpoint
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import COMPLETIONS, Status
 from bridge.weights.attach import attach
-from bridge_cli import children
-from bridge_cli.serve import free_port
 from tests import disturbed
 from tests.disturbed import UNDISTURBED, Disturbance
 from tests.forked import Command

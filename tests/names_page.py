@@ -1,14 +1,14 @@
-"""docs/names.md, generated from `bridge/config/borrowed.toml`: flags of TRL and verl, and ours.
+"""docs/names.md, generated from what each choice declares: flags of TRL and verl, and ours.
 
 `python -m tests.names_page` regenerates the page.
 """
 
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from bridge.config import borrowed
+from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import flag
+from bridge.config.declaration import HINTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "names.md"
 INTRODUCTION = """\
@@ -37,14 +37,11 @@ A command that gets one of these stops, with the text on the right as its hint. 
 
 def page() -> str:
     """Return the page of the docs."""
-    tables = tomllib.loads(Path(borrowed.__file__).with_suffix(".toml").read_text())
-    same: dict[str, list[str]] = {}
-    for command in ("serve", "rollouts", "train"):
-        for choice, names in tables[command].items():
-            same[choice] = [*dict.fromkeys([*same.get(choice, []), *names])]
-    hints = tables["hints"].items()
-    rows = [_row(names, f"`{flag(choice)}`") for choice, names in same.items()]
-    return INTRODUCTION + "".join(rows) + OTHERS + "".join(_row(names, meaning) for meaning, names in hints)
+    declared = [*ServeConfig.choices().items(), *TrainConfig.choices().items()]
+    same = {key: choice.borrowed for key, choice in declared if choice.borrowed}
+    meanings = {meaning: [name for name, other in HINTS.items() if other == meaning] for meaning in HINTS.values()}
+    rows = [_row(names, f"`{flag(key)}`") for key, names in same.items()]
+    return INTRODUCTION + "".join(rows) + OTHERS + "".join(_row(names, text) for text, names in meanings.items())
 
 
 def _row(names: Iterable[str], meaning: str) -> str:

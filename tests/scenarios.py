@@ -21,6 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.checks.verify import NEW_TOKENS, logprob_diffs, sample
 from bridge.config import SamplingConfig, ServeConfig
+from bridge.processes import children
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.start_checks import free_port
 from bridge.rollouts import openai_api
 from bridge.rollouts.sampler import Sampler
 from bridge.server import api_key, manifest
@@ -31,9 +34,6 @@ from bridge.server.protocol import Status
 from bridge.types import Completion, Group
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.digest import digest
-from bridge_cli import children
-from bridge_cli.serve import free_port
-from bridge_cli.server_command import ServerCommand
 from tests import forked
 
 START_LIMIT_S = 300

@@ -137,8 +137,9 @@ class Alternation:
     def publish(self, in_flight: InFlight, *, keep_kv: bool = False) -> None:
         """Publish the other state through the fence."""
         state = 1 - self.published[max(self.published)]
-        update = Update(lambda: self.write(state))
-        times = fence.publish(self.client, update, in_flight=in_flight, keep_kv=keep_kv)
+        with fence.publish(self.client, Update(), in_flight=in_flight, keep_kv=keep_kv) as window:
+            self.write(state)
+        times = window.times
         self.published[times.version] = state
 
     def under_load(self, load: Load, meanwhile: Callable[[], None]) -> list[Answer]:

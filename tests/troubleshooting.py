@@ -17,13 +17,12 @@ from unittest import mock
 
 import httpx
 
-from bridge.checks import environment, hardware, model, processes, server, sharing, software
-from bridge.checks.child import Ended
-from bridge.checks.facts import Facts, Gpu
-from bridge.checks.processes import Listener, Running
-from bridge.checks.result import Check
+from bridge.checks import Check, child, hardware, model, server, software
+from bridge.checks.child import Ended, Facts, Gpu
+from bridge.checks.server import Process
 from bridge.core.process import ProcessIdentity
 from bridge.server import manifest as manifests
+from bridge.server.client import BridgeClient
 from bridge.server.protocol import Finiteness, Holder, Status
 from bridge_cli import doctor
 from tests.unit.checks_sample import CPU_FACTS, GIB, UUID, cuda_handle, gpu_facts, manifest, shared_memory_handle
@@ -45,7 +44,7 @@ PLUGINS = {"vllm.general_plugins": ["bridge"], "vllm.endpoint_plugins": ["bridge
 NAMES = [name for names in PLUGINS.values() for name in names]
 BAD_VALUES = {
     "VLLM_ENABLE_SHARED_WEIGHTS": "0", "VLLM_SKIP_WEIGHT_DAEMON": "0", "NUM_INFERENCE_NODES": "2",
-    **dict.fromkeys(sharing.ALLOCATOR_VARIABLES, sharing.EXPANDABLE),
+    **dict.fromkeys(software.ALLOCATOR_VARIABLES, software.EXPANDABLE),
     "VLLM_PORT": "tcp://10.0.0.1:8000", "VLLM_USE_RUST_FRONTEND": "1", "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_USE_MODELSCOPE": "True", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "LOGDIR": "/dev/null",
     "VLLM_API_KEY": "key ", "VLLM_PLUGINS": "other",
@@ -106,26 +105,26 @@ def hardware_findings() -> Findings:
 def shared_memory_findings() -> Findings:
     denied = PermissionError(13, "Permission denied")
     for trial in (Ended(returncode=1, last_error_line="Permission denied"), Ended(returncode=0)):
-        with mock.patch.object(sharing, "run_module", return_value=trial):
-            yield sharing.over_memfd()
+        with mock.patch.object(hardware, "run_child", return_value=trial):
+            yield hardware.over_memfd()
     with mock.patch.object(os, "memfd_create", side_effect=denied):
-        yield sharing.over_memfd()
+        yield hardware.over_memfd()
     with mock.patch.object(os, "posix_fallocate", side_effect=OSError(12, "Cannot allocate memory")):
-        yield sharing.over_memfd()
+        yield hardware.over_memfd()
 
 
 def cuda_ipc_findings() -> Findings:
-    yield sharing.judge(Ended(returncode=0, stdout=f"{sharing.READ}0\n"), {})
-    for signs, _, _ in (*sharing.SURE, *sharing.LIKELY):
-        yield sharing.judge(Ended(returncode=1, last_error_line=f"... {signs[0]} ..."), {})
-    expandable = {sharing.ALLOCATOR_VARIABLES[-1]: sharing.EXPANDABLE}
-    yield sharing.judge(Ended(returncode=1, last_error_line="any other error"), expandable)
-    yield sharing.judge(Ended(returncode=1, last_error_line="any other error"), {})
+    yield hardware.judge_trial(Ended(returncode=0, stdout=f"{child.READ}0\n"), {})
+    for signs, _, _ in (*hardware.SURE, *hardware.LIKELY):
+        yield hardware.judge_trial(Ended(returncode=1, last_error_line=f"... {signs[0]} ..."), {})
+    expandable = {software.ALLOCATOR_VARIABLES[-1]: software.EXPANDABLE}
+    yield hardware.judge_trial(Ended(returncode=1, last_error_line="any other error"), expandable)
+    yield hardware.judge_trial(Ended(returncode=1, last_error_line="any other error"), {})
 
 
 def environment_findings() -> Findings:
-    yield from environment.environment_variables(BAD_VALUES, "cuda", NAMES)
-    yield from environment.environment_variables(BAD_ON_A_CPU, "cpu", NAMES)
+    yield from software.environment_variables(BAD_VALUES, "cuda", NAMES)
+    yield from software.environment_variables(BAD_ON_A_CPU, "cpu", NAMES)
 
 
 def model_findings() -> Findings:
@@ -159,11 +158,11 @@ def server_findings() -> Findings:
         yield server.weights_open(of_server(ipc_handles={"w": shared_memory_handle(short.name)}))
     yield from answer_findings()
     yield from port_findings()
-    yield processes.engines_have_servers([Running(pid=4711, parent=1, command="VLLM::EngineCore")])
+    yield server.engines_have_servers([Process(4711, "VLLM::EngineCore", (1,))])
     with tempfile.TemporaryDirectory() as place:
         mailbox = Path(place, "vllm_dist_0-tp:0-[0-1]-cpushm_0")
         mailbox.write_bytes(bytes(2**20))
-        check = processes.mailboxes_have_ranks([mailbox])
+        check = server.mailboxes_have_ranks([mailbox])
     shown = {name: getattr(check, name).replace(place, "/dev/shm") for name in ("found", "remedy")}
     yield replace(check, **shown)
 
@@ -205,8 +204,6 @@ def answer_findings() -> Findings:
 
     yield asked(server._health, refuse)
     yield asked(server._health, lambda _: httpx.Response(503))
-    with mock.patch.object(httpx.Client, "get", side_effect=_unsendable()):
-        yield asked(server._health, refuse)
     yield asked(server._fence, refuse)
     yield asked(server._fence, lambda _: httpx.Response(404))
     yield asked(server._fence, lambda _: httpx.Response(200, text="{}"))
@@ -221,34 +218,24 @@ def answer_findings() -> Findings:
     yield asked(server._numbers, poisoned)
 
 
-def _unsendable() -> Exception:
-    from bridge.errors import UsageError
-    from bridge.server import api_key
-
-    try:
-        api_key.headers({api_key.VARIABLE: "key "})
-    except UsageError as error:
-        return error
-    raise AssertionError("the key can be sent")
-
-
 def asked(
-    check: Callable[[httpx.Client, manifests.Manifest], Check], answer: Callable[[httpx.Request], httpx.Response]
+    check: Callable[[BridgeClient, manifests.Manifest], Check], answer: Callable[[httpx.Request], httpx.Response]
 ) -> Check:
-    with httpx.Client(base_url=URL, transport=httpx.MockTransport(answer)) as client:
+    with BridgeClient(of_server(), timeout_s=1.0) as client:
+        client._http = httpx.Client(base_url=URL, transport=httpx.MockTransport(answer))
         return check(client, of_server())
 
 
 def port_findings() -> Findings:
-    with mock.patch.object(processes, "listening", dict):
-        yield processes.port(9001, SERVER.pid)
+    with mock.patch.object(server, "listening", dict):
+        yield server.port(9001, SERVER.pid)
     for pid, others in ((4711, {}), (None, {}), (4711, {4711: "--vllm-config-path PATH"})):
-        listener = Listener(pid=pid, command="" if pid is None else "python -m http.server 9001")
+        listener = Process(pid=pid, command="" if pid is None else "python -m http.server 9001")
         with (
-            mock.patch.object(processes, "listening", return_value={9001: 4711}),
-            mock.patch.object(processes, "describe", return_value=listener),
+            mock.patch.object(server, "listening", return_value={9001: 4711}),
+            mock.patch.object(server, "describe", return_value=listener),
         ):
-            yield processes.port(9001, None, others)
+            yield server.port(9001, None, others)
 
 
 def of_server(**changes: Any) -> manifests.Manifest:

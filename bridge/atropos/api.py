@@ -5,13 +5,12 @@ Unknown keys in answers are ignored: another version of the API may add some.
 Source: atroposlib 0.4.0, `atroposlib/api/server.py`.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import httpx
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bridge.errors import AtroposError, UsageError
 
@@ -48,22 +47,6 @@ class TrainerInfo(Body):
     """Environments leave out groups with a sequence of so many tokens or more; 0 or less: no limit."""
 
 
-class TrainerRegistration(TrainerInfo):
-    """The body of `POST /register`; an API keeps the first one, and silently ignores every later one."""
-
-    wandb_group: str
-    """Group of the environments' own runs in Weights & Biases."""
-    wandb_project: str
-    checkpoint_dir: str
-    """Folder in which environments may keep a state of their own."""
-    save_checkpoint_interval: int
-    """Steps between two of those; 0 or less: none."""
-    starting_step: int
-    """Steps that were taken before."""
-    num_steps: int
-    """Step after which environments stop, unless they are configured otherwise."""
-
-
 class QueueStatus(Body):
     """The answer of `GET /status`."""
 
@@ -78,21 +61,6 @@ class EnvironmentStatus(QueueStatus):
     """Batches formed since the trainer's first step."""
     max_group_size: int = 1
     """Sequences in the largest group that waits."""
-
-
-class EnvironmentRegistration(Body):
-    """The body of `POST /register-env`."""
-
-    max_token_length: int
-    """Longest sequence that the environment makes, in tokens."""
-    desired_name: str
-    """Its name, to which the API adds a number."""
-    weight: float
-    """Its share among several environments, relative to theirs."""
-    group_size: int
-    """Sequences of each group."""
-    min_batch_allocation: float | None = None
-    """Least share of each batch, 0 to 1; None: whatever comes."""
 
 
 class RegisteredEnvironment(Body):
@@ -158,7 +126,6 @@ class BatchAnswer(Body):
 
 
 Answer = TypeVar("Answer", bound=BaseModel)
-GROUPS = TypeAdapter(tuple[ScoredGroup, ...])
 
 
 class AtroposApi:
@@ -178,9 +145,8 @@ class AtroposApi:
         self.num_retries = 0
         """Requests that were sent again, so far."""
         self._max_retries = max_retries
-        headers = {"content-type": "application/json"}
         try:
-            self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False, headers=headers)
+            self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False)
         except httpx.InvalidURL as error:
             raise UsageError(
                 f"{self.url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000"
@@ -199,9 +165,14 @@ class AtroposApi:
         """Return what the trainer registered."""
         return self._parsed(self._send("GET", "info"), TrainerInfo)
 
-    def register(self, trainer: TrainerRegistration) -> None:
-        """Register a trainer; an API that has one silently keeps that one: compare `info` afterwards."""
-        self._checked(self._send("POST", "register", trainer.model_dump_json()))
+    def register(self, trainer: TrainerInfo, **other: str | int) -> None:
+        """Register a trainer; an API that has one silently keeps that one: compare `info` afterwards.
+
+        `other` are the API's own fields: `wandb_group` and `wandb_project` of the environments' runs, `checkpoint_dir`
+        for a state of theirs every `save_checkpoint_interval` steps (0 or less: none), `starting_step` (steps that were
+        taken before), and `num_steps`, after which they stop.
+        """
+        self._checked(self._send("POST", "register", trainer.model_dump() | other))
 
     def batch(self) -> BatchAnswer | None:
         """Take the newest batch out of the API; None: the API could not encode one, which is lost.
@@ -215,30 +186,34 @@ class AtroposApi:
         """Return how many groups wait."""
         return self._parsed(self._send("GET", "status"), QueueStatus)
 
-    def register_environment(self, environment: EnvironmentRegistration) -> RegisteredEnvironment:
-        """Register an environment; it has to wait until a trainer has requested its first batch."""
-        return self._parsed(self._send("POST", "register-env", environment.model_dump_json()), RegisteredEnvironment)
+    def register_environment(self, name: str, *, group_size: int, max_token_length: int) -> RegisteredEnvironment:
+        """Register an environment; it has to wait until a trainer has requested its first batch.
+
+        The API adds a number to `name`. Of several environments each gets the same share of a batch.
+        """
+        body = {"desired_name": name, "group_size": group_size, "max_token_length": max_token_length, "weight": 1.0}
+        return self._parsed(self._send("POST", "register-env", body), RegisteredEnvironment)
 
     def environment_status(self, env_id: int) -> EnvironmentStatus | None:
         """Return what waits, as one environment sees it; None: no environment of that number is connected."""
-        response = self._send("GET", "status-env", json.dumps({"env_id": env_id}))
+        response = self._send("GET", "status-env", {"env_id": env_id})
         return None if response.is_server_error else self._parsed(response, EnvironmentStatus)
 
     def send(self, groups: Sequence[ScoredGroup]) -> None:
         """Put groups into the queue; a number in them that is not finite would cost a whole batch."""
-        body = GROUPS.dump_json(tuple(groups), exclude_none=True).decode()
+        body = [group.model_dump(exclude_none=True) for group in groups]
         self._parsed(self._send("POST", "scored_data_list", body), Received)
 
     def disconnect_environment(self, env_id: int) -> None:
         """Report that an environment sends nothing more."""
-        self._checked(self._send("POST", "disconnect-env", json.dumps({"env_id": env_id})))
+        self._checked(self._send("POST", "disconnect-env", {"env_id": env_id}))
 
-    def _send(self, method: str, route: str, content: str | None = None) -> httpx.Response:
+    def _send(self, method: str, route: str, body: object = None) -> httpx.Response:
         retried = httpx.TransportError if method == "GET" else httpx.ConnectError
         attempt = 0
         while True:
             try:
-                return self._http.request(method, f"/{route}", content=content)
+                return self._http.request(method, f"/{route}", json=body)
             except (httpx.TransportError, httpx.DecodingError) as error:
                 if attempt == self._max_retries or not isinstance(error, retried):
                     raise self._gone(f"{type(error).__name__}: {error}") from error

@@ -10,49 +10,38 @@ API would keep it forever. A group whose rewards are all equal is sent: the trai
 
 import asyncio
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import httpx
-from transformers import PreTrainedTokenizerBase
 
-from bridge.atropos.api import (
-    MASKED,
-    UNKNOWN_LOGPROB,
-    WEIGHT_VERSIONS,
-    AtroposApi,
-    EnvironmentRegistration,
-    EnvironmentStatus,
-    ScoredGroup,
-)
+from bridge.atropos.api import AtroposApi, EnvironmentStatus
+from bridge.atropos.groups import scored_group
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
 from bridge.rollouts import problems
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
-from bridge.scoring.score import FailedScore, FailedScores, Score, Scores
+from bridge.rollouts.servers import Server
+from bridge.scoring.score import FailedScores, Score, Scores
 from bridge.scoring.scorer import Scorer
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import ADAPTER
-from bridge.types import Completion, Environment, Message, Problem
+from bridge.types import Completion, Environment, Problem
 from bridge.weights import skeleton
 
-JOIN_POLL_S = 0.5
-"""Between two attempts to join."""
-POLL_S = 0.25
-"""Between two looks into the queue."""
-REPORT_S = 10.0
-"""Between two reports."""
+JOIN_POLL_S, POLL_S, REPORT_S = 0.5, 0.25, 10.0
+"""Between two attempts to join, two looks into the queue, and two reports."""
 SPARE_BATCHES = 1
 """Sent beyond the trainer's last step: groups of several environments may not add up to whole batches at the end."""
 SEEDS = 1_000_000
-"""Between the first seeds of two environments: each round of sampling takes one."""
+"""Between the first seeds of two environments: each group takes one."""
 MAX_TOO_LONG = 32
 """Groups that may be left out as too long before the first one is sent."""
 
@@ -61,65 +50,20 @@ MAX_TOO_LONG = 32
 class FeedProgress:
     """One line of output."""
 
-    seconds: float
-    """Since the trainer requested its first batch."""
-    step: int
-    """Batches that the API has formed, counted from the trainer's first step."""
-    num_steps: int
-    """Batches after which the trainer wants nothing more; 0 or less: no end is known."""
-    queued_batches: float
-    """What waits in the API, from all environments, in the trainer's batches."""
-    groups: int
-    """Groups that were sent."""
-    reward_mean: float | None
-    """Mean reward of the groups sent since the last line; None: there were none."""
-    reward_mean_so_far: float | None
-    """Mean reward of all groups that were sent; None: there were none."""
-    tokens_per_s: float
-    """Sampled tokens of the groups sent since the last line, per second."""
-    too_long: int
-    """Groups left out because one of their sequences is longer than the trainer wants."""
-    unscored: int
-    """Groups left out because one of their completions has no reward."""
-    unanswered: int
-    """Groups that may be in the queue or not, because the API's answer was lost."""
-    retries: int
-    """Requests, to the servers and to the API, that were sent again."""
+    seconds: float  # since the trainer requested its first batch
+    step: int  # batches that the API has formed, counted from the trainer's first step
+    num_steps: int  # batches after which the trainer wants nothing more; 0: no end is known
+    queued_batches: float  # what waits in the API, from all environments, in the trainer's batches
+    groups: int  # that were sent
+    reward_mean: float | None  # of the last batch that was sent; None: nothing was sent
+    tokens_per_s: float  # sampled tokens of all groups that were sent, per second
+    too_long: int  # groups left out because one of their sequences is longer than the trainer wants
+    unscored: int  # groups left out because one of their completions has no reward
+    unanswered: int  # groups that may be in the queue or not, because the API's answer was lost
+    retries: int  # requests, to the servers and to the API, that were sent again
 
 
-def feed(
-    config: FeedConfig,
-    environment: Environment,
-    recipe: Callable[[], Scores],
-    *,
-    note: Callable[[str], None],
-    report: Callable[[FeedProgress], None],
-) -> FeedProgress:
-    """Feed until the trainer has all batches that it wants, and return the last progress; `report` gets those before.
-
-    Raises:
-        BridgeError: joining, sampling or scoring failed.
-        AtroposError: the API is gone, or was reset.
-    """
-    urls = [url.strip().rstrip("/") for url in config.server_url.split(",")]
-    lengths = [length for url in urls if (length := max_model_len(url))]
-    config = fit_completions(config, min(lengths, default=None), note)
-    tokenizer = skeleton.tokenizer(config.model_name)
-    task = config.task
-    scorer = Scorer(recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env)
-    sampler = Sampler(config.sampling, ids_of=Vocabulary(tokenizer))
-    with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
-        joined = join(api, config, note)
-        try:
-            feeder = _Feeder(config, api, joined, sampler, scorer, endpoints(urls), note)
-            return sampler.run(feeder.run(environment, tokenizer, report))
-        finally:
-            with suppress(AtroposError):  # an API that is gone knows no environment
-                api.disconnect_environment(joined.env_id)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Membership:
+class Membership(NamedTuple):
     """What an environment knows of the trainer that it feeds."""
 
     env_id: int
@@ -133,20 +77,51 @@ class Membership:
     """
 
 
+def feed(
+    config: FeedConfig,
+    environment: Environment,
+    recipe: Callable[[], Scores],
+    *,
+    note: Callable[[str], None],
+    report: Callable[[FeedProgress], None],
+) -> FeedProgress:
+    """Feed until the trainer has all batches that it wants, and return the last progress; `report` gets those before.
+
+    BridgeError: joining, sampling or scoring failed, or the API is gone or was reset.
+    """
+    urls = [url.strip().rstrip("/") for url in config.server_url.split(",")]
+    lengths = [length for url in urls if (length := max_model_len(url))]
+    config = fit_completions(config, min(lengths, default=None), note)
+    tokenizer, task = skeleton.tokenizer(config.model_name), config.task
+    sampler = Sampler(config.sampling, ids_of=Vocabulary(tokenizer))
+    scorer = Scorer(
+        recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env,
+        call_here=sampler.call_here,
+    )  # fmt: skip
+    with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
+        joined = join(api, config, note)
+        try:
+            feeder = _Feeder(config, api, joined, sampler, scorer, note)
+            order = problems.endless(environment, seed_of(config.seed, joined.env_id))
+            pairs = ((each, problems.encode(tokenizer, each, **task.chat_template_kwargs)) for each in order)
+            fitting = (pair for pair in pairs if not feeder.is_too_long(len(pair[1]) + 1))
+            return sampler.run(feeder.run(fitting, sampler.servers_at(endpoints(urls)), report))
+        finally:
+            with suppress(AtroposError):  # an API that is gone knows no environment
+                api.disconnect_environment(joined.env_id)
+
+
 def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Membership:
     """Join the API once a trainer requests its first batch; `note` gets what is waited for.
 
-    Raises:
-        UsageError: our groups do not make up the trainer's batches.
-        AtroposError: the API does not answer.
+    A UsageError says that our groups do not make up the trainer's batches.
     """
-    noted: set[str] = set()
-    group_size = config.sampling.group_size
+    group_size, noted = config.sampling.group_size, set[str]()
 
-    def wait_for(what: str) -> None:
-        if what not in noted:
-            noted.add(what)
-            note(f"{api.url}: waiting for {what}")
+    def wait_for(event: str) -> None:
+        if event not in noted:
+            noted.add(event)
+            note(f"{api.url}: waiting for {event}")
         time.sleep(JOIN_POLL_S)
 
     while (trainer := api.info()).batch_size < 1:
@@ -159,13 +134,11 @@ def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Me
             f"groups of {group_size} do not make up the trainer's batches of {trainer.batch_size} sequences",
             remedy=f"{hint}, or another batch size there: a multiple of the group size",
         )
-    registration = EnvironmentRegistration(
-        max_token_length=trainer.max_token_len if trainer.max_token_len > 0 else config.sampling.longest,
-        desired_name=config.task.environment.rpartition(":")[2],
-        weight=1.0,  # the share among several environments, relative to theirs
-        group_size=group_size,
-    )
-    while (answer := api.register_environment(registration)).status != "success":
+    name = config.task.environment.rpartition(":")[2]
+    longest = trainer.max_token_len if trainer.max_token_len > 0 else config.sampling.longest
+    while (
+        answer := api.register_environment(name, group_size=group_size, max_token_length=longest)
+    ).status != "success":
         wait_for("the trainer to request its first batch")
     assert answer.env_id is not None, answer
     num_steps = answer.num_steps or 0
@@ -187,124 +160,107 @@ class _Feeder:
         joined: Membership,
         sampler: Sampler,
         scorer: Scorer,
-        servers: Sequence[Endpoint],
         note: Callable[[str], None],
     ) -> None:
-        self._config, self._sampling, self._api, self._joined = config, config.sampling, api, joined
-        self._sampler, self._scorer, self._servers = sampler, scorer, servers
-        self._note, self._noted = note, set[str]()
-        self._seed = seed_of(config.seed, joined.env_id * SEEDS)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._in_flight = 0
-        """Groups that are being sampled, scored or sent."""
-        self._step = self._num_scored = 0
-        self._counts = {"groups": 0, "too_long": 0, "unscored": 0, "unanswered": 0}
-        self._begun = self._last = time.monotonic()
-        self._rewards, self._num_tokens = list[float](), 0
-        """Of the groups sent since the last line."""
-        self._all_rewards = 0.0, 0
-        """Their sum and number."""
+        self._config = config
+        self._api = api
+        self._joined = joined
+        self._sampler = sampler
+        self._scorer = scorer
+        self._note = note
+        self._noted = set[str]()
+        self._counts = Counter[str]()
+        self._batch_size = joined.groups_per_batch * config.sampling.group_size
+        self._rewards = deque[float](maxlen=self._batch_size)
+        """Of the last batch that was sent."""
+        self._begun = time.monotonic()
 
     async def run(
-        self, environment: Environment, tokenizer: PreTrainedTokenizerBase, report: Callable[[FeedProgress], None]
+        self,
+        pairs: Iterator[tuple[Problem, tuple[int, ...]]],
+        servers: Sequence[Server],
+        report: Callable[[FeedProgress], None],
     ) -> FeedProgress:
         """Feed until the trainer has what it wants."""
-        order = problems.endless(environment, seed_of(self._config.seed, self._joined.env_id))
-        template = self._config.task.chat_template_kwargs
-        prompts = ((problem, problems.encode(tokenizer, problem, **template)) for problem in order)
-        fitting = (pair for pair in prompts if not self._is_too_long(len(pair[1]) + 1))
+        seeds = itertools.count(seed_of(self._config.seed, self._joined.env_id * SEEDS))
+        groups, reported = set[asyncio.Task[None]](), self._begun
+        status = EnvironmentStatus(queue_size=0, current_step=0)
         try:
-            while True:
-                in_flight = self._in_flight  # from before: what is sent meanwhile counts twice rather than never
-                status = await self._status()
-                if 0 < self._joined.num_steps <= status.current_step:
-                    return self._line(status)
-                if time.monotonic() - self._last >= REPORT_S:
-                    report(self._line(status))
-                if (num_groups := self._room(status) - in_flight) > 0:
-                    pairs = [next(fitting) for _ in range(num_groups)]
-                    self._in_flight += num_groups
-                    self._seed += 1  # each round has a seed of its own
-                    self._tasks.add(asyncio.create_task(self._sample(pairs, self._seed)))
-                await self._pause()
+            while not 0 < self._joined.num_steps <= (status := await self._status(status.current_step)).current_step:
+                if time.monotonic() - reported >= REPORT_S:
+                    reported = time.monotonic()
+                    report(self._progress(status))
+                # What was sent since the status counts twice rather than never: `groups` is from before.
+                for problem, prompt in itertools.islice(pairs, max(self._room(status) - len(groups), 0)):
+                    groups.add(asyncio.create_task(self._feed(servers, problem, prompt, next(seeds))))
+                groups = await _pause(groups)
+            return self._progress(status)
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for group in groups:
+                group.cancel()
+            await asyncio.gather(*groups, return_exceptions=True)
 
-    async def _status(self) -> EnvironmentStatus:
+    async def _status(self, step: int) -> EnvironmentStatus:
+        """Return what waits in the API, which had formed batches up to `step` before."""
         status = await asyncio.to_thread(self._api.environment_status, self._joined.env_id)
-        if status is None or status.current_step < self._step:
+        if status is None or status.current_step < step:
             raise AtroposError(
                 f"the Atropos API at {self._api.url} no longer knows this environment: it was reset or restarted",
                 remedy="restart the trainer, then this command",
             )
-        self._step = status.current_step
         return status
 
     def _room(self, status: EnvironmentStatus) -> int:
         """Return how many groups more than those that wait the trainer can use."""
-        per_batch = self._joined.groups_per_batch
-        room = int(self._config.max_queued_batches * per_batch)
+        room = int(self._config.max_queued_batches * self._joined.groups_per_batch)
         if self._joined.num_steps > 0:
             left = self._joined.num_steps - status.current_step + SPARE_BATCHES
-            room = min(room, left * per_batch)
+            room = min(room, left * self._joined.groups_per_batch)
         return room - status.queue_size
 
-    async def _pause(self) -> None:
-        """Wait a moment, or until all that was begun is done; what fails is raised."""
-        if not self._tasks:
-            await asyncio.sleep(POLL_S)
+    async def _feed(self, servers: Sequence[Server], problem: Problem, prompt: tuple[int, ...], seed: int) -> None:
+        """Sample and score one group, and send it once, or leave it out."""
+        sampling = self._config.sampling
+        completions = await self._sampler.one(servers, prompt, num_samples=sampling.group_size, seed=seed)
+        for line in {*self._sampler.lacks} - self._noted:
+            self._noted.add(line)
+            self._note(line)
+        if self.is_too_long(len(prompt) + max(len(completion.token_ids) for completion in completions)):
             return
-        done, _ = await asyncio.wait(self._tasks, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-        self._tasks -= done
-        for task in done:
-            task.result()
-
-    async def _sample(self, pairs: Sequence[tuple[Problem, tuple[int, ...]]], seed: int) -> None:
-        async def sent(index: int, completions: Sequence[Completion]) -> None:
-            try:
-                await self._send(*pairs[index], completions)
-            finally:
-                self._in_flight -= 1
-
-        prompts = [prompt for _, prompt in pairs]
-        await self._sampler.each(self._servers, prompts, sent, num_samples=self._sampling.group_size, seed=seed)
-        for line in self._sampler.lacks:
-            if line not in self._noted:
-                self._noted.add(line)
-                self._note(line)
-
-    async def _send(self, problem: Problem, prompt: tuple[int, ...], completions: Sequence[Completion]) -> None:
-        """Score the completions of one problem, and send them once, or leave them out."""
-        if self._is_too_long(len(prompt) + max(len(completion.token_ids) for completion in completions)):
-            return
-        results = await self._scorer.score(problem, [completion.text for completion in completions])
-        self._count_failures(results)
-        rewards = [result.reward for result in results if isinstance(result, Score)]
-        if len(rewards) < len(results):
+        rewards = await self._rewards_of(problem, completions)
+        if len(rewards) < len(completions):
             self._counts["unscored"] += 1
             return
-        params = {"temperature": self._sampling.temperature, "max_new_tokens": self._sampling.longest}
-        env_id = self._joined.env_id
-        group = scored_group(problem, prompt, completions, rewards, env_id=env_id, generation_params=params)
+        params = {"temperature": sampling.temperature, "max_new_tokens": sampling.longest}
+        group = scored_group(problem, prompt, completions, rewards, self._joined.env_id, params)
         try:
             await asyncio.to_thread(self._api.send, [group])
         except AtroposError as error:
             if not isinstance(error.__cause__, httpx.TransportError):
                 raise
             self._counts["unanswered"] += 1  # the connection broke before the answer
-        else:
-            self._counts["groups"] += 1
-            self._rewards += rewards
-            self._all_rewards = self._all_rewards[0] + sum(rewards), self._all_rewards[1] + len(rewards)
-            self._num_tokens += sum(len(completion.token_ids) for completion in completions)
+            return
+        self._counts["groups"] += 1
+        self._counts["tokens"] += sum(len(completion.token_ids) for completion in completions)
+        self._rewards += rewards
 
-    def _is_too_long(self, num_tokens: int) -> bool:
+    async def _rewards_of(self, problem: Problem, completions: Sequence[Completion]) -> list[float]:
+        """Return the rewards of those completions that have one; too many without one in a batch end the run."""
+        results = await self._scorer.score(problem, [completion.text for completion in completions])
+        if self._counts["scored"] % self._batch_size == 0:
+            first = self._counts["scored"] // self._config.sampling.group_size + 1
+            name = f"groups {first} to {first + self._joined.groups_per_batch - 1}"
+            share = self._config.task.max_unscored_share
+            self._failures = FailedScores(name, num_completions=self._batch_size, max_share=share)
+        self._counts["scored"] += len(results)
+        self._failures.add(results)
+        self._failures.note(self._note, self._noted)
+        return [result.reward for result in results if isinstance(result, Score)]
+
+    def is_too_long(self, num_tokens: int) -> bool:
         """Return whether the trainer does not want so many tokens, and count it.
 
-        Raises:
-            UsageError: nothing was short enough so far.
+        A UsageError says that nothing was short enough so far.
         """
         limit = self._joined.max_token_len
         if not 0 < limit <= num_tokens:
@@ -318,79 +274,40 @@ class _Feeder:
             )
         return True
 
-    def _count_failures(self, results: Sequence[Score | FailedScore]) -> None:
-        """Count completions without a reward, as a share of as many completions as make up one batch."""
-        batch_size = self._joined.groups_per_batch * self._sampling.group_size
-        if self._num_scored % batch_size == 0:
-            first = self._num_scored // self._sampling.group_size + 1
-            last = first + self._joined.groups_per_batch - 1
-            self._failures = FailedScores(
-                f"groups {first} to {last}", num_completions=batch_size, max_share=self._config.task.max_unscored_share
-            )
-        self._num_scored += len(results)
-        self._failures.add(results)
-        self._failures.note(self._note, self._noted)
-
-    def _line(self, status: EnvironmentStatus) -> FeedProgress:
-        """Return the next line, and begin the one after it."""
-        now, rewards, num_tokens = time.monotonic(), self._rewards, self._num_tokens
-        seconds, self._last, self._rewards, self._num_tokens = now - self._last, now, [], 0
-        total, num_rewards = self._all_rewards
+    def _progress(self, status: EnvironmentStatus) -> FeedProgress:
+        seconds = time.monotonic() - self._begun
         return FeedProgress(
-            seconds=now - self._begun,
+            seconds=seconds,
             step=status.current_step,
             num_steps=self._joined.num_steps,
             queued_batches=status.queue_size / self._joined.groups_per_batch,
-            reward_mean=statistics.fmean(rewards) if rewards else None,
-            reward_mean_so_far=total / num_rewards if num_rewards else None,
-            tokens_per_s=num_tokens / seconds if seconds else 0.0,
+            groups=self._counts["groups"],
+            reward_mean=statistics.fmean(self._rewards) if self._rewards else None,
+            tokens_per_s=self._counts["tokens"] / seconds if seconds else 0.0,
+            too_long=self._counts["too_long"],
+            unscored=self._counts["unscored"],
+            unanswered=self._counts["unanswered"],
             retries=self._sampler.num_retries + self._api.num_retries,
-            **self._counts,
         )
 
 
-def scored_group(
-    problem: Problem,
-    prompt: tuple[int, ...],
-    completions: Sequence[Completion],
-    rewards: Sequence[float],
-    *,
-    env_id: int,
-    generation_params: dict[str, Any],
-) -> ScoredGroup:
-    """Return a group as the API accepts it; a NaN, which JSON cannot encode, would cost a whole batch."""
-    given = problem["prompt"]
-    before: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return ScoredGroup(
-        tokens=tuple(prompt + completion.token_ids for completion in completions),
-        masks=tuple((MASKED,) * len(prompt) + completion.token_ids for completion in completions),
-        scores=tuple(rewards),
-        inference_logprobs=tuple(
-            (UNKNOWN_LOGPROB,) * len(prompt)
-            + tuple(value if math.isfinite(value) else UNKNOWN_LOGPROB for value in completion.logprobs)
-            for completion in completions
-        ),
-        overrides=tuple(map(_versions, completions)),
-        messages=[[*before, {"role": "assistant", "content": completion.text}] for completion in completions],
-        generation_params=generation_params,
-        env_id=env_id,
-    )
-
-
-def _versions(completion: Completion) -> dict[str, Any]:
-    """Return which weights sampled a completion, if that is known of every token."""
-    runs = [[version, len(list(run))] for version, run in itertools.groupby(completion.versions)]
-    return {} if any(version is None for version, _ in runs) or not runs else {WEIGHT_VERSIONS: runs}
+async def _pause(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Wait a moment, or until all tasks are done, and return those that are not; what fails is raised."""
+    if not tasks:
+        await asyncio.sleep(POLL_S)
+        return tasks
+    done, pending = await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
+    return pending
 
 
 def endpoints(urls: Sequence[str]) -> list[Endpoint]:
     """Return what to sample from: on each server the adapter that is trained, else the model itself.
 
-    Raises:
-        UsageError: a server requires another key, or has an adapter whose name changes every step.
-        ServerUnreachableError: one does not answer as vLLM does.
+    A UsageError says that an adapter changes its name with every step.
     """
-    found = []
+    chosen = []
     for url in urls:
         with VllmClient(url) as server:
             names = [model.id for model in server.models()]
@@ -399,5 +316,5 @@ def endpoints(urls: Sequence[str]) -> list[Endpoint]:
                 f"the adapter that is trained at {url} gets a new name with every step, now {renamed[-1]}",
                 remedy="train it with --lora-handover memory, which keeps its name",
             )
-        found.append(Endpoint(url=url, model=ADAPTER if ADAPTER in names else None))
-    return found
+        chosen.append(Endpoint(url=url, model=ADAPTER if ADAPTER in names else None))
+    return chosen

@@ -1,4 +1,6 @@
-"""Groups for training from an environment's scored sequences, or what is wrong with them: the API only checks types.
+"""Scored sequences as an API passes them on, from our groups and to them, or what is wrong with them.
+
+The API only checks types.
 
 The prompt of a group is what all of its sequences begin with before their first sampled token. A completion is the
 rest of a sequence, with a mask if it also holds tokens that were not sampled. The first token of a sequence is never
@@ -7,13 +9,13 @@ trained on, even if it is marked as sampled: nothing predicts it.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, groupby
 from typing import Any, NamedTuple
 
 from bridge.atropos.api import MASKED, UNKNOWN_LOGPROB, WEIGHT_VERSIONS, Numbers, ScoredGroup
 from bridge.rollouts.distribution import changes, in_words
 from bridge.scoring.score import LARGEST, limit_note
-from bridge.types import Completion, Group, Unscored
+from bridge.types import Completion, Group, Message, Problem, Unscored
 
 Decode = Callable[[Sequence[int]], str]
 ZERO = "set_advantage_to_zero"
@@ -114,6 +116,39 @@ def _logprob(value: float | None) -> float:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def scored_group(
+    problem: Problem,
+    prompt: tuple[int, ...],
+    completions: Sequence[Completion],
+    rewards: Sequence[float],
+    env_id: int,
+    generation_params: dict[str, Any],
+) -> ScoredGroup:
+    """Return a group as the API accepts it; a NaN, which JSON cannot encode, would cost a whole batch."""
+    question = problem["prompt"]
+    before: list[Message] = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    return ScoredGroup(
+        tokens=tuple(prompt + completion.token_ids for completion in completions),
+        masks=tuple((MASKED,) * len(prompt) + completion.token_ids for completion in completions),
+        scores=tuple(rewards),
+        inference_logprobs=tuple(
+            (UNKNOWN_LOGPROB,) * len(prompt)
+            + tuple(value if math.isfinite(value) else UNKNOWN_LOGPROB for value in completion.logprobs)
+            for completion in completions
+        ),
+        overrides=tuple(map(_version_runs, completions)),
+        messages=[[*before, {"role": "assistant", "content": completion.text}] for completion in completions],
+        generation_params=generation_params,
+        env_id=env_id,
+    )
+
+
+def _version_runs(completion: Completion) -> dict[str, Any]:
+    """Return which weights sampled a completion, if that is known of every token."""
+    runs = [[version, len(list(run))] for version, run in groupby(completion.versions)]
+    return {} if any(version is None for version, _ in runs) or not runs else {WEIGHT_VERSIONS: runs}
 
 
 def first_flaw(group: ScoredGroup, bounds: Bounds) -> Flaw | None:

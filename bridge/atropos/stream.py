@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from bridge.atropos.api import NOBODY, AtroposApi, ScoredGroup, TrainerInfo, TrainerRegistration
+from bridge.atropos.api import NOBODY, AtroposApi, ScoredGroup, TrainerInfo
 from bridge.atropos.groups import Bounds, first_flaw, ignored, left_out, to_train_on
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
-from bridge.types import Group, TrainedProblems
+from bridge.types import Environment, Group, TrainedProblems
 from bridge.weights import skeleton
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
@@ -34,6 +34,18 @@ Source: atroposlib 0.4.0, `ServerManager.__init__`.
 """
 FIRST_REPORT_S = 30.0
 """Seconds without a batch after which the reason is reported, and again whenever the time has doubled."""
+
+
+def open_stream(
+    config: TrainConfig,
+    environment: Environment | None,  # noqa: ARG001  the environments are elsewhere
+    note: Callable[[str], None],
+    *,
+    run_name: str,
+    progress: Callable[[int, int], None],  # noqa: ARG001
+    ranks: Ranks = ALONE,
+) -> "AtroposStream":
+    return AtroposStream(config, note, run_name=run_name, ranks=ranks)
 
 
 class AtroposStream:
@@ -54,7 +66,10 @@ class AtroposStream:
         """
         self.num_retries = 0
         """Those of the last step, which include requests for a batch that the API lost."""
-        self._config, self._note, self._run_name, self._ranks = config, note, run_name, ranks
+        self._config = config
+        self._note = note
+        self._run_name = run_name
+        self._ranks = ranks
         self._noted: set[str] = set()
         self._left_out: Counter[str] = Counter()
         self._num_lost = 0
@@ -91,7 +106,8 @@ class AtroposStream:
         before, looks, groups = self._api.num_retries + self._num_lost, self._looks(step), None
         while groups is None:
             groups = self._ranks.run_and_gather(lambda: next(looks))[0]
-        self.num_retries, self._fetched = self._api.num_retries + self._num_lost - before, []
+        self.num_retries = self._api.num_retries + self._num_lost - before
+        self._fetched = []
         return groups
 
     def evaluate(self, *, step: int) -> None:
@@ -176,17 +192,15 @@ class AtroposStream:
         max_token_len = longest + 1  # environments leave out what is as long as this
         is_first = self._api.info().batch_size == NOBODY
         if is_first:
-            trainer = TrainerRegistration(
+            self._api.register(
+                TrainerInfo(batch_size=batch_size, max_token_len=max_token_len),
                 wandb_group=self._run_name,
                 wandb_project="bridge",
-                batch_size=batch_size,
-                max_token_len=max_token_len,
                 checkpoint_dir=str(checkpoints.save_path.absolute()),
                 save_checkpoint_interval=checkpoints.save_interval,
                 starting_step=step - 1,
                 num_steps=self._config.training_steps,
             )
-            self._api.register(trainer)
         _refuse_others(self._api, self._api.info(), {"batch_size": batch_size, "max_token_len": max_token_len})
         how = "registered this trainer" if is_first else "continues with a trainer of the same settings"
         self._note(

@@ -1,7 +1,67 @@
-"""The checks of `bridge doctor` and `bridge verify`: each is a small function that judges facts.
+"""The checks of `bridge doctor` and `bridge verify`: small functions that judge facts, and the record that they return.
 
-A *check* is one result (`result.py`). *Facts* are what a child process reports about torch and the driver. A *trial* is
-two processes that share memory for real.
+*Facts* are what a child process reports about torch and the driver (`child.py`). A *trial* is two processes that share
+memory for real.
 
-May import `bridge`, psutil, httpx and packaging; torch only inside a child process, or in `verify.py`.
+May import: `bridge`, psutil, httpx and packaging; torch only inside a child process, or in `verify.py`.
 """
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from bridge.errors import BridgeError
+
+Status = Literal["PASS", "WARN", "FAIL", "SKIP"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found, what it expected, and how to fix the difference."""
+
+    name: str
+    """What was checked, in a few words."""
+    status: Status
+    """PASS; WARN: it may hurt later; FAIL: attaching cannot work; SKIP: not checked, `found` says why."""
+    found: str
+    """The actual state, with its values."""
+    expected: str
+    """The state that passes."""
+    remedy: str | None = None
+    """One line with the command that fixes it; None for PASS, and for a SKIP that needs no fix."""
+
+    def __post_init__(self) -> None:
+        assert self.remedy or self.status in ("PASS", "SKIP"), f"{self.name}: {self.status} without a remedy"
+
+
+def passed(name: str, found: str, expected: str) -> Check:
+    return Check(name, "PASS", found, expected)
+
+
+def warned(name: str, found: str, expected: str, remedy: str) -> Check:
+    return Check(name, "WARN", found, expected, remedy)
+
+
+def failed(name: str, found: str, expected: str, remedy: str) -> Check:
+    return Check(name, "FAIL", found, expected, remedy)
+
+
+def skipped(name: str, reason: str, expected: str, remedy: str | None = None) -> Check:
+    return Check(name, "SKIP", reason, expected, remedy)
+
+
+def judged(name: str, good: bool, found: str, expected: str, remedy: str, *, otherwise: Status = "FAIL") -> Check:
+    """Return PASS if what was found is `good`; if not, the status `otherwise`, with the fix."""
+    return passed(name, found, expected) if good else Check(name, otherwise, found, expected, remedy)
+
+
+def tried(name: str, action: Callable[[], str], expected: str) -> Check:
+    """Return PASS with what `action` returns, or FAIL with the BridgeError that it raises."""
+    try:
+        return passed(name, action(), expected)
+    except BridgeError as error:
+        return failed(name, error.message, expected, error.remedy)
+
+
+def any_failed(checks: Iterable[Check]) -> bool:
+    return any(check.status == "FAIL" for check in checks)

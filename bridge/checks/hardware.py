@@ -1,14 +1,18 @@
-"""Check the GPU, its driver, and the memory of GPU and host.
+"""Check the GPU, its driver, the memory of GPU and host, and that one process can open and write another's memory.
 
-Not covered: sharing memory between two processes (`sharing.py`).
+Sharing is checked by doing it: through a memfd, and over CUDA IPC (the other processes are programs of `child.py`).
+Not covered: the weights of a live server (`bridge verify`).
 """
 
+import fcntl
+import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from bridge.checks.facts import Facts, Gpu
-from bridge.checks.result import Check, failed, judged, passed, skipped, warned
-from bridge.checks.software import REPLACE_CPU_BUILD, Device
+from bridge.checks import Check, failed, judged, passed, skipped, warned
+from bridge.checks.child import MARK, MEMFD_MARK, MODULE, READ, Ended, Facts, Gpu, run_child
+from bridge.checks.software import ALLOCATOR_VARIABLES, EXPANDABLE, REPLACE_CPU_BUILD, Device
 
 GIB, MIB = 2**30, 2**20
 TRAINING_GIB = 2.0
@@ -21,6 +25,34 @@ NEEDED_SHM_MIB = 64.0
 """Upper bound for torch's and vLLM's message queues between processes. The weights are never in /dev/shm."""
 ON_THE_CPU = "not checked: vLLM runs on the CPU"
 RELOAD = "nvidia-smi must list the GPU; if it hangs or fails, reload the driver or reboot"
+SHARED = "a second process wrote, the first one read it"
+MEMFD, MEMFD_EXPECTED = "Shared memory", "a second process writes into the first one's memfd"
+CUDA, CUDA_EXPECTED = "CUDA IPC", "a second process writes into the first one's GPU memory"
+TRIAL_TIMEOUT_S, MEMFD_TIMEOUT_S = 90.0, 20.0
+NAMESPACES = (
+    "run both as one user in one pid namespace, with /proc mounted without hidepid; docker run --pid=container:NAME"
+)
+Cause = tuple[tuple[str, ...], str, str]
+"""Why the driver refuses: any of these signs in the error, in lower case; the reason in words; the fix."""
+SURE: tuple[Cause, ...] = (
+    (("busy or unavailable", "exclusive"), "the GPU takes one process at a time (compute mode)",
+     "sudo nvidia-smi -c DEFAULT"),
+    (("out of memory",), "the GPU has no memory left for two small processes",
+     "nvidia-smi lists the processes that use the GPU: stop yours, or lower --gpu-memory-utilization"),
+    (("no space left", "shared memory", "shm"),
+     "/dev/shm, which holds torch's reference counters, is full or missing",  # noqa: S108  a name
+     "docker run --shm-size=1g ..., or: df -h /dev/shm"),
+)  # fmt: skip
+"""Causes whose signs have no other meaning."""
+LIKELY: tuple[Cause, ...] = (
+    (("pidfd", "operation not permitted", "permission denied"),
+     "the kernel forbids one process to reach into the other (ptrace rules)",
+     "docker run --cap-add=SYS_PTRACE ..., or on the host: sudo sysctl kernel.yama.ptrace_scope=0"),
+    (("invalid", "mapping", "os call failed", "not supported", "peer"),
+     "the two processes do not share the namespaces that the driver needs, or the platform has no CUDA IPC",
+     "docker run --ipc=host --pid=host ... (or container:NAME for both); in WSL 2 update the driver"),
+)  # fmt: skip
+"""Causes whose signs also appear if the allocator's segments are expandable."""
 
 
 def nvidia_driver_loaded() -> bool:
@@ -80,17 +112,74 @@ def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
 def main_memory(available: int, cgroup_left: int | None) -> Check:
     limited = cgroup_left is not None and cgroup_left < available
     left = min(available, available if cgroup_left is None else cgroup_left)
-    found = f"{left / GIB:.1f} GiB available" + (" within the container's limit" if limited else "")
-    expected = f"at least {NEEDED_GIB:.0f} GiB available beside the weights"
-    remedy = f"{'docker run --memory=8g ...' if limited else 'stop other programs'}, or use a smaller model"
-    return judged("Main memory", left >= NEEDED_GIB * GIB, found, expected, remedy, otherwise="WARN")
+    return judged(
+        "Main memory", left >= NEEDED_GIB * GIB,
+        f"{left / GIB:.1f} GiB available" + (" within the container's limit" if limited else ""),
+        f"at least {NEEDED_GIB:.0f} GiB available beside the weights",
+        f"{'docker run --memory=8g ...' if limited else 'stop other programs'}, or use a smaller model",
+        otherwise="WARN",
+    )  # fmt: skip
 
 
 def shm_space(free: int | None) -> Check:
     """Check that message queues fit into /dev/shm, which has `free` bytes; None: it does not exist."""
-    name, expected = "/dev/shm", f"at least {NEEDED_SHM_MIB:.0f} MiB free for message queues"  # noqa: S108  a name
-    remedy = "docker run --shm-size=1g ..., or: sudo mount -o remount,size=1g /dev/shm"
     size = free or 0
     found = f"{size / GIB:.1f} GiB free" if size >= GIB else f"{size / MIB:.0f} MiB free"
-    found = "missing" if free is None else found
-    return judged(name, size >= NEEDED_SHM_MIB * MIB, found, expected, remedy, otherwise="WARN")
+    return judged(
+        "/dev/shm", size >= NEEDED_SHM_MIB * MIB,  # noqa: S108  a name
+        "missing" if free is None else found,
+        f"at least {NEEDED_SHM_MIB:.0f} MiB free for message queues",
+        "docker run --shm-size=1g ..., or: sudo mount -o remount,size=1g /dev/shm",
+        otherwise="WARN",
+    )  # fmt: skip
+
+
+def over_memfd() -> Check:
+    """Create a memfd as the server does, let a second process write into it, and read it."""
+    try:
+        descriptor = os.memfd_create("bridge-doctor", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    except OSError as error:
+        remedy = "sudo sysctl vm.memfd_noexec=0, or allow memfd_create in the container's seccomp profile"
+        return failed(MEMFD, f"memfd_create: {error.strerror}", MEMFD_EXPECTED, remedy)
+    try:
+        os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            trouble = run_child("write-memfd", path, timeout_s=MEMFD_TIMEOUT_S).trouble()
+            mark = memory[: len(MEMFD_MARK)]
+    except OSError as error:
+        found = f"the memfd cannot be used: {error.strerror}"
+        return failed(MEMFD, found, MEMFD_EXPECTED, "free memory; dmesg names the cause")
+    finally:
+        os.close(descriptor)
+    fault = f": {trouble}" if trouble else f" wrote {MEMFD_MARK!r}, the first one reads {mark!r}"
+    good = trouble is None and mark == MEMFD_MARK
+    return judged(MEMFD, good, SHARED if good else f"the second process{fault}", MEMFD_EXPECTED, NAMESPACES)
+
+
+def over_cuda_ipc(uuid: str | None, environment: Mapping[str, str]) -> Check:
+    """Let two processes share memory of the GPU `uuid`."""
+    if uuid is None:
+        return skipped(CUDA, "needs a GPU", CUDA_EXPECTED)
+    return judge_trial(run_child("export-cuda", uuid, timeout_s=TRIAL_TIMEOUT_S), environment)
+
+
+def judge_trial(trial: Ended, environment: Mapping[str, str]) -> Check:
+    """Judge from the exporter's end whether both processes used the same memory, and if not, why."""
+    trouble = trial.trouble()
+    if trouble is None:
+        value = trial.stdout.strip().rpartition("\n")[2].removeprefix(READ)
+        is_shared = value == str(MARK)
+        odd = f"the handle opened, but the first process read {value or 'nothing'} where the second wrote {MARK}"
+        remedy = "run both on the same GPU driver: bridge doctor inside the container that serves"
+        return judged(CUDA, is_shared, SHARED if is_shared else odd, CUDA_EXPECTED, remedy)
+    expandable: list[Cause] = [  # these can cause any error
+        (("",), f"{variable} enables expandable segments", f"unset {variable}")
+        for variable in ALLOCATOR_VARIABLES
+        if EXPANDABLE in environment.get(variable, "")
+    ]
+    for signs, meaning, remedy in (*SURE, *expandable, *LIKELY):
+        if any(sign in trouble.lower() for sign in signs):
+            return failed(CUDA, f"{trouble}: {meaning}", CUDA_EXPECTED, remedy)
+    return failed(CUDA, trouble, CUDA_EXPECTED, f"for the whole error: python -m {MODULE} export-cuda GPU-UUID")

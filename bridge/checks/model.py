@@ -1,7 +1,7 @@
 """Judge from a model's configuration alone which modes can train it, without reading weights.
 
-What a configuration does not show, a child process (`python -m bridge.checks.model MODEL`) finds by building the
-model's class without its weights, unless the family is known to work.
+What a configuration does not show, a child process finds by building the model's class without its weights, unless
+the family is known to work.
 
 Not covered: what only vLLM's own loader shows (`patches/bridge_patches/loading.py`), and whether the model fits
 (`bridge plan`).
@@ -9,15 +9,14 @@ Not covered: what only vLLM's own loader shows (`patches/bridge_patches/loading.
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.checks.child import refuse, run_module
-from bridge.checks.result import Check, failed, passed, skipped, warned
-from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.checks import Check, failed, passed, skipped, warned
+from bridge.checks.child import run_child
+from bridge.errors import UnsupportedModelError
 from bridge.planning.model_size import EXPERTS
 
 Config = Mapping[str, Any]
@@ -149,7 +148,7 @@ def unbuildable(model: str, config: Config) -> list[Obstacle]:
     """
     if config.get("model_type") in {*PROVED, None}:
         return []
-    ended = run_module("bridge.checks.model", model, timeout_s=TRIAL_LIMIT_S)
+    ended = run_child("build", model, timeout_s=TRIAL_LIMIT_S)
     is_refused = ended.returncode == UnsupportedModelError.exit_code
     return [Obstacle(ended.last_error_line.removeprefix(f"{model} "))] if is_refused else []
 
@@ -181,20 +180,3 @@ def _notes(config: Config, mode: str) -> str:
     if mode == LORA and has_experts(config):
         notes.append("experts get no adapter")
     return "".join(f"; {note}" for note in notes)
-
-
-def _build(model: str) -> int:
-    """Build the class of `model` without its weights, and return the exit code."""
-    import torch
-
-    from bridge.weights import skeleton
-
-    try:
-        skeleton.build(model, torch.bfloat16)
-    except BridgeError as error:
-        return refuse(error.message, error.exit_code)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_build(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""One part of a model that lies on several ranks of a server, as a program: `bridge verify` runs one for each part.
+"""One part of a model that lies on several ranks of a server: `bridge verify` runs one program for each part.
 
-`python -m bridge.checks.parts MANIFEST PART PORT` reads what was sampled from its standard input, and computes its
-log-probabilities together with the other parts; the first one prints how far they are from the server's.
+`python -m bridge.checks.child logprobs MANIFEST PART PORT` reads what was sampled from its standard input, and computes
+its log-probabilities together with the other parts; the first one prints how far they are from the server's.
 """
 
 import json
@@ -12,9 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bridge.checks.child import refuse
 from bridge.checks.verify import logprob_diffs
-from bridge.errors import BridgeError
 from bridge.passes.parallel import divide
 from bridge.ranks.world import INTERFACES, LOOPBACK, Ranks
 from bridge.server import manifest
@@ -23,19 +21,16 @@ from bridge.weights import cuda_ipc
 from bridge.weights.attach import attach
 
 
-def _main(path: str, part: str, port: str) -> int:
+def run(path: str, part: str, port: str) -> None:
     os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
-    key, asked = json.load(sys.stdin)
-    groups = [_group(*each) for each in asked]
+    groups = [_group(*each) for each in json.load(sys.stdin)]
     found, own = manifest.load(Path(path)), int(part)
     uuid, count = found.shard(own).gpu_uuid, found.tp_degree
     device = torch.device("cpu") if uuid is None else cuda_ipc.device_of(uuid)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     listener = socket.create_server((LOOPBACK, int(port))) if own == 0 else None
-    ranks = Ranks.join(
-        own, count, tp_size=count, port=int(port), device=device, key=bytes.fromhex(key), listener=listener
-    )
+    ranks = Ranks.join(own, count, tp_size=count, port=int(port), device=device, listener=listener)
     try:
         attached = attach(found, own, num_parts=count)
         divide(attached.model, attached.cuts, ranks.tp_group.process_group)
@@ -44,7 +39,6 @@ def _main(path: str, part: str, port: str) -> int:
         ranks.close()
     if own == 0:
         sys.stdout.write(json.dumps(found_diffs.tolist()))
-    return 0
 
 
 def _group(prompt: list[int], completions: list[tuple[list[int], list[float]]]) -> Group:
@@ -56,10 +50,3 @@ def _group(prompt: list[int], completions: list[tuple[list[int], list[float]]]) 
     ]
     rewards = (0.0,) * len(made)
     return Group(problem={"prompt": ""}, prompt_token_ids=tuple(prompt), completions=tuple(made), rewards=rewards)
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(_main(*sys.argv[1:]))
-    except BridgeError as error:
-        sys.exit(refuse(error.message))

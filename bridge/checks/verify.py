@@ -6,7 +6,6 @@ compared instead.
 
 import json
 import math
-import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from bridge.checks.child import run_module
-from bridge.checks.result import Check, judged, skipped
+from bridge.checks import Check, judged, skipped
+from bridge.checks.child import MODULE, run_child
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
 from bridge.passes.logprobs import model_logprobs
@@ -27,7 +26,6 @@ from bridge.rollouts.sampler import Sampler
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.manifest import Manifest
 from bridge.server.protocol import Element
 from bridge.types import Group
 from bridge.weights.attach import AttachedModel, attach
@@ -36,10 +34,9 @@ from bridge.weights.digest import digest
 NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
 LOGPROB_MEAN_LIMIT = 0.05
 """Nats. Two healthy engines differ by 0.013 to 0.024 in the mean; with a stale copy they differ by whole nats."""
-PART = "bridge.checks.parts"
 LOGPROBS, LOGPROBS_EXPECTED = "log-probabilities", f"mean difference at most {LOGPROB_MEAN_LIMIT}"
 TRIES = 5
-"""A trainer that publishes meanwhile lets servers be seen at different versions."""
+"""Retries, because a publication can change versions between two reads."""
 RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
 
 
@@ -51,48 +48,37 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
         ServerUnreachableError: the server is gone.
     """
     exported = manifest.load(config_path)
-    with BridgeClient(exported, timeout_s=timeout_s) as client:
-        if exported.tp_degree == 1:
-            yield from proofs(attach(exported), client, timeout_s=timeout_s)
-        else:
-            yield from proofs_of_parts(exported, client, config_path, timeout_s=timeout_s)
-
-
-def proofs_of_parts(
-    exported: Manifest, client: BridgeClient, config_path: Path | None, *, timeout_s: float
-) -> Iterator[Check]:
-    """Yield the checks of a server with several ranks, part by part, and of the log-probabilities of all of them."""
     num_parts = exported.tp_degree
-    each = [attach(exported, part, num_parts=num_parts) for part in range(num_parts)]
+    attached = [attach(exported, part, num_parts=num_parts) for part in range(num_parts)]
+    with BridgeClient(exported, timeout_s=timeout_s) as client:
+        yield from proofs(attached, client, manifest.find(config_path), timeout_s=timeout_s)
+
+
+def proofs(
+    parts: Sequence[AttachedModel], client: BridgeClient, path: Path | None = None, *, timeout_s: float
+) -> Iterator[Check]:
+    """Yield the same checks of a model that is attached already, in one part or in several.
+
+    The log-probabilities of several parts are computed by processes that attach to the manifest at `path`.
+    """
 
     def of_part(part: int, checks: Iterable[Check]) -> Iterator[Check]:
-        return (replace(check, name=f"{check.name}, part {part}") for check in checks)
+        return (replace(check, name=f"{check.name}, part {part}") if len(parts) > 1 else check for check in checks)
 
-    for part, attached in enumerate(each):
+    for part, attached in enumerate(parts):
         yield from of_part(part, [storages(attached), bytes_allocated(attached)])
     with fence.frozen(client) as may_write:
-        for part, attached in enumerate(each):
+        for part, attached in enumerate(parts):
             yield from of_part(part, markers(attached, client) if may_write else values(attached, client))
             yield from of_part(part, [digests(attached, client.digests(part))])
-    version = client.status().version
-    vocab_size = each[0].model.config.vocab_size
+    version, model = client.status().version, parts[0].model
     with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
-        groups = sample(sampler, Endpoint(url=client.url), vocab_size)
-    found = diffs_of_parts(manifest.find(config_path), num_parts, groups, timeout_s=timeout_s)
-    yield unless_updated(judged_diffs(found), version, client.status().version)
-
-
-def proofs(attached: AttachedModel, client: BridgeClient, *, timeout_s: float) -> Iterator[Check]:
-    """Yield the same checks of a model that is attached already."""
-    yield storages(attached)
-    yield bytes_allocated(attached)
-    with fence.frozen(client) as may_write:
-        yield from markers(attached, client) if may_write else values(attached, client)
-        yield digests(attached, client.digests())
-    version = client.status().version
-    with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
-        check = logprobs(attached, sampler, Endpoint(url=client.url))
-    yield unless_updated(check, version, client.status().version)
+        groups = sample(sampler, Endpoint(url=client.url), model.config.vocab_size)
+    if path is None or len(parts) == 1:
+        diffs = logprob_diffs(model, groups)
+    else:
+        diffs = diffs_of_parts(path, len(parts), groups, timeout_s=timeout_s)
+    yield unless_updated(logprobs(diffs), version, client.status().version)
 
 
 @dataclass(frozen=True)
@@ -108,13 +94,12 @@ def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
     """Return what a live server serves; it is paused meanwhile."""
     exported = manifest.load(config_path)
     with BridgeClient(exported, timeout_s=timeout_s) as client, fence.frozen(client):
-        each = [client.digests(part) for part in range(exported.tp_degree)]
-        named = {
+        checksums = {
             f"{name}, part {part}" if part else name: text
-            for part, own in enumerate(each)
-            for name, text in own.items()
+            for part in range(exported.tp_degree)
+            for name, text in client.digests(part).items()
         }
-        return Served(client.status().version, named)
+        return Served(client.status().version, checksums)
 
 
 def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> Check:
@@ -126,7 +111,7 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
     for _ in range(TRIES):
         with ThreadPoolExecutor(len(paths)) as pool:
             first, *others = pool.map(look, paths)
-        if all(each.version == first.version for each in others):
+        if all(other.version == first.version for other in others):
             break
     else:
         return skipped("replicas", "a trainer published again and again", expected, "run bridge verify again")
@@ -196,11 +181,7 @@ def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
     return judged("checksums", not different, found, "equal checksums of every tensor from both sides", RESTART)
 
 
-def logprobs(attached: AttachedModel, sampler: Sampler, endpoint: Endpoint) -> Check:
-    return judged_diffs(logprob_diffs(attached.model, sample(sampler, endpoint, attached.model.config.vocab_size)))
-
-
-def judged_diffs(diffs: torch.Tensor) -> Check:
+def logprobs(diffs: torch.Tensor) -> Check:
     """Judge the differences of single tokens."""
     mean, largest = diffs.mean().item(), diffs.max().item()
     found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
@@ -254,15 +235,17 @@ def diffs_of_parts(path: Path, num_parts: int, groups: Sequence[Group], *, timeo
     """
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-    asked = [[each.prompt_token_ids, [[one.token_ids, one.logprobs] for one in each.completions]] for each in groups]
-    told = json.dumps([secrets.token_hex(), asked])
+    tokens = [
+        [group.prompt_token_ids, [[one.token_ids, one.logprobs] for one in group.completions]] for group in groups
+    ]
+    sampled = json.dumps(tokens)
 
     def computed(part: int) -> str:
-        ended = run_module(PART, str(path), str(part), str(port), timeout_s=timeout_s, stdin=told)
+        ended = run_child("logprobs", str(path), str(part), str(port), timeout_s=timeout_s, stdin=sampled)
         if trouble := ended.trouble():
             raise AttachError(
                 f"the process of part {part} did not compute: {trouble}",
-                remedy=f"bridge doctor; for the whole error: python -m {PART} MANIFEST PART PORT",
+                remedy=f"bridge doctor; for the whole error: python -m {MODULE} logprobs MANIFEST PART PORT",
             )
         return ended.stdout
 

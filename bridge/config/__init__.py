@@ -6,8 +6,8 @@ May import: `bridge.core`.
 """
 
 from bridge.config.rollouts import FeedConfig, RolloutConfig, SamplingConfig, TaskConfig
-from bridge.config.serve import DEFAULT_PORT, ServeConfig
-from bridge.config.train import (
+from bridge.config.sections import (
+    DEFAULT_PORT,
     AdvantageScale,
     CheckpointConfig,
     ComputeConfig,
@@ -16,10 +16,11 @@ from bridge.config.train import (
     LossConfig,
     OptimizerConfig,
     PublishingConfig,
+    ServeConfig,
     ServerConfig,
     TrackingConfig,
-    TrainConfig,
 )
+from bridge.config.train import TrainConfig
 
 __all__ = [
     "DEFAULT_PORT",

@@ -11,97 +11,27 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError, model_validator
 
-from bridge.config import borrowed
-from bridge.config.borrowed import TRAIN_ALIASES
+from bridge.config.declaration import Choice, NoEffectError, Section, hint
 from bridge.core.foreign_code import described, said
 from bridge.errors import UsageError
 
 ENVIRONMENT_PREFIX = "BRIDGE_"
-HOSTS_KNOW = "BRIDGE_SECRET"
-"""Variable with what the hosts of one run know and nobody else does: others can read a flag in a list of processes."""
-NO_CHOICES = {"BRIDGE_MANIFEST_PATH", HOSTS_KNOW}
+NO_CHOICES = {"BRIDGE_MANIFEST_PATH"}
 """Variables that are no choices of a command."""
-
-
-if TYPE_CHECKING:
-    from pydantic._internal._model_construction import ModelMetaclass as _InOneLine  # keeps the types of the fields
-else:
-
-    class _InOneLine(type(BaseModel)):
-        """Reports a wrong choice of a program, `SamplingConfig(max_tokens=5)`, in one line, as a command does."""
-
-        def __call__(cls, *arguments, **choices):
-            try:
-                return super().__call__(*arguments, **choices)
-            except ValidationError as error:
-                if issubclass(cls, Config):  # whose callers add the place where a choice was made
-                    raise
-                fault = error.errors()[0]
-                name, known = str(fault["loc"][0]) if fault["loc"] else "", list(cls.model_fields)
-                if fault["type"] == "extra_forbidden":
-                    near = TRAIN_ALIASES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
-                    remedy = f"did you mean {near}?" if near in known else f"the choices are {', '.join(known)}"
-                    raise UsageError(f"{cls.__name__} has no choice {name!r}", remedy=remedy) from error
-                message = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-                raise UsageError(
-                    f"{cls.__name__}: {name} {message.replace('should', 'must', 1)}, found {fault['input']!r}",
-                    remedy=f"help(bridge.{cls.__name__}) has every choice and its default",
-                ) from error
-
-
-class NoEffectError(ValueError):
-    """A choice that another one switches off."""
-
-    def __init__(self, message: str, *, remedy: str) -> None:
-        super().__init__(message)
-        self.remedy = remedy
-
-
-class Section(BaseModel, metaclass=_InOneLine):
-    """The choices of one concern, frozen; unknown names are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    prefix: ClassVar[str] = ""
-    """Prefix of the fields' keys: `alpha` of a section with the prefix `lora_` has the key `lora_alpha`."""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Field -> its key, where the prefix does not give it."""
-
-    @classmethod
-    def key(cls, field: str) -> str:
-        """Return the flat name of a field."""
-        return cls.renamed.get(field, cls.prefix + field)
-
-
-class Choice(NamedTuple):
-    """Where a choice lies in a configuration, and its declaration."""
-
-    path: tuple[str, ...]
-    """Section, if it is in one, and field."""
-    info: FieldInfo
-    """Type, default and description."""
 
 
 class Config(Section):
     """All choices of one command."""
 
-    synonyms: ClassVar[Mapping[str, str]] = {}
-    """Another name of a choice -> its key."""
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """The same for names that no help text shows."""
+    tells_places: ClassVar[bool] = True
 
     @classmethod
     def of(cls, **choices: Any) -> Self:
-        """Build a configuration from flat keys.
-
-        Raises:
-            pydantic.ValidationError: an unknown key, or a value that does not fit.
-        """
+        """Build a configuration from flat keys."""
         return cls.model_validate(choices)
 
     @classmethod
@@ -111,9 +41,6 @@ class Config(Section):
         """Merge the TOML file, the environment and `flags` (None: not given), the later winning.
 
         Keys that only the classes `beside` it know are left to them.
-
-        Raises:
-            UsageError: unknown keys, values of the wrong kind or out of range; all of them at once.
         """
         given: dict[str, Any] = {}
         places: dict[str, str] = {}
@@ -132,34 +59,40 @@ class Config(Section):
             causes = (fault.get("ctx", {}).get("error") for fault in error.errors())
             remedies = (cause.remedy for cause in causes if isinstance(cause, NoEffectError))
             raise UsageError(faults, remedy=next(remedies, "see --help for every choice and its default")) from error
-        for key, reason, remedy in borrowed.misleading(names, config.get):
+        for key, reason, remedy in config.misread(names):
             raise UsageError(f"{places[key]}: {reason}", remedy=remedy)
         return config
+
+    def misread(self, names: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:  # noqa: ARG002
+        """Yield key, reason and remedy of each choice that means something else under the name that it was given by.
+
+        `names` has the name under which each choice was made.
+        """
+        yield from ()
 
     @classmethod
     @cache
     def choices(cls) -> Mapping[str, Choice]:
         """Return every choice by its key, in the order of declaration."""
         found: dict[str, Choice] = {}
-        for name, info in cls.model_fields.items():
-            if section := _section(cls, name):
-                found |= {
-                    section.key(field): Choice((name, field), each) for field, each in section.model_fields.items()
-                }
-            else:
-                found[cls.key(name)] = Choice((name,), info)
+        for key, top in cls.declared().items():
+            section = _section(cls, top.path[0])
+            found |= section.declared(*top.path) if section else {key: top}
         return found
+
+    @classmethod
+    @cache
+    def names(cls) -> Mapping[str, str]:
+        """Return every name under which a choice may be given, the keys last -> the choice's key."""
+        choices = cls.choices().items()
+        others = {name: key for key, one in choices for name in one.borrowed}
+        synonyms = {name: key for key, one in choices for name in one.synonyms}
+        return others | synonyms | {key: key for key, _ in choices}
 
     @classmethod
     def field_of(cls, name: str) -> str | None:
         """Return the key of the choice that `name` stands for; None if there is none."""
-        key = cls.synonyms.get(name) or cls.aliases.get(name, name)
-        return key if key in cls.choices() else None
-
-    @classmethod
-    def names(cls) -> dict[str, None]:
-        """Return every name under which a choice may be given, the keys last."""
-        return dict.fromkeys((*cls.aliases, *cls.synonyms, *cls.choices()))
+        return cls.names().get(name)
 
     @classmethod
     def default(cls, key: str) -> Any:
@@ -280,7 +213,7 @@ def _unknown(name: str, place: str, classes: tuple[type[Config], ...]) -> UsageE
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     is_variable = place.startswith(ENVIRONMENT_PREFIX)
     meant = [ENVIRONMENT_PREFIX + other.upper() if is_variable else other for other in near]
-    remedy = borrowed.hint(name) or (f"did you mean {meant[0]}?" if meant else "see --help for every choice")
+    remedy = hint(name) or (f"did you mean {meant[0]}?" if meant else "see --help for every choice")
     return UsageError(f"{place}: there is no such choice", remedy=remedy)
 
 

@@ -1,16 +1,22 @@
 """Choices of what is sampled, and how: sections of every command that samples rollouts, and all of `bridge env`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from bridge.config.borrowed import ROLLOUT_ALIASES
-from bridge.config.choices import Config, Section, flag
+from bridge.config.choices import Config, flag
+from bridge.config.declaration import Only, Section, declare
 from bridge.core.address import Urls
 
+SIZE, THINKING = '{"size": 1000}', '{"enable_thinking": false}'
+"""Examples in messages."""
+FROM_ENVIRONMENT: Only = ("rollouts", ("environment",))
+ATROPOS = "Atropos"
+EVALUATION = "Evaluation and saving"
+"""Panels of the help text."""
 DEFAULT_NEW_TOKENS = 256
 """Default length of the longest completion, if the server's sequences are long enough."""
 
@@ -42,38 +48,56 @@ def _names(given: Any) -> Any:
     return tuple(filter(None, map(str.strip, given.split(",")))) if isinstance(given, str) else given
 
 
-def _arguments(given: Any) -> dict[str, Any] | None:
-    found = _from_json(given)
-    if not isinstance(found, dict | None):
-        raise ValueError('must be a JSON object, such as {"size": 1000}')
-    return found
+def _json_object(example: str, *, reserved: Collection[str] = (), optional: bool = False) -> BeforeValidator:
+    """Take a JSON object, as text or as it is, without the keys that are `reserved`."""
+
+    def parse(given: Any) -> dict[str, Any] | None:
+        parsed = _from_json(given)
+        if parsed is None and optional:
+            return None
+        if not isinstance(parsed, dict):
+            raise ValueError(f"must be a JSON object, such as {example}")
+        if taken := sorted(parsed.keys() & set(reserved)):
+            raise ValueError(f"must not contain {', '.join(taken)}, which Bridge sets")
+        return parsed
+
+    return BeforeValidator(parse)
 
 
-def _template_arguments(given: Any) -> dict[str, Any]:
-    found = _from_json(given)
-    if not isinstance(found, dict):
-        raise ValueError('must be a JSON object, such as {"enable_thinking": false}')
-    if taken := sorted(found.keys() & SET_BY_BRIDGE):
-        raise ValueError(f"must not contain {', '.join(taken)}, which Bridge sets")
-    return found
+class Source(NamedTuple):
+    """Where rollouts come from."""
+
+    module: str
+    """Its function `open_stream` opens the stream; imported once a run needs it."""
+    samples_here: bool
+    """Whether the run samples problems of its own; else others sample from its servers, at ports that they know."""
 
 
-class TaskConfig(Section):
+SOURCES: Mapping[str, Source] = {
+    "environment": Source("bridge.agents.stream", samples_here=True),
+    "atropos": Source("bridge.atropos.stream", samples_here=False),
+}
+"""`--rollouts` -> what it means; a new one is a name in `RolloutConfig.source`, a row here and a module."""
+
+
+class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     """An environment: its problems and its rewards."""
 
-    environment: str = "arithmetic"
+    environment: str = declare("arithmetic", panel="", identifies=True)
     """`arithmetic`, `gsm8k`, `jsonl`, `file.py:ClassName` for your own, `verifiers:ID`, or `reasoning_gym:TASK`."""
-    env_args: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field(default={})
+    env_args: Annotated[dict[str, Any], _json_object(SIZE)] = Field(default={})
     """Arguments of `reasoning_gym:TASK`, such as `{"size": 1000}`, or the table `[env]` of `verifiers:ID`, such as
     `{"agent": {"max_turns": 4}}` (default: their own)."""
-    eval_env_args: Annotated[dict[str, Any] | None, BeforeValidator(_arguments)] = None
+    eval_env_args: Annotated[dict[str, Any] | None, _json_object(SIZE, optional=True)] = declare(
+        None, panel=EVALUATION, position=2
+    )
     """Arguments that differ for held-out problems; for `verifiers:ID` the table `[env.taskset]` (default: there are no
     held-out problems)."""
     verifiers_python: Path | None = None
     """Python with verifiers in it, for `verifiers:ID` (default: the one that `make verifiers` sets up)."""
-    data: str | None = None
+    data: str | None = declare(None, panel="", identifies=True)
     """Problems for `gsm8k` and `jsonl`: a JSONL file, a folder, or a dataset on the hub (default: the bundled ones)."""
-    eval_data: str | None = None
+    eval_data: str | None = declare(None, panel=EVALUATION, position=1)
     """Held-out problems, in the same forms as --data (default: those of the environment)."""
     prompt_column: str | None = None
     """Column with the prompts, as text or chat messages (default: `question` for `gsm8k`, `prompt` for `jsonl`)."""
@@ -81,7 +105,7 @@ class TaskConfig(Section):
     """Column with the answers."""
     system_prompt: str | None = None
     """System message put before every prompt, which makes it a chat message (default: the environment's own)."""
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] = Field(default={})
+    chat_template_kwargs: Annotated[dict[str, Any], _json_object(THINKING, reserved=SET_BY_BRIDGE)] = Field(default={})
     """Arguments of the model's chat template, such as `{"enable_thinking": false}` (default: the template's own)."""
     reward: str | None = None
     """Rewards that replace the environment's own: names or `file.py:function`, each optionally followed by `=WEIGHT`,
@@ -94,32 +118,32 @@ class TaskConfig(Section):
     worker_env: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
     """Variables with secrets that rewards, tools and agents may read, such as `OPENAI_API_KEY`, separated by commas
     (default: none whose name suggests a secret)."""
-    max_unscored_share: float = Field(default=0.2, ge=0, le=1)
+    max_unscored_share: float = declare(0.2, ge=0, le=1, position=1, only=None)
     """Stop the run when scoring fails for more than this share of a batch."""
 
 
-class SamplingConfig(Section):
+class SamplingConfig(Section, panel="Batch and sampling"):
     """How completions are sampled."""
 
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = declare(8, ge=2, borrowed=("num_generations",))
     """Completions per prompt."""
-    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = declare(None, ge=1, borrowed=("max_completion_length", "max_response_length"))
     """Longest completion, in tokens (default: 256, or half of the server's longest sequence if that is less)."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the loss uses the same."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = declare(0, ge=0, only=FROM_ENVIRONMENT)
     """Sample from this many of the likeliest tokens, and train on their distribution (default: from all)."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = declare(1.0, gt=0, le=1, only=FROM_ENVIRONMENT)
     """Sample from the fewest of the likeliest tokens that have this probability together (default: from all)."""
-    min_p: float = Field(default=0.0, ge=0, lt=1)
+    min_p: float = declare(0.0, ge=0, lt=1, only=FROM_ENVIRONMENT)
     """Sample from tokens at least this times as likely as the likeliest one (default: from all)."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """End a completion after this text, which stays part of it, or after any in a JSON list (default: none)."""
-    request_timeout_s: float = Field(default=600.0, gt=0)
+    request_timeout_s: float = declare(600.0, gt=0, panel="Server", position=2)
     """Time limit for one request, in seconds; it is then retried on another server, if there is one."""
-    max_retries: int = Field(default=4, ge=0)
+    max_retries: int = declare(4, ge=0, panel="Server", position=2)
     """Retries of a request that failed on the server's side, with growing pauses."""
-    max_concurrency: int = Field(default=256, ge=1)
+    max_concurrency: int = declare(256, ge=1, panel="Server", position=2, only=FROM_ENVIRONMENT)
     """Requests in flight at once."""
 
     @property
@@ -128,55 +152,56 @@ class SamplingConfig(Section):
         return self.max_new_tokens or DEFAULT_NEW_TOKENS
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, panel="Continuous rollouts", renamed={"source": "rollouts"}):
     """Where rollouts come from, and how many a step takes."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"source": "rollouts"}
-
-    source: Literal["environment", "atropos"] = "environment"
+    source: Literal["environment", "atropos"] = declare("environment", panel=ATROPOS, identifies=True)
     """Source of the rollouts: the environment's problems, or batches from an Atropos API."""
-    batch_size: int = Field(default=64, ge=2)
+    batch_size: int = declare(64, ge=2, panel=SamplingConfig.panel, position=-1)
     """Completions per step; a multiple of the group size."""
-    max_staleness: int = Field(default=0, ge=0)
+    max_staleness: int = declare(0, ge=0, only=FROM_ENVIRONMENT)
     """Train on completions begun up to N versions ago, while longer ones continue under new weights (default: each
     step waits for all of its completions)."""
-    groups_in_flight: int | None = Field(default=None, ge=1)
+    groups_in_flight: int | None = declare(None, ge=1, only=FROM_ENVIRONMENT)
     """Groups sampled at once (default: what fits the KV cache, up to a batch for each version and one)."""
-    skip_without_signal: bool = False
+    skip_without_signal: bool = declare(
+        False, position=1, only=FROM_ENVIRONMENT, synonyms=("skip_groups_without_signal",)
+    )
     """Sample another group in place of one whose rewards are all equal."""
-    max_oversampling: float = Field(default=3.0, ge=1)
+    max_oversampling: float = declare(3.0, ge=1, position=1, only=FROM_ENVIRONMENT)
     """Sample at most this many times the groups of a step to replace those without signal."""
-    max_turns: int = Field(default=8, ge=1)
+    max_turns: int = declare(8, ge=1, panel=TaskConfig.panel, only=FROM_ENVIRONMENT)
     """Turns of the model per completion, in an environment with tools or an agent."""
-    tool_timeout_s: float = Field(default=30.0, gt=0)
+    tool_timeout_s: float = declare(30.0, gt=0, panel=TaskConfig.panel, only=FROM_ENVIRONMENT)
     """Time limit for one call of a tool, or for an agent between two turns, in seconds."""
-    overlong_buffer: int = Field(default=0, ge=0)
+    overlong_buffer: int = declare(0, ge=0, panel=TaskConfig.panel, position=1, only=FROM_ENVIRONMENT)
     """Tokens before --max-new-tokens over which the reward falls by --overlong-penalty (DAPO; 0: none)."""
-    overlong_penalty: float = Field(default=1.0, gt=0)
+    overlong_penalty: float = declare(1.0, gt=0, panel=TaskConfig.panel, position=1, only=FROM_ENVIRONMENT)
     """What a completion of --max-new-tokens loses of its reward."""
-    atropos_url: Urls = "http://127.0.0.1:8000"
+    atropos_url: Urls = declare("http://127.0.0.1:8000", panel=ATROPOS, only=("rollouts", ("atropos",)))
     """URL of the Atropos API."""
-    atropos_timeout_s: float = Field(default=600.0, gt=0)
+    atropos_timeout_s: float = declare(600.0, gt=0, panel=ATROPOS, only=("rollouts", ("atropos",)))
     """Stop the run after this many seconds without a batch from the Atropos API."""
+
+    @property
+    def samples_here(self) -> bool:
+        return SOURCES[self.source].samples_here
 
 
 class FeedConfig(Config):
     """Rollouts for an Atropos API."""
 
-    synonyms: ClassVar[Mapping[str, str]] = {"model": "model_name"}
-    aliases: ClassVar[Mapping[str, str]] = ROLLOUT_ALIASES
-
-    model_name: str
+    model_name: str = declare(synonyms=("model",), borrowed=("model_name_or_path",))
     """The served model: the folder or hub name that the server was started with."""
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
-    seed: int = Field(default=0, ge=0)
+    seed: int = declare(0, ge=0, panel=SamplingConfig.panel, position=1)
     """Seed for the order of the problems and for sampling."""
-    atropos_url: Urls = "http://127.0.0.1:8000"
+    atropos_url: Urls = declare("http://127.0.0.1:8000", panel=ATROPOS)
     """URL of the Atropos API."""
-    server_url: Urls = "http://127.0.0.1:9001"
+    server_url: Urls = declare("http://127.0.0.1:9001", panel="Server")
     """URLs of the servers to sample from, separated by commas; the least loaded one is used."""
-    max_queued_batches: float = Field(default=2.0, ge=1)
+    max_queued_batches: float = declare(2.0, ge=1, panel=ATROPOS)
     """Pause sampling while this many batches wait in the Atropos API."""
 
     @model_validator(mode="after")

@@ -3,7 +3,6 @@
 It also uploads what `bridge export` wrote.
 """
 
-import difflib
 import os
 import shlex
 import threading
@@ -36,7 +35,7 @@ def fetch_config(model: str) -> Path | None:
         return _within(LIMIT_S, _downloading(model)).parent
     except Exception as error:  # requests fail in ways that differ between versions of huggingface_hub
         why, remedy = _explained(error, model)
-        raise UsageError(f"--model {model}: {why}", remedy=f"{_did_you_mean(model)}{remedy}") from error
+        raise UsageError(f"--model {model}: {why}", remedy=remedy) from error
 
 
 def _explained(error: Exception, model: str) -> tuple[str, str]:
@@ -95,17 +94,6 @@ def _within(seconds: float, action: Callable[[], Path]) -> Path:
     return outcome.result(seconds)
 
 
-def _did_you_mean(model: str) -> str:
-    """Suggest similar names: of folders beside it, and in the hub's cache, as `models--ORGANISATION--NAME`."""
-    from huggingface_hub import constants
-
-    folders = Path(constants.HF_HUB_CACHE).glob("models--*")
-    names = {folder.name.removeprefix("models--").replace("--", "/") for folder in folders} - {model}
-    names |= {str(folder) for folder in Path(model).expanduser().parent.glob("*/") if (folder / CONFIG_NAME).is_file()}
-    near = difflib.get_close_matches(model, sorted(names), n=2, cutoff=0.8)
-    return f"did you mean {', or '.join(near)}? " if near else ""
-
-
 def check_push(repo: str) -> None:
     """Check that `repo` can be a name and that the hub knows who uploads, before anything takes long.
 
@@ -138,6 +126,6 @@ def push(folder: Path, repo: str, *, leave_out: str) -> str:
         page = api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=page.repo_id, folder_path=folder, ignore_patterns=[leave_out])
     except Exception as error:  # as above
-        again = f"hf upload {shlex.quote(repo)} {shlex.quote(str(folder))} --exclude {leave_out}"
-        raise UsageError(f"--push {repo}: {shortened(error, 200)}", remedy=f"the folder is written; {again}") from error
+        retry = f"hf upload {shlex.quote(repo)} {shlex.quote(str(folder))} --exclude {leave_out}"
+        raise UsageError(f"--push {repo}: {shortened(error, 200)}", remedy=f"the folder is written; {retry}") from error
     return str(page)

@@ -1,7 +1,7 @@
-"""Limits of an HTTP server that uvicorn runs: the size and time of a request, and connections without a request.
+"""Limits of an HTTP server that uvicorn runs: the size and time of a body, and connections without a request.
 
-uvicorn reads a body of any size into memory, waits forever for the rest of a request, and accepts connections until
-the process has no file descriptors left.
+uvicorn reads a body of any size into memory, waits forever for the rest of it, and accepts connections until the
+process has no file descriptors left.
 """
 
 import asyncio
@@ -14,17 +14,12 @@ BODY_LIMIT_BYTES = 128 * 2**20
 """Largest body. A prompt of a million tokens takes 8 MiB."""
 BODY_LIMIT_S = 60.0
 """Longest wait for the whole body."""
-HEAD_LIMIT_S = 60.0
-"""Longest wait for a whole request head. uvicorn itself closes a connection that idles between requests."""
 MOST_WAITING = 1024
-SWEEP_S = 5.0
 TICK_S = 1.0
 """A wait counts for at most this long: a longer one means that the event loop was blocked."""
 START_POLL_S = 0.05
 Message = MutableMapping[str, Any]
 """An ASGI event."""
-Waiting = dict[Any, tuple[Any, float]]
-"""uvicorn's connection -> its last request, and since when it has had no other."""
 
 
 class RefusedBodyError(Exception):
@@ -78,29 +73,19 @@ def most_waiting() -> int:
     return min(MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
-async def limit_connections(server_of: Callable[[], Any], *, limit_s: float = HEAD_LIMIT_S) -> None:
-    """Close connections that wait too long for a request head, or are too many, for as long as the server runs.
+async def limit_connections(server_of: Callable[[], Any]) -> None:
+    """Close the oldest connection without a request whenever there are more than `most_waiting` of them.
 
-    `server_of` returns None until there is a server.
+    The newest stay, since a client sends its request right after it connects. uvicorn itself closes a connection that
+    idles between requests. `server_of` returns None until there is a server.
     """
     while (server := server_of()) is None or not server.config.loaded:  # noqa: ASYNC110  vLLM sets no event
         await asyncio.sleep(START_POLL_S)
-    limit_silent(server)
-    waiting: Waiting = {}
-    while True:
-        await asyncio.sleep(min(SWEEP_S, limit_s))
-        waiting = swept(list(server.server_state.connections), waiting, time.monotonic(), limit_s)
-
-
-def limit_silent(server: Any) -> None:
-    """Close the oldest connection without a request whenever there are more than `most_waiting` of them.
-
-    The newest stay, since a client sends its request right after it connects.
-    """
+    protocol_class: Any = server.config.http_protocol_class
     silent = dict[Any, None]()
     """In the order in which they were accepted."""
 
-    class LimitedProtocol(server.config.http_protocol_class):  # type: ignore[misc]
+    class LimitedProtocol(protocol_class):  # type: ignore[misc]
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             silent[self] = None
@@ -117,20 +102,3 @@ def limit_silent(server: Any) -> None:
             super().connection_lost(error)
 
     server.config.http_protocol_class = LimitedProtocol
-
-
-def swept(connections: Iterable[Any], before: Waiting, now: float, limit_s: float) -> Waiting:
-    """Close each connection that has waited longer than `limit_s`, and return all that wait.
-
-    Between two requests a connection may wait for as long as uvicorn keeps it.
-    """
-    waiting: Waiting = {}
-    for one in connections:
-        # Connections that were upgraded to websockets have no requests.
-        if hasattr(one, "cycle") and (one.cycle is None or one.cycle.response_complete):
-            last, since = before.get(one, (one.cycle, now))
-            waiting[one] = one.cycle, since if last is one.cycle else now
-            longest = limit_s if one.cycle is None else max(limit_s, one.timeout_keep_alive)
-            if now - waiting[one][1] > longest:
-                one.transport.close()
-    return waiting

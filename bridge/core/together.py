@@ -1,7 +1,9 @@
 """Await several coroutines at once."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -17,3 +19,18 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Re
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
+    """Start `call` in a thread of its own: an event loop's threads are few, and are waited for at its end."""
+    result = Future[Result]()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised where it is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result

@@ -1,30 +1,25 @@
 """Open a learner: prepare the model, make its optimizer, and allocate all memory that does not depend on a batch."""
 
 import shlex
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.config import TrainConfig
+from bridge.config import OptimizerConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.learn.learner import Learner
+from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
 from bridge.optimizers import factory
-from bridge.optimizers.alike import Alike
-from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.optimizers.gradients import NOTHING, Alike
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import Note
 from bridge.ranks.world import ALONE, Ranks
-from bridge.weights.opened_model import OpenedModel
-
-MakeOptimizer = Callable[..., InPlaceOptimizer]
-"""As `factory.make`."""
+from bridge.weights.attach import OpenedModel
 
 
 def learner_of(
@@ -33,61 +28,79 @@ def learner_of(
     note: Note,
     *,
     max_model_len: int | None = None,
-    make_optimizer: MakeOptimizer = factory.make,
     ranks: Ranks = ALONE,
 ) -> Learner:
     """Prepare the model and return its learner; all memory is allocated that does not depend on a batch.
 
-    `max_model_len` is the length of the server's longest sequence; None: unknown.
-
-    Raises:
-        UsageError: it does not fit.
-        UnsupportedModelError: the model cannot be trained as configured.
+    `max_model_len` is the length of the server's longest sequence; None: unknown. UsageError: it does not fit.
+    UnsupportedModelError: the model cannot be trained as configured.
     """
-    model, lr, weight_decay = opened.model, config.learning_rate, config.optimizer.weight_decay
-    parallel = divide(model, opened.cuts, ranks.tp_group.process_group) if opened.cuts else None
-    if parallel is not None:
-        check_layers(model, parallel)
+    model, lr, has_adapter = opened.model, config.learning_rate, config.mode == "lora_only"
+    parallel = _divided(opened, ranks)
     shares_prompts = preparation.prepare(model, config.compute, note, max_model_len=max_model_len)
+    _note_rates(config.optimizer, lr, "an adapter" if has_adapter else "all weights", note)
+    weight_decay = config.optimizer.weight_decay
     groups = [
         factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=weight_decay)
         for name, factor in opened.lr_factors.items()
     ]
-    if config.optimizer.lr is None:
-        trained = "an adapter" if config.mode == "lora_only" else "all weights"
-        note(f"learning rate {lr:g}, the default for {trained}; set it with --lr")
-    if not factory.decays(groups):
-        note(
-            f"weight decay has no effect: 1 - {lr:g} x {weight_decay:g} is 1 in float32, as in torch's AdamW; at this"
-            f" learning rate it takes at least --weight-decay {2 * factory.LEAST_DECAY / lr:.2g}"
-        )
-    several: dict[str, Any] = {} if ranks.world_size == 1 else {"ranks": ranks}
-    if parallel is not None:
-        several["alike"] = _alike(model, parallel)
-    optimizer = make_optimizer(config, groups, **several)
+    alike = NOTHING if parallel is None else _alike(model, parallel)
+    optimizer = factory.make(config.optimizer, groups, seed=config.seed, ranks=ranks, alike=alike)
     try:
         optimizer.allocate()
-        reference = open_reference(config, model, opened.device, note, max_model_len=max_model_len)
+        reference = open_reference(
+            config.loss, config.compute, model, opened.device, note,
+            has_adapter=has_adapter, max_model_len=max_model_len,
+        )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the optimizer's state does not fit beside the server: {str(error).strip().splitlines()[0]}",
             remedy=f"bridge plan --model {shlex.quote(config.model_name)} shows what fits: a lower"
             " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
         ) from error
-    if reference is not None:
-        shares_prompts = shares_prompts and reference.shares_prompts
-    budget = Budget(model, config, note, share_prompts=shares_prompts, tp_group=ranks.tp_group)
-    return Learner(config, model, optimizer, budget=budget, reference=reference, ranks=ranks, parallel=parallel)
+    budget = Budget(
+        model, config.compute, config.optimizer, note,
+        temperature=config.sampling.temperature,
+        num_groups=config.rollouts.batch_size // config.sampling.group_size,
+        replicas=config.replicas,
+        share_prompts=shares_prompts and (reference is None or reference.shares_prompts),
+        parts=ranks.tp_group,
+    )  # fmt: skip
+    return Learner(
+        model, optimizer, config.optimizer,
+        lr=lr, schedule=factory.schedule(config.optimizer, config.training_steps), spec=LossSpec.of(config.loss),
+        sampling=config.sampling, budget=budget, reference=reference, ranks=ranks, parallel=parallel,
+    )  # fmt: skip
+
+
+def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
+    """Let the model compute with this rank's part of the weights, and prove that it does; None: it is whole."""
+    if not opened.cuts:
+        return None
+    parallel = divide(opened.model, opened.cuts, ranks.tp_group.process_group)
+    check_layers(opened.model, parallel)
+    return parallel
+
+
+def _note_rates(choices: OptimizerConfig, lr: float, trained: str, note: Note) -> None:
+    """Log a learning rate that was not chosen, and a weight decay without effect."""
+    if choices.lr is None:
+        note(f"learning rate {lr:g}, the default for {trained}; set it with --lr")
+    if choices.weight_decay and lr * choices.weight_decay <= factory.LEAST_DECAY:
+        note(
+            f"weight decay has no effect: 1 - {lr:g} x {choices.weight_decay:g} is 1 in float32, as in torch's AdamW;"
+            f" at this learning rate it takes at least --weight-decay {2 * factory.LEAST_DECAY / lr:.2g}"
+        )
 
 
 def _alike(model: PreTrainedModel, parallel: Parallel) -> Alike:
-    """Return what parts hold alike of every parameter, and which elements of it another part counts."""
-    found: dict[Tensor, list[range]] = {}
-    for each in parallel.shared:
-        parameter = model.get_parameter(each.name)
-        others = found.setdefault(parameter, [])
-        if parallel.part in each.parts[1:]:
-            own = each.of(parameter.detach(), parallel.cuts[parallel.part][each.name])
+    """Return each parameter of which several ranks hold the same elements, and those that another rank counts."""
+    counted_elsewhere: dict[Tensor, list[range]] = {}
+    for shared in parallel.shared:
+        parameter = model.get_parameter(shared.name)
+        others = counted_elsewhere.setdefault(parameter, [])
+        if parallel.part in shared.parts[1:]:
+            own = shared.of(parameter.detach(), parallel.cuts[parallel.part][shared.name])
             start = int(own.storage_offset() - parameter.storage_offset())
             others.append(range(start, start + own.numel()))  # rows, which the layout checks
-    return found
+    return counted_elsewhere

@@ -3,21 +3,26 @@
 A pure function. The tokens' weights (`samples.py`) define the aggregation: the losses of an update's micro-batches, and
 their gradients, add up to those of a single pass, however the update was cut.
 
-Shape suffixes: S sequences, N rows (positions that predict a sampled token), K sums.
+Shape suffixes: S sequences, N rows (positions that predict a sampled token).
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from bridge.config import AdvantageScale, LossConfig
+from bridge.learn import own_loss
 from bridge.learn.mismatch import Correction, share
+from bridge.learn.own_loss import LossTensors, OwnLoss
 from bridge.passes.packing import MicroBatch
 
+CLIPPED = ("clipped_low_share", "clipped_high_share")
+"""Metrics of the built-in losses beside `kl`: shares of the tokens that the clips left without a gradient or, if the
+weight is clipped, of those outside of its bounds."""
 MAX_LOG_RATIO = 20.0
 """Bound of a log ratio before it is exponentiated: beyond it the gradient is 0 instead of inf * 0, which is NaN."""
 
@@ -48,6 +53,13 @@ class LossSpec:
     kl_in_reward: bool = False
     """Whether the KL divergence lowers advantages, instead of being a term of the loss."""
     correction: Correction = field(default_factory=Correction)
+    own: OwnLoss | None = None
+    """The function of `--loss file.py:function`, in place of the clipped ratios."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics of `policy_loss`."""
+        return ("kl", *(CLIPPED if self.own is None else self.own.metrics or ()))
 
     def weighted_sequences(self, batch: MicroBatch) -> Tensor | None:
         """Return each row's sequence if each sequence has one importance weight; None: each token has its own.
@@ -61,10 +73,16 @@ class LossSpec:
 
     @classmethod
     def of(cls, config: LossConfig) -> "LossSpec":
-        """Return the loss that the configuration names, with the parts that it overrides."""
-        parts = ("ratio_level", "advantage_scale", "clip_low", "clip_high", "clip_dual")
+        """Return the loss that the configuration names, with the parts that it overrides.
+
+        Raises:
+            UsageError: the user's file or function cannot be used.
+        """
+        parts = ("aggregation", "ratio_level", "advantage_scale", "clip_low", "clip_high", "clip_dual")
+        own = own_loss.load(config.name, has_reference=config.kl_coef > 0) if config.is_own else None
         return replace(
-            LOSSES[config.name],
+            LOSSES["dapo" if config.is_own else config.name],
+            own=own,
             mask_truncated=config.mask_truncated,
             top_entropy=config.top_entropy,
             kl_coef=config.kl_coef,
@@ -93,33 +111,13 @@ LOSSES: Mapping[str, LossSpec] = {
 """Name of a loss -> its paper's choices."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossShares:
-    """Means over the trained tokens; NaN if there are none."""
-
-    clip_low: float
-    """Share of tokens without a gradient because they were bad, and already less likely than 1 - clip_low.
-
-    If the weight is clipped: share of tokens, good or bad, that are less likely than that.
-    """
-    clip_high: float
-    """Share of tokens without a gradient because they were good, and already likelier than 1 + clip_high, or bad, and
-    likelier than clip_dual.
-
-    If the weight is clipped: share of tokens, good or bad, that are likelier than that.
-    """
-    kl: float
-    """KL divergence from the reference, in nats; 0 without one."""
-
-    @classmethod
-    def of(cls, sums_K: Tensor) -> Self:
-        """Read the added-up sums of micro-batches, which waits for the device."""
-        num_tokens, low, high, kl = sums_K.tolist()
-        return cls(clip_low=share(low, num_tokens), clip_high=share(high, num_tokens), kl=share(kl, num_tokens))
+Sums = Mapping[str, Tensor]
+"""Name of a metric -> its sum over some tokens and their number, float64. Sums of parts of an update add up."""
 
 
-NUM_SUMS = 4
-"""Trained tokens, those clipped low and high, and the KL divergence."""
+def means(sums: Sums) -> dict[str, float]:
+    """Return each metric's mean over the tokens, NaN if there are none. This waits for the device."""
+    return {name: share(*pair.tolist()) for name, pair in sums.items()}
 
 
 def policy_loss(
@@ -128,16 +126,17 @@ def policy_loss(
     batch: MicroBatch,
     spec: LossSpec,
     reference_logprobs_N: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the micro-batch's part of the update's loss, and the sums for `LossShares`.
+) -> tuple[Tensor, Sums]:
+    """Return the micro-batch's part of the update's loss, and the sums of its metrics, those of `spec.metrics`.
 
     `old_logprobs_N` are the trainer's before the first update of the batch. `reference_logprobs_N` are required if
     `spec.kl_coef` is not 0. The importance weight multiplies a token's whole term, KL divergence included: both are
     means over the trainer's policy, and a masked token is in neither. With `spec.kl_in_reward`, a token's advantage
     loses the divergence of its sequence from that token on: what comes before it is not its doing. A token to which the
-    trainer gives the probability 0 has the weight 0: it is masked.
+    trainer gives the probability 0 has the weight 0: it is masked. A custom loss takes the place of the clipped ratios;
+    all else is the same.
 
-    Shapes: [N] float32 x 2, [N] float32 -> [], [K] float64.
+    Shapes: [N] float32 x 2, [N] float32 -> [], [2] float64 of each metric.
     Source: PPO (arXiv 1707.06347), equation 7, for the clip; Ye et al. 2020 (arXiv 1912.09729), dual-clip PPO, for
         that of negative advantages; MiniMax-M1 (arXiv 2506.13585), section 3.1, for the clipped weight; REINFORCE++
         (arXiv 2501.03262), as PPO does for human feedback, for the divergence in the reward; the losses' own papers are
@@ -151,16 +150,39 @@ def policy_loss(
     logprobs_N, old_logprobs_N = (each.masked_fill(impossible_N, 0.0) for each in (logprobs_N, old_logprobs_N))
     if reference_logprobs_N is not None:
         reference_logprobs_N = reference_logprobs_N.masked_fill(impossible_N, 0.0)
-    ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    kl_N = torch.zeros_like(ratios_N) if reference_logprobs_N is None else divergence(logprobs_N, reference_logprobs_N)
+    kl_N = torch.zeros_like(logprobs_N)
+    if reference_logprobs_N is not None:
+        kl_N = divergence(logprobs_N, reference_logprobs_N)
     advantages_N, kl_coef = batch.advantages_N, spec.kl_coef
     if reference_logprobs_N is not None and spec.kl_in_reward:
         penalties_N = _from_here_on(old_logprobs_N - reference_logprobs_N, batch)
         advantages_N, kl_coef = advantages_N - kl_coef * penalties_N, 0.0
-    terms_N = kl_coef * kl_N - _gains(logprobs_N, ratios_N, advantages_N, spec)
-    measured = (torch.ones_like(kl_N), *_clipped(ratios_N.detach(), advantages_N, spec), kl_N.detach())
-    sums_K = torch.stack([values_N.sum(dtype=torch.float64) for values_N in measured])
-    return (terms_N * weights_N).sum(), sums_K
+    measured: dict[str, Any] = {"kl": (kl_N.detach(), len(kl_N))}
+    if spec.own is None:
+        ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        own_terms = -_gains(logprobs_N, ratios_N, advantages_N, spec)
+        clipped = zip(CLIPPED, _clipped(ratios_N.detach(), advantages_N, spec), strict=True)
+        measured |= {name: (clipped_N, len(clipped_N)) for name, clipped_N in clipped}
+    else:
+        own_terms, own_metrics = spec.own(
+            LossTensors(
+                logprobs=logprobs_N, old_logprobs=old_logprobs_N, sampled_logprobs=batch.sampled_logprobs_N,
+                reference_logprobs=reference_logprobs_N, advantages=advantages_N, weights=weights_N,
+                mask=weights_N != 0, sequences=batch.sequences_N,
+                lengths=batch.sequences_N.bincount(minlength=batch.num_sequences),
+            )
+        )  # fmt: skip
+        measured |= own_metrics
+    sums = {name: _pair(total, count, like=kl_N) for name, (total, count) in measured.items()}
+    if own_terms.dim() == 0 and spec.own is not None:  # it applied the weights itself
+        return own_terms + (kl_coef * kl_N * weights_N).sum(), sums
+    return ((kl_coef * kl_N + own_terms) * weights_N).sum(), sums
+
+
+def _pair(total: Tensor, count: Any, *, like: Tensor) -> Tensor:
+    """Return the sum and the number of tokens in one tensor, without waiting for the device."""
+    number = count.double().sum() if isinstance(count, Tensor) else like.new_full((), count, dtype=torch.float64)
+    return torch.stack([total.sum(dtype=torch.float64), number.detach()])
 
 
 def _gains(logprobs_N: Tensor, ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> Tensor:

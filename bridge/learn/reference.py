@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.config import TrainConfig
+from bridge.config import ComputeConfig, LossConfig
 from bridge.errors import UsageError
 from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
@@ -46,13 +46,11 @@ class Reference:
         return logprobs_N
 
 
-def check(config: TrainConfig) -> None:
+def check(model: str, reference: str | None) -> None:
     """Check the reference model, if there is one, before any memory is taken.
 
-    Raises:
-        UsageError: its vocabulary is not that of the trained model.
+    UsageError: its vocabulary is not that of the trained model.
     """
-    model, reference = config.model_name, config.loss.reference_model
     if reference is None:
         return
     sizes = [skeleton.build(name, torch.bfloat16).config.vocab_size for name in (model, reference)]
@@ -67,22 +65,28 @@ def check(config: TrainConfig) -> None:
 
 
 def open_reference(
-    config: TrainConfig, model: PreTrainedModel, device: torch.device, note: Note, *, max_model_len: int | None = None
+    loss: LossConfig,
+    compute: ComputeConfig,
+    model: PreTrainedModel,
+    device: torch.device,
+    note: Note,
+    *,
+    has_adapter: bool,
+    max_model_len: int | None = None,
 ) -> Reference | None:
     """Return the reference of `model`; None without a KL divergence.
 
     Call it after `check`, once the model is open. A second model is prepared like the trained one, so that both round
     alike. `max_model_len` is the server's, on which positions may depend.
 
-    Raises:
-        UsageError: it cannot be loaded, or does not fit.
-        UnsupportedModelError: it is no plain causal language model of transformers, or does not support packing.
+    UsageError: it cannot be loaded, or does not fit. UnsupportedModelError: it is not a plain causal language model of
+    transformers, or does not support packing.
     """
-    if config.loss.kl_coef == 0:
+    if loss.kl_coef == 0:
         return None
-    if config.mode == "lora_only":
+    if has_adapter:
         return Reference(model=model, frozen=lambda: adapter_off(model))
-    name = config.loss.reference_model
+    name = loss.reference_model
     assert name is not None, "refused by the configuration"
     needed = sum(parameter.nbytes for parameter in skeleton.build(name, model.dtype).parameters())
     free = loaded.free_bytes(device)
@@ -93,8 +97,8 @@ def open_reference(
             remedy="lower --gpu-memory-utilization, or --mode lora_only, whose base is the reference at no cost",
         )
     own = loaded.load(name, device=str(device), dtype=model.dtype, max_model_len=max_model_len).model
-    compute = config.compute.model_copy(update={"gradient_checkpointing": False})
-    shares_prompts = preparation.prepare(own, compute, note, max_model_len=max_model_len)
+    without_gradients = compute.model_copy(update={"gradient_checkpointing": False})
+    shares_prompts = preparation.prepare(own, without_gradients, note, max_model_len=max_model_len)
     return Reference(model=own, shares_prompts=shares_prompts)
 
 

@@ -1,9 +1,11 @@
-"""Turn groups into training samples: advantages from rewards, and each completion's share of the loss.
+"""Turn groups into training samples: advantages, each completion's share of the loss, and which replica trains on it.
 
 A completion that is left out because its advantages are zero still counts in every mean: a batch with few useful groups
 takes a smaller step, not a steeper one. A truncated completion that is masked counts as a completion, but its tokens do
 not count, as in TRL. A token that was not sampled counts nowhere. Several sequences of one completion, an agent's run,
 share its advantage, and count as one completion.
+
+Several replicas deal the samples of an update out, so that each has about as many tokens.
 
 Not covered: packing (`bridge/passes/packing.py`), the loss itself (`policy_loss.py`).
 """
@@ -11,18 +13,21 @@ Not covered: packing (`bridge/passes/packing.py`), the loss itself (`policy_loss
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 
 from bridge.config import AdvantageScale
 from bridge.errors import UsageError
 from bridge.learn.policy_loss import LossSpec
 from bridge.passes.packing import Sample, of_sampled
+from bridge.ranks.world import Ranks
 from bridge.types import Completion, Group
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation: rewards that differ only by rounding get almost no advantage."""
 TRUNCATED = ("length", "abort")
 """Finish reasons of a truncated completion."""
+BALANCE_TOLERANCE = 1.05
+"""Tokens of the busiest replica over the mean above which completions are dealt out instead of whole groups."""
 
 
 def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Group]:
@@ -37,9 +42,6 @@ def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Grou
     They are exactly zero if all rewards of a group are equal, or the group says so. Given advantages are kept. Standard
     deviations are the population's, so that the mean square of a group's advantages is one; the batch's is over the
     rewards of all groups without given advantages. Pass the whole batch, before it is cut into mini-batches.
-
-    Raises:
-        UsageError: given advantages do not match their completions, or are not finite.
 
     Source: group: DeepSeekMath (arXiv 2402.03300), section 4.1.2; batch: "Tricks or Traps?" (arXiv 2508.08221);
         none: Dr. GRPO (arXiv 2503.20783), section 3.2; leave_one_out: RLOO (arXiv 2402.14740), after Kool et al. 2019.
@@ -81,9 +83,6 @@ def mini_batches(
 
     Return for each update the samples to train on, and those without a gradient whose tokens `spec.top_entropy` ranks
     with the others. An update without any gradient is left out.
-
-    Raises:
-        UsageError: given advantages are invalid.
     """
     groups = with_advantages(groups, spec.advantage_scale)
     num_updates = max(1, min(num_updates, len(groups)))
@@ -101,8 +100,8 @@ def mini_batches(
 def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
     """Return the samples of one update, in the order of `groups`: the completions that have a gradient.
 
-    Those without a sampled token have none, nor truncated ones if `spec` masks them, nor, without a KL divergence,
-    those whose advantages are all zero.
+    Those without a sampled token have none, nor truncated ones if `spec` masks them, nor, without a KL divergence or a
+    custom loss, those whose advantages are all zero.
 
     Source: token mean: DAPO (arXiv 2503.14476), equation 8, over the update instead of the group; sequence mean:
         DeepSeekMath (arXiv 2402.03300), equation 3; constant: the code of Dr. GRPO (arXiv 2503.20783), section 3.2.
@@ -111,7 +110,7 @@ def samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> 
 
 
 def has_gradient(sample: Sample, spec: LossSpec) -> bool:
-    return spec.kl_coef > 0 or any(sample.advantages)
+    return spec.kl_coef > 0 or spec.own is not None or any(sample.advantages)
 
 
 def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
@@ -209,3 +208,48 @@ def _check(group: Group, advantages: tuple[tuple[float, ...], ...], number: int)
             f"the advantages of group {number} (prompt {str(group.problem['prompt'])[:80]!r}) are invalid: {faults[0]}",
             remedy="give each completion one finite advantage, or one for each of its tokens",
         )
+
+
+def dealt(samples: list[Sample], ranks: Ranks) -> list[Sample]:
+    """Return the samples that this rank's replica trains on, in their order; every rank computes the same.
+
+    The samples of one prompt, which follow each other, stay together if the replicas' tokens then differ little: their
+    prompt is computed once.
+    """
+    if ranks.dp_size == 1:
+        return samples
+    return [samples[index] for index in sorted(_shares(samples, ranks.dp_size)[ranks.dp_rank])]
+
+
+def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:
+    """Return the tokens of the busiest of `size` replicas over their mean, in every mini-batch; NaN for one."""
+    if size == 1 or not mini_batches:
+        return math.nan
+    loads = [[_load(share, samples) for share in _shares(samples, size)] for samples in mini_batches]
+    return size * sum(map(max, loads)) / sum(map(sum, loads))
+
+
+def _shares(samples: Sequence[Sample], size: int) -> list[list[int]]:
+    """Return the indices of each replica's samples."""
+    runs = groupby(range(len(samples)), key=lambda index: samples[index].prompt_token_ids)
+    groups = [[*run] for _, run in runs]
+    shares = _longest_first(groups, samples, size)
+    loads = [_load(share, samples) for share in shares]
+    if max(loads) * size > BALANCE_TOLERANCE * sum(loads):
+        return _longest_first([[index] for index in range(len(samples))], samples, size)
+    return shares
+
+
+def _load(share: Sequence[int], samples: Sequence[Sample]) -> int:
+    return sum(samples[index].num_tokens for index in share)
+
+
+def _longest_first(units: Sequence[list[int]], samples: Sequence[Sample], size: int) -> list[list[int]]:
+    """Deal out each unit, longest first, to the replica with the fewest tokens so far; the first of several."""
+    tokens = [_load(unit, samples) for unit in units]
+    loads, shares = [0] * size, [list[int]() for _ in range(size)]
+    for number in sorted(range(len(units)), key=lambda number: (-tokens[number], number)):
+        replica = min(range(size), key=lambda replica: (loads[replica], replica))
+        loads[replica] += tokens[number]
+        shares[replica] += units[number]
+    return shares

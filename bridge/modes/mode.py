@@ -1,30 +1,28 @@
-"""What a mode is: the protocol that each implements, and what it needs from its run."""
+"""What a mode is: the base class of each, and what it needs from its run."""
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from bridge.config import TrainConfig
 from bridge.core.whole_folder import written_whole
 from bridge.errors import ServerUnreachableError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
-from bridge.weights.opened_model import OpenedModel
+from bridge.server.fence import Update, Window
+from bridge.weights.attach import OpenedModel
 
 
 class ServerProcess(Protocol):
     """A server that this run started."""
 
     def restart(self, model: str | Path) -> None:
-        """Stop what is left of it, start it with the weights of `model`, and wait until it serves.
-
-        Raises:
-            ServerUnreachableError: it does not start; the message names its log.
-        """
+        """Stop what is left of it, start it with the weights of `model`, and wait until it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,49 +72,69 @@ class RunContext:
         self.process.restart(model)
 
 
-class Mode(Protocol):
-    """One way of publishing new weights to vLLM, connected to its server."""
+class Mode(ABC):
+    """One way of publishing new weights to vLLM, connected to its server.
 
-    checkpoint_prefix: str
+    A new one defines `_connect` and the abstract members, and stands in `bridge.modes.WAYS`.
+    """
+
+    checkpoint_prefix: ClassVar[str] = "step_"
     """Name of a checkpoint's folder without the number of its step."""
+    max_model_len: int | None
+    """Longest sequence that the server takes, in tokens; None if it does not report one."""
+
+    def __init__(self, config: TrainConfig, run: RunContext) -> None:
+        self._config = config
+        self._run = run
+        self._num_starts = 0
+        """How often this run has restarted the server."""
+        self._connect()
+
+    @abstractmethod
+    def _connect(self) -> None:
+        """Connect to the server; refuse one that cannot be used."""
 
     @property
-    def endpoint(self) -> Endpoint:
-        """Where to sample rollouts now."""
-
-    @property
+    @abstractmethod
     def version(self) -> int:
         """The version that is served now."""
 
     @property
-    def max_model_len(self) -> int | None:
-        """Longest sequence that the server takes, in tokens; None if it does not report one."""
+    @abstractmethod
+    def endpoint(self) -> Endpoint:
+        """Where to sample rollouts now."""
 
     @property
     def can_sleep(self) -> bool:
-        """Whether the server can free its KV cache during an update."""
+        """Whether the server can free its KV cache during an update, which has to pause it."""
+        return False
 
+    @abstractmethod
     def open(self) -> OpenedModel:
         """Return the model to train; called once."""
 
-    def publish(self, update: Update) -> FenceTimes:
-        """Run `update`, which writes the model's parameters, and publish the result."""
+    @abstractmethod
+    def publish(self, update: Update) -> AbstractContextManager[Window]:
+        """Let the block write the model's parameters, and publish the result."""
 
-    def catch_up(self) -> None:
-        """Publish what was written and not published yet."""
+    def catch_up(self) -> None:  # noqa: B027 - most modes have nothing to do
+        """Publish what was written and not published yet: nothing, where every update is published."""
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the trained weights and the tokenizer into `folder`, as transformers or PEFT load them.
 
-        If there are several parts of them, the first one calls this, and the others `pass_on`.
+        If several ranks hold parts of them, the first one calls this, and the others `pass_on`.
         """
 
-    def pass_on(self) -> None:
-        """Send this part of the weights to the rank that saves them."""
+    def pass_on(self) -> None:  # noqa: B027 - the same
+        """Send this rank's part of the weights to the rank that saves them: nothing, where each has all of them."""
 
+    @abstractmethod
     def restore(self, checkpoint: Path, *, version: int) -> None:
         """Load the weights of a checkpoint and publish them as `version`, or as the next one if that is later."""
 
+    @abstractmethod
     def revive(self, checkpoint: Path | None) -> None:
         """Restart the server if it is dead, and publish the newest weights; parameters stay the same objects.
 
@@ -124,5 +142,6 @@ class Mode(Protocol):
         that it was opened with.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Disconnect; the server keeps serving what was published last."""

@@ -8,44 +8,33 @@ Several ranks have a copy and a server each. Copies are trained in lockstep, and
 """
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import UsageError
-from bridge.modes.mode import RunContext
-from bridge.modes.patched_server import PatchedServer, manifest_of
+from bridge.modes.mode import Mode
+from bridge.modes.shared_vllm import SharedVllm
 from bridge.server import fence
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import Update, Window
 from bridge.weights import loaded, model_folder
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 
 
-class OwnCopy(ABC):
-    """A trainer process with its own weights, beside its own server."""
+class OwnCopy(Mode):
+    """A trainer process with its own weights, beside a server that generates meanwhile, or does not run at all."""
 
-    checkpoint_prefix = "step_"
-    can_sleep = False
-    """The server generates while this process trains, or does not run at all."""
-
-    def __init__(
-        self, config: TrainConfig, run: RunContext, *, max_model_len: int | None, dtype: torch.dtype | None = None
-    ) -> None:
-        self._config, self._run, self._dtype = config, run, dtype
-        self.max_model_len = max_model_len
-        self._behind = 0
-        """Steps that the server does not serve yet."""
-
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """The served version."""
+    _dtype: torch.dtype | None = None
+    """Of the copy; None: the model's own."""
+    _num_behind = 0
+    """Steps that the server does not serve yet."""
 
     def open(self) -> OpenedModel:
         name = self._config.model_name
@@ -55,28 +44,27 @@ class OwnCopy(ABC):
         self._model = opened.model
         return opened
 
-    def publish(self, update: Update) -> FenceTimes:
-        """Run `update`, and reload the server every `--vllm-restart-interval` steps.
+    @contextmanager
+    def publish(self, update: Update) -> Iterator[Window]:
+        """Let the block write, and reload the server every `--vllm-restart-interval` steps.
 
         Units: `publish_s` includes saving the model and reloading the server; it is 0 without a reload.
         """
         assert not update.sleep, "nothing pauses the server, so nothing would wake it"
         with deferred_interrupt():
-            times = fence.run(update, lambda: self.version, ranks=self._run.ranks)
-            self._behind += 1
-            if self._behind < self._config.publishing.restart_interval or update.is_last:
-                return replace(times, publish_s=0.0)
-            start = time.perf_counter()
-            pause_s = self._reload()  # not in the fence, whose time limit is too short for a restart
-            publish_s = time.perf_counter() - start - pause_s
-        return replace(times, version=self.version, pause_s=pause_s, publish_s=publish_s)
+            with fence.run(update, lambda: self.version, ranks=self._run.ranks) as window:
+                yield window
+            self._num_behind += 1
+            pause_s = publish_s = 0.0
+            if self._num_behind >= self._config.publishing.restart_interval and not update.is_last:
+                start = time.perf_counter()
+                pause_s = self._reload()  # not in the fence, whose time limit is too short for a restart
+                publish_s = time.perf_counter() - start - pause_s
+            window.times = replace(window.times, version=self.version, pause_s=pause_s, publish_s=publish_s)
 
     def catch_up(self) -> None:
-        if self._behind:
+        if self._num_behind:
             self._reload()
-
-    def pass_on(self) -> None:  # noqa: B027  not abstract
-        """Do nothing: what is trained is whole."""
 
     def save(self, folder: Path) -> None:
         model_folder.save(self._model, self._config.model_name, folder)
@@ -99,21 +87,21 @@ class Restart(OwnCopy):
     """`--reload restart`: a server that reports no versions, so they are counted here."""
 
     version = 0
-    _starts = 0
 
-    def __init__(self, config: TrainConfig, run: RunContext) -> None:
-        if run.process is None:
+    def _connect(self) -> None:
+        if self._run.process is None:
             raise UsageError(
                 "--reload restart restarts the server for each version, but Bridge did not start this server",
                 remedy="bridge run --mode none, or --start-command 'vllm serve {model} --port N', or bridge serve-vllm"
                 " and --reload in-place",
             )
-        self._process, self._url = run.process, config.server.url()
-        super().__init__(config, run, max_model_len=max_model_len(self._url))
+        self._process = self._run.process
+        self._url = self._config.server.url()
+        self.max_model_len = max_model_len(self._url)
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(url=self._url, version=self.version, starts=self._starts)
+        return Endpoint(url=self._url, version=self.version, starts=self._num_starts)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         model_folder.load_into(self._model, checkpoint)
@@ -124,7 +112,7 @@ class Restart(OwnCopy):
         with VllmClient(self._url) as client:
             is_lost = self._run.has_lost(client)
         model = checkpoint or self._config.model_name
-        self._start(model, self.version + 1, is_needed=is_lost or self._behind > 0)
+        self._start(model, self.version + 1, is_needed=is_lost or self._num_behind > 0)
 
     def close(self) -> None:
         """Remove the saved version: the server that was started with it ends with this run."""
@@ -137,19 +125,20 @@ class Restart(OwnCopy):
     def _start(self, model: str | Path, version: int, *, is_needed: bool = True) -> None:
         """Serve `model` as `version`; a server that serves it already goes on if a restart is not needed."""
         self._run.ranks.run_on_all(lambda: self._process.restart(model) if is_needed else None)
-        self.version, self._behind = version, 0
+        self.version = version
+        self._num_behind = 0
         if is_needed:
-            self._starts += 1
+            self._num_starts += 1
             self._discard_versions(but=model)
 
 
 class InPlace(OwnCopy):
     """`--reload in-place`: a patched server beside a copy of its dtype, so that it loads bitwise what was saved."""
 
-    def __init__(self, config: TrainConfig, run: RunContext) -> None:
-        self._server = PatchedServer(config, run, manifest_of(config))
-        exported = self._server.manifest
-        super().__init__(config, run, max_model_len=exported.max_model_len, dtype=getattr(torch, exported.dtype))
+    def _connect(self) -> None:
+        self._server = SharedVllm(self._config, self._run)
+        self._dtype = getattr(torch, self._server.manifest.dtype)
+        self.max_model_len = self._server.max_model_len
 
     @property
     def version(self) -> int:
@@ -169,22 +158,22 @@ class InPlace(OwnCopy):
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         model_folder.load_into(self._model, checkpoint)
-        self._server.overwrite(lambda: model_folder.load_into(self._served, checkpoint), checkpoint, version)
-        self._behind = 0
+        self._server.restore(checkpoint, version=version)
+        self._num_behind = 0
 
     def revive(self, checkpoint: Path | None) -> None:
         self._server.revive(checkpoint)
-        if self._behind and self._run.ranks.world_size > 1:
+        if self._num_behind and self._run.ranks.world_size > 1:
             self._reload()  # the other ranks' servers have older weights
-        self._behind = 0
+        self._num_behind = 0
 
     def close(self) -> None:
         self._server.close()
 
     def _reload(self) -> float:
         folder = self._saved()
-        update = Update(lambda: model_folder.load_into(self._served, folder), last_checkpoint=folder)
-        pause_s = self._server.publish(update).pause_s
+        with self._server.publish(Update(last_checkpoint=folder)) as window:
+            model_folder.load_into(self._served, folder)
         self._discard_versions()  # not after an error: the newest repairs the torn server
-        self._behind = 0
-        return pause_s
+        self._num_behind = 0
+        return window.times.pause_s

@@ -1,48 +1,209 @@
-"""`shared_vllm`: the trainer's parameters are vLLM's weights. Nothing is copied; to publish is to pass the fence."""
+"""`shared_vllm`: the trainer's parameters are vLLM's weights. Nothing is copied; to publish is to pass the fence.
 
+`PatchedServer` is the base of every mode that writes into a server's memory.
+"""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import ClassVar
 
-from bridge.config import TrainConfig
-from bridge.modes.mode import RunContext
-from bridge.modes.patched_server import PatchedServer, manifest_of
-from bridge.weights import model_folder, parts_folder
-from bridge.weights.opened_model import OpenedModel
+from bridge.config import ServerConfig
+from bridge.core.interrupt import deferred_interrupt
+from bridge.core.process import ProcessIdentity
+from bridge.errors import AttachError, ManifestError, UsageError
+from bridge.modes.mode import Mode
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import Update, Window
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import ADAPTER, Holder, Status, Written
+from bridge.weights import model_folder, skeleton
+from bridge.weights.attach import OpenedModel, attach, attach_again
 from bridge.weights.parts import Parts
 
 
+class PatchedServer(Mode):
+    """One live server, whose lease this process holds, together with the other parts of its replica."""
+
+    version = 0
+    writes: ClassVar[Written] = "weights"
+    """What an update writes."""
+
+    def attach(self) -> OpenedModel:
+        """Return a model whose parameters are the server's weights, after a restart too."""
+        ranks = self._run.ranks
+        self._attached = attach(self.manifest, ranks.tp_rank, num_parts=ranks.tp_size)
+        self._compare_replicas()
+        return self._attached.opened()
+
+    @contextmanager
+    def publish(self, update: Update) -> Iterator[Window]:
+        in_flight = "keep" if update.takeover else self._config.publishing.in_flight
+        served = None if update.takeover else self.version
+        with deferred_interrupt():  # the new version is known before an interrupt acts
+            with fence.publish(
+                self._client, update, in_flight=in_flight, keep_kv=self._keeps_kv, served=served, writes=self.writes,
+                ranks=self._run.ranks,
+            ) as window:  # fmt: skip
+                yield window
+            self.version = window.times.version
+
+    def overwriting(self, checkpoint: Path, version: int | None) -> AbstractContextManager[Window]:
+        """Let the block set everything to what is in `checkpoint`, and publish it; the server may be torn."""
+        return self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint))
+
+    def publish_as(self, version: int) -> None:
+        """Publish the same weights as another version."""
+        with self.publish(Update(version=version, takeover=True)):
+            pass
+
+    def restart(self, model: str | Path) -> None:
+        """Restart the dead server with `model`, and point the attached parameters at its memory."""
+        self.close()
+        self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.restart_server(model))
+        self._num_starts += 1
+        self._take_lease(manifest.load(self._config.server.config_path))
+        self._attached = attach_again(self._attached, self.manifest)
+
+    def _newest(self) -> int:
+        """Return the newest version of all ranks' servers: others may have published what this one did not."""
+        ranks = self._run.ranks
+        if ranks.world_size == 1:
+            return self.version
+        return max(
+            self.version, *ranks.run_and_gather(lambda: self.client.status().version if ranks.is_tp_rank_zero else 0)
+        )
+
+    def close(self) -> None:
+        """Return the lease, and disconnect."""
+        if self._client is not None:
+            self._client.close()
+
+    @property
+    def client(self) -> BridgeClient:
+        """The client of the first part of a replica, which alone talks to the server."""
+        assert self._client is not None, self._run.ranks.rank
+        return self._client
+
+    @property
+    def endpoint(self) -> Endpoint:
+        model = ADAPTER if self.writes == "adapter" else None
+        return Endpoint(url=self._url, model=model, kv_tokens=self._status.kv_tokens, starts=self._num_starts)
+
+    @property
+    def can_sleep(self) -> bool:
+        return self._status.can_sleep
+
+    def _connect(self) -> None:
+        """Find the server and take its lease; AttachError: another trainer has it, or it is half-written."""
+        self._take_lease(manifest_of(self._config.server, self._config.model_name))
+        self.version = self._status.version
+
+    def _take_lease(self, manifest: Manifest) -> None:
+        """Take the lease of the manifest's server, and learn what the server can do and has.
+
+        Something half-written is refused, unless this run rewrites it.
+        """
+        self.manifest = manifest
+        self.max_model_len = manifest.max_model_len
+        self._url = self._config.server.url(manifest.url)
+        self._client: BridgeClient | None = None
+        ranks = self._run.ranks
+        holder = Holder(processes=tuple(ranks.tp_group.all_gather_object(ProcessIdentity.current())))
+        if ranks.is_tp_rank_zero:
+            timeout_s = self._config.sampling.request_timeout_s
+            self._client = BridgeClient(manifest, timeout_s=timeout_s, url=self._url, holder=holder)
+        try:
+            self._status = ranks.tp_group.run_on_rank_zero(
+                lambda: fence.when_free(lambda: self.client.take_lease(self._run.name))
+            )
+            if not (self._run.resumes and self._status.writes == self.writes):
+                self._status.refuse_torn()
+            self._keeps_kv = self._may_keep_kv(self._status)
+        except BaseException:
+            self.close()
+            raise
+
+    def _compare_replicas(self) -> None:
+        """Refuse replicas that differ: no step would make them equal."""
+        ranks = self._run.ranks
+        if ranks.dp_size == 1:
+            return
+
+        def digests() -> dict[tuple[int, str], str]:
+            each = (self.client.digests(part) for part in range(ranks.tp_size if ranks.is_tp_rank_zero else 0))
+            return {(part, name): text for part, own in enumerate(each) for name, text in own.items()}
+
+        first, *others = ranks.one_per_replica(ranks.run_and_gather(digests))
+        for number, other in enumerate(others, start=1):
+            if differing := [name for (part, name), text in first.items() if other.get((part, name)) != text]:
+                raise AttachError(
+                    f"the servers of replicas 0 and {number} differ in {len(differing)} tensors, the first:"
+                    f" {differing[0]}",
+                    remedy="start all servers with the same model, dtype and flags",
+                )
+
+    def _may_keep_kv(self, status: Status) -> bool:
+        """Return whether requests in flight keep their keys and values; UsageError if they should and cannot."""
+        chosen = self._config.publishing.in_flight_kv
+        wanted = chosen == "keep" or (chosen == "auto" and self._config.rollouts.max_staleness > 0)
+        if wanted and not status.can_keep_kv:
+            why = "the server's KV connector would store what older weights computed, and find it by its tokens"
+            if chosen == "keep":
+                raise UsageError(f"--in-flight-kv keep: {why}", remedy="serve without a KV connector, or recompute")
+            self._run.note(f"requests in flight recompute their keys and values at every update: {why}")
+        return wanted and status.can_keep_kv
+
+
 class SharedVllm(PatchedServer):
-    """A trainer attached to one live server, by a process for each part of the weights."""
-
-    checkpoint_prefix = "step_"
-
-    def __init__(self, config: TrainConfig, run: RunContext) -> None:
-        super().__init__(config, run, manifest_of(config))
+    """`shared_vllm`: a trainer attached to one live server, by a process for each part of the weights."""
 
     def open(self) -> OpenedModel:
         model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
         return self.attach()
 
     def save(self, folder: Path) -> None:
-        model, source = self._attached.model, self._config.model_name
-        if self._parts is None:
-            model_folder.save(model, source, folder)
-        else:
-            parts_folder.save(model, self._parts, source, folder)
+        model_folder.save(self._attached.model, self._config.model_name, folder, self._parts)
 
     def pass_on(self) -> None:
         if self._parts is not None:
-            parts_folder.pass_on(self._attached.model, self._parts)
+            model_folder.pass_on(self._attached.model, self._parts)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         model, parts = self._attached.model, self._parts
-        if parts is None:
-            model_folder.check(model, checkpoint)  # before the server pauses
-            self.overwrite(lambda: model_folder.load_into(model, checkpoint), checkpoint, version)
-        else:
-            parts_folder.check(model, parts, checkpoint)
-            self.overwrite(lambda: parts_folder.load_into(model, parts, checkpoint), checkpoint, version)
+        model_folder.check(model, checkpoint, parts)  # before the server pauses
+        with self.overwriting(checkpoint, version):
+            model_folder.load_into(model, checkpoint, parts)
+
+    def revive(self, checkpoint: Path | None) -> None:
+        """Restart the dead server with a checkpoint, and raise the versions of all ranks' servers above the last one.
+
+        If there is one replica, its server is the one that died.
+        """
+        if self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.has_lost(self.client)):
+            self.restart(checkpoint or self._config.model_name)
+        self.publish_as(self._newest() + 1)
 
     @property
     def _parts(self) -> Parts | None:
         ranks = self._run.ranks
         return Parts(cuts=self._attached.cuts, tp_group=ranks.tp_group) if ranks.tp_size > 1 else None
+
+
+def manifest_of(server: ServerConfig, model_name: str, exported: Manifest | None = None) -> Manifest:
+    """Return the manifest of the server that serves the model to train; `exported` if it is loaded already.
+
+    Raises ManifestError: there is none, it cannot be used, or another model is served.
+    """
+    exported = exported or manifest.load(server.config_path)
+    wanted = skeleton.absolute(model_name)
+    if wanted != exported.model:
+        raise ManifestError(
+            f"the server serves {exported.model}, expected {wanted} (--model-name)",
+            remedy=f"--model-name {shlex.quote(exported.model)}, or start another server: "
+            f"bridge serve-vllm --model {shlex.quote(model_name)}",
+        )
+    return exported

@@ -1,18 +1,17 @@
 """Make the optimizer that a run's configuration asks for, and the schedule of its learning rate."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import get_scheduler
 
-from bridge.config import TrainConfig
-from bridge.optimizers.alike import NOTHING, Alike
+from bridge.config import OptimizerConfig
+from bridge.config.optimizers import OPTIMIZERS
+from bridge.optimizers.gradients import NOTHING, Alike
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
-from bridge.optimizers.offload import OffloadedAdamW
-from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
 
 LEAST_DECAY = 2.0**-25
@@ -20,44 +19,37 @@ LEAST_DECAY = 2.0**-25
 
 
 def make(
-    config: TrainConfig, groups: Iterable[dict[str, Any]], *, ranks: Ranks = ALONE, alike: Alike = NOTHING
+    choices: OptimizerConfig,
+    groups: Iterable[dict[str, Any]],
+    *,
+    seed: int = 0,
+    ranks: Ranks = ALONE,
+    alike: Alike = NOTHING,
 ) -> InPlaceOptimizer:
-    """Return the optimizer for groups made by `scaled_group`, which several ranks share.
-
-    Raises:
-        UsageError: a parameter is neither bf16 nor float32.
-    """
-    choices = config.optimizer
-    kind = KINDS[choices.name]
-    betas = choices.beta1, kind.beta2 if choices.beta2 is None else choices.beta2
-    if not choices.offload:
-        return SplitMasterAdamW(groups, kind=kind, betas=betas, seed=config.seed, ranks=ranks, alike=alike)
-    assert kind.name == "adamw", "the configuration refuses the others"
-    return OffloadedAdamW(groups, betas=betas, streams=choices.gradient_release, ranks=ranks, alike=alike)
+    """Return the optimizer for groups made by `scaled_group`, which several ranks share."""
+    spec = OPTIMIZERS[choices.name]
+    made_by = spec.offloaded_by if choices.offload else spec.made_by
+    assert made_by is not None, "refused by the configuration"
+    betas = choices.beta1, spec.beta2 if choices.beta2 is None else choices.beta2
+    kind: type[InPlaceOptimizer] = resolve_name(made_by)
+    return kind.of(choices, groups, betas=betas, seed=seed, ranks=ranks, alike=alike)
 
 
-def schedule(config: TrainConfig) -> Callable[[int], float]:
+def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], float]:
     """Return the factor of the learning rate at an update, by the number of planned updates before it.
 
     It depends on nothing else, so that a resumed run continues the schedule, and an update that is skipped does not
     delay its end.
     """
-    choices = config.optimizer
     scheduler = get_scheduler(
         choices.lr_scheduler_type,
         torch.optim.SGD([torch.zeros(1)], lr=1.0),  # stands in for ours, whose `step` would be wrapped
         num_warmup_steps=choices.warmup_steps * choices.updates_per_step,
-        num_training_steps=config.training_steps * choices.updates_per_step,
+        num_training_steps=training_steps * choices.updates_per_step,
     )
     factor: Callable[[int], float]
     (factor,) = scheduler.lr_lambdas
     return factor
-
-
-def decays(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether weight decay, where it is not 0, has an effect in float32."""
-    rates = [group["lr"] * group["weight_decay"] for group in groups]
-    return all(rate == 0 or rate > LEAST_DECAY for rate in rates)
 
 
 def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: float) -> dict[str, Any]:

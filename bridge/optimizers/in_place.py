@@ -5,12 +5,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from bridge.config import OptimizerConfig
 from bridge.errors import CheckpointError, UsageError
+from bridge.optimizers.gradients import norm_of
 
 EPS = 1e-8
 """Added to the denominator of an update."""
@@ -19,14 +21,15 @@ EPS = 1e-8
 class InPlaceOptimizer(torch.optim.Optimizer):
     """Writes updates into parameters and never moves one.
 
-    Norms are those of the unscaled parameters: a group's `factor` (`scaled_group`) changes neither the reported norm
-    nor clipping.
+    A new one defines `_step`, and `of` if `--optimizer` names it; it keeps its tensors in torch's `state`, or says
+    where they are. Norms are those of the unscaled parameters: a group's `factor` (`scaled_group`) changes neither the
+    reported norm nor clipping.
 
     Raises:
         UsageError: a parameter is neither bf16 nor float32.
     """
 
-    flags: str
+    flags: str = ""
     """Command-line flags of an optimizer with the same state."""
 
     def __init__(
@@ -89,11 +92,15 @@ class InPlaceOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _step(self, norm: float, max_norm: float) -> None: ...
 
-    @abstractmethod
+    @classmethod
+    def of(cls, choices: OptimizerConfig, groups: Iterable[dict[str, Any]], **shared: Any) -> Self:
+        """Return the optimizer that a configuration asks for; `shared` are seed, betas and ranks."""
+        raise NotImplementedError
+
     def releasing(self, *, max_norm: float = math.inf) -> AbstractContextManager[None]:
         """Take each gradient away as soon as a backward pass inside has completed it; `step` ends the update."""
+        raise NotImplementedError
 
-    @abstractmethod
     def allocate(self) -> None:
         """Allocate the whole state, unless that is done."""
 
@@ -103,9 +110,9 @@ class InPlaceOptimizer(torch.optim.Optimizer):
     def exchange(self) -> None:
         """Add up the gradients of all ranks, if there are several; called by each before `global_norm`."""
 
-    @abstractmethod
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the allocated state of `parameter` in its stored form; called by all ranks."""
+        return dict(self.state[parameter])
 
     def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
         """Copy what `parts` returned into the state of `parameter`; some of its parts may be left out."""
@@ -113,9 +120,9 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         for name, part in parts.items():
             own[name].copy_(part)
 
-    @abstractmethod
     def _state(self) -> Iterable[Tensor]:
         """Return all tensors of the state that are allocated."""
+        return [tensor for parts in self.state.values() for tensor in parts.values()]
 
     def num_updates(self, parameter: Tensor) -> int:
         return self._steps[parameter]
@@ -128,7 +135,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
 
     def global_norm(self) -> float:
         """Return the L2 norm of all gradients together, including released ones (waits for the device)."""
-        return norm_of((each.grad, factor) for each, factor in self._factors.items() if each.grad is not None)
+        return norm_of((p.grad, factor) for p, factor in self._factors.items() if p.grad is not None)
 
     @property
     def changed_weight_share(self) -> float:
@@ -144,7 +151,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in its stored form, without a copy: the parts of each parameter, and its number of updates.
 
-        `bridge` saves checkpoints by name (`bridge/run/trainer_state.py`); this is for loops that save torch's way.
+        `bridge` saves checkpoints by name (`bridge/run/optimizer_state.py`); this is for loops that save torch's way.
         """
         packed = super().state_dict()
         steps = ((index, parameter, self._steps[parameter]) for index, parameter in enumerate(self._steps))
@@ -180,21 +187,6 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         self.reset({parameters[index]: each["step"] for index, each in state.items()})
         for (index, name), copy in copies.items():
             self.put(parameters[index], {name: copy})
-
-
-def norm_of(scaled: Iterable[tuple[Tensor, float]]) -> float:
-    """Return the L2 norm of all tensors together, each times its factor, accumulated in float32 (waits for the device).
-
-    Tensors of one dtype, device and factor share a few kernels.
-    """
-    alike: dict[tuple[torch.dtype, torch.device, float], list[Tensor]] = {}
-    for tensor, factor in scaled:
-        alike.setdefault((tensor.dtype, tensor.device, factor), []).append(tensor)
-    norms = []
-    for (_, _, factor), tensors in alike.items():
-        each = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
-        norms.append(factor * float(torch.linalg.vector_norm(each)))
-    return math.hypot(*norms)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iterable[Tensor]) -> float:

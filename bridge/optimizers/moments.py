@@ -1,5 +1,8 @@
 """How AdamW's two moments are stored: as float32, bf16, or codes of 8 or 4 bits with a float32 scale per block.
 
+Rounding is stochastic where a value would else never move. Its random bits are a hashed counter, a function of (seed,
+step, place): they need no state, are the same after a resume, and compile into the kernel that uses them.
+
 A code c of a block stands for scale * (c / largest code) ** power. The power makes steps between small values small,
 without a table of levels. Both moments are rounded stochastically, so that they are right on average: rounded to
 nearest, a value never moves if it decays by less than half the distance between two codes. At beta2 = 0.999 that holds
@@ -15,25 +18,28 @@ large ones.
 
 Shape suffixes: R blocks, B elements of a block.
 Source: block-wise 8-bit states, arXiv 2110.02861; 4 bits, and a second moment without zero (linear there), arXiv
-2309.01507.
+2309.01507; the hash is `lowbias32` of https://github.com/skeeto/hash-prospector; stochastic rounding of bf16 weights is
+arXiv 2010.06192.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bridge.optimizers.rounding import remixed, uniform
-from bridge.optimizers.state_bytes import BLOCK_OF_4_BIT, BLOCK_OF_8_BIT
+from bridge.config.optimizers import BLOCK_OF_4_BIT, BLOCK_OF_8_BIT
 
 State = Mapping[str, Tensor]
 FIRST, SECOND, BOTH = "exp_avg", "exp_avg_sq", "exp_avg_codes"
 FIRST_SCALE, SECOND_SCALE = "exp_avg_scale", "exp_avg_sq_scale"
+_FACTORS = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit words
+_GOLDEN = 0x9E3779B9 - 2**32
 
 
 @dataclass(frozen=True)
-class Part:
+class StateTensor:
     """One tensor of the state."""
 
     dtype: torch.dtype
@@ -51,8 +57,8 @@ class PlainMoments:
     by_chance: bool = False
 
     @property
-    def parts(self) -> Mapping[str, Part]:
-        return {FIRST: Part(self.dtype), SECOND: Part(self.dtype)}
+    def parts(self) -> Mapping[str, StateTensor]:
+        return {FIRST: StateTensor(self.dtype), SECOND: StateTensor(self.dtype)}
 
     def decode(self, state: State) -> tuple[Tensor, Tensor]:
         return state[FIRST].float(), state[SECOND].float()
@@ -77,10 +83,10 @@ class CodedMoments:
     """Whether `encode` needs random bits, and an update has to be bounded because coding loses precision."""
 
     @property
-    def parts(self) -> Mapping[str, Part]:
-        codes = {FIRST: Part(torch.int8), SECOND: Part(torch.uint8)} if self.bits == 8 else {BOTH: Part(torch.uint8)}
-        scale = Part(torch.float32, self.block)
-        return {**codes, FIRST_SCALE: scale, SECOND_SCALE: scale}
+    def parts(self) -> Mapping[str, StateTensor]:
+        codes = {FIRST: torch.int8, SECOND: torch.uint8} if self.bits == 8 else {BOTH: torch.uint8}
+        scale = StateTensor(torch.float32, self.block)
+        return {**{name: StateTensor(dtype) for name, dtype in codes.items()}, FIRST_SCALE: scale, SECOND_SCALE: scale}
 
     def decode(self, state: State) -> tuple[Tensor, Tensor]:
         """Return both moments as float32 [R, B]."""
@@ -167,3 +173,45 @@ def _root(value: Tensor, power: int) -> Tensor:
 
 def _divided(value_RB: Tensor, scale: Tensor) -> Tensor:
     return value_RB / torch.where(scale > 0, scale, 1.0)
+
+
+def key(*numbers: int) -> int:
+    """Hash numbers such as seed, slab and step into a signed 32-bit word."""
+    digest = hashlib.blake2s(repr(numbers).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def random_bits(place: Tensor, like_RB: Tensor) -> Tensor:
+    """Return 32 random bits for each element of `like_RB`, as int32.
+
+    Shapes: `place` int32 [2], a key and the number of the first block.
+    """
+    (num_rows, width), device = like_RB.shape, like_RB.device
+    rows_R = torch.arange(num_rows, device=device, dtype=torch.int32) + place[1]
+    index_RB = rows_R[:, None] * width + torch.arange(width, device=device, dtype=torch.int32)
+    bits_RB = _mixed(index_RB * _GOLDEN) ^ place[0]
+    return _mixed(bits_RB)
+
+
+def round_by_chance(master: Tensor, bits: Tensor) -> Tensor:
+    """Round each finite float32 to one of the two bf16 around it, right on average, by the lower half of `bits`.
+
+    Returns the int16 bits of the bf16.
+    """
+    return ((master.view(torch.int32) + (bits & 0xFFFF)) >> 16).short()
+
+
+def remixed(bits: Tensor) -> Tensor:
+    """Derive as many new random bits from `bits`."""
+    return _mixed(bits ^ _GOLDEN)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Return float32 numbers in [0, 1) from the upper half of `bits`."""
+    return ((bits >> 16) & 0xFFFF).float() * 2.0**-16
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _FACTORS[0]
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _FACTORS[1]
+    return bits ^ ((bits >> 16) & 0xFFFF)

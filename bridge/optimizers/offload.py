@@ -6,7 +6,7 @@
 It works chunk by chunk, so that neither side needs a second copy. torch rounds pinned memory up to a power of two, so
 the buffers have such a size, and nothing larger is pinned.
 
-Several ranks share the work (`shared.py`): gradients are summed on the device, and each rank has the master and the
+Several ranks share the work (`sharded.py`): gradients are summed on the device, and each rank has the master and the
 moments of its own rows.
 """
 
@@ -16,17 +16,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bridge.optimizers.alike import NOTHING, Alike
-from bridge.optimizers.in_place import norm_of
-from bridge.optimizers.moments import FIRST, FLOAT32, SECOND, Part
-from bridge.optimizers.release import each_gradient
-from bridge.optimizers.shared import SharedOptimizer
+from bridge.config import OptimizerConfig
+from bridge.optimizers.gradients import NOTHING, Alike, each_gradient, norm_of
+from bridge.optimizers.moments import FIRST, FLOAT32, SECOND, StateTensor
+from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.slabs import Member, Slab
 from bridge.optimizers.split_master import Kind
 from bridge.ranks.world import ALONE, Ranks
@@ -44,21 +43,18 @@ IN_FLIGHT = 3
 class _WholeMaster(Kind):
     """A state with the whole float32 master."""
 
-    def parts(self, dtype: torch.dtype) -> dict[str, Part]:
+    def parts(self, dtype: torch.dtype) -> dict[str, StateTensor]:
         del dtype
-        return {MASTER: Part(torch.float32), **self.moments.parts}
+        return {MASTER: StateTensor(torch.float32), **self.moments.parts}
 
 
 KIND = _WholeMaster(name="adamw", moments=FLOAT32)
 
 
-class OffloadedAdamW(SharedOptimizer):
+class OffloadedAdamW(ShardedOptimizer):
     """AdamW with a float32 master in host memory: bit for bit torch's fused AdamW on float32 weights.
 
     With `streams`, which one rank alone can do, gradients are summed in host memory as soon as they are complete.
-
-    Raises:
-        UsageError: a parameter is neither bf16 nor float32.
     """
 
     flags = "--optimizer adamw --offload-optimizer"
@@ -77,7 +73,13 @@ class OffloadedAdamW(SharedOptimizer):
         self._streams = streams
         self._streamed: dict[Tensor, Tensor] = {}
         self._is_summed: set[Tensor] = set()
-        self._to_host, self._to_device = _ToHost(self._device), _ToDevice(self._device)
+        self._to_host = _ToHost(self._device)
+        self._to_device = _ToDevice(self._device)
+
+    @classmethod
+    def of(cls, choices: OptimizerConfig, groups: Iterable[dict[str, Any]], *, seed: int = 0, **shared: Any) -> Self:
+        del seed  # nothing is rounded stochastically
+        return cls(groups, streams=choices.gradient_release, **shared)
 
     def allocate(self) -> None:
         super().allocate()
@@ -114,7 +116,8 @@ class OffloadedAdamW(SharedOptimizer):
 
     def _step(self, norm: float, max_norm: float) -> None:
         self.allocate()
-        self._num_changed, self._gathered = [], None
+        self._num_changed = []
+        self._gathered = None
         factor = max_norm / norm if norm > max_norm else 1.0
         ready = self._ready()
         for slab, indices in ready:

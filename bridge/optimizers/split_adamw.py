@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from bridge.config import OptimizerConfig
 from bridge.errors import UsageError
-from bridge.optimizers.alike import NOTHING, Alike
-from bridge.optimizers.release import each_gradient, each_group
-from bridge.optimizers.rounding import key
-from bridge.optimizers.shared import SharedOptimizer
+from bridge.optimizers.gradients import NOTHING, Alike, each_gradient, each_group
+from bridge.optimizers.moments import key
+from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.slabs import Piece, Slab, hyperparameters
 from bridge.optimizers.split_master import KINDS, Coefficients, Kind, Update, compiled, update
 from bridge.ranks.world import ALONE, Ranks
@@ -26,12 +26,8 @@ _Waiting = dict[Tensor, list[tuple[Piece, Sequence[Tensor]]]]
 """The pieces of each parameter that is stepped in a backward pass, with their scalars."""
 
 
-class SplitMasterAdamW(SharedOptimizer):
-    """AdamW that by default loses no update to bf16; on a GPU `allocate` compiles its update.
-
-    Raises:
-        UsageError: a parameter is neither bf16 nor float32.
-    """
+class SplitMasterAdamW(ShardedOptimizer):
+    """AdamW that by default loses no update to bf16; on a GPU `allocate` compiles its update."""
 
     def __init__(
         self,
@@ -51,6 +47,10 @@ class SplitMasterAdamW(SharedOptimizer):
         self._released: list[Tensor] = []
         """Norms of the gradients released since the last step."""
 
+    @classmethod
+    def of(cls, choices: OptimizerConfig, groups: Iterable[dict[str, Any]], **shared: Any) -> Self:
+        return cls(groups, kind=KINDS[choices.name], **shared)
+
     def allocate(self) -> None:
         super().allocate()
         for slab in self._slabs:
@@ -68,12 +68,11 @@ class SplitMasterAdamW(SharedOptimizer):
 
         One backward pass is one update. The global norm is not known by then, so each gradient is clipped to `max_norm`
         by itself.
-
-        Raises:
-            UsageError: some gradients were not finite; their parameters were left unchanged, the others were stepped.
         """
         self.allocate()
-        self._num_changed, self._released, self._gathered = [], [], None
+        self._num_changed = []
+        self._released = []
+        self._gathered = None
         pieces = [piece for slab, index in self._places.values() for piece in slab.pieces([index], self._steps)]
         waiting: _Waiting = {}
         for piece, scalars in zip(pieces, self._scalars(pieces, max_norm), strict=True):
@@ -152,7 +151,8 @@ class SplitMasterAdamW(SharedOptimizer):
         if self._released:  # every parameter was stepped when its gradient was complete
             self._released = []
             return
-        self._num_changed, self._gathered = [], None
+        self._num_changed = []
+        self._gathered = None
         ready = self._ready()
         if not ready:
             return

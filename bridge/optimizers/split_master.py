@@ -21,8 +21,17 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from bridge.optimizers.moments import BFLOAT16, EIGHT_BIT, FLOAT32, FOUR_BIT, Moments, Part
-from bridge.optimizers.rounding import random_bits, round_by_chance
+from bridge.config.optimizers import OPTIMIZERS, OptimizerName
+from bridge.optimizers.moments import (
+    BFLOAT16,
+    EIGHT_BIT,
+    FLOAT32,
+    FOUR_BIT,
+    Moments,
+    StateTensor,
+    random_bits,
+    round_by_chance,
+)
 
 REMAINDER = "remainder"
 TRIAL_BLOCKS = 3
@@ -43,20 +52,22 @@ class Kind:
     beta2: float = 0.999
     """Default decay of the second moment."""
 
-    def parts(self, dtype: torch.dtype) -> dict[str, Part]:
+    def parts(self, dtype: torch.dtype) -> dict[str, StateTensor]:
         """Return the state tensors of a weight of `dtype`, by name."""
         is_split = self.has_master and dtype == torch.bfloat16
-        return {**self.moments.parts, **({REMAINDER: Part(torch.int16)} if is_split else {})}
+        return {**self.moments.parts, **({REMAINDER: StateTensor(torch.int16)} if is_split else {})}
 
 
+MOMENTS: Mapping[OptimizerName, Moments] = {
+    "adamw": FLOAT32,
+    "adamw-bf16": BFLOAT16,
+    "adamw-8bit": EIGHT_BIT,
+    "adamw-4bit": FOUR_BIT,
+}
 KINDS: Mapping[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind(name="adamw", moments=FLOAT32),
-        Kind(name="adamw-bf16", moments=BFLOAT16, beta2=0.99),
-        Kind(name="adamw-8bit", moments=EIGHT_BIT),
-        Kind(name="adamw-4bit", moments=FOUR_BIT, has_master=False),
-    )
+    name: Kind(name=name, moments=MOMENTS[name], has_master=spec.has_master, beta2=spec.beta2)
+    for name, spec in OPTIMIZERS.items()
+    if name in MOMENTS
 }
 """By the value of `--optimizer`."""
 

@@ -1,8 +1,7 @@
 """Log-probabilities of given tokens, without ever holding tokens x vocabulary in float32.
 
-Logits are float32 products of bf16 rows and a bf16 head: products of bf16 numbers are exact in float32, so only the
-order of a sum can differ. Rounding logits to bf16 first costs up to 0.03 nats a token, as much as two engines differ
-altogether, and moves the probability ratio by as much.
+Logits are float32 products of bf16 rows and a bf16 head. Rounding logits to bf16 first costs up to 0.03 nats a token,
+as much as two engines differ altogether, and moves the probability ratio by as much.
 
 Where top-k, top-p or min-p were used, probabilities are normalized over the words that they kept: those whose
 transformed logit is at least the row's threshold. If another number of words than were kept are above it here, words
@@ -10,8 +9,8 @@ have changed sides by rounding or by an update; each counts as if its logit was 
 normalizer log(n exp(t) + sum of max(exp(z) - exp(t), 0)), for n kept words and the threshold t, is continuous in all
 logits z.
 
-With tensor parallelism each part has the logits of its own words. Forward, the parts exchange a maximum and four sums
-per row; backward, they add up the gradients of the rows.
+With tensor parallelism each rank has the logits of its own words. The ranks exchange a maximum and four sums per row,
+and add up the gradients of the rows.
 
 Shape suffixes: T tokens, N rows (positions that predict a sampled token), H hidden size, V vocabulary, W words of one
 block of it.
@@ -39,7 +38,7 @@ BLOCK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
 """Float32 logits that are held at once: 256 MiB on a GPU, whose products need large operands, and 32 MiB on the CPU,
 where what fits its caches is faster; a few temporaries of the same size come on top."""
 BLOCK_WORDS = 256
-"""Blocks are a multiple of this, so that no product has an odd shape; and no smaller, however many rows there are."""
+"""Blocks are a multiple of this, and no smaller, so that no product has an odd shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +73,6 @@ class LogitTransform:
 def model_logprobs(model: PreTrainedModel, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the model's log-probabilities of the sampled tokens and its entropies (without gradient), both in nats.
 
-    Both are of the distribution over what was kept, if the micro-batch knows that.
-
     Shapes: -> [N] float32, [N] float32, aligned with `micro_batch.rows_N`.
     """
     hidden_TH = packed_hidden(model, micro_batch.tokens_T, micro_batch.positions_T, micro_batch.spans)
@@ -99,9 +96,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return float32 log-probabilities of `targets_N` and the entropies (without gradient), both in nats.
 
-    With `compiles`, a block of logits is processed by one kernel each way, instead of a dozen that each read it.
-    Both are of the distribution over what is `kept`, of the transformed logits; None: over all words.
-    `words` are those of this part's head, and the other parts call it with the same rows; None: it has all words.
+    With `compiles`, a block of logits is processed by one kernel each way, instead of a dozen that each read it. Both
+    are of the distribution over what is `kept`; None: over all words. `words` are those of this rank's head, and the
+    other ranks call it with the same rows; None: it has all words.
 
     Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32, [N] float32.
     """
@@ -115,8 +112,7 @@ def token_logprobs(
 def check_head(model: PreTrainedModel) -> None:
     """Check that `model_logprobs` computes what the model's own forward pass does; each part checks its own words.
 
-    Raises:
-        UnsupportedModelError: the model does something to its hidden states or logits that is not implemented here.
+    UnsupportedModelError: it does something to its hidden states or logits that is not implemented here.
     """
     tokens_1T = torch.arange(4, device=model.device).unsqueeze(0)
     own_V = model(input_ids=tokens_1T, use_cache=False).logits[0, -1].float()
@@ -149,10 +145,8 @@ class _TokenLogprobs(torch.autograd.Function):
     """Blocks of the vocabulary, forward and backward: logits are computed twice instead of being kept.
 
     Blocks of words and not of rows: the head's gradient then comes out block by block, summed over all rows by the
-    product itself, and needs no float32 sum of [V, H] beside it; only [N, H] is summed over the blocks.
-
-    The second computation could be saved if the gradient of each log-probability were known in the forward pass, as for
-    a cross entropy (liger-kernel does so). Here it depends on the loss, from all rows of a sequence at once (GSPO).
+    product itself; only [N, H] is summed over the blocks. Logits have to be computed again, since the gradient of each
+    log-probability depends on the loss of all rows of a sequence (GSPO), unlike a cross entropy's.
     """
 
     @staticmethod
@@ -180,7 +174,10 @@ class _TokenLogprobs(torch.autograd.Function):
         sums = sums if kept is None else _corrected(sums, kept)
         normalizers_N = sums.maxima_N + sums.weights_N.log()
         ctx.save_for_backward(hidden_NH, head_VH, bias_V, targets_N, normalizers_N)
-        ctx.by, ctx.compiles, ctx.kept, ctx.words = by, compiles, kept, words
+        ctx.by = by
+        ctx.compiles = compiles
+        ctx.kept = kept
+        ctx.words = words
         logprobs_N, entropies_N = sums.targets_N - normalizers_N, normalizers_N - sums.products_N / sums.weights_N
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
@@ -214,10 +211,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _Sums(NamedTuple):
-    """The running sums of a softmax over blocks, relative to the largest logit so far, kept or not.
-
-    Source: Milakov and Gimelshein, arXiv 1805.02867, algorithm 3.
-    """
+    """Running sums of a softmax over blocks, relative to the largest logit so far (arXiv 1805.02867, algorithm 3)."""
 
     maxima_N: Tensor
     weights_N: Tensor
@@ -228,12 +222,7 @@ class _Sums(NamedTuple):
 
 
 def _added(
-    sums: _Sums,
-    raw_NW: Tensor,
-    bias_W: Tensor | None,
-    targets_N: Tensor,
-    by: LogitTransform,
-    kept: Kept | None,
+    sums: _Sums, raw_NW: Tensor, bias_W: Tensor | None, targets_N: Tensor, by: LogitTransform, kept: Kept | None
 ) -> _Sums:
     """Add one block: the head's product, and the targets counted from its first word, in the block or not."""
     logits_NW = by.apply(raw_NW, bias_W)
@@ -303,7 +292,7 @@ def _within(targets_N: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(num_rows: int, head_VH: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
-    """Cut the vocabulary so that `num_rows` have about `BLOCK_LOGITS` logits in each block; yield its bias, too."""
+    """Cut the vocabulary so that `num_rows` have about `BLOCK_LOGITS` logits in each block, with its bias."""
     size = max(1, BLOCK_LOGITS[head_VH.device.type] // max(1, num_rows) // BLOCK_WORDS) * BLOCK_WORDS
     for start in range(0, len(head_VH), size):
         block = slice(start, min(start + size, len(head_VH)))

@@ -178,8 +178,11 @@ class _Layout:
 
     def __init__(self, groups: Sequence[Sequence[Sample]], *, shares: bool) -> None:
         self.samples = [sample for group in groups for sample in group]
-        self._tokens, self._positions, self._keys = list[int](), list[int](), list[int]()
-        self._starts, self._key_starts = [0], [0]
+        self._tokens = list[int]()
+        self._positions = list[int]()
+        self._keys = list[int]()
+        self._starts = [0]
+        self._key_starts = [0]
         rows = self._rows(groups)
         keys = self._keys if shares else []
         targets = [token for sample in self.samples for token in of_sampled(sample.token_ids, sample.sampled)]
@@ -202,9 +205,8 @@ class _Layout:
             )
         ]
         assert len(rows) == len(targets) == len(self.floats[0]) == len(self.floats[1]), (len(rows), len(targets))
-        self.longest, self.longest_keys = (
-            max(end - start for start, end in pairwise(starts)) for starts in (self._starts, self._key_starts)
-        )
+        self.longest = max(end - start for start, end in pairwise(self._starts))
+        self.longest_keys = max(end - start for start, end in pairwise(self._key_starts))
 
     def _rows(self, groups: Sequence[Sequence[Sample]]) -> list[int]:
         """Place all spans and return the positions that predict sampled tokens, sample after sample.

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from bridge.errors import AttachError, UnsupportedModelError
 from bridge.passes import cut_layers, layers
 from bridge.passes.cut_layers import Outputs, Words
-from bridge.weights.cut import Cut, held_by
+from bridge.weights.parts import Cut, Shared, shared_elements
 
 Cuts = Mapping[str, Cut]
 """What one part holds of each Hugging Face parameter."""
@@ -40,42 +40,6 @@ BOTH = {COLUMN, ROW}
 FLAT_ELEMENTS = 2**26
 """Most elements of gradients that are combined at once, in float32."""
 ONE_PART = "serve it with --tensor-parallel-size 1, or train it with --mode none"
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Elements of a parameter that several parts hold, and how their gradients become one."""
-
-    name: str
-    """The parameter."""
-    axis: int | None
-    """The axis that is cut; None: all parts hold the whole parameter."""
-    start: int
-    """The first index along the axis, counted in the whole parameter."""
-    length: int
-    parts: tuple[int, ...]
-    """The parts that hold them."""
-    adds_up: bool
-    """Whether each part knows a share of the gradient, as inside a block; else each knows all of it, and the first
-    one's counts, so that all stay equal to the bit."""
-
-    def of(self, tensor: Tensor, cut: Cut) -> Tensor:
-        """Return these elements of a part's parameter or gradient, as a view."""
-        if self.axis is None:
-            return tensor
-        before = 0
-        for start, length in cut.runs[self.axis]:
-            if start <= self.start < start + length:
-                return tensor.narrow(self.axis, before + self.start - start, self.length)
-            before += length
-        raise AssertionError(f"this part does not hold {self}")
-
-    def num_elements(self, cut: Cut) -> int:
-        """Count them; `cut` is any part's."""
-        shape = list(cut.shape)
-        if self.axis is not None:
-            shape[self.axis] = self.length
-        return torch.Size(shape).numel()
 
 
 Exchanged = tuple[Shared, Tensor, Tensor]
@@ -107,11 +71,7 @@ class Parallel:
 
     @torch.no_grad()
     def check_shared(self, parameters: Mapping[str, Tensor]) -> None:
-        """Check that parts hold the same values of what they share; called by every part.
-
-        Raises:
-            AttachError: they do not.
-        """
+        """Check that parts hold the same values of what they share; called by every part."""
         differs = dict.fromkeys((each.name for each in self.shared), 0)
         for each, mine, one in self._exchanged(parameters, values=True):
             differs[each.name] |= int(not torch.equal(mine.float(), one))
@@ -157,9 +117,6 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
     """Let the model compute with its part of the weights; call it once they are attached, on every part.
 
     `cuts` are those of every part, in the order of their ranks in `group`.
-
-    Raises:
-        UnsupportedModelError: a parameter is cut in a way that is not supported; it is named.
     """
     part, name = dist.get_rank(group), group.group_name
     whole = _whole(model, cuts[part])
@@ -180,7 +137,7 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
     behind = {f"{owner}.bias" for owner in rows}
     behind |= {f"{owner.replace('.lora_A.', '.lora_B.')}.weight" for owner in rows}
     inside = {each for each in axes if each not in behind and any(place in blocks for place in _above(each))}
-    return Parallel(cuts=cuts, part=part, group=name, shared=[*_shared(axes, cuts, inside)], whole=whole)
+    return Parallel(cuts=cuts, part=part, group=name, shared=[*shared_elements(cuts, inside)], whole=whole)
 
 
 def _whole(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
@@ -284,17 +241,6 @@ def _divide_vocabulary(
         cut_layers.make_vocabulary(module, words)
     else:
         module.words = words  # type: ignore[assignment]
-
-
-def _shared(axes: Axes, cuts: Sequence[Cuts], inside: set[str]) -> Iterator[Shared]:
-    for name, axis in axes.items():
-        if axis is None:
-            size = cuts[0][name].shape[0] if cuts[0][name].shape else 1
-            yield Shared(name, None, 0, size, tuple(range(len(cuts))), name in inside)
-            continue
-        for start, length, parts in held_by([each[name].runs[axis] for each in cuts]):
-            if len(parts) > 1:
-                yield Shared(name, axis, start, length, parts, name in inside)
 
 
 def _refusal(name: str, reason: str) -> UnsupportedModelError:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.optimizers.release import each_gradient
+from bridge.optimizers.gradients import each_gradient
 from bridge.passes import cut_layers, layers
 from bridge.passes.parallel import ONE_PART, Parallel
 
@@ -58,13 +58,7 @@ class _Computed:
 
 
 def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
-    """Compare one layer of each kind with the whole one; call it on every part, in evaluation mode.
-
-    Raises:
-        AttachError: the parts hold different values of what they share.
-        UnsupportedModelError: they differ, or the model cannot compute with a part; what differs is named.
-        UsageError: a whole layer does not fit.
-    """
+    """Compare one layer of each kind with the whole one; call it on every part, in evaluation mode."""
     parallel.check_shared(dict(model.named_parameters()))
     names = {id(module): name for name, module in model.named_modules()}
     chosen = dict[Any, str]()

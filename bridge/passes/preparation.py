@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError, UsageError
-from bridge.passes import attention, layers, wide_linear
+from bridge.passes import attention, layers
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing import Sample, packs
 
@@ -53,10 +53,6 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
 
     Call it once per run, before the first micro-batch. No parameter is moved or replaced. Return whether completions of
     one prompt may share it. `max_model_len` bounds the length of a sequence, where it is known.
-
-    Raises:
-        UnsupportedModelError: the model computes something else for packed sequences than for each alone.
-        UsageError: liger-kernel was requested, and cannot be used.
     """
     try:
         check_head(model)
@@ -70,8 +66,8 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
             remedy="train another model, of those in docs/families.md, or report this one",
         ) from error
     compiles = model.device.type == "cuda" if compute.compile_layers is None else compute.compile_layers
-    if model.device.type == "cpu" and not compiles and wide_linear.is_wanted():
-        wide_linear.widen(model)  # not both: torch would compile every layer separately
+    if model.device.type == "cpu" and not compiles and layers.bf16_is_emulated():
+        layers.widen(model)  # not both: torch would compile every layer separately
     if compute.liger_kernel:
         layers.use_liger_kernel(model)
     _choose_attention(model, expected, note)

@@ -1,5 +1,5 @@
 """Whether a run fits, before anything is loaded: model sizes from their files, and bytes that training holds.
 
 Words: *need* (what a run takes), *share* (vLLM's part of a GPU), *asleep* (the KV cache, while training).
-May import: `bridge.config`, `bridge.errors`, `bridge.optimizers.state_bytes`; no torch, which takes seconds.
+May import: `bridge.config`, `bridge.errors`; no torch, which takes seconds.
 """

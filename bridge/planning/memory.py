@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from bridge.config import TrainConfig
-from bridge.optimizers.state_bytes import BytesPerParameter
+from bridge.config.optimizers import BytesPerParameter
 from bridge.planning.model_size import Dimensions, ModelSize
 
 GIB = 2**30

@@ -1,9 +1,9 @@
 """Several processes that train replicas of one model in lockstep, each replica beside its own server.
 
-Words: a *replica* is one server and its trainer, with a process for each GPU of the server; a *rank* is the number of
-such a process; a *part* is what it holds of the weights, and the first part alone talks to the server; *peers*, which
-hold the same part, share an optimizer; an *agreement* ends a phase: every rank tells how it went, and all go on or all
-raise the same error.
+Terms are torch's: a *rank* is one of `world_size` processes. The ranks of one server hold its weights by tensor
+parallelism (`tp_rank` of `tp_size`, the `tp_group`); the servers are data-parallel replicas (`dp_rank` of `dp_size`).
+Ranks with the same part of the weights share an optimizer (the `dp_group`). Rank 0 of each `tp_group` talks to the
+server. Every rank ends a phase with its outcome: all succeed, or all raise the same error.
 
 May import: torch, `bridge.core`, `bridge.errors`. No other package calls torch.distributed.
 """

@@ -1,14 +1,16 @@
-"""How a phase went on one rank, as it tells the others."""
+"""How a phase went on one rank, as it reports it to the others."""
 
 from dataclasses import dataclass
 from typing import Any, Self
 
 from bridge.errors import BridgeError, RankError
+from bridge.ranks import messages
 
 AGREED = "was_agreed"
 """Attribute of an error that ranks raise together: how many."""
 OF_TENSORS = "is_of_tensors"
-"""Attribute of an error that an exchange of tensors raises: the rank that failed may tell why."""
+"""Attribute of an error that an exchange of tensors raises: the rank that failed may report why."""
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -17,11 +19,13 @@ class Outcome:
 
     result: Any = None
     error: BaseException | None = None
-    """An error that another process can raise."""
+    """An error that every rank can raise: one of ours, or an interrupt."""
     fault: str = ""
     """Any other error, on one line."""
     raised: BaseException | None = None
-    """The error itself; it does not travel."""
+    """The error itself, on the rank that raised it."""
+    message: bytes = b"[null]"
+    """The result as it is sent."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -31,8 +35,26 @@ class Outcome:
             return cls(error=KeyboardInterrupt(), raised=error)
         return cls(fault=f"{type(error).__name__}: {error}", raised=error)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.result, self.error, self.fault)
+    def dumps(self) -> bytes:
+        """Return a line about an error, and the result on the next one."""
+        error = self.error
+        kind = INTERRUPTED if isinstance(error, KeyboardInterrupt) else ""
+        text, remedy = self.fault, ""
+        if isinstance(error, BridgeError):
+            kind = messages.name_of(type(error))
+            text = error.message
+            remedy = error.remedy
+        return messages.dumps([kind, text, remedy]) + b"\n" + self.message
+
+    @classmethod
+    def loads(cls, message: bytes) -> Self:
+        line, _, result = message.partition(b"\n")
+        kind, text, remedy = messages.loads(line)
+        if kind == INTERRUPTED:
+            return cls(error=KeyboardInterrupt())
+        if kind:
+            return cls(error=messages.error(kind, text, remedy))
+        return cls(fault=text, result=messages.loads(result)[0])
 
     @property
     def failed(self) -> bool:

@@ -1,16 +1,13 @@
-"""End an exchange of tensors that cannot end, because another rank failed before its part of it, or is gone.
+"""Abort an exchange of tensors that cannot end because another rank failed before it, or exited.
 
-gloo and NCCL would wait for their limit: both for a rank that failed and lives, NCCL for one that is gone, too. A
-thread of each rank looks for both, and breaks this rank's connections if it waits in vain; what waits then raises.
+gloo and NCCL would wait for their timeout: both for a rank that failed and still runs, NCCL also for one that exited. A
+thread of each rank checks for both and closes this rank's connections; the waiting exchange then raises.
 
-Any process that reaches the store's port can write to it: only an entry with a code of the run's key counts.
-
-Not covered: NCCL on several GPUs, which was not run yet.
+Not run yet: NCCL on several GPUs.
 
 Source: recv(2), MSG_PEEK; `torch.distributed.distributed_c10d.Backend.abort`.
 """
 
-import hmac
 import os
 import socket
 import threading
@@ -22,19 +19,18 @@ import torch
 
 PERIOD_S = 0.5
 FAILED = "failed_"
-"""Prefix of a key of the store, before the number of a rank; the value is a code of the phase in which it failed."""
+"""Prefix of a store's key, before a rank; the value is the number of the phase in which it failed."""
 
 
 class Watch:
     """The thread of one rank."""
 
-    def __init__(self, store: Any, device: torch.device, rank: int, phase: Callable[[], int], key: bytes) -> None:
-        """Prepare; `phase` numbers what all ranks do together, and only they know `key`."""
+    def __init__(self, store: Any, device: torch.device, rank: int, phase: Callable[[], int]) -> None:
+        """Prepare; `phase` numbers what all ranks do together."""
         self._store = store
         self._device = device
         self._rank = rank
         self._phase = phase
-        self._key = key
         self._groups: list[Any] = []
         self._connections: list[socket.socket] = []
         self._work: Any = None
@@ -69,9 +65,9 @@ class Watch:
             self._parts = ()
 
     def failed(self) -> None:
-        """Tell the other ranks that this one takes no further part in the phase."""
+        """Report to the other ranks that this one leaves the phase."""
         with suppress(RuntimeError):  # the first rank is gone
-            self._store.set(f"{FAILED}{self._rank}", failure(self._key, self._rank, self._phase()))
+            self._store.set(f"{FAILED}{self._rank}", str(self._phase()))
 
     def is_lost(self, ranks: Collection[int]) -> bool:
         """Return whether any rank has ended, or one of these has failed in this phase."""
@@ -101,8 +97,7 @@ class Watch:
 
     def _has_failed(self, rank: int) -> bool:
         key = f"{FAILED}{rank}"
-        expected = failure(self._key, rank, self._phase()).encode()
-        return self._store.check([key]) and hmac.compare_digest(bytes(self._store.get(key)), expected)
+        return self._store.check([key]) and bytes(self._store.get(key)) == str(self._phase()).encode()
 
     def _break_off(self) -> None:
         for group in self._groups if self._device.type == "cuda" else ():
@@ -111,11 +106,6 @@ class Watch:
         for connection in self._connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def failure(key: bytes, rank: int, phase: int) -> str:
-    """Return what a rank writes into the store when it fails in a phase."""
-    return hmac.digest(key, f"{FAILED}{rank} {phase}".encode(), "sha256").hex()
 
 
 def _peer(descriptor: int) -> socket.socket | None:

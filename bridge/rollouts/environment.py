@@ -3,37 +3,33 @@
 Without staleness a step's groups are sampled together, and none is in flight between two steps. With it, groups begin
 whenever there is room, a step takes those that are done, and the server goes on with the others under new weights. In
 both cases each is scored as soon as it arrives, while others are still being sampled.
+
+The sampler's event loop has a thread of its own, which goes on while a step is computed. Only `take`, `evaluate` and
+`served` start, take or drop groups; what a group notes meanwhile is logged by the next of them.
 """
 
 import asyncio
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from itertools import count, islice
+from typing import Any, TypeVar
 
 from bridge.config import TrainConfig
 from bridge.core.together import together
 from bridge.errors import BridgeError
 from bridge.ranks.world import ALONE, Ranks
-from bridge.rollouts import in_flight, problems
-from bridge.rollouts.agent_runs import AgentRuns
-from bridge.rollouts.in_flight import InFlight
-from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts import problems, staleness
 from bridge.rollouts.sampler import Sampler, seed_of
-from bridge.rollouts.servers import WRITTEN, Server
-from bridge.rollouts.trajectories import Trajectories, num_processes
-from bridge.scoring.agent import Agent, WithAgent
-from bridge.scoring.score import FailedScore, FailedScores, Score, Scores, failed
+from bridge.rollouts.staleness import InFlight
+from bridge.rollouts.stream import GroupSampler, Notes, Servers, checked, penalized, scored_group
+from bridge.scoring.score import FailedScores
 from bridge.scoring.scorer import Scorer
-from bridge.scoring.tools import Tools, WithTools
 from bridge.server.endpoint import Endpoint
-from bridge.types import Completion, Environment, Group, Problem, TrainedProblems, Unscored
-from bridge.weights import skeleton
+from bridge.types import Group, Problem, Task, TrainedProblems
 
+Result = TypeVar("Result")
 EVALUATION = 2**31
 """Takes the place of the step in an evaluation's seed: larger than any step, so that no rollout is repeated."""
-SEND_LIMIT_S = 1.0
-"""Longest wait until the requests that are to run while a step is computed are on their way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,61 +48,50 @@ class EnvironmentStream:
     def __init__(
         self,
         config: TrainConfig,
-        environment: Environment,
-        note: Callable[[str], None],
+        task: Task,
+        group_sampler: GroupSampler,
+        sampler: Sampler,
+        scorer: Scorer,
+        notes: Notes,
         *,
-        recipe: Callable[[], Scores] | None = None,
         progress: Callable[[int, int], None] = lambda *_: None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Prepare everything that needs no server.
+        """Prepare everything that needs no server; `sampler` and `scorer` are closed with the stream.
 
-        Of several `ranks`, each that talks to a server samples a share of every step. `recipe` makes what scores, in
-        worker processes; without it, `environment` scores in this process. `note` gets each warning once, and
-        `progress` the number of groups scored so far and in all.
-
-        Raises:
-            RewardError: the environment has nothing to evaluate on, or the recipe cannot be pickled.
-            UsageError: the model has no tokenizer.
+        Of several `ranks`, each that talks to a server samples a share of every step. `progress` gets the number of
+        groups scored so far and in all.
         """
-        self.num_retries = self.num_in_flight = 0
+        self.num_retries = 0
+        self.num_in_flight = 0
         self.skipped: list[Group] = []
         self._ranks = ranks
-        self._config, self._note, self._noted, self._progress = config, note, set[str](), progress
-        self._tokenizer = skeleton.tokenizer(config.model_name)
-        self._held_out = problems.held_out(environment) if config.evaluation.samples else []
-        self._order = enumerate(problems.endless(environment, config.seed))
+        self._config = config
+        self._group_sampler = group_sampler
+        self._sampler = sampler
+        self._scorer = scorer
+        self._notes = notes
+        self._progress = progress
+        self._held_out = problems.held_out(task) if config.evaluation.samples else []
+        self._order = enumerate(problems.endless(task, config.seed))
         self._trained = TrainedProblems()
         self._step = 0
         self._in_flight: list[InFlight] = []
         self._endpoint: Endpoint
         self._own_skipped: list[Group] = []
-        self._again: list[InFlight] = []
-        """What was in flight when a server was lost or a step failed, to begin again."""
+        self._requeued: list[InFlight] = []
+        """What was in flight when a server was lost or a step failed."""
+        self._counted_retries = 0
+        """Requests that were sent again up to the last step taken, and in evaluations since."""
         self._earlier_retries = 0
-        """Requests that were sent again before this step."""
-        has_turns = isinstance(environment, WithTools | WithAgent)
-        cores, processes = len(os.sched_getaffinity(0)), config.task.reward_processes
-        processes = num_processes(config, cores, ranks.dp_size) if has_turns else processes
-        recipe = recipe if ranks.is_tp_rank_zero else None  # else another part samples and scores
-        self._scorer = Scorer(
-            recipe or _recipe(environment),
-            processes=processes if recipe else 0,
-            timeout_s=config.task.reward_timeout_s,
-            tool_timeout_s=config.rollouts.tool_timeout_s,
-            variables=config.task.worker_env,
-        )
-        self._sampler = Sampler(config.sampling, ids_of=Vocabulary(self._tokenizer))
-        parts = self._tokenizer, self._sampler, self._scorer
-        self._trajectories: Trajectories | AgentRuns | None = None
-        if isinstance(environment, WithTools):
-            self._trajectories = Trajectories(config, environment, *parts)
-        elif isinstance(environment, WithAgent):
-            self._trajectories = AgentRuns(config, *parts, self._tell)
+        """The same before this step."""
+        self._failures: FailedScores
+        self._counted_step = 0
+        """The step whose failures are counted; 0: none."""
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
         if self._in_flight and endpoint.starts != self._endpoint.starts:
-            self._sampler.run(self._stop(keep_sampled=True))
+            self._run(self._requeue(keep_sampled=True))
         self._endpoint = endpoint
         self._servers = self._sampler.servers_at([endpoint])
         self._endpoints = self._ranks.one_per_replica(self._ranks.all_gather_object(endpoint))
@@ -118,14 +103,11 @@ class EnvironmentStream:
         """Return `count` groups, as soon as so many are sampled and no other one would become too old.
 
         A step that failed may be taken again, and gets groups of the same problems with the same seeds.
-
-        Raises:
-            BridgeError: a server cannot be sampled from.
-            RewardError: too many completions have no reward, or the problems cannot be read.
         """
         if step != self._step:
-            self._step, self._own_skipped = step, []
-            self._earlier_retries = self._sampler.num_retries
+            self._step = step
+            self._own_skipped = []
+            self._earlier_retries = self._counted_retries
         own = count // self._ranks.dp_size
         shares = self._ranks.one_per_replica(self._ranks.run_and_gather(lambda: self._share(own, step)))
         self.skipped = [group for share in shares for group in share.skipped]
@@ -138,96 +120,99 @@ class EnvironmentStream:
     def _share(self, count: int, step: int) -> "_Share":
         if not self._ranks.is_tp_rank_zero:
             return _Share(groups=[], skipped=[], num_retries=0, num_in_flight=0)
-        groups = self._sampler.run(self._taken(count, step))
+        groups = self._run(self._taken(count, step))
+        self._counted_retries = self._sampler.num_retries
         return _Share(
             groups=groups, skipped=self._own_skipped, num_in_flight=len(self._in_flight),
-            num_retries=self._sampler.num_retries - self._earlier_retries,
+            num_retries=self._counted_retries - self._earlier_retries,
         )  # fmt: skip
 
     def evaluate(self, *, step: int) -> list[Group] | None:
         """Sample and score the held-out problems, with the same seeds each time."""
         if not self._held_out:
             return None
-        num_samples, seed = self._config.evaluation.samples, seed_of(self._config.seed, EVALUATION)
+        total, num_samples = len(self._held_out), self._config.evaluation.samples
         temperature = self._config.evaluation.temperature
-        other = {} if temperature is None else {"temperature": temperature}
-        prompts = [self._encoded(problem) for problem in self._held_out]
-        failures = self._failures_of(f"evaluation after step {step}", len(prompts), num_samples)
+        params = {} if temperature is None else {"temperature": temperature}
+        failures = self._failures_of(f"evaluation after step {step}", total, num_samples)
         num_scored = count(1)
 
-        async def one(servers: Sequence[Server], index: int, problem: Problem) -> Group:
-            group = await self._group(
-                lambda: servers, None, problem, prompts[index], failures,
-                num_samples=num_samples, seed=seed, index=index, **other,
+        async def evaluated(servers: Servers, index: int, problem: Problem) -> Group:
+            group = await self._scored(
+                servers, None, problem, failures,
+                num_samples=num_samples, seed=seed_of(self._config.seed, EVALUATION), index=index, **params,
             )  # fmt: skip
-            self._progress(next(num_scored), len(prompts))
+            self._progress(next(num_scored), total)
             return group
 
         def all_groups() -> list[Group]:
             servers = self._sampler.servers_at(self._endpoints)
-            each = (one(servers, index, problem) for index, problem in enumerate(self._held_out))
-            found = self._sampler.run(together(each))
+            groups = (evaluated(lambda: servers, index, problem) for index, problem in enumerate(self._held_out))
+            before = self._sampler.num_retries
+            evaluation = self._run(together(groups))
+            self._counted_retries += self._sampler.num_retries - before
             self._report(failures)
-            return found
+            self._notes.flush()
+            return evaluation
 
         return self._ranks.run_on_rank_zero(all_groups)
 
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        try:
+            return self._sampler.run(coroutine)
+        finally:
+            self._notes.flush()
+
     def close(self) -> None:
         try:
-            self._sampler.close(self._trajectories.close if isinstance(self._trajectories, AgentRuns) else None)
+            self._sampler.close(self._group_sampler.close)
         finally:
             self._scorer.close()
 
     async def _taken(self, count: int, step: int) -> list[Group]:
         max_staleness = self._config.rollouts.max_staleness
-        self._failures = self._failures_of(f"step {step}", count, self._config.sampling.group_size)
+        if self._counted_step != step:
+            self._begin_failures(count, step)
         try:
             while True:
-                self._begin(count, step, num_steps=max_staleness + 1)
-                if taken := in_flight.next_of(self._in_flight, count, step=step, max_staleness=max_staleness):
+                self._start_groups(count, step, num_steps=max_staleness + 1)
+                if taken := staleness.ready(self._in_flight, count, step=step, max_staleness=max_staleness):
                     break
-                pending = [each.task for each in self._in_flight if not each.is_sampled]
+                pending = [group.task for group in self._in_flight if not group.is_sampled]
                 done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
+                self._progress(min(count, sum(group.is_sampled for group in self._in_flight)), count)
                 self._skip(count)
         except BaseException as error:
-            await self._stop(keep_sampled=bool(max_staleness) and isinstance(error, BridgeError))
+            self._counted_step = 0
+            await self._requeue(keep_sampled=bool(max_staleness) and isinstance(error, BridgeError))
             raise
-        self._in_flight = [each for each in self._in_flight if each not in taken]
-        self._begin(count, step, num_steps=max_staleness)
+        self._in_flight = [group for group in self._in_flight if group not in taken]
         self._report(self._failures)
-        sent = [asyncio.ensure_future(each.sent.wait()) for each in self._in_flight]
-        if sent:  # they are sampled while this process trains
-            _, late = await asyncio.wait(sent, timeout=SEND_LIMIT_S)
-            for one in late:
-                one.cancel()
-        return [each.task.result() for each in taken]
+        self._begin_failures(count, step + 1)  # groups go on, and are scored, while this step is computed
+        self._start_groups(count, step, num_steps=max_staleness)
+        return [group.task.result() for group in taken]
 
-    def _begin(self, count: int, step: int, *, num_steps: int) -> None:
-        """Send as many further groups as there is room for."""
-        room = in_flight.room(self._in_flight, count, num_steps=num_steps, at_once=self._at_once(count))
+    def _start_groups(self, count: int, step: int, *, num_steps: int) -> None:
+        """Start as many further groups as there is room for."""
+        most = self._most_in_flight(count)
+        room = staleness.room(self._in_flight, count, num_steps=num_steps, most_in_flight=most)
         if room <= 0:
             return
-        in_order = not self._in_flight or bool(self._again)
-        begun, self._again = self._again[:room], self._again[room:]
-        own, size = self._ranks.dp_rank, self._ranks.dp_size
-        untrained = (pair for pair in self._order if pair[0] % size == own and pair[0] not in self._trained)
-        for number, problem in islice(untrained, room - len(begun)):
-            prompt = self._encoded(problem)
-            begun.append(InFlight(number=number, problem=problem, prompt=prompt, begun=step))
-        for each in begun:
-            each.begun, each.in_order = step, in_order
-            each.sent.clear()
-            each.task = asyncio.create_task(self._sampled(each, count))
-            self._in_flight.append(each)
+        in_order = not self._in_flight or bool(self._requeued)
+        started, self._requeued = self._requeued[:room], self._requeued[room:]
+        replica, num_replicas = self._ranks.dp_rank, self._ranks.dp_size
+        untrained = (pair for pair in self._order if pair[0] % num_replicas == replica and pair[0] not in self._trained)
+        fresh = islice(untrained, room - len(started))
+        started += [InFlight(number=number, problem=problem, begun=step) for number, problem in fresh]
+        for group in started:
+            group.begun = step
+            group.in_order = in_order
+            group.task = asyncio.create_task(self._sampled(group, count))
+            self._in_flight.append(group)
 
-    def _encoded(self, problem: Problem) -> tuple[int, ...]:
-        if self._trajectories is not None:  # a reset may add to it, and an agent makes its own
-            return ()
-        return problems.encode(self._tokenizer, problem, **self._config.task.chat_template_kwargs)
-
-    def _at_once(self, count: int) -> int:
+    def _most_in_flight(self, count: int) -> int:
         """Return how many groups to sample at once: as chosen, or as many as may wait and fit into the KV cache.
 
         They fit if completions are half as long as the longest on average.
@@ -237,73 +222,66 @@ class EnvironmentStream:
             return max(1, rollouts.groups_in_flight // self._ranks.dp_size)
         most = count * (rollouts.max_staleness + 1)
         fitting = most if kv_tokens is None else 2 * kv_tokens // (sampling.group_size * sampling.longest)
-        at_once = min(most, max(count, fitting))
+        most_in_flight = min(most, max(count, fitting))
         if rollouts.max_staleness:
-            self._tell(f"up to {at_once} groups in flight (--groups-in-flight)")
-        return at_once
+            self._notes(f"up to {most_in_flight} groups in flight (--groups-in-flight)")
+        return most_in_flight
 
-    async def _sampled(self, asked: InFlight, count: int) -> Group:
-        WRITTEN.set(asked.sent.set)
-        step, index = divmod(asked.number, count * self._ranks.dp_size)  # the same whatever their number
-        group = await self._group(
-            lambda: self._servers, asked.number, asked.problem, asked.prompt, self._failures,
+    async def _sampled(self, started: InFlight, count: int) -> Group:
+        step, index = divmod(started.number, count * self._ranks.dp_size)  # the same whatever their number
+        group = await self._scored(
+            lambda: self._servers, started.number, started.problem, None,
             num_samples=self._config.sampling.group_size, seed=seed_of(self._config.seed, step + 1), index=index,
         )  # fmt: skip
-        group = penalized(group, self._config)
-        self._progress(min(count, 1 + sum(each.is_sampled for each in self._in_flight)), count)
-        return group
+        return penalized(group, self._config)
 
-    async def _group(
+    async def _scored(
         self,
-        servers: Callable[[], Sequence[Server]],
+        servers: Servers,
         number: int | None,
         problem: Problem,
-        prompt: tuple[int, ...],
-        failures: FailedScores,
+        failures: FailedScores | None,
         *,
         num_samples: int,
         seed: int,
         index: int,
-        **other: float,
+        **params: float,
     ) -> Group:
-        """Return a group, sampled and scored; `index` is its place among those that share `seed`."""
-        completions: Sequence[Completion]
-        results: Sequence[Score | FailedScore]
-        if self._trajectories is not None:
-            prompt, completions, results = await self._trajectories.group(
-                servers, problem, num_samples=num_samples, seed=seed, index=index, **other
-            )
-        else:
-            completions = await self._sampler.one(
-                servers(), prompt, num_samples=num_samples, seed=seed, index=index, **other
-            )
-            results = await self._scorer.score(problem, [completion.text for completion in completions])
-        results = [_checked(problem, *each) for each in zip(completions, results, strict=True)]
-        failures.add(results)
-        return _group(number, problem, prompt, completions, results)
+        """Return a group; `failures` counts completions without a reward, else those of the step that is next then."""
+        sampled = await self._group_sampler.group(
+            servers, problem, num_samples=num_samples, seed=seed, index=index, **params
+        )
+        pairs = zip(sampled.completions, sampled.results, strict=True)
+        results = [checked(problem, completion, result) for completion, result in pairs]
+        (failures or self._failures).add(results)
+        return scored_group(number, problem, sampled._replace(results=results))
 
     def _skip(self, count: int) -> None:
         """Let other groups take the place of those whose rewards are all equal, within the bound."""
         rollouts = self._config.rollouts
         if not rollouts.skip_without_signal:
             return
-        for each in [each for each in self._in_flight if each.is_sampled]:
-            group = each.task.result()
+        for sampled in [started for started in self._in_flight if started.is_sampled]:
+            group = sampled.task.result()
             if (
                 len(set(group.turn_rewards or group.rewards)) < 2
                 and len(self._own_skipped) < (rollouts.max_oversampling - 1) * count
             ):
-                self._in_flight.remove(each)
+                self._in_flight.remove(sampled)
                 self._own_skipped.append(group)
 
-    async def _stop(self, *, keep_sampled: bool) -> None:
-        """End what is in flight; it begins again with the next step, but for what is kept."""
-        ended = [each for each in self._in_flight if not (keep_sampled and each.is_sampled)]
-        for each in ended:
-            each.task.cancel()
-        await asyncio.gather(*(each.task for each in ended), return_exceptions=True)
-        self._in_flight = [each for each in self._in_flight if each not in ended]
-        self._again = [*ended, *self._again]
+    async def _requeue(self, *, keep_sampled: bool) -> None:
+        """Cancel the groups in flight and requeue them, except those kept."""
+        ended = [group for group in self._in_flight if not (keep_sampled and group.is_sampled)]
+        for group in ended:
+            group.task.cancel()
+        await asyncio.gather(*(group.task for group in ended), return_exceptions=True)
+        self._in_flight = [group for group in self._in_flight if group not in ended]
+        self._requeued = [*ended, *self._requeued]
+
+    def _begin_failures(self, count: int, step: int) -> None:
+        self._counted_step = step
+        self._failures = self._failures_of(f"step {step}", count, self._config.sampling.group_size)
 
     def _failures_of(self, batch: str, num_groups: int, num_samples: int) -> FailedScores:
         return FailedScores(
@@ -311,89 +289,6 @@ class EnvironmentStream:
         )
 
     def _report(self, failures: FailedScores) -> None:
-        failures.note(self._note, self._noted)
+        failures.note(self._notes.add, self._notes.noted)
         for line in self._sampler.lacks:
-            self._tell(line)
-
-    def _tell(self, line: str) -> None:
-        """Note a line, once."""
-        if line not in self._noted:
-            self._noted.add(line)
-            self._note(line)
-
-
-def _recipe(environment: Environment) -> Callable[[], Scores | Tools | Agent]:
-    """Return what makes what scores completions in this process."""
-    if isinstance(environment, WithTools):
-        return environment.tools
-    return environment.agent if isinstance(environment, WithAgent) else lambda: environment
-
-
-def penalized(group: Group, config: TrainConfig) -> Group:
-    """Lower the rewards of completions that end in the buffer before the longest length, or reach that.
-
-    Source: DAPO (arXiv 2503.14476), equation 13.
-    """
-    buffer, penalty = config.rollouts.overlong_buffer, config.rollouts.overlong_penalty
-    if not buffer:
-        return group
-    begin = config.sampling.longest - buffer
-    parts = tuple(-min(max(_length(each) - begin, 0) / buffer, 1.0) for each in group.completions)
-    added = [penalty * part for part in parts]
-    return replace(
-        group,
-        rewards=tuple(reward + more for reward, more in zip(group.rewards, added, strict=True)),
-        turn_rewards=tuple(
-            (*turns, last + more) for (*turns, last), more in zip(group.turn_rewards, added, strict=True)
-        )
-        if group.turn_rewards
-        else (),
-        reward_parts={**group.reward_parts, "overlong": parts},
-    )
-
-
-def _length(completion: Completion) -> int:
-    """Return the tokens from the first sampled one on, of the longest sequence."""
-    return max(len(one.token_ids) - (one.sampled or (True,)).index(True) for one in completion.sequences)
-
-
-def _checked(problem: Problem, completion: Completion, result: Score | FailedScore) -> Score | FailedScore:
-    """Return `result`, or why its rewards cannot be those of the completion's turns."""
-    if isinstance(result, FailedScore) or not result.turns:
-        return result
-    if completion.others:
-        what = f"a reward per turn for a run of {len(completion.sequences)} token sequences, expected one sequence"
-        return failed(problem, completion.text, "a reward per turn for a run of several token sequences", what)
-    if len(result.turns) == completion.num_turns:
-        return result
-    what = f"{len(result.turns)} rewards for {completion.num_turns} turns, expected one for each turn of the model"
-    return failed(problem, completion.text, "another number of rewards than of turns", what)
-
-
-def _group(
-    number: int | None,
-    problem: Problem,
-    prompt: tuple[int, ...],
-    completions: Sequence[Completion],
-    results: Sequence[Score | FailedScore],
-) -> Group:
-    both = list(zip(completions, results, strict=True))
-    scored = [(completion, result) for completion, result in both if isinstance(result, Score)]
-    failed = [(completion, result) for completion, result in both if isinstance(result, FailedScore)]
-    names = dict.fromkeys(name for _, score in scored for name in score.parts)
-    by_turn = any(score.turns for _, score in scored) and not any(completion.others for completion, _ in scored)
-    return Group(
-        problem=problem,
-        number=number,
-        prompt_token_ids=prompt,
-        completions=tuple(completion for completion, _ in scored),
-        rewards=tuple(score.reward for _, score in scored),
-        turn_rewards=tuple(_of_turns(*each) for each in scored) if by_turn else (),
-        reward_parts={name: tuple(score.parts.get(name, 0.0) for _, score in scored) for name in names},
-        unscored=tuple(Unscored(completion=completion, fault=failure.line) for completion, failure in failed),
-    )
-
-
-def _of_turns(completion: Completion, score: Score) -> tuple[float, ...]:
-    """Return one reward per turn; a reward for the whole completion is that of its last turn."""
-    return tuple(score.turns) or (*(0.0,) * (completion.num_turns - 1), score.reward)
+            self._notes(line)

@@ -1,122 +1,161 @@
-"""An event loop that is kept between calls, and that an interrupt cannot break.
+"""An event loop in a thread of its own, which keeps running while its caller computes.
 
-A signal handler may raise KeyboardInterrupt anywhere, even in the loop's own code, which may then lose a step of a
-task. Here a signal cancels the running coroutine, and what its handler raised is raised once the coroutine has ended.
-
-Tasks that a coroutine leaves behind stand still until the next call, and so does the loop's clock: their time limits
-count only the time in which they could have read an answer.
+Signals act in the main thread alone. One that interrupts a caller while it waits cancels the coroutine, and is raised
+once that has ended. Foreign code that scores in this process runs in the thread that waits, as debuggers and signal
+handlers expect, so none of it runs while that thread computes.
 """
 
 import asyncio
-import signal
 import threading
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from queue import SimpleQueue
 from typing import Any, TypeVar
-
-from bridge.core.interrupt import SIGNALS
 
 Result = TypeVar("Result")
 PATIENCE_S = 5.0
-"""Longest wait for cancelled tasks: one that a second interrupt broke may never end."""
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    """A loop whose clock can be held."""
-
-    _held_at: float | None = None
-    _behind_s = 0.0
-
-    def time(self) -> float:
-        return (self._held_at or super().time()) - self._behind_s
-
-    def hold(self) -> None:
-        self._held_at = super().time()
-
-    def go_on(self) -> None:
-        self._behind_s += super().time() - (self._held_at or super().time())
-        self._held_at = None
+"""Longest wait for tasks that are cancelled when the loop is closed."""
 
 
 class EventLoop:
-    """Runs coroutines, one call after the other."""
+    """Runs coroutines, one call after the other, and the tasks that they leave behind."""
 
     def __init__(self) -> None:
-        self._loop = _Loop()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._calls: SimpleQueue[Callable[[], bool]] = SimpleQueue()
+        """What the thread that waits does next; it goes on waiting while the result is true."""
+        self._is_waited_for = False
+        self._limits: dict[asyncio.Timeout, float] = {}
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine; SIGINT and SIGTERM cancel it."""
-        self._loop.go_on()
-        task = self._loop.create_task(coroutine)
+        """Run a coroutine, and wait for it; an exception raised here meanwhile, such as Ctrl-C, cancels it."""
+        task: Future[asyncio.Task[Result]] = Future()
         try:
-            with _cancelled_by_signals(task):
-                return self._loop.run_until_complete(task)
+            self._begin(coroutine, task)
+            self._wait(task)
+        except BaseException:
+            if self._thread is None:
+                coroutine.close()
+            else:
+                self._loop.call_soon_threadsafe(self._cancel, task, coroutine)
+                try:
+                    self._wait(task)
+                except KeyboardInterrupt:  # a second one ends what the first one could not
+                    self._loop.call_soon_threadsafe(lambda: task.result().cancel())
+                    raise
+            raise
+        return task.result().result()
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+        """Limit a block as asyncio.timeout does, while a caller waits: a server may pause as long as it computes.
+
+        The limit begins anew when a caller waits again.
+        """
+        limit = asyncio.timeout(seconds if self._is_waited_for else None)
+        self._limits[limit] = seconds
+        try:
+            async with limit:
+                yield
         finally:
-            _cancel(task)  # not done if a signal came before its first step, or a second one
-            self._loop.hold()
+            del self._limits[limit]
+
+    def _count_time(self, is_waited_for: bool) -> None:
+        self._is_waited_for = is_waited_for
+        for limit, seconds in self._limits.items():
+            with suppress(RuntimeError):  # it has expired
+                limit.reschedule(self._loop.time() + seconds if is_waited_for else None)
+
+    async def call_here(self, call: Callable[[], Any]) -> Any:
+        """Return `call()`, made in the thread that waits for a coroutine."""
+        result = Future[Any]()
+
+        def act() -> bool:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(call())
+                except KeyboardInterrupt:
+                    result.set_exception(asyncio.CancelledError())
+                    raise
+                except BaseException as error:  # noqa: BLE001  raised where it is awaited
+                    result.set_exception(error)
+            return True
+
+        self._calls.put(act)
+        return await asyncio.wrap_future(result)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel everything that is left, then run `last`, and close."""
-
-        async def end() -> None:
-            if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-                for task in tasks:
-                    _cancel(task)
-                ended, _ = await asyncio.wait(tasks, timeout=PATIENCE_S)
-                await asyncio.gather(*ended, return_exceptions=True)
-            await last
-            await self._loop.shutdown_asyncgens()
-            await self._loop.shutdown_default_executor()
-
-        self._loop.go_on()
-        task = self._loop.create_task(end())
+        """Cancel everything that is left, then run `last`, and end the thread."""
+        if self._thread is None:
+            last.close()
+            return
+        task: Future[asyncio.Task[None]] = Future()
         try:
-            self._loop.run_until_complete(task)
-        except KeyboardInterrupt:  # also one that ended a task, and that the task above it raises again
-            self._loop.run_until_complete(task)
-            raise
+            self._begin(self._end(last), task)
+            try:
+                self._wait(task)
+            except KeyboardInterrupt:
+                self._wait(task)
+                raise
+            task.result().result()
         finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._thread = None
             self._loop.close()
+
+    async def _end(self, last: Coroutine[Any, Any, None]) -> None:
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                _cancel(task)
+            ended, _ = await asyncio.wait(tasks, timeout=PATIENCE_S)
+            await asyncio.gather(*ended, return_exceptions=True)
+        await last
+        await self._loop.shutdown_asyncgens()
+        await self._loop.shutdown_default_executor()
+
+    def _begin(self, coroutine: Coroutine[Any, Any, Any], task: "Future[asyncio.Task[Any]]") -> None:
+        """Start a coroutine as a task of the loop, whose thread starts with the first one."""
+
+        def begin() -> None:
+            self._count_time(True)
+            task.set_result(self._loop.create_task(coroutine))
+            task.result().add_done_callback(end)
+
+        def end(_: "asyncio.Task[Any]") -> None:
+            self._count_time(False)
+            self._calls.put(lambda: False)
+
+        if self._thread is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run_forever, name="rollouts", daemon=True)
+            self._thread.start()
+        self._loop.call_soon_threadsafe(begin)
+
+    def _wait(self, task: "Future[asyncio.Task[Any]]") -> None:
+        """Make the calls that the loop asks for, until a task is done."""
+        while self._calls.get()() or not (task.cancelled() or task.result().done()):
+            pass
+
+    def _cancel(self, task: "Future[asyncio.Task[Any]]", coroutine: Coroutine[Any, Any, Any]) -> None:
+        if task.done():
+            _cancel(task.result())
+        else:  # an interrupt came before it was begun
+            coroutine.close()
+            task.cancel()
+            self._calls.put(lambda: False)
+
+    def _run_forever(self) -> None:
+        while True:
+            try:
+                self._loop.run_forever()
+            except (KeyboardInterrupt, SystemExit):  # raised by a task, whose result it is, too
+                continue
+            return
 
 
 def _cancel(task: "asyncio.Task[Any]") -> None:
     if not task.cancelling():  # a second time would stop httpx from closing its connection
         task.cancel()
-
-
-@contextmanager
-def _cancelled_by_signals(task: "asyncio.Task[Any]") -> Iterator[None]:
-    """Cancel `task` when a signal handler raises, and raise its exception at the end; a second one is raised at once.
-
-    A handler that raises nothing, such as one that defers the signal, cancels nothing.
-    """
-    raised: list[BaseException] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        try:
-            before[signal.Signals(number)](number, frame)
-        except BaseException as error:
-            raised.append(error)
-            if len(raised) > 1:
-                raise
-            task.get_loop().call_soon_threadsafe(_cancel, task)
-
-    before = _handlers()
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if raised:
-            raise raised[0]
-
-
-def _handlers() -> dict[signal.Signals, Any]:
-    """Return the signal handlers that are written in Python; they run in the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    return {number: handler for number, handler in handlers.items() if callable(handler)}

@@ -45,7 +45,9 @@ class RequestFailed(Exception):  # noqa: N818  a retry may succeed: no error yet
 
     def __init__(self, reason: str, retry: Retry, *, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.reason, self.retry, self.retry_after_s = reason, retry, retry_after_s
+        self.reason = reason
+        self.retry = retry
+        self.retry_after_s = retry_after_s
 
     def final(self, url: str, num_tries: int) -> ServerUnreachableError:
         """Return the error that a person sees when there is no further try."""
@@ -98,10 +100,10 @@ class Vocabulary:
 
     @cached_property
     def _ids(self) -> Mapping[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = defaultdict(tuple)
+        ids: dict[str, tuple[int, ...]] = defaultdict(tuple)
         for token_id in range(len(self._tokenizer)):
-            found[self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)] += (token_id,)
-        return dict(found)
+            ids[self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)] += (token_id,)
+        return dict(ids)
 
 
 def request(dialect: Dialect, config: SamplingConfig, *, has_stop: bool = False) -> dict[str, Any]:
@@ -119,17 +121,13 @@ def request(dialect: Dialect, config: SamplingConfig, *, has_stop: bool = False)
 
 
 def in_order(answer: Completions, num_samples: int) -> list[Choice]:
-    """Return the choices in the order of their indices.
-
-    Raises:
-        RequestFailed: they are not numbered from 0 to `num_samples` - 1.
-    """
+    """Return the choices in the order of their indices."""
     choices = sorted(answer.choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if indices != list(range(num_samples)):
         numbered = f"those numbered {', '.join(map(str, indices))}"
-        found = numbered if len(choices) == num_samples else len(choices)
-        raise RequestFailed(f"requested {num_samples} completions, got {found}", "once")
+        received = numbered if len(choices) == num_samples else len(choices)
+        raise RequestFailed(f"requested {num_samples} completions, got {received}", "once")
     return choices
 
 
@@ -138,10 +136,6 @@ def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None) -> 
 
     Without versions per token, a header such as `3-4`, of a request that was in flight during a publication, says
     nothing of a single one.
-
-    Raises:
-        UsageError: the server returns no token ids, or text that stands for no token or several.
-        RequestFailed: the answer contradicts itself.
     """
     written, token_ids = choice.logprobs, choice.token_ids
     if written is None or (token_ids is None and written.tokens is None):
@@ -172,14 +166,14 @@ def _token_id(url: str, token: str, ids_of: IdsOf | None) -> int:
         return int(written[1])
     if ids_of is None:
         raise _without_token_ids(url)
-    found = ids_of(token)
-    if len(found) != 1:
+    ids = ids_of(token)
+    if len(ids) != 1:
         raise UsageError(
             f"the server at {url} returns its tokens as text only, and {token!r} is the text of"
-            f" {len(found) or 'no'} tokens of this model, expected one",
+            f" {len(ids) or 'no'} tokens of this model, expected one",
             remedy=TAKE_ANOTHER,
         )
-    return found[0]
+    return ids[0]
 
 
 def _without_token_ids(url: str) -> UsageError:

@@ -21,11 +21,7 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
-    """Yield the problems forever, reshuffled by `seed` in each pass; an environment may yield problems without end.
-
-    Raises:
-        RewardError: a pass has no problems.
-    """
+    """Yield the problems forever, reshuffled by `seed` in each pass; an environment may yield problems without end."""
     for number in range(2**63):
         order = random.Random(f"{seed}/{number}")  # noqa: S311  an order, not a secret
         problem: Problem | None = None
@@ -50,11 +46,7 @@ def _shuffled(problems: Iterator[Problem], order: random.Random) -> Iterator[Pro
 
 
 def held_out(environment: Environment) -> list[Problem]:
-    """Return the problems that the environment holds out.
-
-    Raises:
-        RewardError: there are none.
-    """
+    """Return the problems that the environment holds out."""
     problems = list(getattr(environment, "held_out", list)())
     if not problems:
         raise RewardError(
@@ -69,9 +61,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
     """Return the prompt's token ids; chat messages go through the model's chat template, or `plain_prompt` without one.
 
     `template` is given to the chat template.
-
-    Raises:
-        RewardError: the messages have no template or do not fit it, or the prompt has no tokens, or is no valid text.
     """
     prompt: Any = problem["prompt"]
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
@@ -107,14 +96,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
 
 
 def check_prompts(prompts: object) -> None:
-    """Refuse one prompt in place of a list: its letters, fields or messages would be taken for prompts.
-
-    Raises:
-        UsageError: it is one, or a dictionary has no `prompt`.
-    """
+    """Refuse one prompt in place of a list: its letters, fields or messages would be taken for prompts."""
     alone = isinstance(prompts, str | Mapping)
     entries = [] if alone or not isinstance(prompts, Sequence) else prompts
-    wrong = next((each for each in entries if isinstance(each, dict) and "prompt" not in each), None)
+    wrong = next((entry for entry in entries if isinstance(entry, dict) and "prompt" not in entry), None)
     if alone or (wrong is not None and {"role", "content"} <= wrong.keys()):
         raise UsageError(
             f"prompts is one prompt, {str(prompts)[:80]!r}, expected a list of prompts",

@@ -57,9 +57,6 @@ def fitting(sampling: SamplingConfig, longest: int | None, note: Callable[[str],
     """Return `sampling` with completions that fit a server whose longest sequence has `longest` tokens; None: unknown.
 
     By default half of the sequence is left for the prompt; `note` reports a default that becomes shorter.
-
-    Raises:
-        UsageError: the chosen length leaves no room for a prompt.
     """
     chosen = sampling.max_new_tokens
     if longest is None:
@@ -90,12 +87,15 @@ class Sampler:
         """Open no connection yet; `ids_of` looks up tokens for servers that return them as text."""
         self.num_retries = 0
         """Requests that were sent again, in all calls so far."""
-        self._config, self._ids_of, self._sleep = config, ids_of, sleep
+        self._config = config
+        self._ids_of = ids_of
+        self._sleep = sleep
         self._health: dict[str, Health] = {}
         self._servers: Sequence[Server] = ()
         self._turns = asyncio.Semaphore(config.max_concurrency)
         self._places = asyncio.Semaphore(AHEAD * config.max_concurrency)
-        self._loop, self._connections = EventLoop(), Connections()
+        self._loop = EventLoop()
+        self._connections = Connections()
 
     def __enter__(self) -> Self:
         return self
@@ -123,12 +123,7 @@ class Sampler:
     def sample(
         self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
     ) -> list[tuple[Completion, ...]]:
-        """Return `num_samples` completions per prompt, in the order of the prompts.
-
-        Raises:
-            UsageError: a server rejects a request, such as one that is too long for its model, or returns no token ids.
-            ServerUnreachableError: no server answers a request properly, however often it is retried.
-        """
+        """Return `num_samples` completions per prompt, in the order of the prompts."""
 
         async def unchanged(_: int, completions: tuple[Completion, ...]) -> tuple[Completion, ...]:
             return completions
@@ -136,8 +131,12 @@ class Sampler:
         return self.run(self.each(endpoints, prompts, unchanged, num_samples=num_samples, seed=seed))
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine that awaits `each` or `one`; Ctrl-C cancels it, and tasks that it leaves stand still."""
+        """Run a coroutine that awaits `each` or `one`; Ctrl-C cancels it, and tasks that it leaves run on."""
         return self._loop.run(coroutine)
+
+    async def call_here(self, call: Callable[[], Any]) -> Any:
+        """Return `call()`, made in the thread that waits in `run`."""
+        return await self._loop.call_here(call)
 
     def servers_at(self, endpoints: Sequence[Endpoint]) -> Sequence[Server]:
         """Return the servers for further requests."""
@@ -183,11 +182,7 @@ class Sampler:
         seed: int,
         **other: float,
     ) -> list[Result]:
-        """Await `then` with each prompt's index and completions as they arrive; return its results in prompt order.
-
-        Raises:
-            BridgeError: as `sample`, or by `then`; everything else is cancelled first.
-        """
+        """Await `then` with each prompt's index and completions as they arrive; return its results in prompt order."""
         servers = self.servers_at(endpoints)
 
         async def one(index: int, prompt: tuple[int, ...]) -> Result:
@@ -222,7 +217,7 @@ class Sampler:
         limit_s = self._config.request_timeout_s
         with server.health.watched():
             try:
-                async with asyncio.timeout(limit_s):
+                async with self._loop.timeout(limit_s):
                     return await self._request(server, body)
             except TimeoutError as error:
                 raise RequestFailed(f"no answer within {limit_s:g} s", "elsewhere") from error

@@ -5,11 +5,9 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import partial
 from typing import Any, TypeVar
 
 import httpx
@@ -44,16 +42,6 @@ REST_LIMIT_S = 60.0
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
-WRITTEN: ContextVar[Callable[[], None] | None] = ContextVar("WRITTEN", default=None)
-"""Called when a request of this task that asks for completions is on its way."""
-
-
-async def _announce(written: Callable[[], None], event: str, _: object) -> None:
-    """Pass on one of httpcore's trace events."""
-    if event.endswith("send_request_body.complete"):
-        written()
-
-
 class Connections:
     """Connections to any number of servers, kept between requests; one per request in flight."""
 
@@ -61,17 +49,10 @@ class Connections:
         self._idle: dict[str, list[httpx.AsyncClient]] = {}
 
     async def send(self, method: str, url: str, route: str, body: Any, kind: type[Answer]) -> tuple[Answer, str]:
-        """Return the answer, and the version header that came with it.
-
-        Raises:
-            RequestFailed: there is no answer, or not of this `kind`.
-            UsageError: the server rejects the request because of its content or its key.
-            AttachError: the server cannot sample, for example because its weights are NaN.
-        """
-        extensions = {"trace": partial(_announce, written)} if body and (written := WRITTEN.get()) else {}
+        """Return the answer, and the version header that came with it."""
         try:
             with self._client(url) as http:
-                response = await http.request(method, f"{url.rstrip('/')}{route}", json=body, extensions=extensions)
+                response = await http.request(method, f"{url.rstrip('/')}{route}", json=body)
         except (httpx.TransportError, httpx.InvalidURL, httpx.DecodingError) as error:
             is_no_address = isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL)
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -82,9 +63,9 @@ class Connections:
             return kind.model_validate_json(response.content), response.headers.get(VERSION_HEADER, "")
         except ValidationError as error:
             fault = error.errors()[0]
-            place = ".".join(map(str, fault["loc"]))
+            field = ".".join(map(str, fault["loc"]))
             why = "; are its weights NaN?" if fault["type"] == "finite_number" else ""
-            raise RequestFailed(f"{route} answered nonsense: {place or 'body'}: {fault['msg']}{why}", "once") from error
+            raise RequestFailed(f"{route} answered nonsense: {field or 'body'}: {fault['msg']}{why}", "once") from error
 
     async def aclose(self) -> None:
         for client in itertools.chain(*self._idle.values()):
@@ -163,7 +144,8 @@ class Health:
                 self.num_failures += 1
             raise
         else:
-            self.num_failures, self.rests_until = 0, 0.0
+            self.num_failures = 0
+            self.rests_until = 0.0
         finally:
             self.in_flight -= 1
 
@@ -240,6 +222,6 @@ def next_of(servers: Iterable[Server]) -> Server:
         health, is_well = server.health, server.health.is_well()
         return not is_well, 0.0 if is_well else health.rests_until, health.in_flight, server.last_request
 
-    found = min(servers, key=key)
-    found.last_request = next(_requests)
-    return found
+    server = min(servers, key=key)
+    server.last_request = next(_requests)
+    return server

@@ -1,37 +1,26 @@
 """Checkpoints: plain folders of weights with a marker that lists every file's bytes, written whole or not at all.
 
-Not covered: what is in them (`Mode.save`, `trainer_state.py`), and loading into live weights
-(`bridge/weights/model_folder.py`).
+Not covered: those of one run (`saving.py`), and loading into live weights (`bridge/weights/model_folder.py`).
 """
 
 import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import nn
 
-from bridge.config import TrainConfig
 from bridge.core import whole_folder
-from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import CheckpointError, UsageError
-from bridge.modes.mode import Mode
-from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.ranks.world import ALONE, Ranks
-from bridge.run import trainer_state, whole_state
-from bridge.run.run_directory import RunDirectory
-from bridge.run.whole_state import WholeState
+from bridge.ranks.world import Ranks
 from bridge.server.protocol import Version
 from bridge.types import TrainedProblems
-from bridge.weights.cut import Cut
-from bridge.weights.parts import Parts
 
 MARKER_NAME = "bridge_checkpoint.json"
 """Written last: a folder that holds it is a checkpoint of Bridge."""
@@ -74,11 +63,7 @@ class Found:
     progress: Progress
 
     def check_left(self, training_steps: int) -> None:
-        """Refuse to resume where no step is left.
-
-        Raises:
-            UsageError: none is.
-        """
+        """Refuse to resume where no step is left."""
         if (step := self.progress.step) >= training_steps:
             raise UsageError(
                 f"{self.folder} is of step {step}, and --training-steps is {training_steps}: no step is left",
@@ -99,142 +84,8 @@ class _Marker(_Record):
     """Checksum of the two above."""
 
 
-class Checkpoints:
-    """The checkpoints that one run has written, and the one that it resumed from."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        run: RunDirectory,
-        mode: Mode,
-        trained: Mapping[str, nn.Parameter],
-        optimizer: InPlaceOptimizer,
-        ranks: Ranks = ALONE,
-        cuts: Sequence[Mapping[str, Cut]] = (),
-    ) -> None:
-        """Prepare to save and load them; `cuts` are what each part of a replica holds, if there are several."""
-        self._ranks = ranks
-        parts = Parts(cuts=cuts, tp_group=ranks.tp_group) if cuts else None
-        self._state = whole_state.of(optimizer, trained, parts)
-        self._config, self._run, self._mode, self._trained = config, run, mode, trained
-        self._folder = config.checkpoints.save_path or run.checkpoints
-        self._has_told = False
-        self._saved: dict[int, Path] = {}
-        self._pinned: set[Path] = set()
-
-    @property
-    def last(self) -> Path | None:
-        """The newest one; None before the first."""
-        return self._saved[max(self._saved)] if self._saved else None
-
-    def load(self, found: Found) -> None:
-        """Load the weights, the optimizer's state and the random state of a checkpoint.
-
-        Raises:
-            UsageError: it is of another model, or has no optimizer state.
-        """
-        trainer_state.read(found.folder, self._trained, self._state)
-        self._tell_of_codes()
-        self._mode.restore(found.folder, version=found.progress.weight_version)
-        older = numbered(self._folder, self._mode.checkpoint_prefix)
-        self._saved = {step: path for step, path in sorted(older.items()) if step < found.progress.step}
-        self._saved[found.progress.step] = found.folder
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to save a checkpoint after `step`."""
-        interval = self._config.checkpoints.save_interval
-        return step == self._config.training_steps or (interval > 0 and step % interval == 0)
-
-    def save(self, step: int, trained: TrainedProblems) -> Path:
-        """Save the weights of `step`, unless they are saved already, and return the folder.
-
-        They were trained on the problems in `trained`.
-
-        Raises:
-            UsageError: the disk is full or refuses, or a folder that is no checkpoint of Bridge is in the way.
-        """
-        if step not in self._saved:
-            progress = Progress(
-                step=step,
-                weight_version=self._mode.version,
-                problems_drawn=trained.below,
-                problems_beyond=tuple(sorted(trained.beyond)),
-                run_dir=self._run.path.absolute(),
-            )
-            self._saved = self._ranks.run_and_gather(lambda: self._save(step, progress))[0]
-        return self._saved[step]
-
-    def save_weights(self, step: int) -> Path:
-        """Save the weights alone, as a model and not as a checkpoint to resume from, and return the folder."""
-        name = f"weights_{self._mode.checkpoint_prefix}{step}"
-        names = chain([name], (f"{name}-{number}" for number in count(2)))  # an earlier run may have ended there, too
-        folder = next(path for each in names if not (path := self._run.writable(self._folder / each)).exists())
-        with whole_folder.written_whole(folder, replaceable=lambda _: False) as scratch:
-            self._mode.save(scratch)
-        return folder
-
-    def pin(self, folder: Path) -> None:
-        """Keep one for as long as the run lasts, because a server was started with it."""
-        self._pinned.add(folder)
-
-    def _save(self, step: int, progress: Progress) -> dict[int, Path]:
-        """Save, on the first rank, and return what is kept; the others pass on their part of weights and state."""
-        if not self._ranks.is_rank_zero:
-            self._pass_on_weights()
-            self._write_state(None)
-            return {}
-        waiting: list[Callable[[], None]] = [self._pass_on_weights, lambda: self._write_state(None)]
-
-        def fill(folder: Path) -> None:
-            del waiting[0]
-            with self._whole():
-                self._mode.save(folder)
-            waiting.clear()
-            self._write_state(folder)
-            self._tell_of_codes()
-
-        try:
-            folder = self._run.writable(self._folder / f"{self._mode.checkpoint_prefix}{step}")
-            self._run.settle()
-            saved = {**self._saved, step: save(folder, fill, progress)}
-        except BaseException:
-            for pass_on in waiting:
-                pass_on()
-            raise
-        free = [path for path in saved.values() if path not in self._pinned]
-        kept = {*keep_last(free, self._config.checkpoints.keep_last), *self._pinned}
-        return {number: path for number, path in saved.items() if path in kept}
-
-    def _write_state(self, folder: Path | None) -> None:
-        if self._config.checkpoints.save_optimizer and (folder is not None or self._ranks.world_size > 1):
-            with self._whole():
-                trainer_state.write(folder, self._trained, self._state)
-
-    def _pass_on_weights(self) -> None:
-        """Send this part of the first replica's weights to the rank that saves them."""
-        if self._ranks.tp_size > 1 and self._ranks.dp_rank == 0:
-            with self._whole():
-                self._mode.pass_on()
-
-    def _whole(self) -> AbstractContextManager[object]:
-        """Defer an interrupt if there are several ranks: the others would wait for this one's part."""
-        return deferred_interrupt() if self._ranks.world_size > 1 else nullcontext()
-
-    def _tell_of_codes(self) -> None:
-        if isinstance(self._state, WholeState) and self._state.is_coded and not self._has_told:
-            self._has_told = True
-            self._run.note(
-                "checkpoints hold the optimizer's codes as a single process has them: those of parts are decoded and"
-                " coded anew, which rounds where their blocks differ"
-            )
-
-
 def save(folder: Path, write: Callable[[Path], None], progress: Progress) -> Path:
-    """Let `write` fill a new folder, move it to `folder` with its marker, and return the folder.
-
-    Raises:
-        UsageError: `folder` exists and is no checkpoint of Bridge, or the disk is full or refuses; nothing is left.
-    """
+    """Let `write` fill a new folder, move it to `folder` with its marker, and return the folder."""
     with whole_folder.written_whole(folder, replaceable=is_checkpoint) as scratch:
         write(scratch)
         files = _files(scratch)
@@ -249,17 +100,28 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MARKER_NAME).is_file()
 
 
-def marker(folder: Path) -> str | None:
-    """Return what tells the checkpoint in `folder` from any other one; None if there is none that can be read."""
+def check_on_all_hosts(folder: Path, ranks: Ranks) -> None:
+    """Check that every host sees the first rank's checkpoint in `folder`; called by all ranks.
+
+    Raises:
+        CheckpointError: one does not.
+    """
+    hosts = ranks.all_gather_object((socket.gethostname(), fingerprint(folder)))
+    for name, marker in hosts:
+        if marker != hosts[0][1]:
+            found = "has no checkpoint" if marker is None else "has another checkpoint"
+            raise CheckpointError(
+                f"{name} {found} in {folder.absolute()}, and {hosts[0][0]} has the one to resume from",
+                remedy="keep checkpoints in a folder that all hosts share, with --save-path",
+            )
+
+
+def fingerprint(folder: Path) -> str | None:
+    """Return the digest of a checkpoint's marker; None if there is none that can be read."""
     try:
         return hashlib.sha256((folder / MARKER_NAME).read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of every file of a checkpoint, the marker last."""
-    return {name: path.stat().st_size for name, path in (*_files(folder).items(), (MARKER_NAME, folder / MARKER_NAME))}
 
 
 def read(folder: Path) -> Found:

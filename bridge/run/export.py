@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from bridge.core import mark, whole_folder
 from bridge.errors import UsageError
 from bridge.run import checkpoint
-from bridge.weights import adapter_folder, loaded, model_folder
-from bridge.weights.stored_tensors import headers, refuse_misfits
+from bridge.weights import loaded, model_folder
+from bridge.weights.stored_tensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS, headers, refuse_misfits
 
 BASE_KEY = "base_model_name_or_path"
 NAME_BASE = "name the base that it was trained on with --model"
@@ -53,7 +53,7 @@ def holds_adapter(source: Path, *, base: str | None = None) -> bool:
     Raises:
         UsageError: it holds neither, or a whole model although `base` was named.
     """
-    if (source / adapter_folder.CONFIG_NAME).is_file():
+    if (source / ADAPTER_CONFIG).is_file():
         return True
     if not (source / model_folder.CONFIG_NAME).is_file():
         message = (
@@ -81,7 +81,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def _base_of(source: Path) -> str:
-    path = source / adapter_folder.CONFIG_NAME
+    path = source / ADAPTER_CONFIG
     try:
         base = json.loads(path.read_text()).get(BASE_KEY)
     except (OSError, ValueError, AttributeError) as error:  # the last: it holds no object
@@ -105,7 +105,7 @@ def _merged(source: Path, base: str) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"the adapter {source} does not fit {base}: {reason}", remedy=NAME_BASE) from error
-    found = {name: stored.shape for name, stored in headers(source / adapter_folder.WEIGHTS_NAME).items()}
+    found = {name: stored.shape for name, stored in headers(source / ADAPTER_WEIGHTS).items()}
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     refuse_misfits(f"the adapter {source}", found, {name: tuple(tensor.shape) for name, tensor in state.items()})
     ends = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -5,7 +5,6 @@ They have the form of those of `bridge train`: `bridge report`, `export` and `re
 Not covered: loading weights into the server (`bridge/policy.py`).
 """
 
-import dataclasses
 import math
 import sys
 import time
@@ -15,15 +14,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bridge.config import SamplingConfig
 from bridge.core import json_lines
-from bridge.errors import CheckpointError, UsageError
+from bridge.errors import UsageError
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.run import checkpoint, measuring, trainer_state
+from bridge.run import checkpoint, measuring, optimizer_state
 from bridge.run.checkpoint import Found, Progress
 from bridge.run.run_directory import RunDirectory, write_json
 from bridge.server.fence import FenceTimes
@@ -34,9 +33,6 @@ PREFIX = "step_"
 """Name of a checkpoint's folder without the number of its step, as in mode `shared_vllm`."""
 NOTHING = -1
 """Stands for the step before any that a loop may log."""
-POSITIONS = "by_position.pt"
-"""The state of an optimizer that is not Bridge's, in its order: for each parameter its name and shape, its state, and
-what of that lies on the parameter's device."""
 
 
 class Loop:
@@ -187,94 +183,28 @@ def load_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer)
         UsageError: it is of other parameters; nothing was loaded.
     """
     if isinstance(optimizer, InPlaceOptimizer):
-        trainer_state.read(found.folder, _trained(model, optimizer), optimizer)
-        return
-    path = found.folder / trainer_state.FOLDER / POSITIONS
-    states = torch.load(path, weights_only=True, map_location="cpu") if path.is_file() else []
-    parameters = _parameters(optimizer)
-    if path.is_file() and [which for which, _, _ in states] != [*_named(model, optimizer)]:
-        raise CheckpointError(
-            f"{path} is of other parameters than {type(optimizer).__name__}'s, or in another order",
-            remedy="make the optimizer as before",
-        )
-    trainer_state.read(found.folder, {}, _KindAlone(optimizer))
-    for parameter, (_, state, beside) in zip(parameters, states, strict=True):
-        optimizer.state[parameter] = {
-            key: value.to(parameter.device) if key in beside else value for key, value in state.items()
-        }
-
-
-class _KindAlone:
-    """What `trainer_state` holds of an optimizer that is not Bridge's: its kind, and no state by name."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.flags = f"an optimizer {type(optimizer).__qualname__}"
-
-    def num_updates(self, parameter: Tensor) -> int:
-        raise AssertionError(parameter)
-
-    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        raise AssertionError(parameter)
-
-    def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
-        raise AssertionError(parameter, parts)
-
-    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
-        assert not num_updates
+        optimizer_state.read(found.folder, _trained(model, optimizer), optimizer)
+    else:
+        optimizer_state.read_foreign(found.folder, model, optimizer)
 
 
 def _write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, InPlaceOptimizer):
-        trainer_state.write(folder, _trained(model, optimizer), optimizer)
-        return
-    which = _named(model, optimizer)
-    states = [(next(which), *_state_of(each, optimizer)) for each in _parameters(optimizer)]
-    odd = next(((key, value) for _, state, _ in states for key, value in state.items() if not _is_plain(value)), None)
-    if odd:
-        raise UsageError(
-            f"{type(optimizer).__name__} keeps {odd[0]!r} as a {type(odd[1]).__name__}, expected a tensor or a number",
-            remedy="save that optimizer yourself, and policy.save(step=STEP) without it",
-        )
-    trainer_state.write(folder, {}, _KindAlone(optimizer))
-    torch.save(states, folder / trainer_state.FOLDER / POSITIONS)
+        optimizer_state.write(folder, _trained(model, optimizer), optimizer)
+    else:
+        optimizer_state.write_foreign(folder, model, optimizer)
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    own = {id(each) for each in _parameters(optimizer)}
-    return {name: each for name, each in model.named_parameters() if id(each) in own}
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def _state_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Return the state of a parameter, and what of it lies on the parameter's device.
-
-    torch keeps a count of steps on the CPU, unless the optimizer is fused or capturable.
-    """
-    state = dict(optimizer.state.get(parameter, {}))
-    on_device = [key for key, each in state.items() if isinstance(each, Tensor) and each.device == parameter.device]
-    if parameter.device.type == "cpu":  # where a count is in either case
-        on_device = [key for key in on_device if state[key].shape == parameter.shape]
-    return state, on_device
-
-
-def _named(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name and the shape of each parameter of an optimizer; no name if it is none of the model's."""
-    names = {id(each): name for name, each in model.named_parameters()}
-    return ((names.get(id(each), ""), [*each.shape]) for each in _parameters(optimizer))
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, Tensor | int | float | str)
+    own = {id(parameter) for parameter in optimizer_state.parameters(optimizer)}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
 def _measured(step: int, groups: Sequence[Group]) -> dict[str, Any]:
     """Return what `bridge train` reports of a step's groups, under the same names."""
     if not groups:
         return {}
-    whole = dataclasses.asdict(measuring.evaluation(groups, step=step, version=0, seconds=0.0))
+    whole = measuring.evaluation(groups, step=step, version=0, seconds=0.0)
     others = ("step", "weight_version", "seconds", "num_problems", "pass_at_k")
     completions = [each for group in groups for each in group.completions]
     return {

@@ -1,6 +1,6 @@
 """Compute the metrics of a step, of an evaluation and of a whole run.
 
-Not covered: what the metrics mean (`metrics.py`).
+Not covered: what the metrics mean (`metric_table.py`).
 """
 
 import hashlib
@@ -8,89 +8,74 @@ import math
 import resource
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bridge.learn.learner import Learnt
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal, mean
 from bridge.rollouts.stream import Stream
-from bridge.run.metrics import Evaluation, StepMetrics, Summary
+from bridge.run.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel
 
 ROUNDING = 1e-9
 """A weighted sum of rewards may be so much too small."""
 
 
-def step(
-    number: int,
-    groups: Sequence[Group],
-    learnt: Learnt,
-    times: FenceTimes,
-    *,
-    served: int,
-    stream: Stream,
-    rollout_s: float,
-    train_s: float,
-    changed_weight_share: float,
-    device: torch.device,
-) -> StepMetrics:
-    """Return the metrics of one step, whose batch was complete when the server had version `served`.
+def step_metrics(step: int, *measured: Mapping[str, Any]) -> StepMetrics:
+    """Return the record of one step: `rollouts`, `times`, what the learner and the trainer measured.
 
-    Figures of the rollouts include the groups that --skip-without-signal replaced. Without them, the mean reward would
-    be that of the problems that are neither always nor never solved.
+    Metrics that were not measured are NaN, null in `metrics.jsonl`.
+    """
+    record = StepMetrics(dict.fromkeys(RECORDED, math.nan))
+    for part in (*measured, {"step": step}):
+        record.update(part)
+    return record
+
+
+def rollouts(groups: Sequence[Group], stream: Stream, *, served: int) -> dict[str, Any]:
+    """Return the metrics of a step's rollouts, whose batch was complete when the server had version `served`.
+
+    They include the groups that --skip-without-signal replaced. Without those, the mean reward would be that of the
+    problems that are neither always nor never solved.
     """
     completions, every_group = _sampled(groups), [*groups, *stream.skipped]
-    mismatch, by_lag = learnt.mismatch, lags(completions, served)
-    if device.type == "cuda":
-        peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30
-    else:
-        peak_memory_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-    return StepMetrics(
-        step=number,
-        weight_version=times.version,
+    by_lag = lags(completions, served)
+    return {
         **_of_rollouts(every_group),
-        no_signal_share=share(sum(not has_signal(group) for group in every_group), len(every_group)),
-        retries=stream.num_retries,
-        loss=learnt.loss,
-        grad_norm=learnt.grad_norm,
-        lr=learnt.lr,
-        updates=learnt.num_updates,
-        skipped_updates=learnt.num_skipped,
-        entropy=learnt.entropy,
-        clipped_low_share=learnt.shares.clip_low,
-        clipped_high_share=learnt.shares.clip_high,
-        kl=learnt.shares.kl,
-        logprob_diff_mean=mismatch.mean,
-        logprob_diff_max=mismatch.max,
-        logprob_diff_histogram=mismatch.histogram,
-        corrected_share=mismatch.changed_share,
-        importance_weight=mismatch.weight_mean,
-        effective_share=mismatch.effective_share,
-        staleness=float(max(by_lag, default=math.nan)),
-        staleness_mean=share(sum(lag * count for lag, count in by_lag.items()), by_lag.total()),
-        lag_shares=tuple(share(by_lag[lag], by_lag.total()) for lag in range(max(by_lag, default=-1) + 1)),
-        groups_in_flight=stream.num_in_flight,
-        skipped_groups=len(stream.skipped),
-        changed_weight_share=changed_weight_share if learnt.num_updates else 0.0,
-        rollout_s=rollout_s,
-        train_s=train_s + times.prepare_s,
-        fence_pause_s=times.pause_s,
-        fence_prepare_s=times.prepare_s,
-        fence_write_s=times.write_s,
-        fence_publish_s=times.publish_s,
-        rollouts=hashlib.sha256(repr([one.token_ids for one in _sequences(completions)]).encode()).hexdigest()[:16],
-        tokens_generated=sum(completion.num_sampled for completion in _sampled(every_group)),
-        tokens_trained=learnt.num_tokens,
-        rank_token_balance=learnt.balance,
-        peak_memory_gib=peak_memory_gib,
-        device=device.type,
-    )
+        "no_signal_share": share(sum(not has_signal(group) for group in every_group), len(every_group)),
+        "retries": stream.num_retries,
+        "staleness": float(max(by_lag, default=math.nan)),
+        "staleness_mean": share(sum(lag * count for lag, count in by_lag.items()), by_lag.total()),
+        "lag_shares": tuple(share(by_lag[lag], by_lag.total()) for lag in range(max(by_lag, default=-1) + 1)),
+        "groups_in_flight": stream.num_in_flight,
+        "skipped_groups": len(stream.skipped),
+        "rollouts": hashlib.sha256(repr([one.token_ids for one in _sequences(completions)]).encode()).hexdigest()[:16],
+        "tokens_generated": sum(completion.num_sampled for completion in _sampled(every_group)),
+    }
+
+
+def times(fence: FenceTimes, *, rollout_s: float, train_s: float) -> dict[str, Any]:
+    """Return the version that a step published, and where its time went."""
+    return {
+        "weight_version": fence.version,
+        "rollout_s": rollout_s,
+        "train_s": train_s + fence.prepare_s,
+        **{f"fence_{name}": getattr(fence, name) for name in ("pause_s", "prepare_s", "write_s", "publish_s")},
+    }
+
+
+def memory(device: torch.device) -> dict[str, Any]:
+    """Return the peak memory of this process so far, on the GPU or, on the CPU, in all."""
+    if device.type == "cuda":
+        peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+    else:
+        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+    return {"peak_memory_gib": peak_gib, "device": device.type}
 
 
 def evaluation(
@@ -99,14 +84,9 @@ def evaluation(
     """Return the metrics of an evaluation, with pass@k for the powers of two up to the completions of a problem."""
     most = max((len(group.completions) + len(group.unscored) for group in groups), default=0)
     several = [2**power for power in range(most.bit_length())]
-    return Evaluation(
-        step=step,
-        weight_version=version,
-        num_problems=len(groups),
-        pass_at_k={str(k): pass_at(groups, k, pass_reward) for k in dict.fromkeys([*several, *[most] * (most > 0)])},
-        seconds=seconds,
-        **_of_rollouts(groups),
-    )
+    passed = {str(k): pass_at(groups, k, pass_reward) for k in dict.fromkeys([*several, *[most] * (most > 0)])}
+    fixed = {"step": step, "weight_version": version, "num_problems": len(groups), "seconds": seconds}
+    return Evaluation({**fixed, "pass_at_k": passed, **_of_rollouts(groups)})
 
 
 def pass_at(groups: Sequence[Group], k: int, pass_reward: float) -> float:

@@ -47,6 +47,8 @@ class RunDirectory:
     """The folders that were made for it, innermost first."""
     echo: Callable[[str], None] | None = None
     """Shows a person an event when it happens."""
+    chosen: TrainConfig | None = None
+    """What the user chose, if the run's configuration has derived values, too."""
     is_writer: bool = True
     """False on every rank but the first: it shows events, and writes nothing."""
 
@@ -203,7 +205,7 @@ class RunDirectory:
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step, at once; a number that is not finite becomes null."""
-        json_lines.append(self.writable(self.metrics), [dataclasses.asdict(metrics)])
+        json_lines.append(self.writable(self.metrics), [metrics])
 
     def append_rollouts(self, step: int, groups: Sequence[Group], *, version: int | None = None) -> None:
         """Append the groups of `step`, trained with weights of `version`; what JSON cannot hold becomes its repr."""
@@ -212,7 +214,7 @@ class RunDirectory:
 
     def append_evaluation(self, evaluation: Evaluation) -> None:
         """Append one evaluation, as `append` does."""
-        json_lines.append(self.writable(self.evaluations), [dataclasses.asdict(evaluation)])
+        json_lines.append(self.writable(self.evaluations), [evaluation])
 
     def first_evaluation(self) -> float | None:
         """Return the mean held-out reward before the run's first step; None if it was not measured."""
@@ -234,12 +236,12 @@ class RunDirectory:
 
 def to_json(metrics: StepMetrics) -> str:
     """Return one step as a JSON object on one line; a number that is not finite becomes null."""
-    return json_lines.line(dataclasses.asdict(metrics))
+    return json_lines.line(metrics)
 
 
 def labelled_json(label: str, record: Evaluation | Summary, **more: object) -> str:
     """Return another record, and `more` keys, as `{label: {...}}` on one line."""
-    return json_lines.line({label: {**dataclasses.asdict(record), **more}})
+    return json_lines.line({label: {**(record if isinstance(record, dict) else dataclasses.asdict(record)), **more}})
 
 
 def write_json(path: Path, document: dict[str, Any], *, mode: int = 0o666) -> None:

@@ -1,424 +1,319 @@
 """The training loop, the same in every mode: rollouts -> gradients -> one write that is published.
 
-If this run started the server and the server dies, it is restarted with the newest weights, and what it interrupted is
-done again.
-
-Several ranks run this loop in lockstep, each beside its own server; the first one writes and reports.
-
-Not covered: rollouts (`bridge/rollouts`), learning from them (`bridge/learn`), how weights reach vLLM (`bridge/modes`).
+A step reads from top to bottom in `Run._take_steps`. If this run started the server and the server dies, it is
+restarted with the newest weights, and what it interrupted is repeated. Several ranks run this loop in lockstep, each
+beside its own server; rank 0 writes and reports.
 """
 
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from itertools import takewhile
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from bridge.atropos.stream import AtroposStream
 from bridge.config import TrainConfig
+from bridge.config.rollouts import SOURCES
 from bridge.core.interrupt import deferred_interrupt
-from bridge.errors import RankError, ServerUnreachableError, UsageError
-from bridge.learn import mismatch, reference
-from bridge.learn.opening import MakeOptimizer, learner_of
+from bridge.errors import RewardError, ServerUnreachableError
+from bridge.learn import reference
+from bridge.learn.opening import learner_of
 from bridge.modes import way_of
-from bridge.modes.mode import Mode, RunContext, ServerProcess
-from bridge.optimizers import factory
+from bridge.modes.mode import RunContext, ServerProcess
 from bridge.ranks.world import ALONE, Ranks
-from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import fit_completions
 from bridge.rollouts.stream import Stream
-from bridge.run import delivery, measuring
-from bridge.run.checkpoint import Checkpoints, Found
+from bridge.run import checkpoint, measuring
+from bridge.run.checkpoint import Found
+from bridge.run.decisions import Alarms, PausePolicy
 from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
-from bridge.scoring.score import Scores
+from bridge.run.saving import Checkpoints
 from bridge.server.fence import Update
-from bridge.types import Environment, Group, TrainedProblems
+from bridge.types import Environment, Group
 
 Result = TypeVar("Result")
-RESTARTS_PER_STEP = 3
-"""A server that dies more often than this in one step is given up: another restart would not help."""
-SKIPS_IN_A_ROW = 3
-"""Steps in a row whose first gradient is not finite, after which the run ends: the next would be no better."""
+RESTARTS = 3
+"""A server that dies more often than this in one operation is given up."""
 
 
-def train(
-    config: TrainConfig,
-    environment: Environment | None,
-    run: RunDirectory,
-    reporter: Reporter,
-    *,
-    recipe: Callable[[], Scores] | None = None,
-    process: ServerProcess | None = None,
-    resume: Found | None = None,
-    chosen: TrainConfig | None = None,
-    make_optimizer: MakeOptimizer = factory.make,
-    ranks: Ranks = ALONE,
-) -> Summary:
-    """Train up to step `config.training_steps`, write metrics and checkpoints, and report each step to `reporter`.
+def restarting_the_server(operation: Callable[..., Result]) -> Callable[..., Result]:
+    """Repeat a method of `Run` if the server is ours and dies in it, on a new server with the newest weights."""
 
-    `environment` has the problems; None if rollouts come from elsewhere. `recipe` builds the scorer in other processes;
-    without it, `environment` scores in this one. An interrupt or an error ends the run with the weights of the
-    last published step saved. `process` is the server if this run started it: it is restarted if it dies. `resume` is
-    the checkpoint to resume from. `make_optimizer` is for comparisons. `ranks` train together. `config` may have
-    derived values where nothing was `chosen`; both are written to the run directory.
+    @wraps(operation)
+    def repeated(run: "Run", *arguments: Any) -> Result:
+        for _ in range(RESTARTS if run._owns_server else 0):
+            try:
+                return operation(run, *arguments)
+            except ServerUnreachableError as error:
+                run._revive(error)
+        return operation(run, *arguments)
 
-    Raises:
-        BridgeError: the mode, the environment, the server or the disk ended the run.
+    return repeated
+
+
+class Run:
+    """One training run, up to step `config.training_steps`.
+
+    `environment` has the problems; None if rollouts come from elsewhere. `process` is the server if this run started
+    it. `resume` is the checkpoint to resume from. `ranks` train together.
     """
-    chosen = chosen or config
-    reference.check(config)
-    config = config.changed(save_path=config.checkpoints.save_path or run.checkpoints)
-    name = str(run.path.absolute())
-    scratch = run.served if ranks.is_rank_zero else run.ranks / str(ranks.rank) / run.served.name
-    context = RunContext(
-        name=name, scratch=scratch, note=run.note, resumes=resume is not None, process=process, ranks=ranks
-    )
-    owns_server = any(ranks.all_gather_object(process is not None))
-    mode = ranks.run_on_all(lambda: way_of(config)(config, context))
-    try:
-        lengths = [length for length in ranks.all_gather_object(mode.max_model_len) if length is not None]
-        config = fit_completions(config, min(lengths, default=None), run.note)
-        with closing(_stream(config, environment, run, reporter, recipe, ranks)) as stream:
-            trainer = ranks.run_on_all(
-                lambda: Trainer(
-                    config, stream, run, mode, reporter, make_optimizer, owns_server=owns_server, ranks=ranks
-                )
-            )
-            if resume is not None:
-                ranks.run_on_all(lambda: trainer.resume(resume))
-            elif config.mode == "shared_vllm" and mode.version:  # the other modes bring weights of their own
-                run.note(
-                    f"the server was trained before: step 1 starts from its weights, version {mode.version}, not from"
-                    f" those of {config.model_name} (bridge restore {shlex.quote(config.model_name)} loads these)"
-                )
-            if ranks.is_rank_zero:
-                run.write_config(chosen, config.settled())  # a refused run leaves no trace
-            first = 1 if resume is None else resume.progress.step + 1
-            steps = f"steps {first} to {config.training_steps}"
-            run.record(f"training {config.model_name} by --mode {config.mode}: {steps}")
-            summary = trainer.run()
-            run.record(f"done after step {summary.steps}; checkpoint {summary.checkpoint}")
-            return summary
-    finally:
-        mode.close()
-
-
-def _stream(
-    config: TrainConfig,
-    environment: Environment | None,
-    run: RunDirectory,
-    reporter: Reporter,
-    recipe: Callable[[], Scores] | None,
-    ranks: Ranks,
-) -> Stream:
-    if config.rollouts.source == "atropos":
-        assert config.checkpoints.save_path is not None, "derived from the run directory"
-        folder = config.checkpoints.save_path.absolute()
-        name = (folder.parent if folder.name == run.checkpoints.name else folder).name or "bridge"
-        return AtroposStream(config, run.note, run_name=name, ranks=ranks)
-    assert environment is not None, "nothing to sample for"
-    return EnvironmentStream(config, environment, run.note, recipe=recipe, progress=reporter.progress, ranks=ranks)
-
-
-class Trainer:
-    """The state of one run, and what each step does."""
 
     def __init__(
         self,
         config: TrainConfig,
-        stream: Stream,
-        run: RunDirectory,
-        mode: Mode,
+        environment: Environment | None,
+        directory: RunDirectory,
         reporter: Reporter,
-        make_optimizer: MakeOptimizer,
         *,
-        owns_server: bool,
+        process: ServerProcess | None = None,
+        resume: Found | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
+        self._chosen = directory.chosen or config
+        self._config = config.changed(save_path=config.checkpoints.save_path or directory.checkpoints)
+        self._environment = environment
+        self._directory = directory
+        self._reporter = reporter
+        self._process = process
+        self._resume = resume
         self._ranks = ranks
-        self._config, self._stream, self._run, self._mode = config, stream, run, mode
-        self._reporter, self._owns_server = reporter, owns_server
-        self._opened = mode.open()
-        self._learner = learner_of(
-            config, self._opened, run.note, max_model_len=mode.max_model_len, make_optimizer=make_optimizer,
-            ranks=ranks,
-        )  # fmt: skip
-        trained = {name: self._opened.model.get_parameter(name) for name in self._opened.lr_factors}
-        self._checkpoints = Checkpoints(config, run, mode, trained, self._learner.optimizer, ranks, self._opened.cuts)
-        kv_sleep = config.publishing.kv_sleep
-        if kv_sleep == "always" and not mode.can_sleep:
-            raise UsageError(
-                "--kv-sleep always, but the server's KV cache cannot sleep",
-                remedy="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
-            )
-        self._sleeps = None if kv_sleep == "auto" and mode.can_sleep else kv_sleep == "always"
-        """Whether the server's KV cache sleeps while training; None: the first batch decides."""
-        chosen = config.publishing.pause_while_training
-        shares_gpu = config.mode != "none" and self._opened.device.type == "cuda"
-        self._pauses = config.rollouts.max_staleness > 0 and shares_gpu if chosen is None else chosen
-        """Whether the server stops sampling while training."""
-        if self._pauses and chosen is None:
-            run.note("sampling stops while a step is computed, since both would share the GPU")
-        self._is_ahead = False
-        """Whether the server has older weights than the next batch is trained on, as in mode `none` between reloads."""
-        self._skipped = 0
-        """Steps in a row without an update because the first gradient was not finite."""
-        self._alarmed: dict[str, str | None] = {}
-        """Alarms of the last step, by their kind."""
         self._steps: list[StepMetrics] = []
         self._evaluated: Evaluation | None = None
-        """The last evaluation."""
-        self._goal, self._is_reached = goal_of(config.stop_at), False
+        self._is_reached = False
         self._begun_at = 0
         """Step of the checkpoint that the run resumed from."""
-        self._written = 0
-        """Step whose weights are in memory."""
-        self._trained = TrainedProblems()
-        """Problems that those weights were trained on."""
-        self._half_written = False
-        """Whether an error interrupted a write: what is in memory is no model then."""
 
-    def resume(self, found: Found) -> None:
-        """Resume from a checkpoint: its weights, optimizer, random state and place in the data.
-
-        Raises:
-            UsageError: it is of another model, or no step is left.
-        """
-        found.check_left(self._config.training_steps)
-        step = found.progress.step
-        self._checkpoints.load(found)
-        self._stream.resume(found.progress.trained)
-        self._begun_at, self._written, self._trained = step, step, found.progress.trained
-
-    def run(self) -> Summary:
-        """Take every step, and evaluate before, in between and afterwards if configured."""
-        self._tell_stream()
-        # Only the first rank's host has the file.
-        before = self._ranks.run_on_rank_zero(self._run.first_evaluation) if self._begun_at else None
-        if before is None:
-            before = self._evaluate()
-        last = self._config.training_steps
-        try:
-            self._ranks.run_on_all(self._take_steps)
-        except BaseException:  # whatever it was, published steps are not lost
-            if self._written > self._begun_at:
-                self._rescue()
-            raise
-        if not self._is_last(last):
-            self._surviving(self._mode.catch_up)
+    def train(self) -> Summary:
+        """Train; an interrupt or an error ends the run with the weights of the last published step saved."""
+        with ExitStack() as opened:
+            self._open(opened)
             self._tell_stream()
-        after = self._last_evaluation()
-        return measuring.summary(
-            self._steps, self._opened, last=self._written, version=self._mode.version, checkpoint=self._save(),
-            before=before, after=after,
-        )  # fmt: skip
+            before = self._ranks.run_on_rank_zero(self._directory.first_evaluation) if self._begun_at else None
+            before = self._evaluate() if before is None else before
+            try:
+                with self._ranks.raise_on_all():
+                    self._take_steps()
+            except BaseException:  # whatever it was, published steps are not lost
+                if self._checkpoints.step > self._begun_at:
+                    self._reporter.phase("save")
+                    self._checkpoints.rescue()
+                raise
+            if not self._is_last(self._config.training_steps):
+                self._catch_up()
+            after = self._evaluate()
+            checkpoint, last = self._save(), self._checkpoints.step
+            self._directory.record(f"done after step {last}; checkpoint {checkpoint}")
+            return measuring.summary(
+                self._steps, self._opened, last=last, version=self._mode.version, checkpoint=checkpoint,
+                before=before, after=after,
+            )  # fmt: skip
 
     def _take_steps(self) -> None:
         last, interval = self._config.training_steps, self._config.evaluation.interval
-        for step in takewhile(lambda _: not self._is_reached, range(self._begun_at + 1, last + 1)):
-            self._step(step)
-            if self._checkpoints.is_due(step):
+        for step in range(self._begun_at + 1, last + 1):
+            self._reporter.phase("rollouts")
+            start = time.perf_counter()
+            groups = self._take_groups(step)
+            sampled = time.perf_counter()
+
+            self._reporter.phase("train")
+            self._learner.take(groups, step=step)
+            self._decide_on_sleep()
+            if not self._pauses.computes_inside:
+                self._learner.prepare()
+            seconds = sampled - start, time.perf_counter() - sampled
+
+            self._reporter.phase("fence")
+            metrics = self._publish(step, groups, seconds)
+            self._tell_stream()
+            self._reporter.step(metrics, groups)
+            self._alarms.count_skipped(metrics)
+            self._compare(metrics)
+
+            if step == last or self._checkpoints.is_due(step):
                 self._save()
             if step < last and interval and step % interval == 0:
                 self._evaluate()
+            if self._is_reached:
+                break
+        self._learner.check_usable(RewardError)  # after the last step, an update that did not fit is no error
 
-    def _step(self, step: int) -> None:
-        start = time.perf_counter()
-        self._reporter.phase("rollouts")
+    @restarting_the_server
+    def _take_groups(self, step: int) -> list[Group]:
         count = self._config.rollouts.batch_size // self._config.sampling.group_size
-        groups = self._surviving(lambda: self._stream.take(count, step=step))
-        sampled = time.perf_counter()
-        self._reporter.phase("train")
-        self._learner.take(groups, step=step)
-        if not self._prepares_inside():
-            self._learner.prepare()
-        seconds = sampled - start, time.perf_counter() - sampled
-        self._reporter.phase("fence")
-        metrics = self._surviving(lambda: self._publish(step, groups, seconds))
-        self._tell_stream()
-        self._reporter.step(metrics, groups)
-        self._count_skipped(metrics)
-        self._compare(metrics)
+        return self._stream.take(count, step=step)
 
+    @restarting_the_server
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
+        """Update the weights inside the fence, publish them, and return and append the metrics."""
         served = self._mode.version
+        repair, sleeps = self._checkpoints.last, bool(self._pauses.kv_sleeps)
+        update = Update(sleep=sleeps, last_checkpoint=repair, is_last=self._is_last(step))
         with deferred_interrupt():  # a published step has its metrics
-            times = self._mode.publish(
-                Update(
-                    lambda: self._write(step, groups),
-                    prepare=self._learner.prepare if self._prepares_inside() and self._written != step else None,
-                    sleep=bool(self._sleeps),
-                    last_checkpoint=self._checkpoints.last,
-                    is_last=self._is_last(step),
-                )
-            )
+            with self._mode.publish(update) as window:
+                if self._checkpoints.step != step:  # else the server died after the write
+                    if self._pauses.computes_inside:
+                        with window.preparing():
+                            self._learner.prepare()
+                    with self._checkpoints.writing(step, (*groups, *self._stream.skipped)):
+                        self._learner.write()
             learnt = self._learner.learnt()
-            metrics = measuring.step(
-                step, groups, learnt, times,
-                served=served, stream=self._stream, rollout_s=seconds[0], train_s=seconds[1],
-                changed_weight_share=self._learner.optimizer.changed_weight_share, device=self._opened.device,
-            )  # fmt: skip
+            metrics = measuring.step_metrics(
+                step,
+                measuring.rollouts(groups, self._stream, served=served),
+                measuring.times(window.times, rollout_s=seconds[0], train_s=seconds[1]),
+                learnt.metrics,
+                {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt.num_updates else 0.0},
+                measuring.memory(self._opened.device),
+            )
             self._steps.append(metrics)
             if self._ranks.is_rank_zero:
                 if self._config.tracking.save_rollouts:
-                    self._run.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
-                self._run.append(metrics)
-        alarm = mismatch.alarm(learnt.mismatch, self._config.loss.mismatch_alarm)
-        self._watch("mismatch", None if self._is_ahead else alarm)  # ahead of the server, a mismatch is expected
-        self._is_ahead = times.version == served
-        self._watch("signal", measuring.nothing_learnt(metrics))
+                    self._directory.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
+                self._directory.append(metrics)
+        self._alarms.check(metrics, learnt.mismatch, is_published=window.times.version != served)
         return metrics
 
-    def _write(self, step: int, groups: Sequence[Group]) -> None:
-        """Write the updates of `step`, once: a publication that is retried finds them written."""
-        if self._written == step:
-            return
-        self._half_written = True
-        self._learner.write()
-        self._written, self._half_written = step, False
-        used = [group.number for group in (*groups, *self._stream.skipped) if group.number is not None]
-        self._trained = self._trained.including(used)
+    @restarting_the_server
+    def _catch_up(self) -> None:
+        self._mode.catch_up()
+        self._tell_stream()
 
-    def _rescue(self) -> None:
-        """Save what was published; if a rank is gone, without its part of the optimizer's state."""
-        try:
-            if not self._ranks.is_broken and not self._is_torn():
-                self._save()
-        except RankError:  # one has gone meanwhile
-            if not self._ranks.is_broken:
-                raise
-        if not self._ranks.is_broken:
-            return
-        if self._ranks.tp_size > 1:
-            self._run.note(
-                "the other parts of the weights are gone with their ranks: continue from the last checkpoint"
+    @restarting_the_server
+    def _evaluate(self) -> float | None:
+        """Return the held-out reward of what is served now; it is measured once."""
+        last = self._evaluated
+        if last and (last.step, last.weight_version) == (self._checkpoints.step, self._mode.version):
+            return float(last.reward_mean)
+        self._reporter.phase("evaluation")
+        start = time.perf_counter()
+        groups = self._stream.evaluate(step=self._checkpoints.step)
+        if groups is None:
+            return None
+        evaluation = measuring.evaluation(
+            groups, step=self._checkpoints.step, version=self._mode.version, seconds=time.perf_counter() - start,
+            pass_reward=self._config.evaluation.pass_reward,
+        )  # fmt: skip
+        self._evaluated = evaluation
+        if self._ranks.is_rank_zero:
+            self._directory.append_evaluation(evaluation)
+        self._reporter.evaluation(evaluation)
+        self._compare(evaluation)
+        return float(evaluation.reward_mean)
+
+    def _open(self, opened: ExitStack) -> None:
+        """Connect to the server, open the stream and the model, and load the checkpoint; `opened` closes them."""
+        ranks, directory = self._ranks, self._directory
+        reference.check(self._config.model_name, self._config.loss.reference_model)
+        scratch = directory.served if ranks.is_rank_zero else directory.ranks / str(ranks.rank) / directory.served.name
+        context = RunContext(
+            name=str(directory.path.absolute()), scratch=scratch, note=directory.note,
+            resumes=self._resume is not None, process=self._process, ranks=ranks,
+        )  # fmt: skip
+        self._owns_server = any(ranks.all_gather_object(self._process is not None))
+        self._mode = ranks.run_on_all(lambda: way_of(self._config)(self._config, context))
+        opened.callback(self._mode.close)
+        lengths = [length for length in ranks.all_gather_object(self._mode.max_model_len) if length is not None]
+        self._config = fit_completions(self._config, min(lengths, default=None), directory.note)
+        self._stream = opened.enter_context(closing(self._open_stream()))
+        with ranks.raise_on_all():
+            self._open_learner()
+        with ranks.raise_on_all():
+            self._load()
+        if ranks.is_rank_zero:
+            directory.write_config(self._chosen, self._config.settled())  # a refused run leaves no trace
+        steps = f"steps {self._begun_at + 1} to {self._config.training_steps}"
+        directory.record(f"training {self._config.model_name} by --mode {self._config.mode}: {steps}")
+
+    def _open_stream(self) -> Stream:
+        config, directory = self._config, self._directory
+        folder = (config.checkpoints.save_path or directory.checkpoints).absolute()
+        name = (folder.parent if folder.name == directory.checkpoints.name else folder).name or "bridge"
+        stream: Stream = import_module(SOURCES[config.rollouts.source].module).open_stream(
+            config, self._environment, directory.note,
+            run_name=name, progress=self._reporter.progress, ranks=self._ranks,
+        )  # fmt: skip
+        return stream
+
+    def _open_learner(self) -> None:
+        config, note = self._config, self._directory.note
+        self._opened = self._mode.open()
+        longest = self._mode.max_model_len
+        self._learner = learner_of(config, self._opened, note, max_model_len=longest, ranks=self._ranks)
+        self._checkpoints = Checkpoints(
+            config.checkpoints, self._directory, self._mode, self._opened, self._learner.optimizer, self._ranks
+        )
+        self._pauses = PausePolicy.of(
+            config.publishing, max_staleness=config.rollouts.max_staleness, can_sleep=self._mode.can_sleep,
+            shares_gpu=config.mode != "none" and self._opened.device.type == "cuda",
+        )  # fmt: skip
+        if self._pauses.stops_sampling and config.publishing.pause_while_training is None:
+            note("sampling stops while a step is computed, since both would share the GPU")
+        self._alarms = Alarms(note, mismatch_limit=config.loss.mismatch_alarm)
+        self._goal = goal_of(config.stop_at, self._learner.loss_metrics)
+
+    def _load(self) -> None:
+        """Load the checkpoint to resume from: weights, optimizer, random state and place in the data."""
+        if self._resume is not None:
+            self._resume.check_left(self._config.training_steps)
+            self._checkpoints.load(self._resume)
+            self._stream.resume(self._checkpoints.trained)
+            self._begun_at = self._checkpoints.step
+        elif self._config.mode == "shared_vllm" and self._mode.version:  # the other modes bring their own weights
+            model, version = self._config.model_name, self._mode.version
+            self._directory.note(
+                f"the server was trained before: step 1 starts from its weights, version {version}, not from those of"
+                f" {model} (bridge restore {shlex.quote(model)} loads these)"
             )
-        elif self._ranks.is_rank_zero and not self._half_written:
-            folder = self._checkpoints.save_weights(self._written)
-            self._run.note(f"the weights of step {self._written}, without the optimizer's state, are in {folder}")
 
-    def _is_torn(self) -> bool:
-        """Return whether what is in memory is no model, on any rank."""
-        return any(self._ranks.all_gather_object(self._half_written))
+    def _decide_on_sleep(self) -> None:
+        """Measure whether training needs the KV cache's memory, until a batch with something to train on decides."""
+        if self._pauses.kv_sleeps is not None:
+            return
+        self._pauses = replace(self._pauses, kv_sleeps=self._learner.wants_sleep())
+        if self._pauses.kv_sleeps:
+            then = "; requests in flight recompute theirs" if self._config.rollouts.max_staleness else ""
+            self._directory.note(f"the server's KV cache sleeps while training, which needs its memory{then}")
 
     def _is_last(self, step: int) -> bool:
         """Return whether nothing is sampled after `step`, because a server of our own ends with the run."""
         return step == self._config.training_steps and self._owns_server and not self._config.evaluation.samples
 
     def _compare(self, record: StepMetrics | Evaluation) -> None:
-        """Let the run end if this reaches --stop-at; an evaluation before the first step does not count."""
-        if self._written == self._begun_at or self._is_reached:
+        """End the run if this reaches --stop-at; an evaluation before the first step does not count."""
+        if self._checkpoints.step == self._begun_at or self._is_reached:
             return
         if self._ranks.run_on_rank_zero(lambda: self._goal(record)):  # each rank has other times
             self._is_reached = True
-            self._run.note(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
-
-    def _watch(self, kind: str, alarm: str | None) -> None:
-        """Log an alarm in the first of consecutive steps that have one."""
-        if alarm and not self._alarmed.get(kind):
-            self._run.note(alarm)
-        self._alarmed[kind] = alarm
-
-    def _count_skipped(self, metrics: StepMetrics) -> None:
-        """Log a skipped update; the step was published with the weights of the update before.
-
-        Raises:
-            UsageError: too many in a row.
-        """
-        if metrics.updates:
-            self._skipped = 0
-        if not metrics.skipped_updates:
-            return
-        if metrics.updates:
-            left = f"{metrics.updates} updates of the batch were taken before it, and none after it"
-        else:
-            self._skipped += 1
-            left = f"no weight was changed ({self._skipped} in a row; the run ends after {SKIPS_IN_A_ROW})"
-        self._run.note(f"step {metrics.step}: a gradient was not finite, and its update was skipped: {left}")
-        if self._skipped == SKIPS_IN_A_ROW:
-            raise UsageError(
-                f"the gradients of {SKIPS_IN_A_ROW} steps in a row were not finite; no weight was changed in them",
-                remedy="lower --lr or --max-grad-norm and continue with --resume; if no step before them had an update,"
-                " check the model with bridge verify",
-            )
-
-    def _prepares_inside(self) -> bool:
-        """Return whether the server pauses while this process computes."""
-        return self._lets_sleep() or self._pauses
-
-    def _lets_sleep(self) -> bool:
-        if self._sleeps is None:
-            self._sleeps = self._learner.wants_sleep()
-            if self._sleeps:
-                then = "; requests in flight recompute theirs" if self._config.rollouts.max_staleness else ""
-                self._run.note(f"the server's KV cache sleeps while training, which needs its memory{then}")
-        return bool(self._sleeps)
-
-    def _surviving(self, operation: Callable[[], Result]) -> Result:
-        """Run `operation`; if the server is ours and dies, restart it with the newest weights and repeat."""
-        for _ in range(RESTARTS_PER_STEP if self._owns_server else 0):
-            try:
-                return operation()
-            except ServerUnreachableError as error:
-                self._revive(error)
-        return operation()
-
-    def _revive(self, error: ServerUnreachableError) -> None:
-        if self._is_torn():
-            raise error
-        self._run.note(f"the server died: {error.message}")
-        newest = None
-        if self._written:
-            newest = self._save()
-            self._checkpoints.pin(newest)
-            delivery.deliver(newest, self._ranks)
-        if self._sleeps:
-            self._learner.forget()  # the new server needs its memory for the KV cache
-        if self._opened.device.type == "cuda":
-            torch.cuda.empty_cache()  # vLLM refuses to start if less memory is free than it is to take
-        self._mode.revive(newest)
-        self._tell_stream()
-        self._run.note(f"the server was started again with the weights of step {self._written}")
-
-    def _evaluate(self) -> float | None:
-        def evaluation() -> Evaluation | None:
-            start = time.perf_counter()
-            groups = self._stream.evaluate(step=self._written)
-            if groups is None:
-                return None
-            seconds = time.perf_counter() - start
-            return measuring.evaluation(
-                groups, step=self._written, version=self._mode.version, seconds=seconds,
-                pass_reward=self._config.evaluation.pass_reward,
-            )  # fmt: skip
-
-        self._reporter.phase("evaluation")
-        found = self._surviving(evaluation)
-        if found is None:
-            return None
-        self._evaluated = found
-        if self._ranks.is_rank_zero:
-            self._run.append_evaluation(found)
-        self._reporter.evaluation(found)
-        self._compare(found)
-        return found.reward_mean
-
-    def _last_evaluation(self) -> float | None:
-        """Evaluate what is served now, unless that is done: the run may have ended with an evaluation."""
-        done = self._evaluated
-        if done and (done.step, done.weight_version) == (self._written, self._mode.version):
-            return done.reward_mean
-        return self._evaluate()
+            self._directory.note(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
 
     def _tell_stream(self) -> None:
         self._stream.served(self._mode.endpoint, self._mode.version)
 
     def _save(self) -> Path:
         self._reporter.phase("save")
-        return self._checkpoints.save(self._written, self._trained)
+        return self._checkpoints.save()
+
+    def _revive(self, error: ServerUnreachableError) -> None:
+        """Restart the dead server with the newest weights."""
+        if self._checkpoints.is_torn():
+            raise error
+        self._directory.note(f"the server died: {error.message}")
+        newest = self._save() if self._checkpoints.step else None
+        if newest is not None:
+            self._checkpoints.pin(newest)
+            checkpoint.check_on_all_hosts(newest, self._ranks)
+        if self._pauses.kv_sleeps:
+            self._learner.forget()  # the new server needs its memory for the KV cache
+        if self._opened.device.type == "cuda":
+            torch.cuda.empty_cache()  # vLLM refuses to start if less memory is free than it is to take
+        self._mode.revive(newest)
+        self._tell_stream()
+        self._directory.note(f"the server was started again with the weights of step {self._checkpoints.step}")

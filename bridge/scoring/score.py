@@ -1,5 +1,6 @@
 """The score of one completion by foreign code, and how many of a batch failed."""
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -66,11 +67,49 @@ class Origin:
     """Where the method begins: the file's name and a line."""
 
     @classmethod
-    def of(cls, scores: Scores) -> Self:
-        method, file = "scores" if callable(getattr(scores, "scores", None)) else "score", source_file(type(scores))
-        code = getattr(getattr(scores, method), "__code__", None)
+    def of(cls, kind: type, method: str) -> Self:
+        file = source_file(kind)
+        code = getattr(inspect.unwrap(getattr(kind, method, None)), "__code__", None)  # type: ignore[arg-type]
         place = f"{Path(file).name} line {code.co_firstlineno}" if code else Path(file).name
-        return cls(name=f"{type(scores).__name__}.{method}", file=file, place=place)
+        return cls(name=f"{kind.__name__}.{method}", file=file, place=place)
+
+    def raised(self, problem: Problem, error: BaseException, *, is_raised: bool = False) -> FailedScore:
+        """Return why a run of this code that raised `error` has no reward."""
+        kind, place = f"{self.name} raised {type(error).__name__}", place_of(error, self.file) or self.place
+        return failed(problem, "", f"{kind} ({place})", f"{kind}{said(error)} ({place})", is_raised=is_raised)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a reset, a tool or an agent's run returned."""
+
+    text: str
+    is_error: bool = False
+    """Whether the tool raised instead of returning it."""
+
+
+class Host:
+    """What scores completions, made once in each worker; one with tools or an agent answers further calls."""
+
+    runs_in_thread = False
+    """Whether its calls wait for this process when it runs here."""
+
+    def __init__(self, scores: Any, origin: Origin | None = None) -> None:
+        self._scores = scores
+        method = "scores" if callable(getattr(scores, "scores", None)) else "score"
+        self.origin = origin or Origin.of(type(scores), method)
+
+    def fresh(self) -> "Host":
+        """Return one for a trajectory that runs at the same time."""
+        return self
+
+    def score(self, problem: Problem, completion: str) -> Score | FailedScore:
+        return score_one(self._scores, self.origin, problem, completion)
+
+
+def host_of(made: Any) -> Host:
+    """Return what a recipe made, as a host."""
+    return made if isinstance(made, Host) else Host(made)
 
 
 def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str) -> Score | FailedScore:
@@ -88,8 +127,8 @@ def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str)
         return score
     expected = "one finite number per turn" if isinstance(value, list) else "a finite number"
     expected += " and a dict of finite numbers" if method == "scores" else ""
-    found = described(value) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
-    what = f"{origin.name} returned {found}, expected {expected}{limit_note(value)} ({origin.place})"
+    shown = described(value) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
+    what = f"{origin.name} returned {shown}, expected {expected}{limit_note(value)} ({origin.place})"
     return failed(problem, completion, f"{origin.name} returned something other than {expected}", what)
 
 
@@ -113,9 +152,9 @@ def _read(value: object) -> Score | None:
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
         return None
     per_turn = isinstance(value[0], list)
-    rewards = [as_reward(each) for each in (value[0] if per_turn else value[:1])]
+    rewards = [as_reward(number) for number in (value[0] if per_turn else value[:1])]
     parts = {shortened(name, LONGEST_NAME): as_reward(part) for name, part in value[1].items()}
-    numbers = [each for each in rewards if each is not None]
+    numbers = [number for number in rewards if number is not None]
     whole = {name: part for name, part in parts.items() if part is not None}
     reward = as_reward(math.fsum(numbers))
     if not rewards or reward is None or (len(numbers), len(whole)) != (len(rewards), len(parts)):
@@ -128,7 +167,7 @@ def limit_note(value: object) -> str:
     several: Any = [value]
     if type(value) in (dict, list, tuple):  # those of foreign classes may do anything
         several = [*value.values()] if isinstance(value, dict) else value
-    are_too_large = (type(each) in (int, float) and LARGEST < abs(each) < math.inf for each in several)
+    are_too_large = (type(number) in (int, float) and LARGEST < abs(number) < math.inf for number in several)
     return f" of at most {LARGEST:g} in size" if any(are_too_large) else ""
 
 
@@ -148,18 +187,16 @@ class FailedScores:
 
     def __init__(self, batch: str, *, num_completions: int, max_share: float) -> None:
         """`batch` names it in messages; at most `max_share` of its `num_completions` may fail."""
-        self._batch, self._num_completions, self._max_share = batch, num_completions, max_share
+        self._batch = batch
+        self._num_completions = num_completions
+        self._max_share = max_share
         self._num_scored = 0
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         """The first line of each kind."""
 
     def add(self, results: Iterable[Score | FailedScore]) -> None:
-        """Count the failures among the results.
-
-        Raises:
-            RewardError: too many of the batch failed.
-        """
+        """Count the failures among the results."""
         for result in results:
             self._num_scored += 1
             if isinstance(result, FailedScore):

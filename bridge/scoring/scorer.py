@@ -3,26 +3,28 @@
 import asyncio
 import contextlib
 import os
-import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from bridge.core import private
 from bridge.core.foreign_code import foreign_code, shortened
-from bridge.core.together import together
-from bridge.scoring.agent import Agent
-from bridge.scoring.score import FailedScore, Origin, Score, Scores, score_one
-from bridge.scoring.tools import Reply, Tools
-from bridge.scoring.wire import NotPickledError, question
+from bridge.core.together import in_thread, together
+from bridge.scoring.score import FailedScore, Host, Reply, Score, host_of
+from bridge.scoring.worker import NotPickledError, pickled
 from bridge.scoring.worker_process import WorkerProcess, direct_to_loopback
 from bridge.types import Problem
 
-Result = TypeVar("Result")
 DEFAULT_PROCESSES = 4
 """At most so many by default: a trainer and a server need cores too."""
+Call = Callable[[], Any]
+"""A call of foreign code."""
+
+
+async def _call_here(call: Call) -> Any:
+    await asyncio.sleep(0)  # lets requests to servers proceed
+    return call()
 
 
 class Scorer:
@@ -30,60 +32,57 @@ class Scorer:
 
     def __init__(
         self,
-        recipe: Callable[[], Scores | Tools | Agent],
+        recipe: Callable[[], Any],
         *,
         processes: int | None,
         timeout_s: float,
         tool_timeout_s: float = 30.0,
         variables: Collection[str] = (),
+        call_here: Callable[[Call], Awaitable[Any]] = _call_here,
     ) -> None:
-        """Start the workers without waiting for them; each makes what scores by `recipe`, which is pickled.
+        """Start the workers without waiting for them; each makes a host by `recipe`, which is pickled.
 
-        `processes`: None: one per core, at most 4; 0: score in this process, without a time limit. `tool_timeout_s`
-        limits each call of a tool, and an agent between two turns. `variables` with secrets are in the environment of
-        the workers, too.
-
-        Raises:
-            RewardError: the recipe cannot be pickled, or fails in this process.
-            UsageError: a variable is not set.
+        `processes`: None: one per core, at most 4; 0: score in this process, without a time limit, through
+        `call_here`. `tool_timeout_s` limits each call of a tool, and an agent between two turns. `variables` with
+        secrets are in the environment of the workers, too.
         """
         self._workers: list[WorkerProcess] = []
         self._tool_timeout_s = tool_timeout_s
-        self._pid = os.getpid()
+        self._call_here = call_here
         if processes == 0:
             with foreign_code("making what scores completions", ""):
-                self._own = recipe()
-                self._origin = self._own.origin if isinstance(self._own, Tools | Agent) else Origin.of(self._own)
-            if isinstance(self._own, Agent):
+                self._own = host_of(recipe())
+            if self._own.runs_in_thread:
                 os.environ.update(direct_to_loopback())
             return
         private.hide_environment()
-        pickled = question(recipe)
+        recipe_bytes = pickled(recipe)
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         for _ in range(processes or min(DEFAULT_PROCESSES, len(os.sched_getaffinity(0)))):
-            self._workers.append(WorkerProcess(pickled, timeout_s=timeout_s, variables=variables))
+            self._workers.append(WorkerProcess(recipe_bytes, timeout_s=timeout_s, variables=variables))
             self._idle.put_nowait(self._workers[-1])
 
     async def score(self, problem: Problem, completions: Sequence[str]) -> list[Score | FailedScore]:
-        """Score the completions of one problem, in parallel; the results are in their order.
+        """Score the completions of one problem, in parallel; the results are in their order."""
 
-        Raises:
-            RewardError: a worker cannot make what scores, or the problem cannot be pickled.
-        """
+        async def scored(completion: str) -> Score | FailedScore:
+            async with self.trajectory(problem) as trajectory:
+                return await trajectory.score(completion)
+
         if not self._workers:
-            return [await self._here(problem, completion) for completion in completions]
-        return await together(self._in_worker(problem, completion) for completion in completions)
+            return [await scored(completion) for completion in completions]
+        return await together(scored(completion) for completion in completions)
 
     @asynccontextmanager
     async def trajectory(self, problem: Problem) -> AsyncIterator["Trajectory"]:
-        """Reserve a class with tools or an agent for one trajectory, in a process that runs no other meanwhile."""
+        """Reserve a host for one trajectory, in a process that runs no other meanwhile."""
         if not self._workers:
-            assert isinstance(self._own, Tools | Agent)
-            yield Trajectory(self._own.fresh(), problem, self._tool_timeout_s, self._pid)
+            call = _call_in_thread if self._own.runs_in_thread else self._call_here
+            yield Trajectory(problem, self._tool_timeout_s, host=self._own.fresh(), call_here=call)
             return
         worker = await self._idle.get()
         try:
-            yield Trajectory(worker, problem, self._tool_timeout_s, self._pid)
+            yield Trajectory(problem, self._tool_timeout_s, worker=worker)
         finally:
             self._idle.put_nowait(worker)
 
@@ -94,93 +93,65 @@ class Scorer:
         for worker in self._workers:
             worker.kill()
 
-    async def _here(self, problem: Problem, completion: str) -> Score | FailedScore:
-        assert not isinstance(self._own, Tools | Agent)
-        await asyncio.sleep(0)  # lets requests to servers proceed
-        found = score_one(self._own, self._origin, problem, completion)
-        if os.getpid() != self._pid:
-            os._exit(0)  # a child that the score forked: it would be a second trainer
-        return found
 
-    async def _in_worker(self, problem: Problem, completion: str) -> Score | FailedScore:
-        worker = await self._idle.get()
-        try:
-            return await worker.score(problem, completion)
-        finally:
-            self._idle.put_nowait(worker)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Trajectory:
-    """An instance of a class with tools, or of an agent, up to its reward; of no further use after a FailedScore."""
+    """A host up to the reward of one completion; of no further use after a FailedScore."""
 
-    _host: "WorkerProcess | Tools | Agent"
     _problem: Problem
     _tool_timeout_s: float
-    _pid: int
+    worker: WorkerProcess | None = None
+    host: Host | None = None
+    """In place of a worker: one of this process."""
+    call_here: Callable[[Call], Awaitable[Any]] = _call_here
 
     async def begin(self) -> Reply | FailedScore:
         """Reset it; the reply is what `reset` adds to the prompt."""
-        return await self._ask("reset", "", "begin", self._problem, is_first=True)  # type: ignore[return-value]
+        return await self._ask("reset", "", "begin", self._problem, is_first=True)  # type: ignore[no-any-return]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply | FailedScore:
         """Call a tool, by a name and with arguments that a model wrote."""
         try:
-            return await self._ask(f"tool {name}", "", "call", name, arguments)  # type: ignore[return-value]
+            return await self._ask(f"tool {name}", "", "call", name, arguments)  # type: ignore[no-any-return]
         except NotPickledError:
             return Reply(text=f"error: the arguments of {shortened(name)} are nested too deeply", is_error=True)
 
     async def run(self, base_url: str) -> Reply | Score | FailedScore:
         """Run an agent to its end; after a reply, `score` has the reward."""
-        return await self._ask("the agent's run", "", "run", self._problem, base_url, is_first=True)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Stop the clock of an agent's time limit, which begins anew afterwards."""
-        if not isinstance(self._host, WorkerProcess):
-            yield
-            return
-        self._host.hold()
-        try:
-            yield
-        finally:
-            self._host.go_on()
+        run = self._ask("the agent's run", "", "run", self._problem, base_url, is_first=True)
+        return await run  # type: ignore[no-any-return]
 
     async def score(self, completion: str) -> Score | FailedScore:
         """Return the reward; `completion` is the text of the last turn."""
-        return await self._ask("", completion, "score", self._problem, completion)  # type: ignore[return-value]
+        return await self._ask("", completion, "score", self._problem, completion)  # type: ignore[no-any-return]
 
-    async def _ask(
-        self, name: str, completion: str, method: str, *given: Any, is_first: bool = False
-    ) -> Reply | Score | FailedScore:
-        if isinstance(self._host, WorkerProcess):
-            limit_s = self._tool_timeout_s if name else None
-            asked = question((method, *given))
-            return await self._host.ask(
-                asked, self._problem, completion, name=name, timeout_s=limit_s, is_first=is_first
-            )
-        await asyncio.sleep(0)
-        if isinstance(self._host, Agent):  # its requests are answered here meanwhile
-            return await _in_own_thread(lambda: self._here(method, given))
-        return self._here(method, given)
-
-    def _here(self, method: str, given: tuple[Any, ...]) -> Reply | Score | FailedScore:
-        found: Reply | Score | FailedScore = getattr(self._host, method)(*given)
-        if os.getpid() != self._pid:
-            os._exit(0)  # a child that foreign code forked
-        return found
-
-
-async def _in_own_thread(act: Callable[[], Result]) -> Result:
-    """Return `act()`; the event loop's own threads look up hosts, are few, and are waited for at its end."""
-    made = Future[Result]()
-    made.set_running_or_notify_cancel()
-
-    def run() -> None:
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Suspend an agent's time limit, which begins anew afterwards."""
+        if self.worker is not None:
+            self.worker.suspend_limit()
         try:
-            made.set_result(act())
-        except BaseException as error:  # noqa: BLE001  raised where it is awaited
-            made.set_exception(error)
+            yield
+        finally:
+            if self.worker is not None:
+                self.worker.resume_limit()
 
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return await asyncio.wrap_future(made)
+    async def _ask(self, name: str, completion: str, method: str, *given: Any, is_first: bool = False) -> Any:
+        if self.worker is not None:
+            return await self.worker.ask(
+                pickled((method, *given)), self._problem, completion,
+                name=name, timeout_s=self._tool_timeout_s if name else None, is_first=is_first or not name,
+            )  # fmt: skip
+        own = os.getpid()
+
+        def call() -> Any:
+            result = getattr(self.host, method)(*given)
+            if os.getpid() != own:
+                os._exit(0)  # a child that foreign code forked: it would be a second trainer
+            return result
+
+        return await self.call_here(call)
+
+
+async def _call_in_thread(call: Call) -> Any:
+    return await asyncio.wrap_future(in_thread(call, "agent"))

@@ -5,6 +5,9 @@ between them and us. The kernel gives an orphan to its nearest ancestor that is 
 runs no foreign code, and kills all of its descendants when the scoring process ends, when the trainer requests it, and
 when the trainer is gone. A process that a score forks has no connection, and ends where it would answer.
 
+The trainer sends pickled questions. A score may write anything to any descriptor, so answers are JSON of bounded size,
+checked field by field.
+
 Source: prctl(2) PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG; proc(5) `/proc/PID/oom_score_adj`. A process whose
     children have all been reaped has no descendants.
 """
@@ -12,25 +15,23 @@ Source: prctl(2) PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG; proc(5) `/proc/PID
 import contextlib
 import ctypes
 import faulthandler
+import json
 import os
 import pickle
-import select
 import signal
-import socket
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
-from io import BufferedRWPair
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 from bridge.core.foreign_code import foreign_code, said
 from bridge.errors import BridgeError, RewardError
-from bridge.scoring.agent import Agent
-from bridge.scoring.score import Origin, score_one
-from bridge.scoring.tools import Tools
-from bridge.scoring.wire import HEADER, NOT_PICKLED, STATUS, STOP, Answer, CannotScore, packed
+from bridge.scoring.score import FailedScore, Origin, Reply, Score, as_reward, host_of
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -38,84 +39,128 @@ GRACE_S = 2.0
 """Time for a process to end by itself."""
 PARENT_POLL_S = 1.0
 """How often the supervisor checks that the trainer is alive."""
+STOP = signal.SIGTERM
+"""Sent to the supervisor: let the scoring process write its stack, and end it."""
+END = signal.SIGUSR1
+"""Sent to the supervisor: end everything now."""
+BY_SIGNAL = 128
+"""Exit code of the supervisor minus this: the signal that ended the scoring process, as shells report it."""
+MAX_ANSWER_BYTES = 2**20
+NOT_PICKLED = (
+    "use classes and functions of modules that another process can import, not of the script that was started, or"
+    " score in this process: --reward-processes 0"
+)
 
 
-def supervise(control: int, channel: int, last_words: int, trainer: int) -> None:
-    """Start a process that scores over the socket `channel`, and obey the process `trainer` over the socket `control`.
+@dataclass(frozen=True, kw_only=True)
+class CannotScore:
+    """The error that the trainer raises because a worker can score nothing."""
 
-    Foreign code never has `control`; this process never keeps `channel`, so that it closes when the scoring ends.
+    message: str
+    remedy: str
+
+
+Answer = Origin | Score | FailedScore | Reply | CannotScore
+ANSWERS: Mapping[str, tuple[type[Any], Mapping[str, type]]] = {
+    "Origin": (Origin, {"name": str, "file": str, "place": str}),
+    "Score": (Score, {"reward": float, "parts": dict, "turns": list}),
+    "FailedScore": (FailedScore, {"kind": str, "line": str, "is_raised": bool}),
+    "Reply": (Reply, {"text": str, "is_error": bool}),
+    "CannotScore": (CannotScore, {"message": str, "remedy": str}),
+}
+"""Name of an answer -> its class, and the exact type of each field."""
+
+
+class NotPickledError(RewardError):
+    """A question cannot be sent to another process."""
+
+
+class BadAnswerError(ValueError):
+    """What a worker sent is not an answer."""
+
+
+# Messages
+
+
+def pickled(content: object) -> bytes:
+    """Return a recipe, or a call of its host, as workers read them."""
+    try:
+        return pickle.dumps(content)
+    except Exception as error:  # pickling runs code of the objects inside
+        raise NotPickledError(
+            f"what scores completions, or a problem, cannot be sent to another process: {type(error).__name__}"
+            f"{said(error)}",
+            remedy=NOT_PICKLED,
+        ) from error
+
+
+def written(number: int, answer: Answer) -> bytes:
+    """Return the answer to question `number` as JSON."""
+    return json.dumps([number, type(answer).__name__, asdict(answer)]).encode()
+
+
+def read(text: bytes) -> tuple[int, Answer]:
+    """Return the number of the question and the answer to it."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(constant)
+
+    try:
+        number, name, fields = json.loads(text, parse_constant=refuse)
+        kind, types = ANSWERS[name]
+        given_types = {field: type(value) for field, value in fields.items()}
+        numbers = [fields.get("reward", 0.0), *fields.get("parts", {}).values(), *fields.get("turns", ())]
+        are_rewards = all(type(one) is float and as_reward(one) is not None for one in numbers)  # 1e999 is infinity
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadAnswerError("not the JSON of an answer") from error
+    if type(number) is not int or given_types != types or not are_rewards:
+        raise BadAnswerError("other fields than an answer has")
+    return number, kind(**fields)
+
+
+# The supervisor
+
+
+def supervise(channel: int, last_words: int, trainer: int) -> None:
+    """Start a process that scores over the socket `channel`, and obey the signals of the process `trainer`.
+
+    This process never keeps `channel`, so that it closes when the scoring ends. Its exit code is that of the scoring.
     """
+    signals = (signal.SIGCHLD, STOP, END)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     _ignore_the_terminal()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     own = os.getpid()
-    for descriptor in (control, channel, last_words):
+    for descriptor in (channel, last_words):
         os.set_inheritable(descriptor, False)
     scoring = os.fork()
     if not scoring:
-        os.close(control)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         work(channel, last_words, own)
         return
     os.close(channel)
     os.close(last_words)
     ended: dict[int, int] = {}
     """Process that has ended -> its exit code, or minus its signal."""
-    with socket.socket(fileno=control) as connection:
-        _watch(scoring, ended, connection, trainer)
-        _end_all(ended)
-        with contextlib.suppress(OSError):  # the trainer is gone
-            connection.send(STATUS.pack(ended.get(scoring, 0)))
-
-
-def work(channel: int, last_words: int, supervisor: int) -> None:
-    """Score for the other end of the socket `channel` until it is closed; `supervisor` is the parent process.
-
-    A crash or a SIGTERM ends the process, with its stack written to the file `last_words`.
-    """
-    os.setpgid(0, 0)  # a score that signals its process group means what it has started
-    _ignore_the_terminal()
-    faulthandler.enable(last_words, all_threads=False)
-    faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)
-    os.register_at_fork(after_in_child=partial(_disconnect, channel, last_words))
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # ends before all others when memory runs out
-    if os.getppid() != supervisor:
-        os._exit(0)
-    with (
-        contextlib.suppress(ConnectionError),  # closed before everything was read, which is the end as well
-        socket.socket(fileno=channel) as connection,
-        connection.makefile("rwb") as stream,
-    ):
-        _serve(stream)
+    deadline = float("inf")
+    while os.getppid() == trainer and time.monotonic() < deadline and _reap(ended) and scoring not in ended:
+        received = signal.sigtimedwait(signals, PARENT_POLL_S)
+        if received is None:
+            continue
+        if received.si_signo == END:
+            break
+        if received.si_signo == STOP:
+            os.kill(scoring, signal.SIGTERM)  # ours to reap: nobody else can have its pid before that
+            deadline = time.monotonic() + GRACE_S
+    _end_all(ended)
+    status = ended.get(scoring, 0)
+    os._exit(status if status >= 0 else BY_SIGNAL - status)
 
 
 def _ignore_the_terminal() -> None:
     """Ignore the signals that a terminal sends to all of its processes: the trainer decides."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-
-
-# The supervisor
-
-
-def _watch(scoring: int, ended: dict[int, int], connection: socket.socket, trainer: int) -> None:
-    """Return once the process `scoring` has ended, or is to be killed."""
-    woken, waker = os.pipe()  # readable once a child has ended
-    os.set_blocking(waker, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    poll, deadline = select.poll(), float("inf")
-    poll.register(connection, select.POLLIN)
-    poll.register(woken, select.POLLIN)
-    while os.getppid() == trainer and time.monotonic() < deadline and _reap(ended) and scoring not in ended:
-        ready = [descriptor for descriptor, _ in poll.poll(PARENT_POLL_S * 1000)]
-        if woken in ready:
-            os.read(woken, 4096)
-        if connection.fileno() in ready:
-            if connection.recv(1) != STOP:
-                return
-            os.kill(scoring, signal.SIGTERM)  # ours to reap: nobody else can have its pid before that
-            deadline = time.monotonic() + GRACE_S
 
 
 def _reap(ended: dict[int, int]) -> bool:
@@ -141,6 +186,26 @@ def _end_all(ended: dict[int, int]) -> None:
 # The process that scores
 
 
+def work(channel: int, last_words: int, supervisor: int) -> None:
+    """Score for the other end of the socket `channel` until it is closed; `supervisor` is the parent process.
+
+    A crash or a SIGTERM ends the process, with its stack written to the file `last_words`.
+    """
+    os.setpgid(0, 0)  # a score that signals its process group means what it has started
+    _ignore_the_terminal()
+    faulthandler.enable(last_words, all_threads=False)
+    faulthandler.register(signal.SIGTERM, last_words, all_threads=False, chain=True)
+    os.register_at_fork(after_in_child=partial(_disconnect, channel, last_words))
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # ends before all others when memory runs out
+    if os.getppid() != supervisor:
+        os._exit(0)
+    # closed before everything was read is the end as well
+    with contextlib.suppress(ConnectionError, EOFError), Connection(channel) as connection:
+        _serve(connection)
+
+
 def _disconnect(*descriptors: int) -> None:
     """Point the descriptors nowhere; if they were closed, a file that a score opens could get their numbers."""
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -149,36 +214,27 @@ def _disconnect(*descriptors: int) -> None:
     os.close(nowhere)
 
 
-def _serve(stream: BufferedRWPair) -> None:
-    own, number = os.getpid(), 0
+def _serve(connection: Connection) -> None:
+    """Answer the recipe by whose code it made, then each call of the host; an empty message is the end."""
+    own = os.getpid()
 
-    def reply(answer: Answer) -> None:
+    def reply(number: int, answer: Answer) -> None:
         if os.getpid() != own:
             os._exit(0)  # a child that foreign code forked, and that returned in its place
-        stream.write(packed(number, answer))
-        stream.flush()
+        connection.send_bytes(written(number, answer))
 
+    number = 0
     try:
-        for number, question in enumerate(iter(partial(_read, stream), None)):
-            content = _unpickled(question)
-            if number == 0:  # the recipe
-                with foreign_code("making what scores completions", ""):
-                    scores = content()
-                    origin = scores.origin if isinstance(scores, Tools | Agent) else Origin.of(scores)
-                reply(origin)
-            elif isinstance(scores, Tools | Agent):
-                method, *given = content
-                reply(getattr(scores, method)(*given))
-            else:
-                reply(score_one(scores, origin, *content))
+        recipe = _unpickled(connection.recv_bytes())
+        with foreign_code("making what scores completions", ""):
+            host = host_of(recipe())
+        reply(0, host.origin)
+        while question := connection.recv_bytes():
+            number += 1
+            method, *given = _unpickled(question)
+            reply(number, getattr(host, method)(*given))
     except BridgeError as error:
-        reply(CannotScore(message=error.message, remedy=error.remedy))
-
-
-def _read(stream: BufferedRWPair) -> bytes | None:
-    """Return the next question; None at the end."""
-    header = stream.read(HEADER.size)
-    return stream.read(*HEADER.unpack(header)) if len(header) == HEADER.size else None
+        reply(number, CannotScore(message=error.message, remedy=error.remedy))
 
 
 def _unpickled(question: bytes) -> Any:

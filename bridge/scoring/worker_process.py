@@ -10,33 +10,26 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
+from concurrent.futures import Future
 from dataclasses import replace
+from enum import Enum, auto
 from functools import cache, partial
+from multiprocessing.connection import Connection
+from typing import Any
 
 from bridge.core import private
 from bridge.core.foreign_code import place_in
+from bridge.core.together import in_thread
 from bridge.errors import RewardError
-from bridge.scoring.score import FailedScore, Origin, Score, failed
-from bridge.scoring.tools import Reply
-from bridge.scoring.wire import (
-    HEADER,
-    MAX_ANSWER_BYTES,
-    STATUS,
-    STOP,
-    Answer,
-    BadAnswerError,
-    CannotScore,
-    question,
-    read,
-)
-from bridge.scoring.worker import GRACE_S
+from bridge.scoring import worker
+from bridge.scoring.score import FailedScore, Origin, Reply, Score, failed
+from bridge.scoring.worker import GRACE_S, MAX_ANSWER_BYTES, BadAnswerError, CannotScore
 from bridge.types import Problem
 
 PROGRAM = (
@@ -52,6 +45,17 @@ MAX_STACK_BYTES = 2**16
 """Read of the file that `faulthandler` writes: a score may write to it, too."""
 
 
+class State(Enum):
+    """What a worker does."""
+
+    STARTING = auto()
+    """It makes what scores."""
+    IDLE = auto()
+    ASKED = auto()
+    """It has a question and a time limit, which may be suspended."""
+    ENDED = auto()
+
+
 class WorkerProcess:
     """A worker as seen from here: started, asked one question at a time, killed and replaced."""
 
@@ -60,22 +64,14 @@ class WorkerProcess:
         self._recipe = recipe
         self._timeout_s = timeout_s
         self._variables = variables
-        self._is_asked, self._num_holding = False, 0
+        self._state = State.STARTING
+        self._num_suspending = 0
+        """Requests of an agent that suspend its time limit."""
         self._start()
-
-    async def score(self, problem: Problem, completion: str) -> Score | FailedScore:
-        """Return the score, or what happened instead.
-
-        Raises:
-            RewardError: as `ask`, or the problem cannot be pickled.
-        """
-        answer = await self.ask(question((problem, completion)), problem, completion)
-        assert not isinstance(answer, Reply)
-        return answer
 
     async def ask(
         self,
-        asked: bytes,
+        question: bytes,
         problem: Problem,
         completion: str,
         *,
@@ -87,24 +83,23 @@ class WorkerProcess:
 
         `name` is what is called, if it is not what scores; `timeout_s` its time limit, if it is another.
         `is_first`: the question needs nothing that an earlier one left in the process.
-
-        Raises:
-            RewardError: the process cannot make what scores.
         """
-        if self._channel.fileno() < 0 or (self._origin is not None and self._has_spoken()):  # it is gone
+        if self._state is State.ENDED or (self._state is State.IDLE and self._connection.poll()):  # it has exited
             self.kill()
             self._start()
             if not is_first:
                 kind = "the environment's process ended between two calls"
                 return failed(problem, completion, kind, kind)
         try:
-            origin = await self._ready()
-            answer = await self._answer(asked, self._timeout_s if timeout_s is None else timeout_s)
-        except BaseException:  # an answer that nobody waits for would be taken for the next one's
+            if self._state is State.STARTING:
+                await self._wait_until_ready()
+            answer = await self._answer(question, self._timeout_s if timeout_s is None else timeout_s)
+        except BaseException:  # its answer would be taken for that to the next question
             self.kill()
             raise
         if not isinstance(answer, str):
             return self._explained(answer)
+        origin = self._origin
         self._start()
         kind, place = f"{name or origin.name} {answer}", place_in(self._stack, origin.file)
         place = place or ("" if name else origin.place)
@@ -119,174 +114,159 @@ class WorkerProcess:
             _report(f"a tool failed{hint}")
         return answer
 
-    def hold(self) -> None:
-        """Stop the clock of the question's time limit until as many calls of `go_on`."""
-        self._num_holding += 1
-        if not self._is_late:
-            self._timer.cancel()
+    def suspend_limit(self) -> None:
+        """Suspend the question's time limit; pair each call with `resume_limit`."""
+        self._num_suspending += 1
+        self._set_limit(None)
 
-    def go_on(self) -> None:
-        self._num_holding -= 1
-        if self._is_asked and not self._is_late and not self._num_holding:
-            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._end)
+    def resume_limit(self) -> None:
+        self._num_suspending -= 1
+        if not self._num_suspending:
+            self._set_limit(asyncio.get_running_loop().time() + self._limit_s)
+
+    def _set_limit(self, when: float | None) -> None:
+        if self._state is State.ASKED:
+            with contextlib.suppress(RuntimeError):  # it has expired, or the answer is there
+                self._limit.reschedule(when)
 
     def dismiss(self) -> None:
         """Let it end by itself; follow with `kill`."""
-        if self._channel.fileno() >= 0 and self._origin is not None and not self._has_spoken():
-            self._channel.shutdown(socket.SHUT_WR)
-            self._channel.settimeout(GRACE_S)
+        if self._state is State.IDLE:
+            with contextlib.suppress(OSError):
+                self._connection.send_bytes(b"")
 
     def kill(self) -> None:
-        """End it, with all that it has started; one that was dismissed first gets a moment."""
-        if self._channel.fileno() < 0:
+        """End it, with all that it has started; one that was dismissed first gets a grace period."""
+        if self._state is State.ENDED:
             return
         try:
-            if self._channel.gettimeout():
-                with contextlib.suppress(TimeoutError, ConnectionError):
-                    self._channel.recv(1)
+            if self._state is State.IDLE:
+                self._connection.poll(GRACE_S)
         finally:
-            self._channel.close()
-            self._control.close()
+            self._state = State.ENDED
+            self._process.send_signal(worker.END)
             self._reap()
+            self._socket.shutdown(socket.SHUT_RDWR)  # a thread may still read
+            self._socket.close()
+            self._connection.close()
             with self._last_words:
                 self._last_words.seek(0)
-                written = self._last_words.read(MAX_STACK_BYTES).decode(errors="replace")
-            self._stack = [(file, int(line)) for file, line in reversed(FRAME.findall(written))]
+                stack = self._last_words.read(MAX_STACK_BYTES).decode(errors="replace")
+            self._stack = [(file, int(line)) for file, line in reversed(FRAME.findall(stack))]
 
     def _start(self) -> None:
-        (self._channel, channel), (self._control, control) = socket.socketpair(), socket.socketpair()
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
         self._last_words = tempfile.TemporaryFile()  # noqa: SIM115  closed once it is read
-        given = control.fileno(), channel.fileno(), self._last_words.fileno()
+        given = theirs.fileno(), self._last_words.fileno()
         path = json.dumps([str(folder) for folder in sys.path])
         command = [sys.executable, "-u", "-P", "-c", PROGRAM, path, *map(str, (*given, os.getpid()))]
         environment = private.worker_environment(self._variables) | direct_to_loopback()
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=given, process_group=0, env=environment
         )
-        channel.close()
-        control.close()
-        with contextlib.suppress(ConnectionError):  # it is gone already: the next question will notice
-            self._channel.sendall(self._recipe)
-        self._channel.setblocking(False)
-        self._control.setblocking(False)
-        self._origin: Origin | None = None
-        self._received = bytearray()
+        theirs.close()
+        with contextlib.suppress(ConnectionError):  # it has exited already: the next question will notice
+            self._connection.send_bytes(self._recipe)
+        self._state = State.STARTING
         self._number = 0
         """Of the last question."""
 
-    def _has_spoken(self) -> bool:
-        """Return whether an answer, or the end of the connection, can be read."""
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
-        return bool(poll.poll(0))
-
-    async def _ready(self) -> Origin:
-        """Wait until it has made what scores, and return whose code that is."""
-        if self._origin is not None:
-            return self._origin
+    async def _wait_until_ready(self) -> None:
+        """Wait until it has made what scores, and reports whose code that is."""
+        self._limit = asyncio.timeout(START_LIMIT_S)
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                made = await self._next()
-        except TimeoutError:
-            what = f"has not made it in {START_LIMIT_S:g} s"
+            self._origin = await self._exchange(None, Origin)
         except (EOFError, ConnectionError):
-            what = await self._how_it_ended()
+            how = await self._how_it_ended()
+            what = f"has not made it in {START_LIMIT_S:g} s" if self._limit.expired() else how
         except BadAnswerError:
             what = SPOILED
         else:
-            assert isinstance(made, Origin)
-            self._origin = made
-            return made
+            self._state = State.IDLE
+            return
         raise RewardError(
             f"a process for scoring completions cannot make what scores them: it {what}",
             remedy="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
         )
 
-    async def _answer(self, asked: bytes, timeout_s: float) -> Score | FailedScore | Reply | str:
+    async def _answer(self, question: bytes, timeout_s: float) -> Score | FailedScore | Reply | str:
         """Return the answer, or what the process did instead of answering, after which it has ended."""
-        loop = asyncio.get_running_loop()
-        self._is_late, self._limit_s, self._timer = False, timeout_s, loop.call_later(timeout_s, self._end)
-        self._is_asked, self._num_holding = True, 0
+        self._limit_s = timeout_s
+        self._num_suspending = 0
         self._number += 1
+        self._limit = asyncio.timeout(timeout_s)
+        self._state = State.ASKED
         try:
-            await loop.sock_sendall(self._channel, asked)
-            answer = await self._next()
-        except BadAnswerError:
+            answer = await self._exchange(question, Score | FailedScore | Reply)
+        except (EOFError, ConnectionError, BadAnswerError) as error:
+            is_late = self._limit.expired()
+            how = SPOILED if isinstance(error, BadAnswerError) else await self._how_it_ended()
             self.kill()
-            return SPOILED
-        except (EOFError, ConnectionError):
-            how = await self._how_it_ended()
-            return f"took longer than {timeout_s:g} s" if self._is_late else how
-        finally:
-            self._is_asked = False
-            self._timer.cancel()
-        if self._is_late:  # the answer came while it was being ended
-            self.kill()
-        assert isinstance(answer, Score | FailedScore | Reply)
-        return answer
+            return f"took longer than {timeout_s:g} s" if is_late else how
+        self._state = State.IDLE
+        return answer  # type: ignore[no-any-return]
 
-    def _end(self, *, has_spoken: bool = False) -> None:
-        """End it by a signal on which it writes its stack; not if this process was too busy to read its answer."""
-        loop = asyncio.get_running_loop()
-        if not has_spoken and self._has_spoken():  # what is there may be no whole answer: it has a moment to be read
-            self._timer = loop.call_later(GRACE_S, partial(self._end, has_spoken=True))
-            return
-        self._is_late = True
-        with contextlib.suppress(OSError):
-            self._control.send(STOP)
-        self._timer = loop.call_later(3 * GRACE_S, self._abandon)
+    async def _exchange(self, question: bytes | None, expected: Any) -> Any:
+        """Send a question, if there is one, and return the next answer.
 
-    def _abandon(self) -> None:
-        """Stop waiting for a supervisor that does not end it: a score may have stopped or killed that, too."""
-        self._process.kill()
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
-
-    async def _next(self) -> Answer:
-        """Return the answer to the last question.
-
-        Raises:
-            RewardError: the worker can score nothing.
-            EOFError: the connection ended.
-            BadAnswerError: what came is not an answer to that question.
+        Raises what keeps it from being one: a RewardError of the worker, a BadAnswerError, or that of the connection.
         """
-        (length,) = HEADER.unpack(await self._receive(HEADER.size))
-        if length > MAX_ANSWER_BYTES:
-            raise BadAnswerError(f"{length:,} bytes, expected at most {MAX_ANSWER_BYTES:,}")
-        number, answer = read(await self._receive(length))
+        connection = self._connection
+
+        def exchange() -> bytes:
+            if question is not None:
+                connection.send_bytes(question)
+            return connection.recv_bytes(MAX_ANSWER_BYTES)
+
+        try:
+            number, answer = worker.read(await self._in_time(in_thread(exchange, "worker")))
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise BadAnswerError(f"a message that was cut off, or of more than {MAX_ANSWER_BYTES:,} bytes") from error
         if isinstance(answer, CannotScore):
             raise RewardError(answer.message, remedy=answer.remedy + private.hint(answer.message, self._variables))
-        if number != self._number or isinstance(answer, Origin) != (number == 0):
+        if number != self._number or not isinstance(answer, expected):
             raise BadAnswerError("the answer to another question")
         return answer
 
-    async def _receive(self, num_bytes: int) -> bytes:
-        while len(self._received) < num_bytes:
-            if not (piece := await asyncio.get_running_loop().sock_recv(self._channel, 2**16)):
-                raise EOFError
-            self._received += piece
-        found = bytes(self._received[:num_bytes])
-        del self._received[:num_bytes]
-        return found
+    async def _in_time(self, received: Future[bytes]) -> bytes:
+        """Return what is received; past the limit, stop the process by a signal on which it writes its stack."""
+        answer = asyncio.wrap_future(received)
+        answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # also if nobody awaits it
+        try:
+            async with self._limit:
+                return await asyncio.shield(answer)
+        except TimeoutError:
+            if not received.done() and self._connection.poll():  # may be a partial message
+                await asyncio.wait({answer}, timeout=GRACE_S)
+        if not received.done():  # else this process was too busy to read it
+            self._process.send_signal(worker.STOP)
+            await asyncio.wait({answer}, timeout=3 * GRACE_S)
+        if not received.done():  # a score may have stopped or killed the supervisor, too
+            self._process.kill()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        return await answer
 
     async def _how_it_ended(self) -> str:
-        """Wait until it has ended; the supervisor reports nothing if only the connection was closed."""
-        reported = b""
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(2 * GRACE_S):
-                reported = await asyncio.get_running_loop().sock_recv(self._control, STATUS.size)
-        self.kill()
-        if len(reported) < STATUS.size:
+        """Wait until it has ended; if only the connection was closed, the supervisor goes on."""
+        wait = partial(self._process.wait, 2 * GRACE_S)
+        try:
+            status: int = await asyncio.wrap_future(in_thread(wait, "worker"))
+        except subprocess.TimeoutExpired:
+            status = -1
+        if status < 0:  # a score may have killed the supervisor, too
             return "closed the connection of its process"
-        (status,) = STATUS.unpack(reported)
-        if status >= 0:
+        if status <= worker.BY_SIGNAL:
             return f"ended its process with exit status {status}"
-        memory = " (out of memory?)" if status == -signal.SIGKILL else ""
-        names = {each.value: each.name for each in signal.Signals}  # most real-time signals have none
-        return f"ended its process by {names.get(-status, f'signal {-status}')}{memory}"
+        number = status - worker.BY_SIGNAL
+        memory = " (out of memory?)" if number == signal.SIGKILL else ""
+        names = {known.value: known.name for known in signal.Signals}  # most real-time signals have none
+        return f"ended its process by {names.get(number, f'signal {number}')}{memory}"
 
     def _reap(self) -> None:
-        """Wait for the supervisor, which ends everything once its connection is closed."""
+        """Wait for the supervisor, which ends everything first."""
         try:
             self._process.wait(2 * GRACE_S)
         except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError
 from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreachableError, UsageError
 from bridge.server import api_key, protocol
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import BRIDGE_ROUTES, Holder, InFlight, Refusal, Status, Written
+from bridge.server.protocol import BRIDGE_ROUTES, Holder, InFlight, Refusal, Status
 
 Answer = TypeVar("Answer", bound=BaseModel)
 CONFLICT = 409
@@ -28,7 +28,9 @@ CONNECT_LIMIT_S = 15.0
 CONTROL_LIMIT_S = 30.0
 """Timeout of a call that takes a healthy server milliseconds. vLLM's API server survives a killed engine: without a
 timeout the call would block forever, inside the fence, where Ctrl-C is held back."""
-FAREWELL_LIMIT_S = 5.0
+SCAN_LIMIT_S = 60.0
+"""Timeout of a scan of all weights."""
+RETURN_LIMIT_S = 5.0
 """Timeout for returning the lease, which also ends with this process."""
 KEEPALIVE_S = 2.0
 """Idle time after which a connection is not reused. vLLM closes it after 5 s, also httpx's default: a call at that
@@ -62,9 +64,9 @@ def open_http(url: str, *, token: str | None = None, timeout_s: float = CONTROL_
         raise UsageError(f"{url} is not the address of a server: {error}", remedy="give http://HOST:PORT") from error
 
 
-def open_async_http(*, timeout_s: float | None = None) -> httpx.AsyncClient:
-    """Open connections to any servers, by default with a timeout for connecting alone."""
-    return httpx.AsyncClient(**_options(None, timeout_s))
+def open_async_http() -> httpx.AsyncClient:
+    """Open connections to any servers, with a timeout for connecting alone."""
+    return httpx.AsyncClient(**_options(None, None))
 
 
 def _options(token: str | None, timeout_s: float | None) -> dict[str, Any]:
@@ -119,7 +121,8 @@ class VllmClient:
         self._http.close()
 
     def check_health(self) -> None:
-        """Raise ServerUnreachableError if the server reports that it is unhealthy."""
+        """Raise ServerUnreachableError if the server reports that it is unhealthy; UsageError if no key can be sent."""
+        api_key.headers()
         with suppress(UsageError):  # a proxy may lock this route alone
             response = self._send("GET", "/health", limit_s=self._control_limit_s)
             if response.is_server_error:
@@ -172,13 +175,7 @@ class VllmClient:
         return response
 
     def _answer(
-        self,
-        method: str,
-        route: str,
-        kind: type[Answer],
-        body: BaseModel | None = None,
-        *,
-        limit_s: float | None = None,
+        self, method: str, route: str, kind: type[Answer], body: BaseModel | None = None, limit_s: float | None = None
     ) -> Answer:
         content = None if body is None else body.model_dump(mode="json")
         response = self._send(method, route, content, limit_s=limit_s)
@@ -213,7 +210,7 @@ class BridgeClient(VllmClient):
         """Return the lease if this client took it, and close the connections."""
         if self._leased:
             with suppress(BridgeError):  # a dead server has no lease, and the end of this process frees any other
-                self._control("DELETE", "/bridge/lease", limit_s=min(FAREWELL_LIMIT_S, self._control_limit_s))
+                self._control("DELETE", "/bridge/lease", limit_s=min(RETURN_LIMIT_S, self._control_limit_s))
         self._leased = False
         super().close()
 
@@ -222,35 +219,17 @@ class BridgeClient(VllmClient):
 
     def take_lease(self, run: str) -> Status:
         """Become the only process that updates the server, until `close`; `run` names it in error messages."""
-        taken = self._control("POST", "/bridge/lease", protocol.LeaseRequest(holder=self._holder, run=run))
+        status = self._control("POST", "/bridge/lease", protocol.LeaseRequest(holder=self._holder, run=run))
         self._leased = True
-        return taken
+        return status
 
-    def pause(
-        self,
-        in_flight: InFlight,
-        *,
-        version: int | None = None,
-        last_checkpoint: Path | None = None,
-        writes: Written = "weights",
-        takeover: bool = False,
-        sleep: bool = False,
-        keep_kv: bool = False,
-    ) -> Status:
+    def pause(self, in_flight: InFlight, *, last_checkpoint: Path | None = None, **choices: Any) -> Status:
         """Stop generation and take the fence; with `wait` this may take as long as a request does.
 
-        See `PauseRequest`. The server refuses if it does not serve `version`.
+        `choices` are fields of `PauseRequest`. The server refuses if it does not serve their `version`.
         """
-        body = protocol.PauseRequest(
-            holder=self._holder,
-            version=version,
-            in_flight=in_flight,
-            last_checkpoint=None if last_checkpoint is None else str(last_checkpoint.absolute()),
-            writes=writes,
-            takeover=takeover,
-            sleep=sleep,
-            keep_kv=keep_kv,
-        )
+        checkpoint = None if last_checkpoint is None else str(last_checkpoint.absolute())
+        body = protocol.PauseRequest(holder=self._holder, in_flight=in_flight, last_checkpoint=checkpoint, **choices)
         limit_s = None if in_flight == "wait" else self._control_limit_s
         paused = self._answer("POST", "/bridge/pause", Status, body, limit_s=limit_s)
         self._paused_at = paused.version
@@ -264,6 +243,10 @@ class BridgeClient(VllmClient):
     def resume(self) -> Status:
         """Resume generation with the same version: nothing was written."""
         return self._control("POST", "/bridge/resume")
+
+    def finiteness(self) -> protocol.Finiteness:
+        """Return whether every weight is a finite number; the server scans all of them."""
+        return self._answer("GET", "/bridge/tensors/finite", protocol.Finiteness, limit_s=SCAN_LIMIT_S)
 
     def digests(self, part: int = 0) -> dict[str, str]:
         """Return the digest of each of vLLM's parameters on one of its ranks, computed by the server."""
@@ -311,20 +294,16 @@ def max_model_len(url: str) -> int | None:
 
 def refusal_of(response: httpx.Response) -> Refusal | None:
     """Return the refusal of a patched vLLM; None if the response is anything else."""
-    if response.status_code != CONFLICT:
-        return None
-    try:
-        return Refusal.model_validate_json(response.content)
-    except ValidationError:
-        return None
+    with suppress(ValidationError):
+        return Refusal.model_validate_json(response.content) if response.status_code == CONFLICT else None
+    return None
 
 
 def words_of(response: httpx.Response) -> str:
     """Return the server's own error message on one line, truncated."""
-    try:
+    words = response.text
+    with suppress(ValueError, KeyError, TypeError):
         words = str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        words = response.text
     return " ".join(words.split())[:300]
 
 

@@ -18,33 +18,32 @@ SWITCH = "VLLM_ENABLE_SHARED_WEIGHTS"
 
 def running() -> dict[Path, Manifest]:
     """Return the manifest of each running server of this user, by its path."""
-    found = {}
+    servers = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError, ManifestError):  # it has ended, is another user's, or has no manifest
-            if path := _place(process):
+            if path := _manifest_path(process):
                 manifest = manifests.read(path)
                 if manifest.server.pid == process.pid and manifest.server.is_alive():
-                    found[path] = manifest
-    return found
+                    servers[path] = manifest
+    return servers
 
 
 def find(given: Path | None = None) -> Path:
     """Return the manifest's path as `manifest.find` does, or else that of the only running server.
 
-    Raises:
-        ManifestError: there is none, or there are several servers.
+    ManifestError if there is none, or several servers.
     """
     try:
         return manifests.find(given)
     except ManifestError as error:
-        others = running() if given is None else {}
-        if len(others) == 1:
-            return next(iter(others))
-        if not others:
+        servers = running() if given is None else {}
+        if len(servers) == 1:
+            return next(iter(servers))
+        if not servers:
             raise
         raise ManifestError(
-            f"{error.message}; {len(others)} servers were started elsewhere",
-            remedy=f"choose one: {' or '.join(choice(path, others[path]) for path in sorted(others))}",
+            f"{error.message}; {len(servers)} servers were started elsewhere",
+            remedy=f"choose one: {' or '.join(choice(path, servers[path]) for path in sorted(servers))}",
         ) from error
 
 
@@ -53,7 +52,7 @@ def choice(path: Path, manifest: Manifest) -> str:
     return f"--vllm-config-path {path} ({manifest.model}, pid {manifest.server.pid})"
 
 
-def _place(process: psutil.Process) -> Path | None:
+def _manifest_path(process: psutil.Process) -> Path | None:
     """Return where a server writes its manifest; None if the process is not one of Bridge's servers."""
     environment: dict[str, str] = process.environ()
     if environment.get(SWITCH, "0").lower() not in {"1", "true"}:

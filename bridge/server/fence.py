@@ -1,23 +1,31 @@
 """The trainer's side of the fence: the only window in which served weights change.
 
     pause      the scheduler stops, every rank's device is idle, the prefix cache is dropped
-    prepare    optional: the caller computes, in the KV cache's memory if the cache sleeps meanwhile
-    write      the caller writes, then waits for its own device
+    prepare    optional: the caller computes, in the KV cache's memory if the cache sleeps
+    write      the caller writes; the fence waits for its device
     publish    the version goes up, generation resumes
+
+As code:
+
+    with fence.publish(client, Update()) as window:     # pause
+        with window.preparing():                        # optional
+            compute()
+        write()
+    window.times                                        # published
 
 Only the process that holds the server's lease may write. A process that only reads, such as `bridge verify` during
 training, may hold the fence too; the next process waits for it.
 
 Ctrl-C acts at once while the caller prepares: nothing has been written, and the server resumes unchanged. Anywhere else
 in the window it is deferred, so an interrupt never leaves half-written weights. An error during the write leaves the
-server paused, and torn once this process is gone: half-written weights are never served.
+server paused, and torn once this process has ended: half-written weights are never served.
 """
 
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,21 +41,15 @@ BUSY_LIMIT_S = 120.0
 """Longest wait for another process to leave the fence: `bridge verify` computes a digest of every weight inside it."""
 BUSY_POLL_S = 0.1
 LET_GO_LIMIT_S = 10.0
-"""Longest wait for the other parts of a replica to free the KV cache's memory after an update was abandoned."""
+"""Longest wait for the other parts of a replica to free the KV cache's memory after an update failed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Update:
     """One change of what is served."""
 
-    write: Callable[[], object]
-    """Writes it; an interrupt is deferred until then."""
-    _: KW_ONLY
-    prepare: Callable[[], None] | None = None
-    """Runs before `write` and changes nothing that is served. If it raises, the server resumes unchanged, and the
-    result is dropped. An interrupt acts at once."""
     sleep: bool = False
-    """Give both the KV cache's memory; they must free it again."""
+    """Give the caller the KV cache's memory, which must be free again at the end."""
     last_checkpoint: Path | None = None
     """What repairs the server if this process dies while it writes."""
     is_last: bool = False
@@ -55,7 +57,7 @@ class Update:
     version: int | None = None
     """Publish as this version, or as the next one if that is later; None: as the next one."""
     takeover: bool = False
-    """`write` sets everything, so that it may repair a torn server."""
+    """Everything is written, so that a torn server may be repaired."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,33 @@ class FenceTimes:
     """Seconds until the server generated again."""
 
 
+class Window:
+    """An open fence: the block may write, and an error in it leaves the server torn."""
+
+    times: FenceTimes
+    """Known once the update is published."""
+
+    def __init__(self, paused: float, server: "_Server | None", ranks: Ranks) -> None:
+        self.paused = paused
+        self.prepared = paused
+        self._server = server
+        self._ranks = ranks
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Compute before anything is written: an error lets the server resume unchanged, Ctrl-C acts at once."""
+        try:
+            with acting_interrupt():
+                yield
+            self._ranks.run_on_all(lambda: None)
+        except BaseException as error:
+            if self._server is not None:
+                self._server.resume(error)
+            raise
+        self.prepared = time.perf_counter()
+
+
+@contextmanager
 def publish(
     client: BridgeClient | None,
     update: Update,
@@ -81,111 +110,101 @@ def publish(
     served: int | None = None,
     writes: Written = "weights",
     ranks: Ranks = ALONE,
-) -> FenceTimes:
-    """Run `update` inside the fence; requests that are kept in flight may keep their keys and values, too.
+) -> Iterator[Window]:
+    """Pause the server, let the block write, and publish; requests kept in flight may keep their keys and values, too.
 
     The server refuses if it does not serve version `served`; None: any. Several ranks are inside together: none writes
     before all servers stand still, and none publishes before all have written. The first part of each replica alone has
     a `client`.
 
-    Raises:
-        AttachError: the server refuses the fence, or has no memory for its KV cache afterwards.
-        ServerUnreachableError: the server is gone.
+    AttachError if the server refuses the fence, or has no memory for its KV cache afterwards; ServerUnreachableError if
+    it does not answer.
     """
-    if client is None:
-        return run(update, lambda: 0, pause=lambda: None, abandon=partial(_let_go, update), ranks=ranks)
-    pause = partial(
-        client.pause,
-        in_flight,
-        version=served,
-        last_checkpoint=update.last_checkpoint,
-        writes=writes,
-        takeover=update.takeover,
-        sleep=update.sleep,
-        keep_kv=keep_kv,
+    pause = (
+        None
+        if client is None
+        else partial(
+            client.pause,
+            in_flight,
+            version=served,
+            last_checkpoint=update.last_checkpoint,
+            writes=writes,
+            takeover=update.takeover,
+            sleep=update.sleep,
+            keep_kv=keep_kv,
+        )
     )
-
-    def abandon(error: BaseException | None) -> None:
-        _let_go(update, error)
-        _resume(client, limit_s=LET_GO_LIMIT_S if update.sleep and ranks.tp_size > 1 else 0)
-
-    return run(
-        update, lambda: client.publish(update.version).version,
-        pause=lambda: _pause(client, pause), abandon=abandon, ranks=ranks,
-    )  # fmt: skip
+    others_sleep = update.sleep and ranks.tp_size > 1
+    server = _Server(client, pause, update, resume_limit_s=LET_GO_LIMIT_S if others_sleep else 0)
+    with run(update, server.publish, server=server, ranks=ranks) as window:
+        yield window
 
 
+@dataclass(frozen=True)
+class _Server:
+    """The server of one update. Without a client, another part of the replica talks to it."""
+
+    client: BridgeClient | None
+    send_pause: Callable[[], Status] | None
+    update: Update
+    resume_limit_s: float
+    """How long other ranks' memory may be in the way of the KV cache when the server resumes."""
+
+    def pause(self) -> None:
+        if self.client is not None and self.send_pause is not None:
+            _pause(self.client, self.send_pause)
+
+    def publish(self) -> int:
+        return 0 if self.client is None else self.client.publish(self.update.version).version
+
+    def resume(self, error: BaseException | None = None) -> None:
+        """Resume with the same version, once the memory is free that the KV cache needs."""
+        if self.update.sleep:
+            while error is not None:  # the local variables of every frame it passed through hold the memory to free
+                traceback.clear_frames(error.__traceback__)
+                error = error.__context__
+        _free_memory(self.update)
+        if self.client is not None:
+            _retry(self.client.resume, AttachError, limit_s=self.resume_limit_s)
+
+
+@contextmanager
 def run(
-    update: Update,
-    publish: Callable[[], int],
-    *,
-    pause: Callable[[], object] | None = None,
-    abandon: Callable[[BaseException | None], object] = lambda _: None,
-    ranks: Ranks = ALONE,
-) -> FenceTimes:
-    """Run and time `update`: `pause`, prepare, write, and `publish`, which returns the new version.
+    update: Update, publish: Callable[[], int], *, server: _Server | None = None, ranks: Ranks = ALONE
+) -> Iterator[Window]:
+    """Run and time the block between the pause of `server` and `publish`, which returns the new version.
 
-    Without `pause` no server is paused: only this process holds the weights. `abandon` is called if preparing fails.
-    Of a replica's parts, what the first one's `publish` returns counts.
+    Without `server` none is paused: only this process holds the weights. Of a replica's parts, what the first one's
+    `publish` returns counts.
     """
     with deferred_interrupt(), ranks.in_fence():
         start = paused = time.perf_counter()
-        if pause is not None:
-            ranks.run_on_all(pause, undo=lambda: abandon(None))
+        if server is not None:
+            ranks.run_on_all(server.pause, undo=server.resume)
             paused = time.perf_counter()
-        if update.prepare is not None:
-            try:
-                with acting_interrupt():
-                    update.prepare()
-                ranks.run_on_all(lambda: None)
-            except BaseException as error:
-                abandon(error)
-                raise
-        prepared = time.perf_counter()
-        ranks.run_on_all(lambda: _written(update))
+        window = Window(paused, server, ranks)
+        with ranks.raise_on_all():
+            yield window
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            _free_memory(update)  # before any server wakes its KV cache: it lies on several ranks' GPUs
         written = time.perf_counter()
         versions = ranks.one_per_replica(ranks.run_and_gather(publish))
         version = versions[ranks.dp_rank]
         assert len(set(versions)) == 1, versions
         published = time.perf_counter()
-    return FenceTimes(
+    window.times = FenceTimes(
         version=version,
-        pause_s=paused - start,
-        prepare_s=prepared - paused,
-        write_s=written - prepared,
+        pause_s=window.paused - start,
+        prepare_s=window.prepared - window.paused,
+        write_s=written - window.prepared,
         publish_s=published - written,
     )
 
 
-def _let_go(update: Update, error: BaseException | None = None) -> None:
-    """Free the memory that a sleeping KV cache needs."""
+def _free_memory(update: Update) -> None:
     if update.sleep:
-        while error is not None:  # the local variables of every frame it passed through hold the memory to free
-            traceback.clear_frames(error.__traceback__)
-            error = error.__context__
         torch.cuda.empty_cache()  # the KV cache needs what the allocator would keep
-
-
-def _resume(client: BridgeClient, *, limit_s: float) -> None:
-    """Resume with the same version, up to `limit_s` after other ranks' memory was still in the way of the KV cache."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            client.resume()
-        except AttachError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(BUSY_POLL_S)
-        else:
-            return
-
-
-def _written(update: Update) -> None:
-    """Write, and let go before any server wakes its KV cache: it lies on several ranks' GPUs."""
-    update.write()
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    _let_go(update)
 
 
 @contextmanager
@@ -213,14 +232,25 @@ def frozen(client: BridgeClient) -> Iterator[bool]:
 
 def when_free(call: Callable[[], Status]) -> Status:
     """Retry `call` while another process holds the fence, up to `BUSY_LIMIT_S`; an interrupt acts while it waits."""
-    deadline = time.monotonic() + BUSY_LIMIT_S
+    return _retry(call, FenceBusyError, limit_s=BUSY_LIMIT_S, wait=acting_interrupt)
+
+
+def _retry(
+    call: Callable[[], Status],
+    refusal: type[AttachError],
+    *,
+    limit_s: float,
+    wait: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Status:
+    """Retry `call` while the server refuses it in this way, up to `limit_s`, and wait in the context `wait`."""
+    deadline = time.monotonic() + limit_s
     while True:
         try:
             return call()
-        except FenceBusyError:
+        except refusal:
             if time.monotonic() > deadline:
                 raise
-        with acting_interrupt():
+        with wait():
             time.sleep(BUSY_POLL_S)
 
 

@@ -1,7 +1,4 @@
-"""The manifest: what a server exports so that a trainer can attach, and the file that holds it.
-
-`bridge/weights/attach.py` opens its handles.
-"""
+"""The manifest: what a server exports so that a trainer can attach, and the file that holds it."""
 
 import errno
 import json
@@ -11,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,7 +24,6 @@ START_SERVER = "start one with: bridge serve-vllm --model MODEL"
 REWRITTEN = "restart the server, which rewrites it"
 KEYS = {"ipc_handles", "param_mappings", "single_copy_enabled"}
 """Keys of a manifest of any version of Bridge. A file that has all of them may be replaced."""
-
 Dtype = Annotated[str, Field(pattern="^(bfloat16|float16|float32|float64)$")]
 """torch's name of an element type that can be trained."""
 
@@ -127,9 +123,11 @@ class Shard(Record):
     Empty when the server serves no adapters."""
 
 
-class _Server(Record):
-    """What all ranks of a server share."""
+class Manifest(Shard):
+    """One server, and what each of its ranks exports: the document has the fields of rank 0 at its top."""
 
+    other_shards: tuple[Shard, ...]
+    """What the ranks after the first export, in the order of ranks."""
     schema_version: Literal[2] = SCHEMA_VERSION
     """Format of the file."""
     model: str
@@ -163,33 +161,13 @@ class _Server(Record):
     versions: dict[str, str]
     """The server's versions of bridge, vllm, torch and transformers."""
 
-
-class Manifest(_Server):
-    """One server, and what each of its ranks exports."""
-
-    shards: tuple[Shard, ...]
-    """In the order of ranks."""
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """In the order of ranks."""
+        return (self, *self.other_shards)
 
     def shard(self, rank: int) -> Shard:
         return self.shards[rank]
-
-
-class _File(Shard, _Server):
-    """The document on disk: the documented format has the fields of rank 0 at its top."""
-
-    other_shards: tuple[Shard, ...]
-    """What the ranks after the first export, in the order of ranks."""
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Self:
-        first, *others = manifest.shards
-        fields = dict(manifest) | dict(first) | {"other_shards": others}
-        return cls(**{name: fields[name] for name in cls.model_fields})
-
-    def manifest(self) -> Manifest:
-        fields = dict(self)
-        first = Shard(**{name: fields[name] for name in Shard.model_fields})
-        return Manifest(**{name: fields[name] for name in _Server.model_fields}, shards=(first, *self.other_shards))
 
 
 def search_path() -> tuple[Path, ...]:
@@ -215,10 +193,8 @@ def find(given: Path | None = None) -> Path:
                 return path
     if given is not None:
         raise ManifestError(f"no manifest at {paths[0]}", remedy=f"{START_SERVER} --vllm-config-path {given}")
-    raise ManifestError(
-        f"no manifest: no {MANIFEST_NAME} in {', '.join(str(path.parent) for path in paths)}",
-        remedy=f"{START_SERVER} (in this folder), or name its file with --vllm-config-path",
-    )
+    message = f"no manifest: no {MANIFEST_NAME} in {', '.join(str(path.parent) for path in paths)}"
+    raise ManifestError(message, remedy=f"{START_SERVER} (in this folder), or name its file with --vllm-config-path")
 
 
 def load(given: Path | None = None) -> Manifest:
@@ -230,18 +206,12 @@ def load(given: Path | None = None) -> Manifest:
 
 
 def read(path: Path) -> Manifest:
-    """Read and validate the manifest at `path`; its server may be dead.
-
-    Raises:
-        ManifestError: it is missing, another user's, truncated, edited, or has another schema.
-    """
+    """Read and validate the manifest at `path`, whose server may have ended; ManifestError if it cannot be used."""
     try:
         document = json.loads(_content(path))
     except (ValueError, RecursionError) as error:
-        raise ManifestError(
-            f"{path} is not a complete JSON document ({error}): it was truncated or edited",
-            remedy=f"{REWRITTEN}; {START_SERVER}",
-        ) from error
+        message = f"{path} is not a complete JSON document ({error}): it was truncated or edited"
+        raise ManifestError(message, remedy=f"{REWRITTEN}; {START_SERVER}") from error
     if not isinstance(document, dict):
         raise ManifestError(f"{path} holds a {type(document).__name__}, expected an object", remedy=START_SERVER)
     if document.get("ipc_handles") == {}:
@@ -255,7 +225,7 @@ def read(path: Path) -> Manifest:
             remedy="install the same version of Bridge for server and trainer, and restart the server",
         )
     try:
-        return _File.model_validate(document).manifest()
+        return Manifest.model_validate(document)
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
@@ -269,35 +239,28 @@ def check_server(manifest: Manifest, path: Path) -> None:
     """Raise ManifestError unless the server that wrote `manifest` is a live process on this host."""
     if manifest.boot_id != boot_id():
         here = socket.gethostname()
-        cause = (
-            "it was written before this host's last boot"
-            if manifest.host == here
-            else f"it was written on host {manifest.host}, this is {here}"
-        )
-        raise ManifestError(f"{path} cannot be used here: {cause}", remedy=START_SERVER)
+        origin = "before this host's last boot" if manifest.host == here else f"on host {manifest.host}, this is {here}"
+        raise ManifestError(f"{path} cannot be used here: it was written {origin}", remedy=START_SERVER)
     if not manifest.server.is_visible():
         raise ManifestError(
             f"{path} was written in another PID namespace (a container?) by pid {manifest.server.pid}",
             remedy="run both in one container, or share it: docker run --pid=container:NAME --ipc=container:NAME",
         )
     if not manifest.server.is_alive():
-        raise ManifestError(
-            f"{path} is stale: its server, pid {manifest.server.pid}, is gone",
-            remedy=f"remove the file or {START_SERVER}",
-        )
+        message = f"{path} is stale: its server, pid {manifest.server.pid}, is gone"
+        raise ManifestError(message, remedy=f"remove the file or {START_SERVER}")
 
 
 def write(manifest: Manifest, path: Path) -> None:
     """Write `manifest` to `path` atomically, readable only by its owner.
 
-    Raises:
-        ManifestError: the path cannot be written, or holds a file that is not a manifest.
+    ManifestError if the path cannot be written, or holds a file that is not a manifest.
     """
     refuse_other_file(path)
     with _one_line_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        atomic_file.replace(path, _File.of(manifest).model_dump_json(indent=1).encode(), mode=0o600)
+        atomic_file.replace(path, manifest.model_dump_json(indent=1).encode(), mode=0o600)
     except UsageError as error:
         remedy = f"make room for it in {path.parent}, or choose another place with --vllm-config-path"
         raise ManifestError(error.message, remedy=remedy) from error
@@ -305,13 +268,10 @@ def write(manifest: Manifest, path: Path) -> None:
 
 def refuse_other_file(path: Path) -> None:
     """Raise ManifestError if there is a file at `path` that is not a manifest of this user, of any version."""
-    if not os.path.lexists(path):
-        return
-    try:
+    document = None
+    with suppress(ManifestError, ValueError, RecursionError):
         document = json.loads(_content(path))
-    except (ManifestError, ValueError, RecursionError):
-        document = None
-    if not (isinstance(document, dict) and document.keys() >= KEYS):
+    if os.path.lexists(path) and not (isinstance(document, dict) and document.keys() >= KEYS):
         raise ManifestError(
             f"{path} is not a manifest of Bridge, and is kept",
             remedy=f"choose another place with --vllm-config-path, or remove it yourself: rm {path}",
@@ -330,23 +290,18 @@ def _content(path: Path) -> bytes:
     with _one_line_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
         with os.fdopen(descriptor, "rb") as file:
-            _check_opened(path, os.fstat(descriptor))
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ManifestError(f"{path} is not a regular file", remedy=START_SERVER)
+            if status.st_uid != os.getuid():
+                owner = f"user {status.st_uid}, expected {os.getuid()}"
+                raise ManifestError(f"{path} belongs to {owner}: its server cannot be used", remedy=START_SERVER)
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ManifestError(
+                    f"{path} is writable by other users (mode {stat.S_IMODE(status.st_mode):04o}), expected 0600",
+                    remedy=f"{REWRITTEN}; or, if nobody has changed it: chmod 600 {path}",
+                )
             return file.read()
-
-
-def _check_opened(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise ManifestError(f"{path} is not a regular file", remedy=START_SERVER)
-    if found.st_uid != os.getuid():
-        raise ManifestError(
-            f"{path} belongs to user {found.st_uid}, expected {os.getuid()}: another user's server cannot be used",
-            remedy=START_SERVER,
-        )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ManifestError(
-            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):04o}), expected 0600",
-            remedy=f"{REWRITTEN}; or, if nobody has changed it: chmod 600 {path}",
-        )
 
 
 @contextmanager
@@ -355,10 +310,8 @@ def _one_line_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ManifestError(
-                f"{path} is a symbolic link, expected the manifest itself",
-                remedy=f"--vllm-config-path {os.path.realpath(path)}",
-            ) from error
+            message = f"{path} is a symbolic link, expected the manifest itself"
+            raise ManifestError(message, remedy=f"--vllm-config-path {os.path.realpath(path)}") from error
         raise ManifestError(
             f"cannot use the manifest {path}: {error.strerror}",
             remedy=f"ls -ld {path.parent} {path}; or name another place with --vllm-config-path",

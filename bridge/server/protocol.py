@@ -69,8 +69,24 @@ class Lease(Record):
     since: float
     """When it was taken, in seconds since 1970."""
 
+    @property
+    def trainer(self) -> str:
+        """The holder, for messages."""
+        return f"trainer (pid {self.holder.pid}, run {self.run})"
 
-class Status(Record):
+
+class Capabilities(Record):
+    """What a server can do, which stays the same while it runs."""
+
+    can_sleep: bool = False
+    """Whether a pause can free the KV cache."""
+    kv_tokens: int | None = None
+    """Tokens that the KV cache holds; None: unknown."""
+    can_keep_kv: bool = True
+    """Whether in-flight requests may keep their keys and values during an update."""
+
+
+class Status(Capabilities):
     """The answer of `GET /bridge/status`, and of every change of the fence."""
 
     model: str
@@ -86,12 +102,6 @@ class Status(Record):
     """What the holder writes, or may have left half-written."""
     last_checkpoint: str | None = None
     """Absolute path of the last checkpoint that a writer named; None: none did since the server loaded."""
-    can_sleep: bool = False
-    """Whether a pause can free the KV cache."""
-    kv_tokens: int | None = None
-    """Tokens that the KV cache holds; None: unknown."""
-    can_keep_kv: bool = True
-    """Whether in-flight requests may keep their keys and values during an update."""
     lease: Lease | None = None
     """The lease of a running trainer; None: it is free."""
 
@@ -113,11 +123,11 @@ class Status(Record):
         last = self.last_checkpoint
         if last and Path(last).is_dir():
             return f"bridge restore {shlex.quote(last)}"
-        gone = f"{last} is gone; " if last else ""
+        missing = f"{last} is gone; " if last else ""
         if self.writes == "adapter":
-            return f"bridge restore ADAPTER ({gone}any saved adapter with the same modules and rank works)"
+            return f"bridge restore ADAPTER ({missing}any saved adapter with the same modules and rank works)"
         first = f"for the first weights: bridge restore {shlex.quote(self.model)}"
-        return f"bridge restore CHECKPOINT ({gone}any folder with weights of this model works; {first})"
+        return f"bridge restore CHECKPOINT ({missing}any folder with weights of this model works; {first})"
 
 
 class HolderRequest(Record):

@@ -6,7 +6,7 @@ PEFT's own factor is 1. Saving divides again: the result is a plain PEFT adapter
 Beside a part of a weight lies a part of its adapter: the same columns of A, and the same rows of B. What is saved is
 whole, whatever the number of parts.
 
-Not covered: how vLLM gets it (`bridge/modes/lora_memory.py`, `bridge/modes/lora_disk.py`).
+Not covered: how vLLM gets it (`bridge/modes/lora.py`).
 Source: LoRA, arXiv 2106.09685; `LoRALayerWeights.optimize` in vLLM's `lora/lora_weights.py`.
 """
 
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bridge.config import TrainConfig
+from bridge.config import LoraConfig
 from bridge.errors import UsageError
 from bridge.ranks.world import ALONE, Ranks
-from bridge.weights.adapter_folder import WEIGHTS_NAME
-from bridge.weights.cut import Cut
-from bridge.weights.parts import Parts
+from bridge.weights.parts import Cut, Parts
+from bridge.weights.stored_tensors import ADAPTER_WEIGHTS
 
 NAME = "default"
 """PEFT's name of the one adapter."""
@@ -53,8 +53,10 @@ class Adapter:
     def __init__(
         self,
         model: PreTrainedModel,
-        config: TrainConfig,
+        lora: LoraConfig,
         *,
+        seed: int,
+        base_name: str,
         cuts: Sequence[Mapping[str, Cut]] = (),
         tp_group: Ranks = ALONE,
     ) -> None:
@@ -62,25 +64,22 @@ class Adapter:
 
         `cuts` are what each part of a replica holds of every parameter of `model`, if there are several, and `tp_group`
         the ranks that hold them. Every part then gets its part of the same adapter.
-
-        Raises:
-            UsageError: no linear layer of the model has one of the names.
         """
-        names = [name.strip() for name in config.lora.target_modules.split(",")]
+        names = [name.strip() for name in lora.target_modules.split(",")]
         if names != [ALL_LINEAR]:
             _refuse_unmatched(model, names)
-        settings = LoraConfig(
-            r=config.lora.r,
-            lora_alpha=config.lora.alpha,
-            lora_dropout=config.lora.dropout,
+        settings = peft.LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
             target_modules=ALL_LINEAR if names == [ALL_LINEAR] else names,
             task_type="CAUSAL_LM",
         )
-        self.scaling = config.lora.alpha / config.lora.r
+        self.scaling = lora.alpha / lora.r
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-            torch.manual_seed(config.seed)
+            torch.manual_seed(seed)
             self._peft: PeftModel = get_peft_model(model, settings, autocast_adapter_dtype=False)
-        self._peft.peft_config[NAME].base_model_name_or_path = config.model_name
+        self._peft.peft_config[NAME].base_model_name_or_path = base_name
         self.modules: dict[str, Matrices] = {}
         model.eval()  # PEFT inserts in training mode; of the whole model only the adapter's dropout may be active
         for name, module in model.named_modules():
@@ -89,7 +88,7 @@ class Adapter:
                 self.modules[name] = Matrices(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
                 layer.scaling[NAME] = 1.0
                 layer.lora_dropout.train()
-        self.cuts = [_with_adapter(each, self.modules, config.lora.r) for each in cuts]
+        self.cuts = [_with_adapter(each, self.modules, lora.r) for each in cuts]
         """What each part holds of every parameter of the model, by the names that they have now."""
         self._parts = Parts(cuts=self.cuts, tp_group=tp_group) if cuts else None
         for name in self.lr_factors() if self._parts is not None else ():
@@ -107,26 +106,18 @@ class Adapter:
         return sum(m.lora_a.nbytes + m.lora_b.nbytes for m in self.modules.values())
 
     def save(self, folder: Path) -> None:
-        """Write it into `folder` in the form that PEFT and stock vLLM load; meanwhile the other parts call `pass_on`.
-
-        Raises:
-            RankError: what parts hold alike differs; nothing was written.
-        """
+        """Write it into `folder` as PEFT and stock vLLM load it; meanwhile the other ranks call `pass_on`."""
         tensors = {name: tensor.contiguous() for name, tensor in self._unscaled()}
-        save_file(tensors, folder / WEIGHTS_NAME, {"format": "pt"})
+        save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
         self._peft.peft_config[NAME].save_pretrained(str(folder))
 
     def pass_on(self) -> None:
-        """Take part while another part saves; raises what `save` raises."""
+        """Take part while another rank saves; raises what `save` raises."""
         for _ in self._unscaled():
             pass
 
     def load(self, folder: Path) -> None:
-        """Copy a saved adapter, or this part of it, into the matrices, in place.
-
-        Raises:
-            UsageError: as `check` does; nothing was copied.
-        """
+        """Copy a saved adapter, or this part of it, into the matrices, in place."""
         saved = self.check(folder)
         with torch.no_grad():
             for name, parameter in self._state().items():
@@ -134,14 +125,10 @@ class Adapter:
                 parameter.copy_(value.double() * self.scaling if "lora_B" in name else value)
 
     def check(self, folder: Path) -> dict[str, Tensor]:
-        """Return a saved adapter's tensors, which fit.
-
-        Raises:
-            UsageError: it cannot be read, or has other shapes, other modules or another scaling.
-        """
+        """Return a saved adapter's tensors, which fit."""
         try:
-            saved: dict[str, Tensor] = load_file(folder / WEIGHTS_NAME)
-            config = LoraConfig.from_pretrained(str(folder))
+            saved: dict[str, Tensor] = load_file(folder / ADAPTER_WEIGHTS)
+            config = peft.LoraConfig.from_pretrained(str(folder))
         except (OSError, ValueError, SafetensorError) as error:
             raise UsageError(f"{folder} holds no readable adapter: {error}", remedy="name another one") from error
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}

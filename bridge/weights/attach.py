@@ -18,12 +18,29 @@ from transformers import PreTrainedModel
 from bridge.errors import AttachError, ManifestError
 from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shard, View
 from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
-from bridge.weights.cut import Cut
 from bridge.weights.layout import Shape
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.parts import Cut
 
 SAME_FLAGS = "start it with the flags that it had before"
 RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """The model to train, and where its weights are."""
+
+    model: PreTrainedModel
+    """In evaluation mode; what is trained requires gradients, and nothing else does."""
+    device: torch.device
+    """Where its weights are."""
+    lr_factors: Mapping[str, float]
+    """Every trained parameter, by its name in the model -> factor of the learning rate."""
+    cuts: Sequence[Mapping[str, Cut]] = ()
+    """What each part of a replica holds of every parameter; empty: the model is whole."""
+    open_s: float
+    """Seconds to attach or load its weights."""
+    weight_bytes: int
+    """Bytes of weights that this process holds beside the server's; 0 with one copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +88,6 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
 
     The trainer has `num_parts` processes, as many as the server has ranks. If there are several, each parameter is the
     part that this rank holds: `AttachedModel.cuts`.
-
-    Raises:
-        ManifestError: the server has another number of ranks, or its weights are not shared.
-        UnsupportedModelError: a parameter of either side has no partner, or the two compute positions differently.
-        AttachError: the memory cannot be opened.
     """
     _refuse_other_servers(manifest, num_parts)
     shard = manifest.shard(rank)
@@ -104,12 +116,7 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
 
 
 def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
-    """Point the parameters of an attached model at a restarted server; they stay the same objects.
-
-    Raises:
-        ManifestError: as `attach`, or the server is on another GPU.
-        AttachError: the memory cannot be opened; the model is unchanged.
-    """
+    """Point the parameters of an attached model at a restarted server; they stay the same objects."""
     start = time.perf_counter()
     _refuse_other_servers(manifest, len(attached.cuts))
     shard, before = manifest.shard(attached.shard.rank), attached.shard.gpu_uuid
@@ -188,11 +195,7 @@ def _check_layout(manifest: Manifest, shard: Shard, shapes: Mapping[str, Shape])
 
 
 def open_handles(handles: Mapping[str, AnyHandle], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a tensor per handle, each in the server's own memory.
-
-    Raises:
-        AttachError: one cannot be opened, does not fit into its storage, or overlaps another.
-    """
+    """Return a tensor per handle, each in the server's own memory."""
     files: dict[tuple[str, int], torch.UntypedStorage] = {}
     tensors = {}
     for name, handle in handles.items():

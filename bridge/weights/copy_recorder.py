@@ -82,11 +82,7 @@ class CopyRecorder(ViewsOnly):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func`, unless it copies a source or writes into a target.
-
-        Raises:
-            UnsupportedModelError: it writes into a source.
-        """
+        """Run `func`, unless it copies a source or writes into a target."""
         changed = [tensor for tensor in _changed(func, args, kwargs or {}) if tensor.numel()]
         for tensor in changed:
             if name := self._sources.get(storage_of(tensor)):

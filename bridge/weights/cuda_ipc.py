@@ -20,9 +20,6 @@ def export(tensor: torch.Tensor) -> CudaHandle:
     """Describe `tensor`'s storage so that another process can open it.
 
     The exporter must keep the tensor alive; this process itself cannot open the handle (CUDA's rule).
-
-    Raises:
-        AttachError: the allocator's segments are expandable and have no legacy IPC handle.
     """
     assert tensor.is_cuda, tensor.device
     storage: Any = tensor.untyped_storage()
@@ -55,11 +52,7 @@ def export(tensor: torch.Tensor) -> CudaHandle:
 
 
 def open_storage(handle: CudaHandle, device: torch.device) -> torch.UntypedStorage:
-    """Map the exporter's memory into this process, on `device`; nothing is copied or allocated.
-
-    Raises:
-        AttachError: the driver refuses; the usual reasons are named.
-    """
+    """Map the exporter's memory into this process, on `device`; nothing is copied or allocated."""
     opener: Any = torch.UntypedStorage
     try:
         storage: torch.UntypedStorage = opener._new_shared_cuda(
@@ -88,11 +81,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def device_of(uuid: str) -> torch.device:
-    """Return this process's device for the GPU `uuid`.
-
-    Raises:
-        AttachError: this process does not see that GPU.
-    """
+    """Return this process's device for the GPU `uuid`."""
     seen = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
     if uuid not in seen:
         raise AttachError(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from bridge.errors import UnsupportedModelError
 from bridge.server.manifest import View
-from bridge.weights.cut import Cut, Runs, held_by
+from bridge.weights.parts import Cut, Runs, held_by
 
 Shape = tuple[int, ...]
 OTHER_MODES = "use --mode lora_only or --mode none, which need no shared full weights"
@@ -46,11 +46,7 @@ def contiguous_stride(shape: Shape) -> Shape:
 
 
 def join(name: str, shape: Shape, copies: Sequence[Copy]) -> View:
-    """Return the view that the copies of the parameter `name` add up to: of all of it, or of one rank's block of it.
-
-    Raises:
-        UnsupportedModelError: they do not add up to one view.
-    """
+    """Return the view that the copies of the parameter `name` add up to: of all of it, or of one rank's block of it."""
     parameters = {copy.parameter for copy in copies}
     if len(parameters) != 1:
         raise _refusal(name, f"vLLM loads it into {' and '.join(sorted(parameters)) or 'none of its parameters'}")
@@ -156,12 +152,7 @@ def check_coverage(
     views: Mapping[str, View],
     padding: Mapping[str, int],
 ) -> None:
-    """Check that one rank's views and the model agree in every shape, and that each of its elements has one owner.
-
-    Raises:
-        UnsupportedModelError: a parameter of either side without a partner, a wrong shape, an overlap
-            or a gap; the first three of them are named.
-    """
+    """Check that one rank's views and the model agree in every shape, and that each of its elements has one owner."""
     faults = [
         *(f"{name}: in the model, not among vLLM's" for name in sorted(model_shapes.keys() - views.keys())),
         *(f"{name}: exported by vLLM, not in the model" for name in sorted(views.keys() - model_shapes.keys())),
@@ -181,11 +172,7 @@ def check_coverage(
 
 
 def check_parts(parts: Sequence[Mapping[str, View]]) -> None:
-    """Check the views of all ranks: every index of a parameter is on one of them, and one axis is cut at most.
-
-    Raises:
-        UnsupportedModelError: as `check_coverage` does.
-    """
+    """Check the views of all ranks: every index of a parameter is on one of them, and one axis is cut at most."""
     names = sorted({name for views in parts for name in views})
     _refuse([f"{name}: on some of vLLM's ranks only" for name in names if any(name not in views for views in parts)])
     cuts = ((name, [cut_of(views[name]) for views in parts]) for name in names)

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from bridge.core import memory
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights import rope, skeleton
-from bridge.weights.attach import leave_a_core
+from bridge.weights.attach import OpenedModel, leave_a_core
 from bridge.weights.model_folder import no_progress_bar
-from bridge.weights.opened_model import OpenedModel
 
 GIB = 2**30
 AGAIN = "download or copy the model again"
@@ -34,11 +33,6 @@ def load(
 
     The default of `dtype` is the configuration's, or float32 if it names none. Positions are computed as by a server
     whose longest sequence has `max_model_len` tokens (None: unknown) and that runs the model as `server_class`.
-
-    Raises:
-        UsageError: no such model or device, not enough memory, weights that are missing or do not fit, or positions
-            that depend on an unknown length.
-        UnsupportedModelError: it is quantized, in float16, or not a plain causal language model of transformers.
     """
     empty = skeleton.build(model, torch.float32)
     rope.follow_server(empty, max_model_len, server_class=server_class)  # refused before anything is loaded
@@ -108,11 +102,7 @@ def _no_room(model: str, device: torch.device, needed: int, free: int) -> UsageE
 
 
 def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load all weights of `model` into main memory; `auto` keeps the dtype of the model.
-
-    Raises:
-        UsageError: there is no such model, or it lacks some of its weights.
-    """
+    """Load all weights of `model` into main memory; `auto` keeps the dtype of the model."""
     loaded: PreTrainedModel
     try:
         with no_progress_bar():

@@ -8,8 +8,7 @@ Not covered: writing a folder whole or not at all (`bridge/core/whole_folder.py`
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from itertools import chain
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shutil import copyfile
 
@@ -27,6 +26,7 @@ from transformers.utils import logging
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights.copy_recorder import ViewsOnly, storage_of
 from bridge.weights.layout import OTHER_MODES
+from bridge.weights.parts import Parts
 from bridge.weights.stored_tensors import Stored, describe, headers, refuse_misfits
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -46,9 +46,6 @@ def tokenizer_files(source: str | Path) -> tuple[Path, ...]:
     """Return the tokenizer's files of `source`, a folder or a hub name, and its generation defaults if it has any.
 
     Call it before training: a checkpoint must not fail for lack of them.
-
-    Raises:
-        UsageError: `source` has no tokenizer, or cannot be reached.
     """
     for folder in _source_folders(str(source)):
         if has_tokenizer(folder):
@@ -64,21 +61,13 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Copy what `tokenizer_files` finds into the existing `folder`.
-
-    Raises:
-        UsageError: `source` has no tokenizer, or cannot be reached; nothing was copied.
-    """
+    """Copy what `tokenizer_files` finds into the existing `folder`."""
     for path in tokenizer_files(source):
         copyfile(path, folder / path.name)
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy a whole model with its tokenizer into the existing `folder`, and nothing else that `source` holds.
-
-    Raises:
-        UsageError: it has no configuration, no weights or no tokenizer; nothing was copied.
-    """
+    """Copy a whole model with its tokenizer into the existing `folder`, and nothing else that `source` holds."""
     index = source / INDEX_NAME
     held = [source / CONFIG_NAME, *_weight_files(source), *([index] if index.is_file() else [])]
     missing = [path.name for path in held if not path.is_file()]
@@ -103,20 +92,50 @@ def _source_folders(source: str) -> Iterator[Path]:
             yield Path(snapshot_download(source, allow_patterns=[*_COPIED_FILES], local_files_only=local_files_only))
 
 
-def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path, parts: Parts | None = None) -> None:
     """Write `model` and its tokenizer into the existing `folder`.
 
     Weights may be views into storages of any size: the files hold the Hugging Face tensors alone, tied ones once.
-
-    Raises:
-        UsageError: `tokenizer_source` has no tokenizer; nothing was written.
-        OSError, SafetensorError: the disk is full or refuses.
+    With `parts` the model is one rank's: it is gathered tensor by tensor, and the other ranks call `pass_on`. The
+    folder is the same, and any number of ranks can load it.
     """
-    copied = tokenizer_files(tokenizer_source)
-    saved = saved_form(model, dict(model.named_parameters()))
-    write(chain(saved.items(), buffers(model)), model, folder)
-    for path in copied:
-        copyfile(path, folder / path.name)
+    tensors = _whole_tensors(model, parts)
+    try:
+        copied = tokenizer_files(tokenizer_source)
+        write(tensors, model, folder)
+        for path in copied:
+            copyfile(path, folder / path.name)
+    finally:
+        for _ in tensors if parts is not None else ():  # the other ranks wait until everything was gathered
+            pass
+
+
+def pass_on(model: PreTrainedModel, parts: Parts) -> None:
+    """Take part while another rank saves, or would if it could; raises RankError as `save` does."""
+    for _ in _whole_tensors(model, parts):
+        pass
+
+
+def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tuple[str, Tensor]]:
+    """Return every tensor of the files; those of `parts` in host memory, once the ranks are known to agree."""
+    if parts is not None:
+        parts.check_alike(dict(model.named_parameters()))
+    return _gathered(model, parts)
+
+
+def _gathered(model: PreTrainedModel, parts: Parts | None) -> Iterator[tuple[str, Tensor]]:
+    if parts is None:
+        yield from saved_form(model, dict(model.named_parameters())).items()
+    else:
+        whole = _on_meta(model, parts)
+        views = saved_form(model, whole)
+        for name, parameter in model.named_parameters():
+            gathered = parts.whole(name, parameter)
+            for key, view in views.items():
+                if storage_of(view) == storage_of(whole[name]):
+                    yield key, _like(gathered, view).contiguous()
+    if parts is None or parts.tp_group.is_rank_zero:
+        yield from _buffers(model)
 
 
 def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder: Path) -> None:
@@ -157,7 +176,7 @@ def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder:
         model.generation_config.save_pretrained(folder)
 
 
-def buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield what the files hold beside the parameters."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     yield from ((name, buffer) for name, buffer in model.state_dict().items() if name not in parameters)
@@ -167,9 +186,6 @@ def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict
     """Return views of `parameters`, which are `model`'s by name, under the names and in the pieces of its files.
 
     In memory transformers holds the experts of a layer as one parameter; a file has two or three per expert.
-
-    Raises:
-        UnsupportedModelError: they are saved in a form that is no view of them.
     Source: transformers 5.17 and 5.19, `core_model_loading.py`, which `save_pretrained` uses.
     """
     held = {name: tensor.detach() for name, tensor in parameters.items()}
@@ -185,53 +201,67 @@ def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict
     return saved
 
 
-def check(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse a folder whose weights are not those of `model` by name, shape and type; only headers are read.
-
-    Raises:
-        UsageError: names up to three offenders.
-    """
-    plan(model, folder)
+def check(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
+    """Check that the folder's weights are those of `model` by name, shape and type; only headers are read."""
+    _files_of(model, folder, _on_meta(model, parts))
 
 
-def load_into(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the folder's weights into the memory of the model's parameters, one tensor at a time.
-
-    Raises:
-        UsageError: as `check` does; no parameter was touched.
-    """
-    places = saved_form(model, dict(model.named_parameters(remove_duplicate=False)))
-    for path, names in plan(model, folder).items():
-        with torch.no_grad(), safe_open(path, framework="pt") as file:
+def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
+    """Copy the folder's weights, or this rank's part of them, into the model's parameters; a misfit touches none."""
+    whole = _on_meta(model, parts)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = {name: first[id(tied)] for name, tied in model.named_parameters(remove_duplicate=False)}
+    views = saved_form(model, {name: whole[aliases[name]] for name in aliases})
+    owners = {storage_of(tensor): name for name, tensor in whole.items()}
+    files = _files_of(model, folder, whole)
+    stored = dict[str, list[str]]()
+    for name in files:
+        stored.setdefault(owners[storage_of(views[name])], []).append(name)
+    with torch.no_grad(), ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {*files.values()}}
+        for owner, names in stored.items():
+            parameter = model.get_parameter(owner)
+            target = parameter if parts is None else torch.empty(whole[owner].shape, dtype=parameter.dtype)
             for name in names:
-                places[name].copy_(file.get_tensor(name))
+                _like(target, views[name]).copy_(opened[files[name]].get_tensor(name))
+            if parts is not None:
+                parameter.copy_(parts.own[owner].of(target))
 
 
-def plan(model: PreTrainedModel, folder: Path, parameters: Mapping[str, Tensor] | None = None) -> dict[Path, list[str]]:
-    """Return, per file, the names of the tensors to copy, all of them checked.
+def _on_meta(model: PreTrainedModel, parts: Parts | None) -> dict[str, Tensor]:
+    """Return every parameter as it is when whole, without memory."""
+    return {
+        name: torch.empty(
+            parameter.shape if parts is None else parts.own[name].shape, dtype=parameter.dtype, device="meta"
+        )
+        for name, parameter in model.named_parameters()
+    }
 
-    `parameters` stand for the model's if it holds parts of them.
-    """
-    places: dict[str, Path] = {}
+
+def _like(whole: Tensor, view: Tensor) -> Tensor:
+    """Return the same view of the contiguous `whole` that `view` is of its own storage."""
+    assert whole.is_contiguous(), whole.stride()
+    return whole.as_strided(view.shape, view.stride(), int(whole.storage_offset() + view.storage_offset()))
+
+
+def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor]) -> dict[str, Path]:
+    """Return the file of each tensor to copy, all of them checked against the `whole` parameters."""
+    files: dict[str, Path] = {}
     found: dict[str, Stored] = {}
     for path in _weight_files(folder):
         stored = headers(path)
-        places |= dict.fromkeys(stored, path)
+        files |= dict.fromkeys(stored, path)
         found |= stored
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}  # the other names of a tied parameter -> its first
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
-    saved = saved_form(model, parameters or dict(model.named_parameters()))
     left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in found}
     wanted = {name: text for name, text in found.items() if name not in left_out}
-    expected = {name: describe(tensor) for name, tensor in saved.items()}
+    expected = {name: describe(tensor) for name, tensor in saved_form(model, whole).items()}
     refuse_misfits(str(folder), {aliases.get(name, name): text for name, text in wanted.items()}, expected)
-    made: dict[Path, list[str]] = {}
-    for name in wanted:
-        made.setdefault(places[name], []).append(name)
-    return made
+    return {name: files[name] for name in wanted}
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,23 +1,139 @@
-"""The weights of a replica whose parts lie with several ranks: put together, and compared where parts hold them alike.
+"""What each tensor-parallel rank holds of a Hugging Face parameter, and the whole put together again.
 
-Every part of the replica calls these functions together.
+Every rank of a replica calls the methods of `Parts` together.
 
-Not covered: gradients (`bridge/passes/parallel.py`).
+Not covered: where in vLLM's memory a part lies (`View` in `bridge/server/manifest.py`), gradients
+(`bridge/passes/parallel.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from bridge.errors import RankError
 from bridge.ranks.world import Ranks
-from bridge.weights.cut import Cut, held_by
 from bridge.weights.digest import digest
 
 CHUNK = 2**26
 """Elements of a part that are gathered at once."""
+Runs = tuple[tuple[int, int], ...]
+"""Indices along one axis: runs (start, length), one after the other."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter's shape, and the indices of it that one part holds, in their order there."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    runs: tuple[Runs, ...]
+    """Per axis; a whole axis is `((0, n),)`."""
+
+    @property
+    def axis(self) -> int | None:
+        """The first axis of which the part lacks something; None: it holds the whole parameter."""
+        return next((axis for axis, size in enumerate(self.part_shape) if size != self.shape[axis]), None)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that the part holds."""
+        return math.prod(self.part_shape)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        return tuple(sum(length for _, length in runs) for runs in self.runs)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this part of the whole parameter; a view if it is one run, or everything."""
+        assert tuple(whole.shape) == self.shape, (tuple(whole.shape), self.shape)
+        for axis, runs in enumerate(self.runs):
+            pieces = [whole.narrow(axis, start, length) for start, length in runs]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+        return whole
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Copy this part to its place in the whole parameter."""
+        assert tuple(part.shape) == self.part_shape, (tuple(part.shape), self.part_shape)
+        if (axis := self.axis) is None:
+            whole.copy_(part)
+            return
+        lengths = [length for _, length in self.runs[axis]]
+        for (start, length), piece in zip(self.runs[axis], part.split(lengths, axis), strict=True):
+            whole.narrow(axis, start, length).copy_(piece)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Cut":
+        """Return the cut of a part that holds all of it."""
+        return cls(tuple(shape), tuple(((0, size),) for size in shape))
+
+
+def held_by(parts: Sequence[Runs]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return the indices that any part holds as runs (start, length), each with the parts that hold all of it.
+
+    A run ends where another part's begins or ends, so that no part holds a piece of one.
+    """
+    spans = [[(start, start + length) for start, length in runs] for runs in parts]
+    edges = sorted({edge for runs in spans for span in runs for edge in span})
+    cells = []
+    for low, high in pairwise(edges):
+        holders = [part for part, runs in enumerate(spans) if any(start <= low and high <= end for start, end in runs)]
+        if holders:
+            cells.append((low, high - low, tuple(holders)))
+    return cells
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Elements of a parameter that several ranks hold."""
+
+    name: str
+    """The parameter."""
+    axis: int | None
+    """The axis that is cut; None: all ranks hold the whole parameter."""
+    start: int
+    """The first index along the axis, counted in the whole parameter."""
+    length: int
+    parts: tuple[int, ...]
+    """The ranks that hold them."""
+    adds_up: bool
+    """Whether each rank knows a share of the gradient, as inside a block; else each knows all of it, and the first
+    one's counts, so that all stay equal to the bit."""
+
+    def of(self, tensor: Tensor, cut: Cut) -> Tensor:
+        """Return these elements of a rank's parameter or gradient, as a view."""
+        if self.axis is None:
+            return tensor
+        before = 0
+        for start, length in cut.runs[self.axis]:
+            if start <= self.start < start + length:
+                return tensor.narrow(self.axis, before + self.start - start, self.length)
+            before += length
+        raise AssertionError(f"this rank does not hold {self}")
+
+    def num_elements(self, cut: Cut) -> int:
+        """Count them; `cut` is any rank's."""
+        return math.prod(self.length if axis == self.axis else size for axis, size in enumerate(cut.shape))
+
+
+def shared_elements(cuts: Sequence[Mapping[str, Cut]], adding_up: Collection[str] = ()) -> Iterator[Shared]:
+    """Yield the elements that several ranks hold, in the same order on every rank.
+
+    `adding_up` are the parameters whose shared elements have a share of the gradient on each rank.
+    """
+    for name in cuts[0]:
+        held = [of_rank[name] for of_rank in cuts]
+        axis = next((cut.axis for cut in held if cut.axis is not None), None)
+        if axis is None:
+            length = held[0].shape[0] if held[0].shape else 1
+            yield Shared(name, None, 0, length, tuple(range(len(cuts))), name in adding_up)
+            continue
+        for start, length, ranks in held_by([cut.runs[axis] for cut in held]):
+            if len(ranks) > 1:
+                yield Shared(name, axis, start, length, ranks, name in adding_up)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +162,22 @@ class Parts:
         most = max(map(len, flat))
         for start in range(0, most, CHUNK):
             row = own.new_zeros(1, min(CHUNK, most - start))
-            row[0, : len(own[start : start + CHUNK])] = own[start : start + CHUNK]
-            for place, found in zip(flat, self.tp_group.all_gather(row), strict=True):
-                place[start : start + CHUNK] = found[: len(place[start : start + CHUNK])]
+            chunk = own[start : start + CHUNK]
+            row[0, : len(chunk)] = chunk
+            for target, gathered in zip(flat, self.tp_group.all_gather(row), strict=True):
+                target[start : start + CHUNK] = gathered[: len(target[start : start + CHUNK])]
         whole = torch.empty(cuts[0].shape, dtype=mine.dtype)
         for cut, part in zip(cuts, flat, strict=True):
             cut.put(whole, part.view(cut.part_shape))
         return whole
 
     def check_alike(self, parameters: Mapping[str, Tensor]) -> None:
-        """Compare what several parts hold.
-
-        Raises:
-            RankError: they differ.
-        """
+        """Compare what several parts hold."""
+        rank = self.tp_group.rank
         mine = {
-            (name, start): digest(tensor)
-            for name, parameter in parameters.items()
-            for start, tensor in self._shared(name, parameter)
+            (shared.name, shared.start): digest(shared.of(parameters[shared.name], self.own[shared.name]))
+            for shared in shared_elements(self.cuts)
+            if rank in shared.parts and shared.name in parameters
         }
         for part, other in enumerate(self.tp_group.all_gather_object(mine)):
             differing = sorted(
@@ -71,21 +185,7 @@ class Parts:
             )
             if differing:
                 raise RankError(
-                    f"parts {self.tp_group.rank} and {part} of a replica differ in {differing[0]}, expected equal"
-                    " values: the weights are not saved",
+                    f"ranks {rank} and {part} of a replica differ in {differing[0]}, expected equal values: the weights"
+                    " are not saved",
                     remedy="resume from the last checkpoint; and report it, with the model and the GPUs",
                 )
-
-    def _shared(self, name: str, parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows of a parameter that other parts hold, too, with their first index in the whole."""
-        cuts = [cuts[name] for cuts in self.cuts]
-        axis = next((cut.axis for cut in cuts if cut.axis is not None), None)
-        if axis is None:
-            yield 0, parameter
-        elif axis == 0:
-            offset = 0
-            for start, length, holders in held_by([cut.runs[0] for cut in cuts]):
-                if self.tp_group.rank in holders:
-                    if len(holders) > 1:
-                        yield start, parameter[offset : offset + length]
-                    offset += length

@@ -35,10 +35,6 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
 
     A model whose RoPE does not depend on the length is left alone. It may be called again for another server.
     `server_class` is vLLM's class of the model, if known.
-
-    Raises:
-        UsageError: the frequencies depend on a length that the server does not report, or cannot serve.
-        UnsupportedModelError: the server or transformers computes this kind of RoPE in another way.
     """
     for module, layer_type, parameters in _dependent(model):
         kind, name = parameters["rope_type"], type(model).__name__

@@ -29,11 +29,7 @@ class SharedBlock(NamedTuple):
 
 
 def allocate(num_bytes: int) -> SharedBlock:
-    """Create and map a shared file of `num_bytes`; it lives as long as this process or a mapping does.
-
-    Raises:
-        AttachError: there is not that much memory.
-    """
+    """Create and map a shared file of `num_bytes`; it lives as long as this process or a mapping does."""
     left = memory.left_bytes()
     if num_bytes > left:  # Linux would not refuse: it would kill a process
         raise _no_room(num_bytes, f"{left / 2**30:.2f} GiB are left")
@@ -48,11 +44,7 @@ def allocate(num_bytes: int) -> SharedBlock:
 
 
 def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
-    """Map the first `num_bytes` of another process's shared file, readable and writable.
-
-    Raises:
-        AttachError: the file is gone, is another user's, is no server's memory, or is smaller than expected.
-    """
+    """Map the first `num_bytes` of another process's shared file, readable and writable."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

@@ -23,12 +23,7 @@ MISBUILT = (
 
 
 def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return `model`'s causal language model with every parameter on the meta device.
-
-    Raises:
-        UsageError: there is no such model.
-        UnsupportedModelError: it is quantized, not a causal language model of transformers, or cannot be trained here.
-    """
+    """Return `model`'s causal language model with every parameter on the meta device."""
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, *MISBUILT) as error:

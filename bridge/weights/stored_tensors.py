@@ -1,6 +1,11 @@
-"""The names, types and shapes in a safetensors file, compared with the expected ones; no tensor is read."""
+"""The names, types and shapes in safetensors files, compared with a model's or a server's adapter slots.
 
-from collections.abc import Mapping
+No tensor is read.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,11 +14,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bridge.errors import UsageError
+from bridge.server.manifest import Shard
+from bridge.weights.layout import Shape, cut_of
 
 _DTYPE_CODES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
     torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_MATRIX = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_NOT_PLAIN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
+"""What PEFT may add to plain LoRA, and vLLM or the slots' layout leave out; false or empty if unused."""
 
 
 class Stored(NamedTuple):
@@ -27,11 +39,7 @@ class Stored(NamedTuple):
 
 
 def headers(path: Path) -> dict[str, Stored]:
-    """Return what a file stores, by name, and check its length.
-
-    Raises:
-        UsageError: it is missing or not a whole safetensors file.
-    """
+    """Return what a file stores, by name, and check its length."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
@@ -48,11 +56,7 @@ def describe(tensor: Tensor) -> Stored:
 
 
 def refuse_misfits(name: str, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Compare descriptions by name; errors call the whole `name`.
-
-    Raises:
-        UsageError: some differ or have no partner; the message names up to three of them.
-    """
+    """Compare descriptions by name; errors call the whole `name`."""
     odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
     if odd:
         faults = [
@@ -63,3 +67,36 @@ def refuse_misfits(name: str, found: Mapping[str, object], expected: Mapping[str
             f"{name} does not fit the model: {'; '.join(faults)}{more}",
             remedy="name what was saved from this very model, in its own dtype",
         )
+
+
+def check_adapter(folder: Path, shard: Shard) -> None:
+    """Check that each matrix in `folder` has its place in the slots of `shard`, of any rank of a server."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text())
+        extras = [f"{name} {config[name]}" for name in _NOT_PLAIN if config.get(name)]
+    except (OSError, ValueError, AttributeError) as error:  # the last: it holds no object
+        raise UsageError(f"{path} cannot be read: {error}", remedy="name a complete adapter") from error
+    shapes = {name: part.shape for name, part in headers(folder / ADAPTER_WEIGHTS).items()}
+    faults = [*extras, *_misfits(shapes, shard)] or ([] if shapes else ["it has no matrices"])
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise UsageError(
+            f"the adapter {folder} does not fit the server's slots: {'; '.join(faults[:3])}{more}",
+            remedy="name an adapter that was trained beside this server, such as SAVE_PATH/adapter_step_N",
+        )
+
+
+def _misfits(shapes: Mapping[str, Shape], shard: Shard) -> Iterator[str]:
+    for name, shape in sorted(shapes.items()):
+        matrix = _MATRIX.fullmatch(name)
+        slot = shard.lora_slots.get(matrix["module"]) if matrix else None
+        if matrix is None or slot is None:
+            yield f"there is no slot for {name}"
+            continue
+        is_a = matrix["side"] == "A"  # a slot is [adapters, 1, *matrix]; an adapter may have a lower rank
+        most = slot.lora_a.shape[2]
+        outputs, inputs = cut_of(shard.param_mappings[f"{matrix['module']}.weight"]).shape
+        room, rank, width = ((most, inputs), 0, 1) if is_a else ((outputs, most), 1, 0)
+        if len(shape) != 2 or shape[rank] > room[rank] or shape[width] != room[width]:
+            yield f"{name} is {shape}, its slot {room}"

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from bridge.checks.result import Check, any_failed
+from bridge.checks import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
+from bridge.processes.server_command import prepare
+from bridge.processes.start_checks import check_software, free_port
 from bridge.run.run_directory import RunDirectory, write_json
-from bridge_cli import console, ranks
+from bridge_cli import console, ranks, report
 from bridge_cli.options import Json
-from bridge_cli.ranks import Part, trained
-from bridge_cli.report import command as report
-from bridge_cli.serve import check_software, free_port, prepare
+from bridge_cli.ranks import Job, Opened, trained
 from bridge_cli.steps import duration
 from bridge_cli.train import load_environment
 from bridge_cli.verify import FAILED_EXIT_CODE, proof
 
 if TYPE_CHECKING:
+    from bridge.ranks.world import Ranks
     from bridge.run.metrics import Summary
 
 HOST = "127.0.0.1"
@@ -73,8 +74,16 @@ def demo(
         _write_model(model_only)
         return
     check_software(device)
-    run = _fresh(out)
-    summary, checks = _train_and_verify(demo_model_folder(), run, steps, device, gpus)
+    serve, train = _choices(out, steps, device, gpus)
+    with ranks.joined(train, serve) as world:
+        job = Job(serve=serve, chosen=train, environment=load_environment(train), start_limit_s=START_LIMIT_S)
+        opened = Opened(train=train, run_dir=out, resume=None)
+        run = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
+        if run is None:
+            ranks.take_part(world, job, opened)
+            return
+        world.barrier()
+        summary, checks = _train_and_verify(world, job, opened, run)
     document = conclusion(summary, checks)
     write_json(run.path / "summary.json", document)
     page = run.path / report.NAME
@@ -86,11 +95,33 @@ def demo(
         raise typer.Exit(FAILED_EXIT_CODE)
 
 
+def _choices(out: Path, steps: int, device: Device, gpus: int) -> tuple[ServeConfig, TrainConfig]:
+    model = demo_model_folder()
+    serve = ServeConfig(
+        model=str(model),
+        port=free_port(HOST),
+        device=device,
+        gpu_memory_utilization=None if device == "cpu" else GPU_SHARE,
+        vllm_config_path=RunDirectory(out).manifest,
+    )
+    train = TrainConfig.of(
+        model_name=str(model),
+        training_steps=steps,
+        lr=LEARNING_RATE,
+        batch_size=128,
+        max_new_tokens=4,
+        eval_samples=16,
+        run_dir=out,
+        gpus=gpus,
+    )
+    return serve, train
+
+
 def _write_model(folder: Path) -> None:
-    from bridge_cli import tiny_model
+    from bridge_cli import demo_model
 
     with console.waiting(f"Writing a tiny model to {folder}") as detail:
-        tiny_model.write(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
+        demo_model.write_tiny(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
     console.note(f"to train it: bridge run --model {shlex.quote(str(folder))} --environment my_task.py:MyTask")
 
 
@@ -129,38 +160,12 @@ def demo_model_folder() -> Path:
         return demo_model.make(folder, progress=lambda step, num_steps: detail(f"step {step}/{num_steps}"))
 
 
-def _train_and_verify(
-    model: Path, run: RunDirectory, steps: int, device: Device, gpus: int
-) -> tuple["Summary", list[Check]]:
-    serve = ServeConfig(
-        model=str(model),
-        port=free_port(HOST),
-        device=device,
-        gpu_memory_utilization=None if device == "cpu" else GPU_SHARE,
-        vllm_config_path=run.manifest,
-    )
-    train = TrainConfig.of(
-        model_name=str(model),
-        training_steps=steps,
-        lr=LEARNING_RATE,
-        batch_size=128,
-        max_new_tokens=4,
-        eval_samples=16,
-        run_dir=run.path,
-        gpus=gpus,
-    )
-    environment, places = load_environment(train), ranks.places(train, serve)
-    command = prepare(serve, [])
-    write_json(run.server_config, serve.document())
-    part = Part(
-        serve=serve, train=train, chosen=train, vllm_flags=[], start_limit_s=START_LIMIT_S, run_dir=run.path,
-        resume=None,
-    )  # fmt: skip
-    with ranks.started(places, run) as world:
-        world.all_gather_object(part)
-        with trained(world, part, lambda: command, run, environment, log=run.server_log) as summary:
-            console.note("verifying on the same live server")
-            return summary, proof(command.manifest, as_json=False)
+def _train_and_verify(world: "Ranks", job: Job, opened: Opened, run: RunDirectory) -> tuple["Summary", list[Check]]:
+    command = prepare(job.serve, [], output=console)
+    write_json(run.server_config, job.serve.document())
+    with trained(world, job, opened, run, command) as summary:
+        console.note("verifying on the same live server")
+        return summary, proof(command.manifest, as_json=False)
 
 
 def _print_table(document: dict[str, Any], page: Path, run: RunDirectory) -> None:

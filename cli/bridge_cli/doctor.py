@@ -9,25 +9,24 @@ import os
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import typer
 from rich.text import Text
 
 import bridge
-from bridge.checks import environment, facts, hardware, processes, sharing, software
+from bridge.checks import Check, any_failed, child, hardware, software, tried
 from bridge.checks import model as model_checks
-from bridge.checks.facts import Facts
-from bridge.checks.result import Check, any_failed, failed, passed
+from bridge.checks.child import Facts
 from bridge.checks.software import Device
 from bridge.config import DEFAULT_PORT
 from bridge.core import memory
 from bridge.core.private import cleaned
-from bridge.errors import IncompatibleVersionError
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
 from bridge_cli import console
@@ -74,7 +73,7 @@ def doctor(
     """Check software, hardware, environment and server, and say how to fix faults."""
     with console.waiting("Checking software, hardware, environment and server"):
         sections = list(examine(port, vllm_config_path, device, model))
-    checks = [check for _, found in sections for check in found]
+    checks = [check for _, section in sections for check in section]
     for check in checks if as_json else ():
         console.data(json.dumps(dataclasses.asdict(check)))
     if not as_json:
@@ -83,90 +82,125 @@ def doctor(
         raise typer.Exit(FAILURE_FOUND)
 
 
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What the checks look at."""
+
+    facts: Facts
+    device: Device
+    plugins: dict[str, list[str]]
+    examined: "Examined"
+    model: str | None
+    port: int | None
+    has: frozenset[str]
+    """What some checks need: its device, "vllm", a "model", a live "server", and a "search" for the manifest."""
+    transformers: str | None = dataclasses.field(default_factory=lambda: software.installed_version("transformers"))
+
+    @property
+    def live(self) -> Manifest | None:
+        """The manifest, if its server runs on this host."""
+        return self.examined.live
+
+
+class Row(NamedTuple):
+    """One or several checks of a machine, and what they need of it: `Machine.has`."""
+
+    section: str
+    needs: Literal["", "cuda", "cpu", "vllm", "model", "server", "search"]
+    checks: Callable[[Any], Iterable[Check] | Check]
+
+
+def table() -> tuple[Row, ...]:
+    """Return every check in the order of the report, with what it needs."""
+    from bridge.checks import server  # loads httpx, which the help text does not need
+
+    return (
+        Row("Software", "", lambda _: software.operating_system(sys.platform)),
+        Row("Software", "", lambda _: software.python_version(sys.version_info[:2])),
+        Row("Software", "", lambda m: software.torch_build(m.facts, m.device)),
+        Row("Software", "", lambda m: software.vllm_build(
+            software.installed_vllm(), m.device, server_lives=m.live is not None)),
+        Row("Software", "vllm", requirements),
+        Row("Software", "vllm", lambda _: patches_fit()),
+        Row("Software", "", lambda m: software.transformers_imports(m.facts, m.transformers)),
+        Row("Software", "", lambda m: software.torchvision_fits(
+            m.facts, software.installed_version("torchvision"))),
+        Row("Software", "", lambda _: software.nothing_shadows(Path.cwd())),
+        Row("Software", "", lambda m: software.plugins_registered(m.plugins)),
+        Row("Hardware", "", lambda m: hardware.gpu_visible(
+            m.facts, m.device, os.environ, driver_loaded=hardware.nvidia_driver_loaded())),
+        Row("Hardware", "cuda", lambda m: hardware.driver_runs_torch(m.facts)),
+        Row("Hardware", "cuda", lambda m: [
+            hardware.gpu_memory(gpu, server_lives=m.live is not None) for gpu in m.facts.gpus]),
+        Row("Hardware", "cuda", lambda m: hardware.over_cuda_ipc(trial_gpu(m.facts, m.live), os.environ)),
+        Row("Hardware", "cpu", lambda _: hardware.over_memfd()),
+        Row("Hardware", "", lambda _: hardware.main_memory(memory.available_bytes(), memory.cgroup_left_bytes())),
+        Row("Hardware", "", lambda _: hardware.shm_space(memory.shm_free_bytes())),
+        Row("Environment", "", lambda m: software.environment_variables(
+            os.environ, m.device, [name for group in m.plugins.values() for name in group])),
+        Row("Model", "model", lambda m: model_checks.modes(m.model, model_checks.read(m.model))),
+        Row("Server", "", lambda m: m.examined.checks),
+        Row("Server", "server", lambda m: server.same_versions(m.live, {
+            "bridge": bridge.__version__, "torch": m.facts.torch, "transformers": m.transformers})),
+        Row("Server", "server", lambda m: server.same_gpu(m.live, [gpu.uuid for gpu in m.facts.gpus])),
+        Row("Server", "server", lambda m: server.weights_open(m.live)),
+        Row("Server", "server", lambda m: server.answers(m.live)),
+        Row("Server", "search", lambda m: server.others(m.examined.path)),
+        Row("Server", "", lambda m: server.port(*ports(m))),
+        Row("Server", "", lambda _: server.engines_have_servers(server.running())),
+        Row("Server", "", lambda _: server.mailboxes_have_ranks(server.leftover_mailboxes())),
+    )  # fmt: skip
+
+
 def examine(port: int | None, given: Path | None, asked: Asked, model: str | None = None) -> Iterator[Section]:
     """Yield every check, section by section; outside Linux only the first one can be made."""
-    from bridge.checks import server  # loads httpx, which the help text does not need
+    from bridge.checks import server
 
     system = software.operating_system(sys.platform)
     if system.status == "FAIL":
         yield "Software", [system]
         return
-    known, examined, plugins = facts.gather(), server.examine(given), software.our_plugins()
-    device = software.built_for(software.installed_vllm()) if asked == "auto" else asked
-    device = device or ("cuda" if known.gpus else "cpu")
-    yield "Software", [system, *_software(known, device, plugins, server_lives=examined.live is not None)]
-    yield "Hardware", list(_hardware(known, device, examined.live))
-    names = [name for group in plugins.values() for name in group]
-    yield "Environment", environment.environment_variables(os.environ, device, names)
-    if model is not None:
-        yield "Model", list(model_checks.modes(model, model_checks.read(model)))
-    yield "Server", [*examined.checks, *_server(examined, known, port, searched=given is None)]
+    facts, installed, examined = child.gather(), software.installed_vllm(), server.examine(given)
+    device = (software.built_for(installed) if asked == "auto" else asked) or ("cuda" if facts.gpus else "cpu")
+    has = {"": True, device: True, "vllm": installed, "model": model, "server": examined.live, "search": given is None}
+    machine = Machine(
+        facts, device, software.our_plugins(), examined, model, port,
+        frozenset(name for name, value in has.items() if value not in (None, False, {})),
+    )  # fmt: skip
+    rows = (row for row in table() if row.needs in machine.has)
+    for section, group in groupby(rows, key=lambda row: row.section):
+        results = [row.checks(machine) for row in group]
+        yield section, [check for result in results for check in ([result] if isinstance(result, Check) else result)]
 
 
-def _software(known: Facts, device: Device, plugins: dict[str, list[str]], *, server_lives: bool) -> Iterator[Check]:
-    installed, transformers = software.installed_vllm(), software.installed_version("transformers")
-    yield software.python_version(sys.version_info[:2])
-    yield software.torch_build(known, device)
-    yield software.vllm_build(installed, device, server_lives=server_lives)
-    for name, version in installed.items():
+def requirements(machine: Machine) -> Iterator[Check]:
+    """Check torch and transformers against the metadata of each installed vLLM."""
+    for name, version in software.installed_vllm().items():
         requires = metadata.requires(name) or ()
-        yield software.vllm_requirement(f"{name} {version}", requires, "torch", known.torch)
-        yield software.vllm_requirement(f"{name} {version}", requires, "transformers", transformers)
-    if installed:
-        yield patches_fit()
-    yield software.transformers_imports(known, transformers)
-    yield software.torchvision_fits(known, software.installed_version("torchvision"))
-    yield software.nothing_shadows(Path.cwd())
-    yield software.plugins_registered(plugins)
+        yield software.vllm_requirement(f"{name} {version}", requires, "torch", machine.facts.torch)
+        yield software.vllm_requirement(f"{name} {version}", requires, "transformers", machine.transformers)
 
 
 def patches_fit() -> Check:
     versions = compatibility.TESTED_VERSIONS
     expected = f"vLLM {versions[0]} to {versions[-1]} with every symbol that is patched"
-    try:
-        return passed("Patches", f"fit vLLM {compatibility.check_installed()}", expected)
-    except IncompatibleVersionError as error:
-        return failed("Patches", error.message, expected, error.remedy)
+    return tried("Patches", lambda: f"fit vLLM {compatibility.check_installed()}", expected)
 
 
-def _hardware(known: Facts, device: Device, live: Manifest | None) -> Iterator[Check]:
-    yield hardware.gpu_visible(known, device, os.environ, driver_loaded=hardware.nvidia_driver_loaded())
-    if device == "cuda":
-        yield hardware.driver_runs_torch(known)
-        yield from (hardware.gpu_memory(gpu, server_lives=live is not None) for gpu in known.gpus)
-        yield sharing.over_cuda_ipc(trial_gpu(known, live), os.environ)
-    else:
-        yield sharing.over_memfd()
-    yield hardware.main_memory(memory.available_bytes(), memory.cgroup_left_bytes())
-    yield hardware.shm_space(memory.shm_free_bytes())
-
-
-def trial_gpu(known: Facts, live: Manifest | None) -> str | None:
+def trial_gpu(facts: Facts, live: Manifest | None) -> str | None:
     """Return the GPU to try CUDA IPC on: the server's if it is visible, else the first; None without a GPU."""
-    visible = [gpu.uuid for gpu in known.gpus]
+    visible = [gpu.uuid for gpu in facts.gpus]
     own = live.shard(0).gpu_uuid if live else None
     return own if own in visible else next(iter(visible), None)
 
 
-def _server(examined: "Examined", known: Facts, port: int | None, *, searched: bool) -> Iterator[Check]:
-    from bridge.checks import server
-
-    live = examined.live
-    if live:
-        transformers = software.installed_version("transformers")
-        here = {"bridge": bridge.__version__, "torch": known.torch, "transformers": transformers}
-        yield server.same_versions(live, here)
-        yield server.same_gpu(live, [gpu.uuid for gpu in known.gpus])
-        yield server.weights_open(live)
-        yield from server.answers(live)
-    if searched:
-        yield from server.others(examined.path)
+def ports(machine: Machine) -> tuple[int, int | None, dict[int, str]]:
+    """Return the port to check, the pid of the server that may listen there, and what other servers are called."""
+    live = machine.live
     own = urlsplit(live.url).port if live else None
-    wanted = port or own or DEFAULT_PORT
+    wanted = machine.port or own or DEFAULT_PORT
     named = {exported.server.pid: discovery.choice(path, exported) for path, exported in discovery.running().items()}
-    yield processes.port(wanted, live.server.pid if live and wanted == own else None, named)
-    yield processes.engines_have_servers(processes.running())
-    yield processes.mailboxes_have_ranks(processes.leftover_mailboxes())
+    return wanted, live.server.pid if live and wanted == own else None, named
 
 
 def report(sections: Iterable[Section]) -> None:

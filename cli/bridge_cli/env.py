@@ -4,7 +4,6 @@ Not covered: the feeding itself (`bridge/atropos/feeder.py`).
 """
 
 import dataclasses
-import functools
 import json
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,14 +31,12 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
     Any trainer can fetch its batches there. It ends when the trainer has all that it needs, or on Ctrl-C.
     """
     from bridge.atropos import feeder
-    from bridge.scoring.agent import WithAgent
-    from bridge.scoring.tools import WithTools
     from bridge_environments import registry
 
     if name is not None:
         config = config.changed(environment=name)
     environment = registry.load(config.task)
-    if isinstance(environment, WithTools | WithAgent):
+    if environment.interaction != "completion":
         raise UsageError(
             f"environment {config.task.environment} takes several turns, and an Atropos API is fed with"
             " single turns only",
@@ -52,30 +49,31 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
         if as_json:
             console.data(json.dumps(dataclasses.asdict(progress)))
 
-    recipe = functools.partial(registry.scorer, config.task)
-    last = feeder.feed(config, environment, recipe, note=console.note, report=lambda now: show(now, progress_line(now)))
+    last = feeder.feed(
+        config, environment, environment.recipe, note=console.note, report=lambda now: show(now, progress_line(now))
+    )
     show(last, summary_line(last))
 
 
 def progress_line(progress: "FeedProgress") -> str:
-    """Return the progress since the last line."""
+    """Return how far it is."""
     step = f"{progress.step}/{progress.num_steps}" if progress.num_steps > 0 else str(progress.step)
     speed = f"{progress.tokens_per_s:,.0f} tok/s  queue {progress.queued_batches:.1f} batches"
-    return _line(f"step {step}", progress, progress.reward_mean, speed)
+    return _line(f"step {step}", progress, speed)
 
 
 def summary_line(progress: "FeedProgress") -> str:
     """Return the result."""
-    done = f"done: the trainer has its {progress.num_steps} batches"
-    return _line(done, progress, progress.reward_mean_so_far, f"{progress.seconds:.0f} s")
+    return _line(f"done: the trainer has its {progress.num_steps} batches", progress, f"{progress.seconds:.0f} s")
 
 
-def _line(start: str, progress: "FeedProgress", reward: float | None, end: str) -> str:
+def _line(start: str, progress: "FeedProgress", end: str) -> str:
     troubles = {
         "too long": progress.too_long,
         "without a reward": progress.unscored,
         "unanswered": progress.unanswered,
         "retries": progress.retries,
     }
-    figures = [start, f"{progress.groups} groups sent", f"reward {'-' if reward is None else f'{reward:.3f}'}", end]
-    return "  ".join(figures + [f"{count} {what}" for what, count in troubles.items() if count])
+    reward = "-" if progress.reward_mean is None else f"{progress.reward_mean:.3f}"
+    figures = [start, f"{progress.groups} groups sent", f"reward {reward}", end]
+    return "  ".join(figures + [f"{count} {name}" for name, count in troubles.items() if count])

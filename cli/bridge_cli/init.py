@@ -1,18 +1,27 @@
 """`bridge init`: write the files that a run of one's own begins with: choices in TOML, and a task."""
 
+import json
 import shlex
-from collections.abc import Mapping
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic.fields import FieldInfo
 
-from bridge.config import ServeConfig, TrainConfig, template
+from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import Config
 from bridge.errors import UsageError
 from bridge_cli import console
 from bridge_cli.options import option
 
 CHOICES = "bridge.toml"
+WIDTH = 100
+"""Columns of an explanation."""
+UNSET = "..."
+"""Stands for the value of a choice without a default."""
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 HEADER = f"""\
 # The choices of: bridge run --config {CHOICES}
@@ -82,7 +91,7 @@ Model = Annotated[str, option("--model", "MODEL", f"The model to train (default:
 def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = MODEL) -> None:
     """Write a file with every choice, explained, and a task to start from."""
     given = {"model_name": model, "training_steps": 100, **GIVEN[task]}
-    files = {CHOICES: HEADER + template.commented((TrainConfig, ServeConfig), given), **FILES[task]}
+    files = {CHOICES: HEADER + commented((TrainConfig, ServeConfig), given), **FILES[task]}
     taken = [str(folder / name) for name in files if (folder / name).exists() or (folder / name).is_symlink()]
     if taken:
         exist = "exists" if len(taken) == 1 else "exist"
@@ -97,3 +106,45 @@ def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = 
     console.note(f"wrote {', '.join(str(folder / name) for name in files)}")
     there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     console.note(f"to train: {there}bridge run --config {CHOICES}")
+
+
+def commented(classes: tuple[type[Config], ...], given: Mapping[str, Any]) -> str:
+    """Return a TOML file that sets the choices in `given`, by key, and has every other one behind `#`.
+
+    A choice that several classes know is written once, as the first of them declares it.
+    """
+    tables: dict[str, list[str]] = {"": []}
+    for place, cls in enumerate(classes):
+        for key, choice in cls.choices().items():
+            if not any(earlier.field_of(key) for earlier in classes[:place]):
+                *sections, field = choice.path
+                for name in sections:
+                    tables.setdefault(name, [_heading(cls, name)])
+                tables["".join(sections)].append("\n".join(_lines(field, key, choice.info, given)))
+    return "\n\n\n".join("\n\n".join(parts) for parts in tables.values()) + "\n"
+
+
+def _heading(cls: type[Config], name: str) -> str:
+    first, _, _ = (cls.model_fields[name].annotation.__doc__ or "").partition("\n")
+    return f"[{name}] # {first}"
+
+
+def _lines(field: str, key: str, info: FieldInfo, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the explanation of one choice, and its line."""
+    text = " ".join((info.description or "").split())
+    choices = [value for kind in (info.annotation, *typing.get_args(info.annotation)) for value in _literals(kind)]
+    text += f" One of {', '.join(choices)}." if choices else ""
+    yield from (f"# {line}" for line in textwrap.wrap(text, WIDTH - 2))
+    if key in given:
+        yield f"{field} = {_toml(given[key])}"
+    else:
+        has_default = not info.is_required() and info.default is not None
+        yield f"#{field} = {_toml(info.default) if has_default else UNSET}"
+
+
+def _literals(kind: Any) -> tuple[str, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)  # for text, numbers and truth values, TOML is written as JSON

@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "export": ("bridge_cli.export:export", "Write a checkpoint as a model that transformers and vLLM load by itself."),
     "plan": ("bridge_cli.plan:plan", "Print the command for the most precise setup that fits on a GPU."),
     "report": (
-        "bridge_cli.report.command:report",
+        "bridge_cli.report:report",
         "Write an HTML page with the curves and sample completions of a run, or compare several.",
     ),
     "doctor": (
@@ -101,7 +101,7 @@ def bridge(
 
 def main() -> None:
     """Run the command line of this process and exit."""
-    sys.excepthook = _report_bug
+    sys.excepthook = report_bug
     on_signal = signals.prepare()
     sys.exit(on_signal.exit_code(answer(sys.argv[1:])))
 
@@ -126,7 +126,7 @@ def answer(arguments: Sequence[str]) -> int:
 
 def _usage(error: TyperException) -> tuple[str, str]:
     """Return the message and the hint for a command line that cannot be parsed."""
-    from bridge.config import borrowed
+    from bridge.config import declaration
 
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "bridge"
@@ -134,7 +134,7 @@ def _usage(error: TyperException) -> tuple[str, str]:
     if flag is None or not hasattr(error, "possibilities"):
         message = error.format_message()
         return message[0].lower() + message[1:], f"{command} --help"
-    if hint := borrowed.hint(flag):
+    if hint := declaration.hint(flag):
         return f"no such flag: {flag}", hint
     if near := sorted(error.possibilities or ()):
         return f"no such flag: {flag}", f"did you mean {' or '.join(near)}?"
@@ -142,6 +142,6 @@ def _usage(error: TyperException) -> tuple[str, str]:
     return f"no such flag: {flag}", f"{command} --help{passes_on}"
 
 
-def _report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+def report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
     console.note(REPORT)

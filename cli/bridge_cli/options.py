@@ -17,53 +17,14 @@ from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
 from bridge.config.choices import Config, flag
+from bridge.config.declaration import Choice
 from bridge.errors import UsageError
 
-PANELS: Mapping[str | None, tuple[str, ...]] = {
-    None: ("model", "model_name", "mode", "environment", "data", "training_steps", "save_path", "device"),
-    "Several GPUs and hosts": ("gpus", "hosts", "rendezvous", "restarts"),
-    "Batch and sampling": (
-        "batch_size", "group_size", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed",
-    ),
-    "Continuous rollouts": (
-        "max_staleness", "groups_in_flight", "in_flight_kv", "pause_while_training", "skip_without_signal",
-        "max_oversampling",
-    ),
-    "Problems and rewards": (
-        "env_args", "verifiers_python",
-        "prompt_column", "answer_column", "system_prompt", "chat_template_kwargs", "reward", "reward_timeout_s",
-        "reward_processes", "worker_env", "max_turns", "tool_timeout_s", "max_unscored_share", "overlong_buffer",
-        "overlong_penalty",
-    ),
-    "Atropos": ("rollouts", "atropos_url", "atropos_timeout_s", "max_queued_batches"),
-    "Loss": (
-        "loss", "clip_low", "clip_high", "clip_dual", "ratio_level", "advantage_scale", "mask_truncated",
-        "top_entropy", "kl_coef", "kl_in_reward", "reference_model", "mismatch", "mismatch_level",
-        "mismatch_low", "mismatch_high", "mismatch_alarm",
-    ),
-    "Optimizer": (
-        "lr", "lr_scheduler_type", "warmup_steps", "weight_decay", "beta1", "beta2", "max_grad_norm",
-        "updates_per_batch", "passes_per_batch", "optimizer", "offload_optimizer", "gradient_release",
-    ),
-    "Evaluation and saving": (
-        "stop_at", "eval_samples", "eval_interval", "eval_temperature", "eval_pass_reward", "eval_data",
-        "eval_env_args",
-        "save_interval", "keep_last", "save_optimizer", "resume", "run_dir", "save_rollouts", "tensorboard", "wandb",
-    ),
-    "Mode lora_only": (
-        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_handover", "max_lora_rank",
-    ),
-    "Mode none": ("vllm_restart_interval", "reload", "start_command", "trainer_device"),
-    "Memory": (
-        "gpu_memory_utilization", "max_model_len", "dtype", "tensor_parallel_size",
-        "micro_batch_tokens", "gradient_checkpointing", "compile_layers", "liger_kernel", "kv_sleep",
-    ),
-    "Server": (
-        "port", "host", "vllm_port", "vllm_host", "server_url", "vllm_config_path", "in_flight", "request_timeout_s",
-        "max_retries", "max_concurrency",
-    ),
-}  # fmt: skip
-"""Panel of the help text -> its fields, in the order shown; None is typer's own first panel."""
+PANELS = (
+    "", "Several GPUs and hosts", "Batch and sampling", "Continuous rollouts", "Problems and rewards", "Atropos",
+    "Loss", "Optimizer", "Evaluation and saving", "Mode lora_only", "Mode none", "Memory", "Server",
+)  # fmt: skip
+"""Panels of the help text, in the order shown; the empty one is typer's own."""
 
 METAVARS: Mapping[Any, str] = {
     int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: "", tuple[str, ...]: "TEXT",
@@ -132,31 +93,28 @@ def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict
 
 def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator[inspect.Parameter]:
     """Yield the shown flags in the order of the panels, then every other name of a field."""
-    shown: dict[str, FieldInfo] = {}
+    shown: dict[str, Choice] = {}
     for cls in configs:
         for name, choice in cls.choices().items():
             if name not in hide and not any(known in shown for known in (name, *_synonyms(name, configs))):
-                shown[name] = choice.info
-    places = [(panel, name) for panel, fields in PANELS.items() for name in fields]
-    unplaced = shown.keys() - {name for _, name in places}
-    assert not unplaced, f"in no panel of the help text: {unplaced}"
-    for panel, name in places:
-        if name in shown:
-            kind = _kind(shown[name])
-            text = _help(name, shown[name], kind, _synonyms(name, configs))
-            more = {"metavar": _metavar(kind), "help": text, "show_default": False, "rich_help_panel": panel}
-            yield _parameter(name, bool if kind is bool else str, **more)
-    others = {name: cls.choices()[str(cls.field_of(name))].info for cls in configs for name in cls.names()}
+                shown[name] = choice
+    for name, choice in sorted(shown.items(), key=lambda one: (PANELS.index(one[1].panel), one[1].position)):
+        kind = _kind(choice.info)
+        text = _help(name, choice.info, kind, _synonyms(name, configs))
+        more = {"metavar": _metavar(kind), "help": text, "show_default": False}
+        yield _parameter(name, bool if kind is bool else str, rich_help_panel=choice.panel or None, **more)
+    others = {name: cls.choices()[key].info for cls in configs for name, key in cls.names().items()}
     for name in sorted(others.keys() - shown.keys()):
         yield _parameter(name, bool if _kind(others[name]) is bool else str, hidden=True)
-    for name in [f"no_{name}" for name in shown if _kind(shown[name]) is bool] + ["single_copy"] * ("mode" in shown):
+    switches = [f"no_{name}" for name, choice in shown.items() if _kind(choice.info) is bool]
+    for name in switches + ["single_copy"] * ("mode" in shown):
         yield _parameter(name, bool, hidden=True)
 
 
 def _synonyms(name: str, configs: tuple[type[Config], ...]) -> list[str]:
     """Return the other names of the field `name`, in whichever class it is one."""
-    pairs = [pair for cls in configs for pair in cls.synonyms.items()]
-    return sorted({other for pair in pairs if name in pair for other in pair} - {name})
+    known = [{key, *choice.synonyms} for cls in configs for key, choice in cls.choices().items()]
+    return sorted(set[str]().union(*(names for names in known if name in names)) - {name})
 
 
 def _parameter(name: str, kind: type, **more: Any) -> inspect.Parameter:

@@ -1,29 +1,27 @@
-"""`bridge plan`: which setups fit on a GPU, by mode and optimizer, and what a run used compared with its plan."""
+"""`bridge plan`: which setups fit on a GPU, by mode and optimizer, and the command for the most precise one."""
 
-import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from bridge.checks import model
+from bridge.checks import model as model_checks
 from bridge.checks.model import MODES, Obstacle
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core.memory import left_bytes
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning import memory
-from bridge.planning.memory import GIB, SERVERS_GPU, Need
+from bridge.planning.memory import GIB, SERVERS_GPU
 from bridge.planning.model_size import ModelSize, folder_of
-from bridge.run.run_directory import RunDirectory
-from bridge_cli import accelerator, console, ranks
+from bridge.planning.setups import Limits, Row, command, plan_rows
+from bridge.processes import accelerator
+from bridge_cli import console, layout
 from bridge_cli.options import Json, from_config, option
-from bridge_cli.plan_rows import Limits, Row, command, plan_rows
 
 SHOWN = {
     "model", "mode", "optimizer", "offload_optimizer", "gradient_release", "batch_size", "max_new_tokens",
@@ -32,16 +30,12 @@ SHOWN = {
 }  # fmt: skip
 """Choices in the help text; every other choice of `bridge run` is accepted too."""
 HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.choices()} - SHOWN)
-
+HOST = "Host memory in GiB (default: this machine's; with --gpu-memory, no limit)."
 GpuMemory = Annotated[
     float | None, option("--gpu-memory", "GIB", "GPU memory in GiB (default: this machine's).", min=1)
 ]
-HostMemory = Annotated[
-    float | None,
-    option("--host-memory", "GIB", "Host memory in GiB (default: this machine's; with --gpu-memory, no limit).", min=1),
-]
+HostMemory = Annotated[float | None, option("--host-memory", "GIB", HOST, min=1)]
 Everything = Annotated[bool, option("--all", "", "List every setup, not only the recommended one.")]
-Run = Annotated[Path | None, option("--run", "PATH", "Compare with what the run in this directory used.")]
 
 TITLES = {
     "shared_vllm": "--mode shared_vllm, weights once",
@@ -59,16 +53,23 @@ WORDS = {
     "released": "released: --gradient-release, each gradient is used and freed at once",
 }
 """Explanation of a word in a row's name."""
-PARTS = {
-    "weights_gib": "weights beside vLLM's",
-    "state_gib": "optimizer's state",
-    "gradients_gib": "gradients",
-    "temporaries_gib": "temporaries",
-    "least_activations_gib": "activations, at least",
-    "planned_gib": "planned",
-    "measured_gib": "measured",
-}
-"""Names in the table of the parts of a run's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What fits, and the commands for it."""
+
+    model: str
+    num_params: int
+    exact: bool  # whether they were counted in the model's files
+    num_gpus: int
+    gpu_gib: float  # of each
+    host_gib: float | None  # None: unknown
+    least_kv_tokens: int
+    rows: tuple[Row, ...]
+    obstacles: tuple[Obstacle, ...]
+    recommended: str | None  # the command for the most precise setup that fits
+    recommended_without_host: str | None  # and for one without host memory, if that one needs it
 
 
 @from_config(ServeConfig, TrainConfig, hide=HIDDEN)
@@ -79,146 +80,108 @@ def plan(
     gpu_memory: GpuMemory = None,
     host_memory: HostMemory = None,
     everything: Everything = False,
-    run: Run = None,
     as_json: Json = False,
 ) -> None:
     """Print the command for the most precise setup that fits on a GPU.
 
     --all lists every setup with its memory; flags such as --mode and --optimizer narrow the list.
     """
+    found = planned(serve, train, gpu_memory, host_memory)
+    if as_json:
+        console.data(json.dumps(asdict(found), allow_nan=False))
+    else:
+        _show(found, everything=everything)
+
+
+def planned(serve: ServeConfig, train: TrainConfig, gpu_gib: float | None, host_gib: float | None) -> Plan:
+    """Plan a run of `train` on `serve`; memory that is not given is this machine's.
+
+    Host memory is unlimited if only the GPU's is given, because that of another machine is unknown.
+    """
     folder = folder_of(serve.model, fetch=True)
-    against = model.obstacles(model.read(str(folder)) or {})
-    modes = _open_modes(serve.model, train, against)
+    obstacles = model_checks.obstacles(model_checks.read(str(folder)) or {})
+    modes = _open_modes(serve.model, train, obstacles)
     size = ModelSize.of(folder)
-    gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
+    gpus = accelerator.gpu_memory_bytes() if gpu_gib is None else [gpu_gib * GIB]
     if not gpus:
         remedy = "give its memory in GiB, such as --gpu-memory 80"
         raise UsageError("this machine has no GPU to plan for", remedy=remedy)
-    host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
-    host_bytes = host_bytes if host_memory is None else host_memory * GIB
-    tp_size = ranks.tp_size(train, serve)
-    replicated = train.changed(gpus=ranks.dp_size(train, tp_size))
+    host_bytes = left_bytes() if gpu_gib is None else math.inf
+    host_bytes = host_bytes if host_gib is None else host_gib * GIB
+    tp_size = layout.tp_size(train, serve)
+    replicated = train.changed(gpus=layout.dp_size(train, tp_size))
     limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(replicated, serve.max_model_len))
     rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, tp_size)
-    fitting = [row for row in rows if not row.lacking_gib]
-    best = next(iter(fitting), None)
-    lean = next((row for row in fitting if not row.host_gib), None) if best and best.host_gib else None
-    recommended, without_host = (command(row, size, serve, train) if row else None for row in (best, lean))
-    comparison = None if run is None else _compare(size, RunDirectory(run))
-    if as_json:
-        document = {
-            "model": serve.model,
-            "num_params": size.num_params,
-            "exact": size.exact,
-            "gpu_gib": limits.gpu_bytes / GIB,
-            "host_gib": limits.host_bytes / GIB if math.isfinite(limits.host_bytes) else None,
-            "least_kv_tokens": limits.kv_tokens,
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "obstacles": [dataclasses.asdict(obstacle) for obstacle in against],
-            "recommended": recommended,
-            "recommended_without_host": without_host,
-            "run": comparison,
-        }
-        console.data(json.dumps(document, allow_nan=False))
-        return
-    counted = "counted in its files" if size.exact else "estimated from its dimensions"
-    num_gpus = replicated.gpus * serve.tensor_parallel_size
-    each = f" on each of {num_gpus} GPUs" if num_gpus > 1 else " of GPU memory"
-    console.note(f"{size.num_params / 1e9:.2f}B parameters, {counted}; {limits.gpu_bytes / GIB:.1f} GiB{each}")
-    console.note(f"KV cache: at least {limits.kv_tokens:,} tokens; all sizes in GiB")
-    for obstacle in against:
-        console.note(f"not with {' or '.join(f'--mode {mode}' for mode in obstacle.modes)}: {obstacle.reason}")
-    _show_recommended(best, recommended, without_host, limits)
-    nearest = [min(place, key=lambda row: row.lacking_gib) for _, place in groupby(rows, _place)]
-    shown = rows if everything else [best] if best else nearest
-    _show_rows(shown)
-    if len(shown) < len(rows):
-        console.note(f"\n--all lists {len(rows) - len(shown)} more")
-    if comparison is not None:
-        _show_comparison(comparison)
+    best = next((row for row in rows if not row.lacking_gib), None)
+    lean = next((row for row in rows if not row.lacking_gib and not row.host_gib), None)
+    return Plan(
+        model=serve.model,
+        num_params=size.num_params,
+        exact=size.exact,
+        num_gpus=replicated.gpus * serve.tensor_parallel_size,
+        gpu_gib=limits.gpu_bytes / GIB,
+        host_gib=limits.host_bytes / GIB if math.isfinite(limits.host_bytes) else None,
+        least_kv_tokens=limits.kv_tokens,
+        rows=tuple(rows),
+        obstacles=tuple(obstacles),
+        recommended=command(best, size, serve, train) if best else None,
+        recommended_without_host=command(lean, size, serve, train) if lean and best is not lean else None,
+    )
 
 
-def _open_modes(name: str, train: TrainConfig, against: Sequence[Obstacle]) -> list[str]:
+def _open_modes(name: str, train: TrainConfig, obstacles: Sequence[Obstacle]) -> list[str]:
     """Return the modes that can train the model, as `bridge doctor --model` finds them."""
-    asked = (train.mode,) if train.was_given("mode") else MODES
-    modes = [mode for mode in asked if not any(mode in obstacle.modes for obstacle in against)]
+    requested = (train.mode,) if train.was_given("mode") else MODES
+    modes = [mode for mode in requested if not any(mode in obstacle.modes for obstacle in obstacles)]
     if not modes:
-        first = next(obstacle for obstacle in against if asked[0] in obstacle.modes)
-        by = f" by --mode {train.mode}" if len(asked) == 1 else ""
+        first = next(obstacle for obstacle in obstacles if requested[0] in obstacle.modes)
+        by = f" by --mode {train.mode}" if len(requested) == 1 else ""
         raise UnsupportedModelError(f"{name} cannot be trained{by}: {first.reason}", remedy=first.remedy)
     return modes
 
 
-def _compare(size: ModelSize, run: RunDirectory) -> dict[str, Any]:
-    """Compare what the trainer of a run allocated, without vLLM's weights, with its plan, in GiB."""
-    try:
-        config = TrainConfig.of(**run.choices())
-    except OSError as error:
-        raise UsageError(f"{run.path} is not a run: no {run.config.name}", remedy="--run runs/TIME-TASK") from error
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise UsageError(
-            f"{run.config} was not written by this Bridge: {'.'.join(map(str, fault['loc']))}: {fault['msg']}",
-            remedy="use the version of Bridge that made the run",
-        ) from error
-    except ValueError as error:
-        raise UsageError(
-            f"{run.config} is damaged: {error}", remedy="name another run, or plan without --run"
-        ) from error
-    lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
-    steps = [json.loads(line) for line in lines if line.endswith("}")]  # a killed process may leave half a line
-    if not steps:
-        raise UsageError(f"{run.path} has no step to compare", remedy="name a run that trained")
-    device, measured = steps[-1].get("device"), steps[-1]["peak_memory_gib"]
-    why_not = "" if device == "cuda" else "the run was on the CPU, where the whole process is measured"
-    if device is None:
-        why_not = "the run did not record its device"
-    need = Need.of(size, config, gpu_bytes=0)
-    return {
-        "run": str(run.path),
-        "steps": len(steps),
-        "weights_gib": need.own / GIB,
-        "state_gib": need.state / GIB,
-        "gradients_gib": need.gradients / GIB,
-        "temporaries_gib": need.temporaries / GIB,
-        "least_activations_gib": need.least_activations / GIB,
-        "most_activations_gib": need.most_activations / GIB,
-        "planned_gib": need.allocated / GIB,
-        "measured_gib": measured,
-        "ratio": None if why_not else measured * GIB / need.allocated,
-        "why_not": why_not,
-    }
+def _show(plan: Plan, *, everything: bool) -> None:
+    """Print the recommended setup, or the nearest ones if none fits; `everything`: all of them."""
+    counted = "counted in its files" if plan.exact else "estimated from its dimensions"
+    where = f" on each of {plan.num_gpus} GPUs" if plan.num_gpus > 1 else " of GPU memory"
+    console.note(f"{plan.num_params / 1e9:.2f}B parameters, {counted}; {plan.gpu_gib:.1f} GiB{where}")
+    console.note(f"KV cache: at least {plan.least_kv_tokens:,} tokens; all sizes in GiB")
+    for obstacle in plan.obstacles:
+        console.note(f"not with {' or '.join(f'--mode {mode}' for mode in obstacle.modes)}: {obstacle.reason}")
+    best = next((row for row in plan.rows if not row.lacking_gib), None)
+    if best is None:
+        console.note("\nnothing fits: try a smaller --batch-size, --max-new-tokens or --max-model-len", style="bold")
+    else:
+        _show_recommended(plan, best)
+    nearest = [min(section, key=lambda row: row.lacking_gib) for _, section in groupby(plan.rows, _place)]
+    shown = plan.rows if everything else [best] if best else nearest
+    for (mode, device), section in groupby(shown, _place):
+        _show_section(mode, device, list(section))
+    lines = [LEGEND, *(line for word, line in WORDS.items() if any(word in row.name for row in shown))]
+    if most := max(row.sums_gib for row in shown):
+        lines.append(
+            f"grads: in bf16; with more than {memory.FEW} micro-batches an update they are summed in float32\n"
+            f"if that fits, in up to {most:.1f} GiB more"
+        )
+    console.note("\n".join(lines), style="dim")
+    if len(shown) < len(plan.rows):
+        console.note(f"\n--all lists {len(plan.rows) - len(shown)} more")
 
 
 def _place(row: Row) -> tuple[str, str]:
     return row.mode, row.trainer_device
 
 
-def _show_recommended(best: Row | None, recommended: str | None, without_host: str | None, limits: Limits) -> None:
-    if best is None:
-        console.note("\nnothing fits: try a smaller --batch-size, --max-new-tokens or --max-model-len", style="bold")
-        return
+def _show_recommended(plan: Plan, best: Row) -> None:
     console.note("\nthe most precise setup that fits:", style="bold")
-    console.note(f"  {recommended}")
-    if best.host_gib and math.isfinite(limits.host_bytes):
-        console.note(f"it takes {best.host_gib:.0f} of {limits.host_bytes / GIB:.0f} GiB of host memory")
+    console.note(f"  {plan.recommended}")
+    if best.host_gib and plan.host_gib is not None:
+        console.note(f"it takes {best.host_gib:.0f} of {plan.host_gib:.0f} GiB of host memory")
     elif best.host_gib:
         console.note(f"it needs {best.host_gib:.0f} GiB of host memory; --host-memory GIB sets the limit")
-    if without_host:
+    if plan.recommended_without_host:
         console.note("the most precise setup that needs no host memory:", style="bold")
-        console.note(f"  {without_host}")
-
-
-def _show_rows(rows: Sequence[Row]) -> None:
-    for (mode, device), section in groupby(rows, _place):
-        _show_section(mode, device, list(section))
-    lines = [LEGEND, *(line for word, line in WORDS.items() if any(word in row.name for row in rows))]
-    if most := max(row.sums_gib for row in rows):
-        lines.append(
-            f"grads: in bf16; with more than {memory.FEW} micro-batches an update they are summed in float32\n"
-            f"if that fits, in up to {most:.1f} GiB more"
-        )
-    console.note("\n".join(lines), style="dim")
+        console.note(f"  {plan.recommended_without_host}")
 
 
 def _show_section(mode: str, device: str, rows: Sequence[Row]) -> None:
@@ -248,17 +211,3 @@ def _show_section(mode: str, device: str, rows: Sequence[Row]) -> None:
 def tokens(count: int) -> str:
     """Return a number of tokens in thousands or millions."""
     return f"{count / 1e6:.2f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
-
-
-def _show_comparison(run: Mapping[str, Any]) -> None:
-    console.note(f"\n{run['run']}, step {run['steps']}: peak memory of its trainer", style="bold")
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column("", width=NAME_WIDTH)
-    table.add_column("", justify="right")
-    for key, name in PARTS.items():
-        table.add_row(name, f"{run[key]:.1f}")
-    console.people.print(table)
-    if run["most_activations_gib"] > run["least_activations_gib"]:
-        most = run["most_activations_gib"]
-        console.note(f"its micro-batches could grow, up to {most:.1f} for activations", style="dim")
-    console.note(f"no ratio: {run['why_not']}" if run["ratio"] is None else f"{run['ratio']:.2f} times the plan")

@@ -22,6 +22,7 @@ from bridge_cli.verify import ManifestPath
 if TYPE_CHECKING:
     from bridge.server.client import BridgeClient
     from bridge.server.manifest import Manifest
+    from bridge.server.protocol import Written
 
 TIMEOUT_S = 600.0
 COMPUTED_WITH = (
@@ -50,7 +51,7 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
     from bridge.server import fence
     from bridge.server.client import BridgeClient
     from bridge.server.fence import Update
-    from bridge.weights import adapter_folder
+    from bridge.weights import stored_tensors
 
     exported = manifest.load(vllm_config_path)
     folder = _folder_of(checkpoint)
@@ -58,13 +59,15 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
         fence.when_free(lambda: client.take_lease(f"bridge restore {folder}"))
         with console.waiting(f"Checking {folder}"):
             progress = checkpoints.read(folder).progress if checkpoints.is_checkpoint(folder) else None
-            is_adapter = (folder / adapter_folder.CONFIG_NAME).is_file()
+            is_adapter = (folder / stored_tensors.ADAPTER_CONFIG).is_file()
             write = _adapter_writer(client, exported, folder) if is_adapter else _model_writer(exported, folder)
         version = 0 if progress is None else progress.weight_version
-        update = Update(write, version=version, takeover=True, last_checkpoint=folder)
+        update = Update(version=version, takeover=True, last_checkpoint=folder)
         with deferred_interrupt():  # what was done is printed before an interrupt acts
-            with console.waiting(f"Loading {folder}"):
-                times = fence.publish(client, update, writes="adapter" if is_adapter else "weights")
+            writes: Written = "adapter" if is_adapter else "weights"
+            with console.waiting(f"Loading {folder}"), fence.publish(client, update, writes=writes) as window:
+                write()
+            times = window.times
             seconds = times.pause_s + times.write_s + times.publish_s
             what = f"{folder}" if progress is None else f"{folder} (step {progress.step})"
             console.note(f"restored {what} into {exported.model}: version {times.version}, {seconds:.2f} s")
@@ -94,12 +97,14 @@ def _folder_of(checkpoint: str) -> Path:
 def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
     """Check that `folder` holds weights of the served model, and return what loads them."""
     from bridge.ranks.world import Ranks
-    from bridge.weights import attach, model_folder, parts_folder, skeleton
+    from bridge.weights import attach, model_folder, skeleton
     from bridge.weights.parts import Parts
 
     count = exported.tp_degree
     attached = [attach.attach(exported, part, num_parts=count) for part in range(count)]
-    parts = [Parts(cuts=each.cuts, tp_group=Ranks(part, count)) for part, each in enumerate(attached)]
+    parts = [
+        Parts(cuts=each.cuts, tp_group=Ranks(part, count)) if count > 1 else None for part, each in enumerate(attached)
+    ]
     served, name = attached[0].model, exported.model
     found, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()
     others = [key for key in COMPUTED_WITH if found.get(key) != expected.get(key)]
@@ -110,22 +115,13 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
             f"{folder} is of another model than {name}, which the server serves: {differences}",
             remedy=f"name a checkpoint of {name}, or serve that one: {serve_it}",
         )
-    if count == 1:
-        model_folder.check(served, folder)
-    else:
-        parts_folder.check(served, parts[0], folder)
-
-    def load() -> None:
-        if count == 1:
-            model_folder.load_into(served, folder)
-            return
-        for each, part in zip(attached, parts, strict=True):
-            parts_folder.load_into(each.model, part, folder)
-            attach.settle(each.device)
+    model_folder.check(served, folder, parts[0])
 
     def write() -> None:
         try:
-            load()
+            for each, part in zip(attached, parts, strict=True):
+                model_folder.load_into(each.model, folder, part)
+                attach.settle(each.device)
         except BaseException:
             console.note("the weights may be half-written: the server stays paused until bridge restore succeeds")
             raise
@@ -135,7 +131,7 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
 
 def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) -> Callable[[], None]:
     """Check that the adapter in `folder` fits the server's slots, and return what loads it into one."""
-    from bridge.weights import adapter_folder
+    from bridge.weights import stored_tensors
 
     shard = exported.shard(0)
     if not shard.lora_slots:
@@ -143,7 +139,7 @@ def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) 
             f"{folder} holds an adapter, and the server takes none",
             remedy="bridge serve-vllm --max-lora-rank R, or name a checkpoint with the weights of a whole model",
         )
-    adapter_folder.check(folder, shard)
+    stored_tensors.check_adapter(folder, shard)
 
     def write() -> None:
         try:

@@ -1,7 +1,7 @@
 """Open a run: its directory, its checkpoints and, with `--resume`, the run and checkpoint that it resumes."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.config import TrainConfig
 from bridge.core import claim, mark
@@ -12,25 +12,30 @@ from bridge_cli import console
 if TYPE_CHECKING:
     from bridge.run.checkpoint import Found
 
-SAME = ("model_name", "mode", "rollouts", "environment", "data")
-"""Without --run-dir and --save-path, only a run with these same choices is resumed."""
+
+class OpenedRun(NamedTuple):
+    """A run that can begin."""
+
+    config: TrainConfig
+    """With the folder of its checkpoints."""
+    directory: RunDirectory
+    checkpoint: "Found | None"
+    """What it resumes from."""
 
 
-def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | None]":
-    """Return the configuration with its folders, the run directory, and the checkpoint to resume from.
-
-    Call it before anything is started.
-
-    Raises:
-        UsageError: checkpoints of another run are in the way, no step is left, or the run directory, the reference or
-            --stop-at cannot be used.
-    """
+def open_run(config: TrainConfig) -> OpenedRun:
+    """Open the run of `config`, before anything is started."""
     from bridge.learn import reference
-    from bridge.run import metrics, trackers
+    from bridge.learn.policy_loss import LossSpec
+    from bridge.run import metrics, reporting
 
-    metrics.goal_of(config.stop_at)
-    reference.check(config)
-    trackers.check(config)
+    of_loss = LossSpec.of(config.loss).metrics
+    if config.loss.is_own:
+        metrics.check_names(of_loss[1:], config.loss.name)  # `kl` is Bridge's
+    metrics.goal_of(config.stop_at, of_loss)
+    reference.check(config.model_name, config.loss.reference_model)
+    reporting.check_trackers(config)
+    chosen = config
     passed_over: list[str] = []
     config, found = _resumed(config, passed_over) if config.resume else (config, None)
     if found is not None:
@@ -50,7 +55,7 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, Found | N
     elif config.resume:
         console.note(f"no checkpoint to resume from in {folder or RUNS}: starting at step 1")
     config = config.changed(save_path=folder or run.checkpoints)
-    return config, dataclasses.replace(run, made=(*run.made, *made)), found
+    return OpenedRun(config, dataclasses.replace(run, made=(*run.made, *made), chosen=chosen), found)
 
 
 def _resumed(config: TrainConfig, passed_over: list[str]) -> "tuple[TrainConfig, Found | None]":
@@ -65,7 +70,7 @@ def _resumed(config: TrainConfig, passed_over: list[str]) -> "tuple[TrainConfig,
         run = RunDirectory(config.run_dir)
         config = config.changed(save_path=run.save_path or run.checkpoints)
         return config, _newest_checkpoint(config, passed_over)
-    wanted = {key: config.get(key) for key in SAME}
+    wanted = {key: config.get(key) for key, choice in config.choices().items() if choice.identifies}
     runs = [RunDirectory(path) for path in RUNS.iterdir()] if RUNS.is_dir() else []
     known = [run for run in runs if run.config.is_file() and mark.kind_of(run.path) in ("run", None)]
     for run in sorted(known, key=lambda run: run.config.stat().st_mtime, reverse=True):
@@ -105,7 +110,7 @@ def _directory(config: TrainConfig, found: "Found | None") -> RunDirectory:
         is_own = own is not None and own.resolve() == path.resolve()
         if is_own or (its_saved is not None and its_saved.resolve() == saved.resolve()):
             return RunDirectory.reopen(path, step, echo=console.note)
-    task = config.task.environment if config.rollouts.source == "environment" else config.rollouts.source
+    task = config.task.environment if config.rollouts.samples_here else config.rollouts.source
     run = RunDirectory.create(config.run_dir, environment=task, echo=console.note)
     if found is not None:
         console.note(f"{run.path} begins at step {step + 1}; the steps before it are in {own}")

@@ -1,23 +1,29 @@
 """`bridge run`: start a server, wait for it, train on it in this process, and stop it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
-from bridge.run.run_directory import write_json
-from bridge_cli import again, alike, console, ending, ranks, rendezvous
-from bridge_cli.memory_share import check_host
+from bridge.processes.accelerator import check_host
+from bridge.processes.server_command import ServerCommand, prepare
+from bridge.processes.server_process import START_LIMIT_S
+from bridge.processes.vllm_flags import names
+from bridge.run.run_directory import RunDirectory, write_json
+from bridge_cli import consistency, console, ending, rank, ranks
 from bridge_cli.options import Json, from_config
-from bridge_cli.ranks import Part, attached_to, send_key, shares_weights, trained
+from bridge_cli.ranks import Job, Opened, attached_to, send_key, shares_weights, trained
 from bridge_cli.resume import open_run
-from bridge_cli.serve import VllmFlags, check_model, prepare
-from bridge_cli.server_process import START_LIMIT_S
+from bridge_cli.serve import VllmFlags
 from bridge_cli.train import load_environment, rehearse
-from bridge_cli.vllm_flags import names
+
+if TYPE_CHECKING:
+    from bridge.ranks.world import Ranks
+    from bridge.run.checkpoint import Found
 
 SHARDED = "--fully-sharded-loras"
 """A flag of vLLM's."""
@@ -54,8 +60,6 @@ def run(
     vllm_flags: VllmFlags = None,
 ) -> None:
     """Serve a model, train it and stop the server; restart it if it dies or hangs."""
-    from bridge.rollouts.sampler import fit_completions
-
     if train.publishing.start_command is not None:
         raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
     if on_ray:
@@ -63,41 +67,69 @@ def run(
 
         raise typer.Exit(cluster.run(train, serve))
     check_host(train)
-    environment = load_environment(train)
     flags = vllm_flags or []
-    serves, places = for_adapters(serve, train, flags), ranks.places(train, serve)
-    with rendezvous.opened(train) as place, again.after_a_loss(train, place) as resumed:
-        if place is not None and not place.is_first:
-            check_model(serves.model, shares_weights=shares_weights(train))
-            met, run_dir = place.attend(alike.facts(train, serves, flags))
-            directory = ranks.join_run(Path(run_dir))
-            console.note(f"host {met.host + 1} of {train.hosts}; the first one, at {place.name}, reports")
-            with ranks.started(places, directory, met) as world:
-                ranks.take_part(world, directory)
-            return
-        settled, directory, found = open_run(train)
-        resumed.run_dir = directory.path
+    with ranks.joined(train, serve) as world:
+        if train.hosts > 1:
+            consistency.check(world, train, serve, flags)
+        environment = world.run_on_all(lambda: load_environment(train))
+        job = Job(
+            serve=for_adapters(serve, train, flags), chosen=train, environment=environment, vllm_flags=flags,
+            start_limit_s=start_limit_s, as_json=as_json,
+        )  # fmt: skip
+        first = FirstRank(job)
         try:
-            settled = fit_completions(settled, serve.max_model_len, console.note)
-            command = prepare(serves, flags, shares_weights=shares_weights(train), trainer=settled)
-            send_key(flags)
-            rehearse(settled, environment)
-            write_json(directory.server_config, serve.document(serves))
-            url = attached_to(settled, command).server.url()
-            console.note(f"mode {train.mode}, vLLM at {url}, checkpoints in {settled.checkpoints.save_path}")
-            part = Part(
-                serve=serves, train=settled, chosen=train, vllm_flags=flags, start_limit_s=start_limit_s,
-                run_dir=directory.path, resume=found,
-            )  # fmt: skip
-            facts = alike.facts(train, serves, flags)
-            all_met = None if place is None else place.gather(facts, str(directory.path))
-            with ranks.started(places, directory, all_met) as world, ending.printed(directory, settled):
-                world.all_gather_object(part)
-                log = directory.server_log
-                with trained(world, part, lambda: command, directory, environment, log=log, as_json=as_json):
-                    pass
+            _train(world, first)
         finally:
-            directory.remove_if_unused()
+            if first.directory is not None:
+                first.directory.remove_if_unused()
+
+
+@dataclass
+class FirstRank:
+    """What only the first rank has: the run directory and the command of its server."""
+
+    job: Job
+    directory: RunDirectory | None = None
+    command: ServerCommand | None = None
+
+    def open(self) -> "tuple[TrainConfig, Path, Found | None]":
+        """Open the run, and check all that can be known before vLLM starts."""
+        from bridge.rollouts.sampler import fit_completions
+
+        job = self.job
+        train, self.directory, found = open_run(job.chosen)
+        if (place := rank.PLACE.get()) is not None:
+            place.keep(self.directory.path)
+        train = fit_completions(train, job.serve.max_model_len, console.note)
+        shares = shares_weights(train)
+        flags = [*job.vllm_flags]
+        self.command = prepare(job.serve, flags, shares_weights=shares, trainer=train, output=console)
+        send_key(job.vllm_flags)
+        rehearse(train, job.environment)
+        write_json(self.directory.server_config, job.serve.document(job.serve))
+        url = attached_to(train, self.command).server.url()
+        console.note(f"mode {train.mode}, vLLM at {url}, checkpoints in {train.checkpoints.save_path}")
+        return train, self.directory.path, found
+
+
+def _train(world: "Ranks", first: FirstRank) -> None:
+    from bridge.run import checkpoint
+
+    job = first.job
+    opened = Opened(*world.run_on_rank_zero(first.open))
+    folder = opened.train.checkpoints.save_path
+    assert folder is not None, "derived from the run directory"
+    if job.chosen.hosts > 1 and job.chosen.restarts:
+        ranks.check_shared(world, folder)
+    if opened.resume is not None:
+        checkpoint.check_on_all_hosts(opened.resume.folder, world)
+    if not world.is_rank_zero:
+        ranks.take_part(world, job, opened)
+        return
+    assert first.directory is not None, "it was opened"
+    world.barrier()  # other hosts make the run directory
+    with ending.printed(first.directory, opened.train), trained(world, job, opened, first.directory, first.command):
+        pass
 
 
 def for_adapters(serve: ServeConfig, train: TrainConfig, flags: Sequence[str] = ()) -> ServeConfig:

@@ -1,38 +1,21 @@
-"""`bridge serve-vllm`: check everything that can be checked, then become the stock vLLM with our patches.
+"""`bridge serve-vllm`: check everything that can be checked, then become the stock vLLM with our patches."""
 
-Not covered: the flags and variables that vLLM gets (`server_command.py`).
-"""
-
-import contextlib
-import errno
 import os
-import random
-import socket
 import sys
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-import psutil
 import typer
 
-from bridge.checks import model as model_checks
-from bridge.checks import software
-from bridge.config import ServeConfig, TrainConfig
-from bridge.core.process import boot_id
-from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
-from bridge.server import manifest
-from bridge_cli import accelerator, console, memory_share
+from bridge.config import ServeConfig
+from bridge.processes import accelerator
+from bridge.processes.server_command import prepare
+from bridge_cli import console
 from bridge_cli.options import from_config
-from bridge_cli.server_command import ServerCommand
-from bridge_patches import compatibility
 
 VllmFlags = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- VLLM_FLAGS", help="vLLM's own flags, passed on unchanged.", show_default=False),
 ]
-
-PORTS = range(20000, 32768)
-"""Ports below Linux's default range for outgoing connections (`net.ipv4.ip_local_port_range`)."""
 
 
 @from_config(ServeConfig)
@@ -41,178 +24,6 @@ def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
 
     This process becomes vllm serve: Ctrl-C and the exit code are vLLM's own.
     """
-    command = prepare(config, vllm_flags or [], trainer=memory_share.expected(config))
+    command = prepare(config, vllm_flags or [], trainer=accelerator.expected(config), output=console)
     sys.stdout.flush()
     os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606
-
-
-def prepare(
-    config: ServeConfig,
-    flags: list[str],
-    *,
-    shares_weights: bool = True,
-    trainer: TrainConfig = memory_share.FULL,
-) -> ServerCommand:
-    """Check everything that can be known before vLLM starts, and return the command that starts it.
-
-    Raises:
-        IncompatibleVersionError: vLLM, torch and torchvision do not fit each other, or the patches do not fit vLLM.
-        UsageError: the port is taken, or the manifest belongs to another live server.
-        BridgeError: what `ServerCommand.of` refuses.
-    """
-    check_software(config.device)
-    if shares_weights:
-        compatibility.check_installed()
-    check_model(config.model, shares_weights=shares_weights)
-    check_length(config)
-    command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
-    check_port(config.host, config.port)
-    if shares_weights:
-        clear_manifest(command.manifest)
-    for line in command.notes:
-        console.note(line, style="dim")
-    console.note(f"manifest: {command.manifest}" if shares_weights else "the stock vLLM: no manifest", style="dim")
-    return command
-
-
-def check_software(device: Literal["auto", "cpu", "cuda"]) -> None:
-    """Check what `bridge doctor` checks of the software that vLLM cannot start without.
-
-    Raises:
-        IncompatibleVersionError: no vLLM, two of them, one for another device, or a torchvision for another torch.
-        UsageError: a GPU is requested, but there is none.
-    """
-    chosen, _ = accelerator.choose(device)
-    if fault := software.obstacle(chosen):
-        assert fault.remedy is not None, "a failed check has one"
-        raise IncompatibleVersionError(
-            f"{fault.name}: {fault.found}", remedy=f"{fault.remedy}; all checks: bridge doctor"
-        )
-
-
-def check_model(model: str, *, shares_weights: bool = True) -> None:
-    """Check that `model` exists, as a folder or on the hub, and that Bridge can serve it.
-
-    Raises:
-        UsageError: there is no such folder or name, no model in it, or the hub is needed and cannot be reached.
-        UnsupportedModelError: it is quantized, no causal language model, or cannot be shared.
-    """
-    from bridge.core import hub
-
-    folder = Path(model).expanduser()  # vLLM would take a missing folder for a name on the hub
-    if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
-        found = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
-        remedy = "give the folder of a Hugging Face model, or its name on the hub"
-        raise UsageError(f"--model {model}: {found}", remedy=remedy)
-    config = model_checks.read(model)
-    if config is None and not folder.is_dir():
-        hub.fetch_config(model)
-        config = model_checks.read(model)
-    if config is None:
-        if folder.is_dir():
-            raise UsageError(f"--model {model}: its config.json describes no model", remedy="download or copy it again")
-        return
-    mode = model_checks.SHARED if shares_weights else model_checks.NONE
-    obstacles = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
-    for obstacle in obstacles or model_checks.unbuildable(model, config):
-        raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
-
-
-def check_length(config: ServeConfig) -> None:
-    """Check that vLLM has RoPE frequencies for the longest sequence."""
-    limit = model_checks.dynamic_limit(model_checks.read(config.model))
-    if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
-        found = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
-        raise UsageError(
-            f"--model {config.model} has dynamic RoPE: vLLM has the frequencies of {limit} tokens, {found} is longer",
-            remedy=f"--max-model-len {limit}",
-        )
-
-
-def check_port(host: str, port: int, *, flag: str = "--port") -> None:
-    """Check that a server can listen on `port` of `host`.
-
-    Raises:
-        UsageError: it is taken (by which process, if that is visible), forbidden, or no address of this machine.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-    except PermissionError as error:
-        raise UsageError(f"port {port} is reserved for root", remedy=f"choose 1024 or higher with {flag}") from error
-    except socket.gaierror as error:
-        raise UsageError(f"--host {host} is no address: {error.strerror}", remedy="--host 127.0.0.1") from error
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
-        remedy = f"choose another with {flag}, such as {free_port(host)}"
-        raise UsageError(f"port {port} is taken{holder(port)}", remedy=remedy) from error
-
-
-def free_port(host: str) -> int:
-    """Return a port on which nothing listens, and which no outgoing connection gets before vLLM binds it.
-
-    Raises:
-        OSError: there is none, or no such address.
-    """
-    draw = random.SystemRandom()  # processes that start together should not draw the same
-    for port in draw.sample(PORTS, len(PORTS)):
-        try:
-            with socket.create_server((host, port)):
-                return port
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    raise OSError(errno.EADDRINUSE, f"all ports from {PORTS.start} to {PORTS.stop - 1} of {host} are in use")
-
-
-def clear_manifest(path: Path) -> None:
-    """Remove a stale manifest: once `path` exists, the new server can be attached to.
-
-    Raises:
-        UsageError: it belongs to a live server, or to one that may be alive.
-        ManifestError: it is no manifest.
-    """
-    if not os.path.lexists(path):
-        return
-    manifest.refuse_other_file(path)
-    try:
-        found = manifest.read(path)
-        manifest.check_server(found, path)
-    except ManifestError as error:
-        _refuse_out_of_sight(path)
-        console.note(f"replacing the manifest of a server that is gone: {error.message}", style="yellow")
-        path.unlink()
-        return
-    raise UsageError(
-        f"{path} belongs to a live server: pid {found.server.pid} at {found.url}",
-        remedy=f"attach to it, stop it (kill {found.server.pid}), or choose another path with --vllm-config-path",
-    )
-
-
-def _refuse_out_of_sight(path: Path) -> None:
-    """Refuse a manifest whose server may be alive on another host or in another container."""
-    try:
-        found = manifest.read(path)
-    except ManifestError:  # of another version
-        return
-    is_here = found.boot_id == boot_id()
-    if found.server.is_visible() if is_here else found.host == socket.gethostname():
-        return
-    where = "another container" if is_here else f"host {found.host}"
-    raise UsageError(
-        f"{path} belongs to a server on {where}, which may be alive (pid {found.server.pid} there)",
-        remedy=f"choose another path with --vllm-config-path or, if that server is gone: rm {path}",
-    )
-
-
-def holder(port: int) -> str:
-    """Return which process listens on `port`; empty if that is not visible."""
-    with contextlib.suppress(psutil.Error):
-        for listener in psutil.net_connections("tcp"):
-            place = listener.laddr
-            if listener.status == psutil.CONN_LISTEN and place and place.port == port and listener.pid:
-                return f" by pid {listener.pid} ({psutil.Process(listener.pid).name()})"
-    return ""

@@ -7,11 +7,13 @@ import errno
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from bridge.core.interrupt import SIGNALS
 
+T = TypeVar("T")
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell reports it."""
 NOBODY_READS = (errno.EIO, errno.EPIPE)
@@ -46,28 +48,25 @@ class Surviving:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._silence(error)
-            return len(text)
+        return self._attempt(lambda: self._stream.write(text), len(text))
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._silence(error)
+        self._attempt(self._stream.flush, None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _silence(self, error: OSError) -> None:
-        """Discard everything that is written from now on, to the descriptor too."""
-        if error.errno not in NOBODY_READS:
-            raise error
+    def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
+        """Discard everything that is written from now on, to the descriptor too, once nobody reads it."""
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in NOBODY_READS:
+                raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
+        return otherwise
 
 
 def prepare() -> Ending:

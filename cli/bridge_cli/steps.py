@@ -25,7 +25,9 @@ class Lines(Reporter):
 
     def __init__(self, num_steps: int, opening: str = "", *, data: Callable[[str], None] | None = None) -> None:
         """Report a run of `num_steps`; `opening` comes before the first line, if there is one."""
-        self._num_steps, self._opening, self._data = num_steps, opening, data
+        self._num_steps = num_steps
+        self._opening = opening
+        self._data = data
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:  # noqa: ARG002 - the base's
         self._report(step_line(metrics, self._num_steps, width=self.width), to_json(metrics))

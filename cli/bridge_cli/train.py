@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from bridge.config import FeedConfig, TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
+from bridge.processes.accelerator import check_host
 from bridge.run.run_directory import RunDirectory, labelled_json
-from bridge.types import Environment
+from bridge.types import Environment, Task
 from bridge_cli import console, ending, live
-from bridge_cli.memory_share import check_host
 from bridge_cli.options import Json, from_config
 from bridge_cli.resume import open_run
 from bridge_cli.steps import summary_line
@@ -34,8 +34,8 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
                 f"{flag(name)} {config.get(name)}: bridge train takes one running server",
                 remedy="bridge run, which starts a server on each GPU",
             )
-    from bridge_cli.server_process import StartedServer
-    from bridge_cli.start_command import StartCommand
+    from bridge.processes.server_command import StartCommand
+    from bridge.processes.server_process import StartedServer
 
     check_host(config)
     environment = load_environment(config)
@@ -43,29 +43,25 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     settled, run, found = open_run(config)
     try:
         rehearse(settled, environment)
-        server = StartedServer(command, run.server_log).running() if command else contextlib.nullcontext()
+        server = (
+            StartedServer(command, run.server_log, output=console).running() if command else contextlib.nullcontext()
+        )
         with server as process, ending.printed(run, settled):
-            train_in(run, settled, environment, as_json=as_json, process=process, resume=found, chosen=config)
+            train_in(run, settled, environment, as_json=as_json, process=process, resume=found)
     finally:
         run.remove_if_unused()
 
 
-def load_environment(config: TrainConfig) -> Environment | None:
-    """Return the environment that `config` names; None if rollouts come from elsewhere.
-
-    Raises:
-        UsageError: there is none, it cannot be used, or it has no held-out problems to evaluate on.
-    """
+def load_environment(config: TrainConfig) -> Task | None:
+    """Return the environment that `config` names; None if rollouts come from elsewhere."""
     from bridge.rollouts import problems
-    from bridge.scoring.agent import WithAgent
-    from bridge.scoring.tools import WithTools
     from bridge_environments import registry
 
-    if config.rollouts.source != "environment":
+    if not config.rollouts.samples_here:
         return None
     environment = registry.load(config.task)
     unused = [name for name in ("max_turns", "tool_timeout_s") if config.get(name) != config.default(name)]
-    if unused and not isinstance(environment, WithTools | WithAgent):
+    if unused and environment.interaction == "completion":
         raise UsageError(
             f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, and"
             f" {config.task.environment} has none",
@@ -77,17 +73,11 @@ def load_environment(config: TrainConfig) -> Environment | None:
 
 
 def rehearse(config: TrainConfig | FeedConfig, environment: Environment | None) -> None:
-    """Try the first problems of `environment`, if there is one, before anything is started.
-
-    Raises:
-        UsageError: a prompt cannot be encoded, or nothing scores.
-    """
+    """Try the first problems of `environment`, if there is one, before anything is started."""
     if environment is not None:
-        from bridge.rollouts import rehearsal
-        from bridge_environments import registry
+        from bridge.agents import stream
 
-        recipe = partial(registry.scorer, config.task)
-        rehearsal.check(config.model_name, config.task, environment, recipe, console.note)
+        stream.rehearse(config, environment, console.note)
 
 
 def train_in(
@@ -98,43 +88,24 @@ def train_in(
     as_json: bool,
     process: "ServerProcess | None" = None,
     resume: "Found | None" = None,
-    chosen: TrainConfig | None = None,
     ranks: "Ranks | None" = None,
 ) -> "Summary":
-    """Train, print one line per step, and write everything to `run`; `config` is `chosen` with what was derived.
-
-    Raises:
-        BridgeError: the server, the manifest, the model or the environment is at fault.
-    """
+    """Train, print one line per step, and write everything to `run`."""
     from bridge.ranks.world import ALONE
-    from bridge.run import trackers, trainer
-    from bridge.run.reporting import Reporter, Several
-    from bridge_environments import registry
+    from bridge.run import reporting
+    from bridge.run.trainer import Run
 
-    recipe = partial(registry.scorer, config.task) if config.rollouts.source == "environment" else None
     ranks = ranks or ALONE
+    run_of = partial(Run, config, environment, run, process=process, resume=resume, ranks=ranks)
     if not ranks.is_rank_zero:
-        return trainer.train(
-            config, environment, run, Reporter(), recipe=recipe, process=process, resume=resume, chosen=chosen,
-            ranks=ranks,
-        )  # fmt: skip
+        return run_of(reporting.Reporter()).train()
     data = console.data if as_json else None
     first_step = resume.progress.step + 1 if resume else 1
     with (
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
-        trackers.of(config, run, first_step=first_step) as curves,
+        reporting.trackers_of(config, run, first_step=first_step) as curves,
     ):
-        summary = trainer.train(
-            config,
-            environment,
-            run,
-            Several(curves, lines),
-            recipe=recipe,
-            process=process,
-            resume=resume,
-            chosen=chosen,
-            ranks=ranks,
-        )
+        summary = run_of(reporting.Several(curves, lines)).train()
     run.write_summary(summary)
     console.note(summary_line(summary))
     if as_json:

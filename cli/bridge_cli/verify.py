@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bridge.checks.result import Check, any_failed
+from bridge.checks import Check, any_failed
 from bridge.errors import UsageError
 from bridge.server import discovery, manifest
 from bridge_cli import console
@@ -51,46 +51,46 @@ def servers_of(run_dir: Path) -> list[Path]:
     """
     from bridge.server.client import BridgeClient
 
-    found, run = [], str(run_dir.absolute())
+    served = []
     for path, exported in sorted(discovery.running().items()):
         with BridgeClient(exported, timeout_s=ASK_LIMIT_S) as client:
             lease = client.status().lease
-        if lease is not None and lease.run == run:
-            found.append(path)
-    if not found:
+        if lease is not None and lease.run == str(run_dir.absolute()):
+            served.append(path)
+    if not served:
         raise UsageError(
             f"no server on this host is trained by a run in {run_dir}",
             remedy="name the directory of a live run, or one server with --vllm-config-path",
         )
-    return found
+    return served
 
 
 def all_proofs(paths: Sequence[Path], *, as_json: bool) -> list[Check]:
     """Run every check on each server, compare the servers, and return all results."""
-    from bridge.checks import verify as checks
+    from bridge.checks import verify as proofs
 
-    seen = []
+    results = []
     for path in paths:
         console.note(f"server of {path}")
-        seen += proof(path, as_json=as_json)
-    return seen + (shown([checks.replicas(paths)], as_json=as_json) if len(paths) > 1 else [])
+        results += proof(path, as_json=as_json)
+    return results + (shown([proofs.replicas(paths)], as_json=as_json) if len(paths) > 1 else [])
 
 
 def proof(path: Path, *, as_json: bool) -> list[Check]:
     """Run every check on the server of the manifest at `path`, print each result at once, and return them all."""
-    from bridge.checks import verify as checks
+    from bridge.checks import verify as proofs
 
-    return shown(checks.verify(path), as_json=as_json)
+    return shown(proofs.verify(path), as_json=as_json)
 
 
 def shown(checks: Iterable[Check], *, as_json: bool) -> list[Check]:
     """Print each check at once, for a person and, with `as_json`, for a program too; return them all."""
-    seen = []
+    results = []
     for check in checks:
-        seen.append(check)
+        results.append(check)
         console.verdict(check.status, f"{check.name}: {check.found}")
         if check.status == "FAIL":
             console.note(f"      expected: {check.expected}\n      hint: {check.remedy}")
         if as_json:
             console.data(json.dumps(dataclasses.asdict(check)))
-    return seen
+    return results

@@ -5,6 +5,7 @@ package: `verifiers:ID`, `reasoning_gym:TASK`); *held-out* problems are kept for
 of one completion; *rows* are data before they become problems; weighted *rewards* (`--reward`) may replace the score;
 *tools* are methods of a class that the model calls. Scores and tools are called by `bridge/scoring`.
 
-May import: `bridge.config`, `bridge.scoring`, `bridge.core`, `bridge.types`, `bridge.errors`; neither torch nor vLLM.
+May import: `bridge.config`, `bridge.scoring`, `bridge.agents.tools`, `bridge.core`, `bridge.types`, `bridge.errors`;
+neither torch nor vLLM.
 `datasets`, `math_verify` and `reasoning_gym` are imported where they are needed, and verifiers in another Python.
 """

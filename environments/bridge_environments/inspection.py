@@ -1,4 +1,4 @@
-"""Checks of an environment: it has problems, each of them is valid, and something scores them.
+"""Check an environment of the user's: how the model answers in it, its score, its tools and its problems.
 
 The first problems are checked before anything starts, the others as they are read: there may be no last one.
 """
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
+from bridge.agents.tools import names as tool_names
 from bridge.core.foreign_code import foreign_code, shortened, source_file
 from bridge.errors import RewardError
-from bridge.scoring.tools import names as tool_names
-from bridge.types import Problem
+from bridge.types import Interaction, Problem
 
 EXAMPLE = "{'prompt': '3+4='}"
 NUM_FIRST = 64
@@ -22,11 +22,7 @@ SCORE = "def score(self, problem: dict, completion: str) -> float"
 
 
 def check_score(environment: Any, name: str) -> None:
-    """Check that `environment` has a score that can be called.
-
-    Raises:
-        RewardError: it has none.
-    """
+    """Check that `environment` has a score that can be called."""
     score = getattr(environment, "score", None)
     if not callable(score):
         remedy = f"add to it: {SCORE}; or {REWARD}, with tools; or {RUN}, for an agent"
@@ -40,37 +36,29 @@ def check_score(environment: Any, name: str) -> None:
         ) from error
 
 
-def has_tools(kind: type) -> bool:
-    """Return whether a class is in the shape of TRL's `environment_factory`: it has a method `reset`."""
-    return callable(getattr(kind, "reset", None))
+def interaction(kind: type, name: str) -> Interaction:
+    """Return how a class lets the model answer.
 
-
-def is_agent(kind: type, name: str) -> bool:
-    """Return whether a class has a method `run`, and no tools.
-
-    Raises:
-        RewardError: `run` cannot be called as Bridge calls it, or would be a tool.
+    It has tools if it has a method `reset`, as in TRL's `environment_factory`, and is an agent if it has a method `run`
+    and no tools.
     """
-    if not callable(run := getattr(kind, "run", None)):
-        return False
-    if has_tools(kind):
-        if {"problem", "base_url"} <= inspect.signature(run).parameters.keys():
+    run = getattr(kind, "run", None)
+    if callable(getattr(kind, "reset", None)):
+        if callable(run) and {"problem", "base_url"} <= inspect.signature(run).parameters.keys():
             fault = "has a method reset, so that run(problem, base_url) would be a tool that the model calls"
             _refuse(name, fault, "give reset another name: an agent is begun by run alone")
-        return False
+        return "tools"
+    if not callable(run):
+        return "completion"
     try:
         inspect.signature(run).bind(None, {}, "")
     except TypeError as error:
         _refuse(name, f"is an agent whose run cannot be called with (problem, base_url): {error}", f"write: {RUN}")
-    return True
+    return "agent"
 
 
 def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
-    """Return the JSON schemas of the tools of `environment`, its public methods.
-
-    Raises:
-        RewardError: it has none, or one has no docstring or type hints that describe it.
-    """
+    """Return the JSON schemas of the tools of `environment`, its public methods."""
     from transformers.utils import get_json_schema  # it imports torch
 
     tools = tool_names(type(environment))
@@ -84,9 +72,6 @@ def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
     """Check the first problems of `environment` and all held-out ones; return the latter.
 
     `reward` names a reward that compares with their answers; empty: none does.
-
-    Raises:
-        RewardError: its code raised, it has no problems, or one of them is invalid or lacks its answer.
     """
     file = source_file(type(environment))
     with foreign_code(f"environment {name}: listing its problems", file):
@@ -97,10 +82,10 @@ def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
             _refuse(name, "is an iterator, so a second pass would be empty", "return a new iterator from __iter__")
     if not list(islice(checked(iterator, name, reward, file), NUM_FIRST)):
         _refuse(name, "has no problems", f"add at least one, such as {EXAMPLE}")
-    if not hasattr(environment, "held_out"):
-        return []
     with foreign_code(f"environment {name}: listing its held-out problems", file):
-        held_out = environment.held_out()
+        held_out = environment.held_out() if hasattr(environment, "held_out") else None
+    if held_out is None:
+        return []
     if not isinstance(held_out, list):
         _refuse(name, f"has a held_out that returned a {type(held_out).__name__}", "return a list of problems")
     if not held_out:
@@ -109,11 +94,7 @@ def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
 
 
 def checked(problems: Iterable[Any], name: str, reward: str, file: str, *, noun: str = "problem") -> Iterator[Problem]:
-    """Yield the problems of one pass, each checked; `file` has the code that lists them.
-
-    Raises:
-        RewardError: as `check_problems`.
-    """
+    """Yield the problems of one pass, each checked; `file` has the code that lists them."""
     with foreign_code(f"environment {name}: listing its {noun}s", file):
         for index, problem in enumerate(problems):
             if fault := problem_fault(problem):

@@ -1,116 +1,100 @@
 """Find an environment by name, `arithmetic` or `file.py:ClassName`, with the data, rewards and prompt chosen for it."""
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from bridge.agents.tools import Agent, Tools
 from bridge.config import TaskConfig
 from bridge.config.choices import flag
+from bridge.core import own_code
 from bridge.core.foreign_code import source_file
 from bridge.errors import UsageError
-from bridge.scoring.agent import Agent
-from bridge.scoring.score import Scores
-from bridge.scoring.tools import Tools
-from bridge.types import Environment, Problem
-from bridge_environments import inspection, own_code, packages, rewards, rows
-from bridge_environments.arithmetic import Arithmetic
-from bridge_environments.gsm8k import GSM8K
-from bridge_environments.jsonl import JSONL
+from bridge.types import Interaction, Problem, Task
+from bridge_environments import inspection, packages, rewards, rows
 from bridge_environments.rewards import Reward, Rewards
-from bridge_environments.rows import Format
+from bridge_environments.rows import GSM8K, JSONL, Format
 
-CLASSES: Mapping[str, type] = {"arithmetic": Arithmetic}
-FORMATS: Mapping[str, Format] = {"gsm8k": GSM8K, "jsonl": JSONL}
-OF_DATA = ("data", "eval_data", "prompt_column", "answer_column")
-"""Choices that only apply to problems read from rows."""
+NUMBERS = range(20)
+NUM_HELD_OUT = 80
+"""A fifth of the sums."""
 
 
-class Task:
-    """An environment put together from what a person chose."""
+class Arithmetic:
+    """Small sums, scored exactly: every `a+b=` with both numbers below 20.
 
-    def __init__(
-        self, read: Callable[[], Iterator[Problem]], held_out: list[Problem], recipe: Callable[[], Scores]
-    ) -> None:
-        """`read` starts a pass over the training problems; `recipe` makes what scores, when it is first needed."""
-        self._read, self._held_out, self._recipe = read, held_out, recipe
+    400 sums: a fixed random draw of 80 is held out, the other 320 are for training.
+
+    The draw is the same in every process and on every machine. Pairs are ordered: `4+3=` may be a training problem
+    while `3+4=` is held out.
+    """
+
+    def __init__(self) -> None:
+        sums: list[Problem] = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in NUMBERS for b in NUMBERS]
+        # A draw, because a rule such as every fifth sum would keep whole pairs of last digits from training.
+        random.Random(0).shuffle(sums)  # noqa: S311  not a secret
+        self._held_out = sums[:NUM_HELD_OUT]
+        self._training = sums[NUM_HELD_OUT:]
 
     def __iter__(self) -> Iterator[Problem]:
-        return self._read()
+        return iter(self._training)
 
     def held_out(self) -> list[Problem]:
         return list(self._held_out)
 
     def score(self, problem: Problem, completion: str) -> float:
-        return self._scores.score(problem, completion)
-
-    @cached_property
-    def _scores(self) -> Scores:
-        return self._recipe()
+        """Return 1.0 for the answer's digits and nothing else except white space around them, otherwise 0.0."""
+        return float(completion.strip() == problem["answer"])
 
 
-class ToolTask(Task):
-    """A class with tools, put together from what a person chose."""
-
-    def __init__(self, task: Task, schemas: list[dict[str, Any]], tools: Callable[[], Tools]) -> None:
-        super().__init__(task.__iter__, task.held_out(), tools)
-        self.schemas, self.tools = schemas, tools
-
-
-class AgentTask(Task):
-    """An agent, put together from what a person chose."""
-
-    def __init__(self, task: Task, agent: Callable[[], Agent]) -> None:
-        super().__init__(task.__iter__, task.held_out(), agent)
-        self.agent = agent
+CLASSES: Mapping[str, type] = {"arithmetic": Arithmetic}
+FORMATS: Mapping[str, Format] = {"gsm8k": GSM8K, "jsonl": JSONL}
+OF_DATA = ("data", "eval_data", "prompt_column", "answer_column")
+"""Choices that only apply to problems read from rows."""
+PACKAGES = (f"{packages.VERIFIERS_PREFIX}ID", f"{packages.GYM_PREFIX}TASK")
+"""Environments of other packages."""
 
 
-def load(config: TaskConfig) -> Environment:
-    """Return the environment that `config` names, with its problems checked.
-
-    Raises:
-        UsageError: there is no such environment, file, class, data or reward, or a choice does not apply to it.
-        RewardError: its code raised, it has no problems or no score, or one of its problems is invalid.
-    """
-    packages.check(config)
-    if config.environment in FORMATS:
-        return _of_rows(config, FORMATS[config.environment])
+def load(config: TaskConfig) -> Task:
+    """Return the environment that `config` names, with its problems checked."""
+    _check_package_choices(config)
+    name = config.environment
+    if name in FORMATS:
+        return _of_rows(config, FORMATS[name])
     kind = _class(config)
-    if inspection.is_agent(kind, config.environment) or inspection.has_tools(kind):
-        return _of_turns(config, kind)
-    unused = _of_data(config)
-    if unused:
-        raise UsageError(
-            f"{', '.join(map(flag, unused))}: only for --environment {' and '.join(FORMATS)}, not {config.environment}",
-            remedy=f"leave {'it' if len(unused) == 1 else 'them'} out, or --environment {list(FORMATS)[-1]}",
-        )
-    environment = own_code.made(kind, config.environment)
-    if not _rewards(config):
-        inspection.check_score(environment, config.environment)
-    return _of_class(config, environment)
+    interaction = inspection.interaction(kind, name)
+    _refuse_unused_data(config, interaction)
+    environment = own_code.made(kind, name)
+    own_reward = {"tools": "get_reward", "agent": "run"}.get(interaction, "")
+    if not _rewards(config) and (hasattr(kind, "score") or not hasattr(kind, own_reward)):
+        inspection.check_score(environment, name)
+    schemas = inspection.schemas(environment, name) if interaction == "tools" else []
+    task = _of_class(config, environment) if config.data is None else _of_rows(config, JSONL)
+    return replace(task, interaction=interaction, schemas=tuple(schemas))
 
 
-def scorer(config: TaskConfig) -> Scores:
+def scorer(config: TaskConfig) -> Any:
     """Return what scores the completions of the environment that `config` names, without reading its problems.
 
     With tools it is what calls them, too, and of an agent what runs it.
-
-    Raises:
-        UsageError: there is no such environment, file, class or reward.
-        RewardError: its code raised, or it has no score.
     """
     chosen = _rewards(config)
-    kind = None if config.environment in FORMATS else _class(config)
-    if kind is not None and inspection.has_tools(kind):
-        return _tools(config, kind)
-    if kind is not None and inspection.is_agent(kind, config.environment):
-        return _agent(config, kind)
-    if chosen or kind is None:
-        return Rewards(chosen)
-    environment = own_code.made(kind, config.environment)
+    rewards_chosen = Rewards(chosen) if chosen else None
+    if config.environment in FORMATS:
+        return rewards_chosen
+    kind = _class(config)
+    make = partial(own_code.made, kind, config.environment)
+    interaction = inspection.interaction(kind, config.environment)
+    if interaction != "completion":
+        return (Tools if interaction == "tools" else Agent)(make, rewards_chosen)
+    if rewards_chosen is not None:
+        return rewards_chosen
+    environment = make()
     inspection.check_score(environment, config.environment)
-    scores: Scores = environment
-    return scores
+    return environment
 
 
 def _rewards(config: TaskConfig) -> tuple[Reward, ...]:
@@ -149,12 +133,12 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
         whole, split = rows.read(config.eval_data, known.subset, "--eval-data")
         held_out = split or whole
     kept = held_out.problems(problem) if held_out else []
-    return Task(partial(iter, training.problems(problem)), kept, partial(scorer, config))
+    return Task(problems=partial(iter, training.problems(problem)), kept=kept, recipe=partial(scorer, config))
 
 
 def _of_class(config: TaskConfig, environment: Any) -> Task:
-    name, chosen = config.environment, _rewards(config)
-    compared = _compared(chosen)
+    name = config.environment
+    compared = _compared(_rewards(config))
     held_out = inspection.check_problems(environment, name, compared)
 
     def read() -> Iterator[Problem]:
@@ -162,58 +146,72 @@ def _of_class(config: TaskConfig, environment: Any) -> Task:
         return (_instructed(problem, config.system_prompt) for problem in problems)
 
     kept = [_instructed(problem, config.system_prompt) for problem in held_out]
-    return Task(read, kept, partial(scorer, config) if chosen else lambda: environment)
+    return Task(problems=read, kept=kept, recipe=partial(scorer, config))
 
 
-def _of_data(config: TaskConfig) -> list[str]:
-    """Return the choices that only apply to rows."""
-    return [name for name in OF_DATA if getattr(config, name) != TaskConfig.model_fields[name].default]
-
-
-def _of_turns(config: TaskConfig, kind: type) -> ToolTask | AgentTask:
-    """Return a class with tools or an agent: its problems are its own, or those of --data."""
-    name = config.environment
-    if config.data is None and (unused := _of_data(config)):
+def _refuse_unused_data(config: TaskConfig, interaction: Interaction) -> None:
+    """Refuse choices that only apply to rows: an environment with turns may get its problems from --data."""
+    unused = [name for name in OF_DATA if getattr(config, name) != TaskConfig.model_fields[name].default]
+    if not unused or (interaction != "completion" and config.data is not None):
+        return
+    names = ", ".join(map(flag, unused))
+    if interaction != "completion":
         raise UsageError(
-            f"{', '.join(map(flag, unused))}: {name} has its own problems, unless --data has them",
+            f"{names}: {config.environment} has its own problems, unless --data has them",
             remedy="add --data path/to/problems.jsonl, or a method held_out to the class",
         )
-    environment = own_code.made(kind, name)
-    has_tools, own = inspection.has_tools(kind), "get_reward" if inspection.has_tools(kind) else "run"
-    if not _rewards(config) and (hasattr(kind, "score") or not hasattr(kind, own)):
-        inspection.check_score(environment, name)
-    schemas = inspection.schemas(environment, name) if has_tools else []
-    task = _of_class(config, environment) if config.data is None else _of_rows(config, JSONL)
-    if has_tools:
-        return ToolTask(task, schemas, partial(_tools, config, kind))
-    return AgentTask(task, partial(_agent, config, kind))
+    raise UsageError(
+        f"{names}: only for --environment {' and '.join(FORMATS)}, not {config.environment}",
+        remedy=f"leave {'it' if len(unused) == 1 else 'them'} out, or --environment {list(FORMATS)[-1]}",
+    )
 
 
-def _tools(config: TaskConfig, kind: type) -> Tools:
-    chosen = _rewards(config)
-    return Tools(partial(own_code.made, kind, config.environment), Rewards(chosen) if chosen else None)
+def _check_package_choices(config: TaskConfig) -> None:
+    """Check that no choice about environments of other packages would be ignored."""
+    is_verifiers = config.environment.startswith(packages.VERIFIERS_PREFIX)
+    is_gym = config.environment.startswith(packages.GYM_PREFIX)
+    where = f"it is for --environment {' and '.join(PACKAGES)}"
+    places = {
+        "env_args": (is_verifiers or is_gym, where),
+        "eval_env_args": (is_verifiers or is_gym, where),
+        "data": (not is_verifiers, "it has its own tasks"),
+        "system_prompt": (not is_verifiers, "its tasks have their own"),
+    }
+    for name, (fits, why) in places.items():
+        if not fits and getattr(config, name) != TaskConfig.model_fields[name].default:
+            raise UsageError(
+                f"{flag(name)} has no effect with --environment {config.environment}: {why}", remedy="leave it out"
+            )
 
 
-def _agent(config: TaskConfig, kind: type) -> Agent:
-    chosen = _rewards(config)
-    return Agent(partial(own_code.made, kind, config.environment), Rewards(chosen) if chosen else None)
+def _of_package(config: TaskConfig) -> type | None:
+    """Return the class of an environment of another package, made without arguments; None if it is of no package."""
+    prefix, _, name = config.environment.partition(":")
+    base: Any = {"verifiers": packages.Verifiers, "reasoning_gym": packages.ReasoningGym}.get(prefix)
+    if base is None:
+        return None
+    more = {"python": config.verifiers_python} if prefix == "verifiers" else {}
+
+    def make(self: Any) -> None:
+        base.__init__(self, name, config.env_args, config.eval_env_args, **more)
+
+    return type(base.__name__, (base,), {"__init__": make, "__module__": base.__module__})
 
 
 def _class(config: TaskConfig) -> type:
-    if found := packages.kind(config):
-        return found
+    if (kind := _of_package(config)) is not None:
+        return kind
     name = config.environment
     if name in CLASSES:
         return CLASSES[name]
     if ":" in name or name.endswith(".py"):
-        kind: type = own_code.find("environment", name)
-        return kind
+        return own_code.find("environment", name)  # type: ignore[no-any-return]
     known = [*CLASSES, *FORMATS]
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     form = own_code.FORMS["environment"]
     raise UsageError(
-        f"no environment {name!r}, expected {', '.join((*known, *packages.FORMS))} or {form}",
+        f"no environment {name!r}, expected {', '.join((*known, *PACKAGES))} or {form}",
         remedy=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {form} for your own",
     )
 

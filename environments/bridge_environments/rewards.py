@@ -1,18 +1,36 @@
-"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and summed by their weights."""
+r"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and summed by their weights.
+
+An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
+counts. math-verify decides what is equal: it reads numbers, fractions and LaTeX, and ignores units. It has no time
+limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes too long.
+"""
 
 import difflib
 import inspect
+import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from bridge.core import own_code
 from bridge.core.foreign_code import shortened
 from bridge.errors import RewardError, UsageError
 from bridge.types import Problem
-from bridge_environments import answers, own_code
 
+MARK = re.compile(r"####(?=(?P<line>[^\n]*))|\\boxed\s*\{")
+MARKUP = re.compile(r"\*+|\\[,!;]|\\\$|\$|\\\(|\\\)|\{,\}")
+"""Decoration of a number: bold, thin spaces, dollars, formula delimiters; `{,}` is LaTeX's thousands comma."""
+WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+PROSE = re.compile(r"[^\d\\]*[^\W\d_]{3}[^\d\\]*")
+"""Words without a number, which math-verify would read as a product of letters."""
+MAX_ANSWER_CHARACTERS = 400
+"""A longer marked answer does not count."""
+END_CHARACTERS = 1000
+"""Length of a completion's end in which an answer without a mark is looked for."""
 Score = Callable[[Problem, str], Any]
 
 
@@ -23,13 +41,13 @@ def exact(problem: Problem, completion: str) -> float:
 
 def equal(problem: Problem, completion: str) -> float:
     """Return 1.0 if the completion's answer equals the problem's as a number or formula."""
-    return float(answers.is_right(problem["answer"], completion))
+    return float(is_right(problem["answer"], completion))
 
 
 def is_marked(problem: Problem, completion: str) -> float:
     r"""Return 1.0 if the completion marks an answer, by `####` or in `\\boxed{}`, right or wrong."""
     del problem
-    return float(bool(answers.marked(completion)))
+    return float(bool(marked(completion)))
 
 
 NAMED: Mapping[str, tuple[Score, bool]] = {"math": (equal, True), "exact": (exact, True), "format": (is_marked, False)}
@@ -51,11 +69,7 @@ class Reward:
     """File and line of a user's function."""
 
     def __call__(self, problem: Problem, completion: str) -> float:
-        """Return the number before its weight.
-
-        Raises:
-            RewardError: it returned something else. Whatever else its code raises is raised.
-        """
+        """Return the number before its weight."""
         value = self.score(problem, completion)
         if isinstance(value, str) or not isinstance(value, SupportsFloat):
             raise RewardError(
@@ -85,12 +99,7 @@ class Rewards:
 
 
 def parse(text: str) -> tuple[Reward, ...]:
-    """Return the rewards of a list such as `math,format=0.2,my.py:brief`; a weight follows `=`.
-
-    Raises:
-        UsageError: a reward does not exist, a weight is not a number, or two have the same name.
-        RewardError: the code of a file raised.
-    """
+    """Return the rewards of a list such as `math,format=0.2,my.py:brief`; a weight follows `=`."""
     rewards = tuple(_reward(item.strip()) for item in text.split(","))
     names = [reward.name for reward in rewards]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -160,3 +169,70 @@ def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Sco
         return value
 
     return score
+
+
+# Answers
+
+
+def marked(completion: str) -> str | None:
+    r"""Return what the last `####` or `\boxed{}` marks, empty if nothing or incomplete; None without a mark."""
+    marks = list(MARK.finditer(completion))
+    if not marks:
+        return None
+    last = marks[-1]
+    answer = _boxed(completion[last.end() :]) if last["line"] is None else last["line"]
+    return answer.strip() if len(answer) <= MAX_ANSWER_CHARACTERS else ""
+
+
+def is_right(answer: object, completion: str) -> bool:
+    """Return whether `completion` gives an answer that equals `answer`, a number or formula, marked or not.
+
+    The completion's marked answer counts; without a mark, what follows "the answer is", or else the last number.
+    """
+    from math_verify import verify
+
+    given = marked(completion)
+    if given is None:
+        end = completion[-END_CHARACTERS:]
+        readings = _parse(end if end == completion else end.partition(" ")[2])
+    else:  # a formula, or a number in words such as `42 eggs`
+        plain = _plain(given)
+        readings = _parse(f"${plain}$") if plain else []
+        readings += _parse(plain) if plain and "\\" not in plain else []
+    return bool(readings) and verify(list(_gold(str(answer))), readings, timeout_seconds=None)
+
+
+@lru_cache(maxsize=4096)
+def _gold(answer: str) -> tuple[Any, ...]:
+    given = marked(answer)
+    plain = _plain(answer if given is None else given)
+    readings = [] if PROSE.fullmatch(plain) else _parse(f"${plain}$")
+    if all(isinstance(reading, str) for reading in readings):  # math-verify returns what it cannot read
+        raise RewardError(
+            f"the answer {shortened(repr(answer))} is not a number or formula",
+            remedy="give answers that the reward math can compare with, or choose another --reward",
+        )
+    return tuple(readings)
+
+
+def _plain(given: str) -> str:
+    return MARKUP.sub("", WORDS.sub(r" \1 ", given)).strip()
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that it has no time limit
+    # Its own limit is an alarm signal, which only the main thread may set.
+    found: list[Any] = parse(text, parsing_timeout=None)
+    return found
+
+
+def _boxed(text: str) -> str:
+    """Return `text` up to the brace that closes the box; empty if none does."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if not depth:
+            return text[:index]
+    return ""

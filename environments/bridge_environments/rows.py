@@ -1,4 +1,10 @@
-"""Rows of data from a JSONL file, a local folder in the hub's layout, or a Hugging Face data set; and their formats."""
+r"""Rows of data from a JSONL file, a local folder in the hub's layout, or a Hugging Face data set; and their formats.
+
+GSM8K has grade-school word problems: a question, and a worked answer that ends in `#### 42`. The 162 problems in
+`problems/` were written for this project, so that everything can be tried offline. The data set itself is
+`openai/gsm8k` on the hub (Cobbe et al. 2021, arXiv 2110.14168); they include nothing of it. JSONL has your own
+problems: a prompt (text or chat messages), and an optional answer.
+"""
 
 import json
 import re
@@ -11,6 +17,7 @@ from typing import Any
 from bridge.core.foreign_code import shortened
 from bridge.errors import RewardError, UsageError
 from bridge.types import Problem
+from bridge_environments.inspection import problem_fault
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 MAX_SHOWN_ROWS = 10
@@ -49,11 +56,7 @@ class Rows:
     """The place of each, such as `line 7`, and its values or its line of JSON."""
 
     def problems(self, make: Callable[[dict[str, Any]], Problem]) -> list[Problem]:
-        """Return `make` of each row's values.
-
-        Raises:
-            RewardError: there are no rows, or some could not be read or made `make` raise `BadRowError`.
-        """
+        """Return `make` of each row's values."""
         problems, faults = [], []
         for place, content in self.rows:
             try:
@@ -73,11 +76,7 @@ class Rows:
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:
-    """Return the row's value in the column `name`.
-
-    Raises:
-        BadRowError: there is no such column.
-    """
+    """Return the row's value in the column `name`."""
     if name not in values:
         raise BadRowError(f"has no column {name!r}, found {shortened(', '.join(values)) or 'none'}")
     return values[name]
@@ -87,9 +86,6 @@ def read(source: str, subset: str | None, flag: str) -> tuple[Rows, Rows | None]
     """Return the rows to train on and those held out, if any: the splits `train` and `test`.
 
     A file has no splits. `subset` is the configuration of a data set on the hub, and its folder in a local copy.
-
-    Raises:
-        UsageError: there is no such file, folder or data set, or it cannot be read.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -160,3 +156,50 @@ def _data_set(source: str, flag: str, **place: str | None) -> tuple[Rows, Rows |
         return Rows(source=f"{source}, split {name}", rows=rows)
 
     return split("train"), split("test") if "test" in splits else None
+
+
+SYSTEM_PROMPT = "Think step by step. Then write the answer, a number, on a last line of its own behind ####."
+NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?(?<=\d)")
+
+
+def gsm8k_problem(values: Mapping[str, Any], prompt_column: str, answer_column: str) -> Problem:
+    """Return a problem: the question as chat messages and as text, the final number, and the worked solution."""
+    question, solution = column(values, prompt_column), str(column(values, answer_column))
+    if not isinstance(question, str) or not question.strip():
+        raise BadRowError(f"has the question {shortened(repr(question))}, expected text")
+    last = solution.rpartition("####")[2].strip().removeprefix("$")
+    if not NUMBER.fullmatch(last):
+        found = shortened(repr(last if len(last) <= 60 else f"...{last[-50:]}"))
+        raise BadRowError(f"has an answer that ends in {found}, expected #### and a number")
+    made: Any = {
+        "prompt": [{"role": "user", "content": question}],
+        "plain_prompt": f"Question: {question}\nAnswer:",
+        "answer": last.replace(",", ""),
+        "solution": solution,
+    }
+    checked: Problem = made
+    return checked
+
+
+GSM8K = Format(
+    problem=gsm8k_problem,
+    prompt_column="question",
+    reward="math",
+    system_prompt=SYSTEM_PROMPT,
+    subset="main",
+    bundled=Path(__file__).parent / "problems",
+)
+
+
+def jsonl_problem(values: Mapping[str, Any], prompt_column: str, answer_column: str) -> Problem:
+    """Return a problem with the prompt and an optional answer; other columns stay in it, for your own rewards."""
+    made: Any = {**values, "prompt": column(values, prompt_column)}
+    if answer_column in values:
+        made["answer"] = values[answer_column]
+    if fault := problem_fault(made):
+        raise BadRowError(f"is not a problem: {fault}")
+    checked: Problem = made
+    return checked
+
+
+JSONL = Format(problem=jsonl_problem, prompt_column="prompt", reward="exact")

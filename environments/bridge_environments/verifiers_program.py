@@ -1,22 +1,23 @@
-"""The other end of `environments/bridge_environments/verifiers.py`, run by the Python that verifiers is installed for.
+"""The other end of `environments/bridge_environments/packages.py`, run by the Python that verifiers is installed for.
 
-It loads one environment, lists its tasks and runs them, each as one episode, for the requests that come over the socket
-with the descriptor `sys.argv[1]`: JSON objects, one per line, answered one by one. It ends when that is closed.
+It loads one environment, lists its tasks and runs them, each as one episode, for the requests that come over the
+connection with the descriptor `sys.argv[1]`: JSON objects, answered one by one. It ends when that is closed.
 
 May import the standard library and verifiers alone: there is no Bridge in its Python.
 Source: verifiers 0.4 `verifiers/v1/serve/server.py`, whose env server builds tasks and runs episodes the same way.
 """
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import json
 import os
 import select
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def answered(host: "Host | None", method: str, given: Mapping[str, Any]) -> tupl
 
 def main() -> None:
     """Answer requests until the other end closes the socket, whatever runs then."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
@@ -162,12 +163,11 @@ def main() -> None:
 
     threading.Thread(target=end_with_the_other, daemon=True).start()
     host = None
-    with connection.makefile("rw", encoding="utf-8") as stream:
-        for line in stream:
-            request = json.loads(line)
+    with contextlib.suppress(EOFError):
+        while True:
+            request = json.loads(connection.recv_bytes())
             host, answer = answered(host, request["method"], request["given"])
-            stream.write(json.dumps(answer) + "\n")
-            stream.flush()
+            connection.send_bytes(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Why this is safe: what is refused could not have been served. vLLM's own route a
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from fastapi import HTTPException
 
 from bridge.errors import AttachError
 from bridge.server.protocol import ADAPTER
+from bridge_patches import wrap
 from bridge_patches.admission import is_ours
-from bridge_patches.ranks import agreed
-from bridge_patches.server_fence import ServerLease
+from bridge_patches.exporter import agreed
+from bridge_patches.server_fence import ServerFence
 
 # A refused load returns an object with `error.message` instead of text; its class has moved between versions.
 PINS = """
@@ -53,19 +55,31 @@ vllm.lora.worker_manager
 CONFIG_NAME = "adapter_config.json"
 
 
-class ServedAdapter:
-    """The adapter with a pinned slot. From the first one on, this wraps `add_request` and `add_lora` of the engine."""
+class Adapters:
+    """The adapter with a pinned slot, and who may load and unload the adapters of a training.
 
-    def __init__(self, engine: Any, models: Any) -> None:
-        self._engine, self._models = engine, models
+    vLLM's own routes would let every client unload the adapter that is trained, or load another under its name: while a
+    trainer has the lease, only its requests may, which carry the manifest's token. From the first pinned adapter on,
+    `add_request` and `add_lora` of the engine are wrapped, too.
+    """
+
+    def __init__(self, engine: Any, models: Any, fence: ServerFence) -> None:
+        self._engine = engine
+        self._models = models
+        self._fence = fence
+        self._is_expected = False
+        """Whether a training adapter was loaded and is not yet released."""
         self._num_slots = 0
         """0 until the first adapter is served."""
-        self._seated: Any = None
+        self._pinned: Any = None
         self._trained: str | None = None
-        """The guarded name: of the adapter that is seated, or being loaded."""
+        """The name that no other request may load: of the adapter that is pinned, or being loaded."""
         self._is_loading = False
-        self._retired: set[int] = set()
+        self._removed: set[int] = set()
+        """vLLM's numbers of the adapters that were removed."""
         self._lock = asyncio.Lock()
+        wrap(models, "load_lora_adapter")(self.load)
+        wrap(models, "unload_lora_adapter")(self.unload)
 
     async def serve(self, name: str, path: str) -> int:
         """Serve the adapter in folder `path` as `name` instead of the one before, and return its slot.
@@ -82,24 +96,32 @@ class ServedAdapter:
                     remedy=f"ls -l {path}; the server must be able to read it, on its own host",
                 )
             self._refuse_unless_slots_remain(name)
-            earlier = (self._seated, self._models.lora_requests.get(name))
+            earlier = [self._pinned, self._models.lora_requests.get(name)]
             for adapter in {adapter.lora_int_id: adapter for adapter in earlier if adapter is not None}.values():
-                await self._take_out(adapter)
-            self._seated = None
+                await self._remove(adapter)
+            self._pinned = None
             if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise AttachError(
                     "vLLM refuses to reset its prefix cache, so keys and values of an earlier adapter would be served",
                     remedy="retry when no other request runs, or restart the server",
                 )
-            self._seated = await self._load(name, path)
-            return await self._pin(name, self._seated.lora_int_id)
+            self._pinned = await self._load(name, path)
+            number = self._pinned.lora_int_id
+            await self._engine.pin_lora(number)
+            slots = await self._engine.collective_rpc("bridge_adapter_slot", args=(number,))
+            slot: int | None = agreed(slots, f"the slot of the adapter {name}")
+            if slot is None:
+                raise AttachError(f"no rank holds the adapter {name} that vLLM has loaded", remedy="restart the server")
+            return slot
 
     async def release(self) -> None:
-        """Remove the adapter that is seated, if there is one: vLLM may use its slot again."""
+        """Remove the pinned adapter, if there is one: vLLM may use its slot again, and no adapter is expected."""
         async with self._lock:
-            if self._seated is not None:
-                await self._take_out(self._seated)
-                self._seated = self._trained = None
+            if self._pinned is not None:
+                await self._remove(self._pinned)
+                self._pinned = None
+                self._trained = None
+            self._is_expected = False
 
     def _wrap_engine(self) -> int:
         config = self._engine.vllm_config.lora_config
@@ -108,8 +130,8 @@ class ServedAdapter:
                 "the server was started without LoRA, so it has no slot for an adapter",
                 remedy="restart it with: bridge serve-vllm --max-lora-rank 16",
             )
-        self._add_request, self._add_lora = self._engine.add_request, self._engine.add_lora
-        self._engine.add_request, self._engine.add_lora = self.add_request, self.add_lora
+        wrap(self._engine, "add_request")(self.add_request)
+        wrap(self._engine, "add_lora")(self.add_lora)
         return int(config.max_loras)
 
     def _refuse_unless_slots_remain(self, name: str) -> None:
@@ -122,10 +144,10 @@ class ServedAdapter:
                 remedy=f"restart it with: bridge serve-vllm ... -- --max-loras {len(served)}",
             )
 
-    async def _take_out(self, adapter: Any) -> None:
+    async def _remove(self, adapter: Any) -> None:
         number = int(adapter.lora_int_id)
         self._models.lora_requests.pop(adapter.lora_name, None)
-        self._retired.add(number)
+        self._removed.add(number)
         states = self._engine.output_processor.request_states.items()
         requests = [request for request, state in states if getattr(state.lora_request, "lora_int_id", None) == number]
         if requests:
@@ -135,7 +157,8 @@ class ServedAdapter:
     async def _load(self, name: str, path: str) -> Any:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
-        self._trained, self._is_loading = name, True
+        self._trained = name
+        self._is_loading = True
         try:
             answer = await self._models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
             if not isinstance(answer, str):
@@ -150,70 +173,44 @@ class ServedAdapter:
         finally:
             self._is_loading = False
 
-    async def _pin(self, name: str, number: int) -> int:
-        await self._engine.pin_lora(number)
-        slots = await self._engine.collective_rpc("bridge_adapter_slot", args=(number,))
-        slot: int | None = agreed(slots, f"the slot of the adapter {name}")
-        if slot is None:
-            raise AttachError(f"no rank holds the adapter {name} that vLLM has loaded", remedy="restart the server")
-        return slot
-
-    async def add_request(self, *args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
+    async def add_request(
+        self, original: Callable[..., Any], *args: Any, lora_request: Any = None, **kwargs: Any
+    ) -> Any:
         """Pass a request on to the engine; raise ValueError if its adapter was removed in the meantime."""
-        if lora_request is not None and lora_request.lora_int_id in self._retired:
+        if lora_request is not None and lora_request.lora_int_id in self._removed:
             raise ValueError(f"the adapter {lora_request.lora_name} was removed or replaced: send the request again")
-        return await self._add_request(*args, lora_request=lora_request, **kwargs)
+        return await original(*args, lora_request=lora_request, **kwargs)
 
-    async def add_lora(self, lora_request: Any) -> Any:
+    async def add_lora(self, original: Callable[..., Any], lora_request: Any) -> Any:
         """Let the engine load an adapter; raise ValueError if it overwrites the trained one or leaves too few slots."""
-        name, trained = lora_request.lora_name, self._trained
-        if trained:
-            if name == trained and not self._is_loading:
-                raise ValueError(f"the adapter {name} is trained in place: it cannot be overwritten")
-            needed = len({*self._models.lora_requests, name, trained})
-            if needed > self._num_slots:
-                raise ValueError(f"{trained} is trained in place, and {needed} adapters need --max-loras {needed}")
-        return await self._add_lora(lora_request)
+        name = lora_request.lora_name
+        if self._trained == name and not self._is_loading:
+            raise ValueError(f"the adapter {name} is trained in place: it cannot be overwritten")
+        needed = len({*self._models.lora_requests, name, self._trained})
+        if self._trained and needed > self._num_slots:
+            raise ValueError(f"{self._trained} is trained in place, and {needed} adapters need --max-loras {needed}")
+        return await original(lora_request)
 
-
-class AdapterClaim:
-    """While a trainer has the lease, only that trainer loads and unloads the adapters of a training.
-
-    vLLM's own routes would let every client unload the adapter that is trained, or load another under its name. The
-    trainer's requests carry the manifest's token, by which `admission.py` knows them.
-    """
-
-    def __init__(self, models: Any, lease: ServerLease) -> None:
-        self._models, self._lease = models, lease
-        self._is_expected = False
-        """Whether an adapter of a training was loaded, and not given up since."""
-        self._load, self._unload = models.load_lora_adapter, models.unload_lora_adapter
-        models.load_lora_adapter, models.unload_lora_adapter = self.load, self.unload
-
-    async def load(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    async def load(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         self._refuse_strangers(request.lora_name)
-        answer = await self._load(request, *args, **kwargs)
-        self._is_expected = self._is_expected or self.served() is not None
+        answer = await original(request, *args, **kwargs)
+        self._is_expected = self._is_expected or self.newest() is not None
         return answer
 
-    async def unload(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    async def unload(self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         self._refuse_strangers(request.lora_name)
-        answer = await self._unload(request, *args, **kwargs)
-        self._is_expected = self._is_expected and (self._lease.held is not None or self.served() is not None)
+        answer = await original(request, *args, **kwargs)
+        self._is_expected = self._is_expected and (self._fence.lease is not None or self.newest() is not None)
         return answer
 
-    def give_up(self) -> None:
-        """Expect no adapter any more: requests that name no model are answered by the model itself."""
-        self._is_expected = False
-
-    def served(self) -> str | None:
+    def newest(self) -> str | None:
         """Return the name of the newest adapter of a training, if one is served."""
         return next((name for name in reversed(list(self._models.lora_requests)) if name.startswith(ADAPTER)), None)
 
     def expected(self) -> str | None:
         """Return the adapter for requests that name no model, None for the model itself; HTTPException between two."""
-        name = self.served()
-        if name is None and self._lease.held is None:  # the trainer that was going to load one has ended
+        name = self.newest()
+        if name is None and self._fence.lease is None:  # the trainer that was going to load one has ended
             self._is_expected = False
         if name is None and self._is_expected:
             raise HTTPException(
@@ -222,7 +219,8 @@ class AdapterClaim:
         return name
 
     def _refuse_strangers(self, name: str) -> None:
-        if self._lease.held and name.startswith(ADAPTER) and not is_ours.get():
+        lease = self._fence.lease
+        if lease and name.startswith(ADAPTER) and not is_ours.get():
             raise HTTPException(
-                409, f"a {self._lease.trainer} is training {name}: it cannot be loaded or unloaded until that ends"
+                409, f"a {lease.trainer} is training {name}: it cannot be loaded or unloaded until that ends"
             )

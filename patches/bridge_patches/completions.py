@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 from bridge.errors import AttachError
 from bridge.rollouts.distribution import filters
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest
-from bridge_patches import ranks
+from bridge_patches import exporter
 from bridge_patches.engine_outputs import AT_ONCE, FILTERED, ROLLOUT
 from bridge_patches.generate import CLIENT_GONE
 from bridge_patches.thresholds import COUNT_BITS, unpack
@@ -55,19 +55,20 @@ router = APIRouter(include_in_schema=False)
 
 @router.post(COMPLETIONS)
 async def complete(body: CompletionsRequest, request: Request) -> Response:
-    """Sample completions of one prompt; a client that hangs up ends them."""
-    engine, adapter = request.app.state.bridge_engine, _adapter(request, body.model)
-    length, longest = len(body.prompt), engine.model_config.max_model_len
-    if length + body.max_tokens > longest:
-        given = f"a prompt of {length} tokens and max_tokens={body.max_tokens}"
-        raise HTTPException(400, f"{given} exceed the server's --max-model-len {longest}")
-    chosen = _filters(body, engine)
-    request_id = f"{FILTERED if chosen else ROLLOUT}{AT_ONCE if body.stop else ''}{uuid.uuid4().hex}"
+    """Sample completions of one prompt; a client that disconnects ends them."""
+    engine = request.app.state.bridge_engine
+    adapter = _adapter(request, body.model)
+    num_tokens = len(body.prompt)
+    longest = engine.model_config.max_model_len
+    if num_tokens + body.max_tokens > longest:
+        wanted = f"a prompt of {num_tokens} tokens and max_tokens={body.max_tokens}"
+        raise HTTPException(400, f"{wanted} exceed the server's --max-model-len {longest}")
+    kept_by = _filters(body, engine)
+    request_id = f"{FILTERED if kept_by else ROLLOUT}{AT_ONCE if body.stop else ''}{uuid.uuid4().hex}"
+    prompt = {"prompt_token_ids": list(body.prompt)}
+    answers = engine.generate(prompt, _params(body, kept_by), request_id, lora_request=adapter)
     try:
-        answers = engine.generate(
-            {"prompt_token_ids": list(body.prompt)}, _params(body, chosen), request_id, lora_request=adapter
-        )
-        answer = await _unless_hung_up(request, answers)
+        answer = await _unless_disconnected(request, answers)
     except ValueError as error:  # vLLM refuses the request
         raise HTTPException(400, str(error)) from error
     if answer is None:
@@ -75,66 +76,64 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
     outputs = sorted(answer.outputs, key=lambda output: output.index)
     # The first number at each place is the sampled token's.
     logprobs = [[output.logprobs.logprobs[start] for start in output.logprobs.start_indices] for output in outputs]
-    if not all(math.isfinite(logprob) for each in logprobs for logprob in each):
+    if not all(math.isfinite(logprob) for completion in logprobs for logprob in completion):
         raise await _explained(request)
+    # vLLM never includes the stop token in the text; a text that ends a completion is no such token.
     texts = _texts(
         engine.tokenizer,
         body.prompt,
-        # vLLM never includes the stop token in the text; a text that ends a completion is no such token.
         [list(output.token_ids[: -1 if _has_stop_token(output) else None]) for output in outputs],
     )
-    now = request.app.state.bridge_fence.version
-
-    def origins(ranks: list[int]) -> dict[str, Any]:
-        return _with_kept(now, ranks) if chosen else {"versions": _runs(ranks)}
-
+    version = request.app.state.bridge_fence.version
     choices = [  # in OpenAI's terms: the fields that `bridge.rollouts.openai_api` reads
         {
             "index": output.index,
             "text": text,
             "finish_reason": output.finish_reason,
             "token_ids": list(output.token_ids),
-            "logprobs": {"token_logprobs": each},
-            **origins([output.logprobs.ranks[start] for start in output.logprobs.start_indices]),
+            "logprobs": {"token_logprobs": token_logprobs},
+            **_origins(output.logprobs, version, is_filtered=bool(kept_by)),
         }
-        for output, each, text in zip(outputs, logprobs, texts, strict=True)
+        for output, token_logprobs, text in zip(outputs, logprobs, texts, strict=True)
     ]
     return JSONResponse({"choices": choices})
 
 
 def _filters(body: CompletionsRequest, engine: Any) -> dict[str, float]:
     """Return the filters that can drop anything; AttachError if vLLM would not report what they keep."""
-    chosen = filters(body) if body.temperature else {}  # else always the likeliest token
-    if chosen.get("top_k", 0) >= engine.model_config.get_vocab_size():
-        del chosen["top_k"]
-    if chosen and engine.vllm_config.speculative_config is not None:
+    active = filters(body) if body.temperature else {}  # else always the likeliest token
+    if active.get("top_k", 0) >= engine.model_config.get_vocab_size():
+        del active["top_k"]
+    if active and engine.vllm_config.speculative_config is not None:
         raise AttachError(
-            f"{', '.join(chosen)} cannot be combined with speculation: vLLM does not report what was kept",
+            f"{', '.join(active)} cannot be combined with speculation: vLLM does not report what was kept",
             remedy="restart the server without --speculative-config, or sample from the whole distribution",
         )
-    return chosen
+    return active
 
 
 def _has_stop_token(output: Any) -> bool:
     return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
 
 
-def _with_kept(now: int, ranks: Sequence[int]) -> dict[str, Any]:
-    """Return what the engine has put in place of the tokens' ranks: versions, and what was kept.
+def _origins(logprobs: Any, version: int, *, is_filtered: bool) -> dict[str, Any]:
+    """Return what the engine sends in place of the tokens' ranks: versions, and what filters kept.
 
-    The last bits of a version are enough: none is later than that of `now`.
-
-    Raises:
-        AttachError: nothing is known of what was kept.
+    Of a filtered request's versions the last bits arrive, which are enough: none is later than `version`. AttachError
+    if nothing is known of what was kept.
     """
+    ranks = [logprobs.ranks[start] for start in logprobs.start_indices]
+    if not is_filtered:
+        return {"versions": _runs(ranks)}
     versions, thresholds, counts = unpack(ranks)
     if not counts.all():
         raise AttachError(
             "this server's sampler does not report what top_k, top_p and min_p keep",
             remedy="restart it without vLLM's choices for sampling, such as watermarks, or leave the filters out",
         )
-    ages = (now - versions) % 2**COUNT_BITS
-    return {"versions": _runs((now - ages).tolist()), "kept": [*zip(thresholds.tolist(), counts.tolist(), strict=True)]}
+    ages = (version - versions) % 2**COUNT_BITS
+    kept = [*zip(thresholds.tolist(), counts.tolist(), strict=True)]
+    return {"versions": _runs((version - ages).tolist()), "kept": kept}
 
 
 def _runs(versions: Iterable[int]) -> list[tuple[int, int]]:
@@ -152,12 +151,12 @@ def _adapter(request: Request, name: str) -> Any:
     return adapter
 
 
-def _params(body: CompletionsRequest, chosen: Mapping[str, float]) -> Any:
+def _params(body: CompletionsRequest, filters: Mapping[str, float]) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
         **body.model_dump(include={"n", "temperature", "seed", "max_tokens"}),
-        **chosen,
+        **filters,
         stop=list(body.stop),
         logprobs=0,
         flat_logprobs=True,
@@ -166,8 +165,8 @@ def _params(body: CompletionsRequest, chosen: Mapping[str, float]) -> Any:
     )
 
 
-async def _unless_hung_up(request: Request, answers: AsyncGenerator[Any, None]) -> Any:
-    """Return the last of `answers`; if the client hangs up first, cancel them and return None."""
+async def _unless_disconnected(request: Request, answers: AsyncGenerator[Any, None]) -> Any:
+    """Return the last of `answers`; if the client disconnects first, cancel them and return None."""
 
     async def sample() -> Any:
         last = None
@@ -176,26 +175,27 @@ async def _unless_hung_up(request: Request, answers: AsyncGenerator[Any, None]) 
                 last = answer
         return last
 
-    async def hang_up() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = sampled, _ = asyncio.ensure_future(sample()), asyncio.ensure_future(hang_up())
+    sampling = asyncio.ensure_future(sample())
+    waiting = asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return await sampled if sampled.done() else None
+        await asyncio.wait({sampling, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return await sampling if sampling.done() else None
     finally:
-        for task in tasks:
-            task.cancel()
+        sampling.cancel()
+        waiting.cancel()
 
 
 async def _explained(request: Request) -> Exception:
     """Return the error for log-probabilities that are not finite: whether the weights are to blame."""
-    found = await ranks.finiteness(request.app.state.bridge_engine)
-    if not found.not_finite:
-        return HTTPException(500, f"log-probabilities are not finite, but {found.found()}: a kernel is broken")
+    scan = await exporter.finiteness(request.app.state.bridge_engine)
+    if not scan.not_finite:
+        return HTTPException(500, f"log-probabilities are not finite, but {scan.found()}: a kernel is broken")
     return AttachError(
-        f"log-probabilities are not finite because of the weights: {found.found()}",
+        f"log-probabilities are not finite because of the weights: {scan.found()}",
         remedy=request.app.state.bridge_fence.status().remedy(),
     )
 

@@ -5,7 +5,6 @@ GPUs need none of this (experts are read as loaded with `--moe-backend triton`).
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bridge.passes import wide_linear
+from bridge.passes import layers
+from bridge_patches import wrap
 
 PINS = """
 vllm.model_executor.layers.utils: replace dispatch_cpu_unquantized_gemm(layer, remove_weight)
@@ -48,7 +48,7 @@ vllm.v1.worker.cpu_model_runner: CPUModelRunner
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 MODULAR = "finalize_weight_and_reduce_impl"
 """Method of experts that receive the choice of experts for each token (since 0.30; earlier ones choose)."""
-GIVEN = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
+APPLY_ARGUMENTS = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
 """What `apply_plain` takes of the arguments of vLLM's experts, beside the activation."""
 LORA_KERNELS = ("bgmv_expand", "bgmv_expand_slice")
 """The last step of every LoRA product, whole or by slices; `sgmv_*` call them."""
@@ -73,11 +73,10 @@ def patch() -> None:
     utils.dispatch_cpu_unquantized_gemm = plain_linear
     patch_experts()
     for name in LORA_KERNELS:
-        kernel = without_base_rows(getattr(lora_ops, name))
-        setattr(lora_ops, name, kernel)
-        setattr(punica_cpu, name, kernel)
-    CPUModelRunner.sample_tokens = without_unfinished_prompts(CPUModelRunner.sample_tokens)
-    CPUModelRunner._get_prompt_logprobs_dict = one_prompt_at_a_time(CPUModelRunner._get_prompt_logprobs_dict)
+        wrap(lora_ops, name)(without_base_rows)
+        setattr(punica_cpu, name, getattr(lora_ops, name))
+    wrap(CPUModelRunner, "sample_tokens")(without_unfinished_prompts)
+    wrap(CPUModelRunner, "_get_prompt_logprobs_dict")(one_prompt_at_a_time)
     punica_cpu.PunicaWrapperCPU.sampler_indices = adapter_of_one_request(punica_cpu.PunicaWrapperCPU.sampler_indices)
 
 
@@ -104,22 +103,22 @@ def patch_experts() -> None:
     by name (`loading.py`).
     """
     experts: Any = getattr(import_module(EXPERTS), "CPUUnquantizedExperts", None) if find_spec(EXPERTS) else None
-    if experts is None or MODULAR not in vars(experts):
-        return
-    pack, apply_packed = experts.process_weights_after_loading, experts.apply
+    if MODULAR in dir(experts):
+        wrap(experts, "process_weights_after_loading")(_pack_experts)
+        wrap(experts, "apply")(_apply_experts)
 
-    def process_weights_after_loading(self: Any, layer: Any) -> None:
-        self.bridge_plain = is_known(layer)
-        if not self.bridge_plain:
-            pack(self, layer)
 
-    def apply(self: Any, *, activation: Any, **given: Any) -> None:
-        if self.bridge_plain:
-            apply_plain(**{name: given[name] for name in GIVEN}, activation=activation.value)
-        else:
-            apply_packed(self, activation=activation, **given)
+def _pack_experts(original: Callable[..., None], experts: Any, layer: Any) -> None:
+    experts.bridge_plain = is_known(layer)
+    if not experts.bridge_plain:
+        original(experts, layer)
 
-    experts.process_weights_after_loading, experts.apply = process_weights_after_loading, apply
+
+def _apply_experts(original: Callable[..., None], experts: Any, *, activation: Any, **arguments: Any) -> None:
+    if experts.bridge_plain:
+        apply_plain(**{name: arguments[name] for name in APPLY_ARGUMENTS}, activation=activation.value)
+    else:
+        original(experts, activation=activation, **arguments)
 
 
 def is_known(layer: Any) -> bool:
@@ -146,39 +145,35 @@ def apply_plain(
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
     total = torch.zeros_like(output, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
-        tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
+        tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
-        made = linear(ACTIVATIONS[activation](gate) * up, w2[expert])
-        total.index_add_(0, tokens, made.float() * weights[tokens, places].float().unsqueeze(1))
+        product = linear(ACTIVATIONS[activation](gate) * up, w2[expert])
+        total.index_add_(0, tokens, product.float() * weights[tokens, choices].float().unsqueeze(1))
     output.copy_(total)
 
 
 def _linear() -> Callable[..., Tensor]:
-    return wide_linear.linear if wide_linear.is_wanted() else functional.linear
+    return layers.wide_linear if layers.bf16_is_emulated() else functional.linear
 
 
-def without_base_rows(original: Callable[..., None]) -> Callable[..., None]:
-    """Return the LoRA kernel `original` with zeros for the inputs of index -1, "no adapter".
+def without_base_rows(
+    original: Callable[..., None],
+    inputs: Tensor,
+    lora_b_weights: Tensor,
+    output_tensor: Tensor,
+    lora_indices_tensor: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Call a LoRA kernel with zeros for the inputs of index -1, "no adapter".
 
     Symptom: a request for the base model that shares a step with one for an adapter is answered by the adapter.
     Cause: vLLM's plain-torch kernels take the index -1 for the last slot.
     Why this is safe: those rows add zero to the base layer's output. The GPU's kernels skip them, and 0.33 masks them.
     Seen in vLLM 0.26 to 0.32, `vllm/lora/ops/torch_ops/lora_ops.py`.
     """
-
-    @wraps(original)
-    def kernel(
-        inputs: Tensor,
-        lora_b_weights: Tensor,
-        output_tensor: Tensor,
-        lora_indices_tensor: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        masked = inputs.masked_fill((lora_indices_tensor == -1).unsqueeze(-1), 0)
-        original(masked, lora_b_weights, output_tensor, lora_indices_tensor, *args, **kwargs)
-
-    return kernel
+    masked = inputs.masked_fill((lora_indices_tensor == -1).unsqueeze(-1), 0)
+    original(masked, lora_b_weights, output_tensor, lora_indices_tensor, *args, **kwargs)
 
 
 def for_each_token(
@@ -199,8 +194,8 @@ def for_each_token(
     return values.masked_fill(values == replace_from, replace_to)
 
 
-def without_unfinished_prompts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the runner's `sample_tokens` without the generators of requests whose token is dropped.
+def without_unfinished_prompts(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the runner's `sample_tokens` without the generators of requests whose token is dropped.
 
     Symptom: "RuntimeError: CPU Generator does not use offset", and the engine is dead. It takes a seeded request
     prefilled in parts: many prompts, or many in-flight requests at an update, exceed one step's tokens.
@@ -209,22 +204,19 @@ def without_unfinished_prompts(original: Callable[..., Any]) -> Callable[..., An
     Why this is safe: the dropped token comes from the common generator, and the request's own does not move.
     Seen in vLLM 0.32, `vllm/v1/worker/gpu_model_runner.py`; `CPUModelRunner` inherits it.
     """
-
-    @wraps(original)
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generators = self.input_batch.generators
-        dropped = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        unused = {index: generators.pop(index) for index in dropped if index in generators}
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            generators.update(unused)
-
-    return sample_tokens
+    generators = runner.input_batch.generators
+    dropped = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+    unused = {index: generators.pop(index) for index in dropped if index in generators}
+    try:
+        return original(runner, *args, **kwargs)
+    finally:
+        generators.update(unused)
 
 
-def one_prompt_at_a_time(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return the runner's `_get_prompt_logprobs_dict`, called for one request at a time; with `adapter_of_one_request`.
+def one_prompt_at_a_time(
+    original: Callable[..., dict[str, Any]], runner: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
+) -> dict[str, Any]:
+    """Call the runner's `_get_prompt_logprobs_dict` for one request at a time; with `adapter_of_one_request`.
 
     Symptom: with LoRA, two requests for prompt log-probabilities in one step end the engine: "einsum(): subscript b has
     size 3 ... does not broadcast". Without an adapter, too.
@@ -233,27 +225,22 @@ def one_prompt_at_a_time(original: Callable[..., dict[str, Any]]) -> Callable[..
     Why this is safe: vLLM computes each request's log-probabilities by itself, and all its tokens have one adapter.
     Seen in vLLM 0.26 to 0.33, `vllm/v1/worker/gpu_model_runner.py`; `CPUModelRunner` inherits it.
     """
-
-    @wraps(original)
-    def _get_prompt_logprobs_dict(self: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
-        requested = self.num_prompt_logprobs
-        logprobs = dict[str, Any]()
-        try:
-            for request in [each for each in requested if each in num_scheduled_tokens]:  # others are preempted
-                self.num_prompt_logprobs = {request: requested[request]}
-                row = self.input_batch.req_id_to_index[request]
-                token = FIRST_TOKEN.set(int(self.query_start_loc.np[row]))
-                try:
-                    logprobs |= original(self, hidden_states, num_scheduled_tokens)
-                finally:
-                    FIRST_TOKEN.reset(token)
-                if not self.num_prompt_logprobs:  # its prompt is complete
-                    del requested[request]
-        finally:
-            self.num_prompt_logprobs = requested
-        return logprobs
-
-    return _get_prompt_logprobs_dict
+    requested = runner.num_prompt_logprobs
+    logprobs: dict[str, Any] = {}
+    try:
+        for request in [request for request in requested if request in num_scheduled_tokens]:  # others are preempted
+            runner.num_prompt_logprobs = {request: requested[request]}
+            row = runner.input_batch.req_id_to_index[request]
+            token = FIRST_TOKEN.set(int(runner.query_start_loc.np[row]))
+            try:
+                logprobs |= original(runner, hidden_states, num_scheduled_tokens)
+            finally:
+                FIRST_TOKEN.reset(token)
+            if not runner.num_prompt_logprobs:  # its prompt is complete
+                del requested[request]
+    finally:
+        runner.num_prompt_logprobs = requested
+    return logprobs
 
 
 def adapter_of_one_request(original: property) -> property:

@@ -20,11 +20,12 @@ Seen in vLLM 0.26 to 0.33: `vllm/v1/outputs.py`, `vllm/v1/serial_utils.py`, `vll
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial, wraps
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from bridge_patches import wrap
 from bridge_patches.thresholds import COUNT_BITS, KEPT_MASK, RANK_SHIFT, unpack
 
 PINS = """
@@ -66,18 +67,15 @@ def patch() -> None:
     """Wrap the thread that sends an engine's outputs; a process without one is unaffected."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    original = EngineCoreProc.process_output_sockets
-
-    @wraps(original)
-    def process_output_sockets(self: Any, *args: Any, **kwargs: Any) -> Any:
-        collect()
-        return original(self, *args, **kwargs)
-
     def serve_version(_: Any, version: int) -> None:
         global _version  # noqa: PLW0603  a process has one engine at most
         _version = version
 
-    EngineCoreProc.process_output_sockets = process_output_sockets
+    @wrap(EngineCoreProc, "process_output_sockets")
+    def process_output_sockets(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        collect()
+        return original(*args, **kwargs)
+
     setattr(EngineCore, SERVE_VERSION, serve_version)
 
 
@@ -88,41 +86,43 @@ def collect() -> None:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.outputs import LogprobsLists
 
-    update, finish = Scheduler.update_from_output, EngineCoreProc._send_finish_outputs_to_client
     step: Step | None = None
     outbox = Outbox()
 
     def slice_request(lists: Any, req_idx: int, num_positions: int) -> Part:
         nonlocal step
         if step is None or step.lists is not lists:
-            step = Step(lists)
+            step = Step(lists, _version)  # a paused engine has no output left to send
         starts = lists.cu_num_generated_tokens
         return Part(step, req_idx if starts is None else starts[req_idx], num_positions)
 
-    @wraps(update)
-    def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        sent = update(scheduler, *args, **kwargs)
-        for outputs in sent.values():
+    @wrap(Scheduler, "update_from_output")
+    def update_from_output(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        by_client = original(scheduler, *args, **kwargs)
+        for outputs in by_client.values():
             outputs.outputs = outbox.due(outputs.outputs)
         outbox.forget(scheduler.requests)
-        return sent
+        return by_client
 
-    @wraps(finish)
-    def send_finish(engine: Any, req_ids: Any, client_index: int, *args: Any, **kwargs: Any) -> Any:
+    @wrap(EngineCoreProc, "_send_finish_outputs_to_client")
+    def send_finish(
+        original: Callable[..., Any], engine: Any, req_ids: Any, client_index: int, *args: Any, **kwargs: Any
+    ) -> Any:
         if held := outbox.rest(req_ids):
             engine.output_queue.put_nowait((client_index, EngineCoreOutputs(outputs=held)))
-        return finish(engine, req_ids, client_index, *args, **kwargs)
+        return original(engine, req_ids, client_index, *args, **kwargs)
 
-    LogprobsLists.slice_request, Scheduler.update_from_output = slice_request, update_from_output
-    EngineCoreProc._send_finish_outputs_to_client = send_finish
+    LogprobsLists.slice_request = slice_request
 
 
+@dataclass
 class Step:
     """The log-probabilities of one step, converted once for all of its requests."""
 
-    def __init__(self, lists: Any) -> None:
-        """Take vLLM's arrays, and the version that sampled them: a paused engine has no output left to send."""
-        self.lists, self.version = lists, _version
+    lists: Any
+    """vLLM's arrays."""
+    version: int
+    """The version that sampled them."""
 
     @cached_property
     def sampled(self) -> tuple[list[float], list[int]]:
@@ -137,8 +137,8 @@ class Step:
         if np.any(is_packed := packed >> RANK_SHIFT != 0):
             ranks = np.where(is_packed, unpack(packed)[0], packed)
         return [
-            (each.dtype.str, each.shape[1:], each.tobytes(), each.itemsize * math.prod(each.shape[1:]))
-            for each in (ids, logprobs, ranks)
+            (array.dtype.str, array.shape[1:], array.tobytes(), array.itemsize * math.prod(array.shape[1:]))
+            for array in (ids, logprobs, ranks)
         ]
 
 
@@ -149,13 +149,13 @@ class Part(NamedTuple):
     first: int
     num_rows: int
 
-    def wire(self) -> Any:
+    def encoded(self) -> Any:
         """Return the rows as vLLM's `LogprobsLists`, encoded."""
-        (raw, lists), found = _wire(), []
-        for dtype, shape, content, row_bytes in self.step.contents:
-            part = content[self.first * row_bytes : (self.first + self.num_rows) * row_bytes]
-            found.append((dtype, (len(part) // row_bytes, *shape), raw(part)))
-        return lists(*found)
+        rows = slice(self.first, self.first + self.num_rows)
+        return _encoded(
+            (dtype, (self.num_rows, *shape), content[rows.start * row_bytes : rows.stop * row_bytes])
+            for dtype, shape, content, row_bytes in self.step.contents
+        )
 
 
 @dataclass(slots=True)
@@ -172,8 +172,9 @@ class Held:
     versions: list[int] = field(default_factory=list)
 
     def take(self, output: Any) -> None:
-        """Add what a step brings."""
-        before, self.output = self.output, output
+        """Add the output of a step."""
+        before = self.output
+        self.output = output
         self.token_ids += output.new_token_ids
         if output.new_logprobs is not None:
             step, first, num_rows = output.new_logprobs
@@ -189,12 +190,12 @@ class Held:
 
     def message(self) -> Any:
         """Return the newest output with everything that was held."""
-        self.output.new_token_ids, self.output.new_logprobs = self.token_ids, None
+        self.output.new_token_ids = self.token_ids
+        self.output.new_logprobs = None
         if self.logprobs:
-            numbers = _instead(self.output.request_id, np.array(self.ranks), np.array(self.versions))
-            arrays = np.array(self.token_ids)[:, None], np.array(self.logprobs, np.float32)[:, None], numbers
-            raw, lists = _wire()
-            self.output.new_logprobs = lists(*((each.dtype.str, each.shape, raw(each.tobytes())) for each in arrays))
+            numbers = _instead_of_ranks(self.output.request_id, np.array(self.ranks), np.array(self.versions))
+            arrays = (np.array(self.token_ids)[:, None], np.array(self.logprobs, np.float32)[:, None], numbers)
+            self.output.new_logprobs = _encoded((array.dtype.str, array.shape, array.tobytes()) for array in arrays)
         return self.output
 
 
@@ -206,35 +207,32 @@ class Outbox:
         """By request."""
 
     def due(self, outputs: Iterable[Any]) -> list[Any]:
-        """Return what is to be sent of a step's outputs, and hold the rest."""
-        found = []
-        for output in outputs:
-            held = self._held.get(output.request_id)
-            if held is None and ROLLOUT not in output.request_id:
-                if output.new_logprobs is not None:
-                    output.new_logprobs = output.new_logprobs.wire()
-                found.append(output)
-                continue
-            if held is None:
-                limit = 1 if AT_ONCE in output.request_id else MOST_HELD
-                held = self._held[output.request_id] = Held(output, limit)
-            held.take(output)
-            if output.finish_reason is not None or len(held.token_ids) >= held.limit:
-                del self._held[output.request_id]
-                found.append(held.message())
-        return found
+        """Return what to send of a step's outputs, and hold the rest."""
+        return [message for output in outputs if (message := self._due(output)) is not None]
+
+    def _due(self, output: Any) -> Any:
+        request_id = output.request_id
+        if ROLLOUT not in request_id:
+            output.new_logprobs = output.new_logprobs and output.new_logprobs.encoded()
+            return output
+        if request_id not in self._held:
+            self._held[request_id] = Held(output, 1 if AT_ONCE in request_id else MOST_HELD)
+        held = self._held[request_id]
+        held.take(output)
+        is_due = output.finish_reason is not None or len(held.token_ids) >= held.limit
+        return self._held.pop(request_id).message() if is_due else None
 
     def rest(self, request_ids: Iterable[str]) -> list[Any]:
         """Return what is held of these requests, to be sent."""
-        return [self._held.pop(each).message() for each in request_ids if each in self._held]
+        return [self._held.pop(request).message() for request in request_ids if request in self._held]
 
     def forget(self, living: Mapping[str, Any]) -> None:
-        """Drop what nobody waits for any more as soon as there is more of it than living requests."""
+        """Discard finished requests' tokens once more requests have some here than are living."""
         if len(self._held) > len(living):
-            self._held = {each: held for each, held in self._held.items() if each in living}
+            self._held = {request: held for request, held in self._held.items() if request in living}
 
 
-def _instead(request_id: str, ranks: Any, versions: Any) -> Any:
+def _instead_of_ranks(request_id: str, ranks: Any, versions: Any) -> Any:
     """Return what a rollout gets in place of its tokens' ranks, which may be packed with thresholds.
 
     Shapes: [N] int64, [N] int64 -> [N] int64.
@@ -245,11 +243,16 @@ def _instead(request_id: str, ranks: Any, versions: Any) -> Any:
     return (versions % 2**COUNT_BITS) << RANK_SHIFT | kept
 
 
+def _encoded(arrays: Iterable[tuple[str, tuple[int, ...], bytes]]) -> Any:
+    """Return vLLM's `LogprobsLists` of the arrays, each encoded as vLLM does: its type, its shape, and its bytes."""
+    lists, raw = _wire()
+    return lists(*((dtype, shape, raw(content)) for dtype, shape, content in arrays))
+
+
 @cache
-def _wire() -> tuple[Callable[[bytes], Any], Callable[..., Any]]:
-    """Return what makes vLLM's encoding of an array's bytes, and of the arrays."""
+def _wire() -> tuple[Callable[..., Any], Callable[[bytes], Any]]:
     from msgspec.msgpack import Ext
     from vllm.v1.outputs import LogprobsLists
     from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW
 
-    return partial(Ext, CUSTOM_TYPE_RAW_VIEW), LogprobsLists
+    return LogprobsLists, partial(Ext, CUSTOM_TYPE_RAW_VIEW)

@@ -1,4 +1,7 @@
-"""The manifest of a running server: built from its ranks' shards, written once it answers, removed when it stops."""
+"""What the API server asks of the workers of all ranks (`worker.py`): shards for the manifest, and single tensors.
+
+The manifest is written once the server answers, and removed when the server stops.
+"""
 
 import asyncio
 import atexit
@@ -10,27 +13,33 @@ import signal
 import socket
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import torch
 import transformers
+from fastapi import HTTPException
 
 import bridge
 from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import AttachError, BridgeError, UnsupportedModelError
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest, Shard
+from bridge.server.protocol import Element, Finiteness
 from bridge.weights import layout, skeleton
 from bridge_patches.compatibility import installed_version
 
 PINS = """
-vllm.v1.engine.async_llm: AsyncLLM: model_config
+vllm.v1.engine.async_llm
+    AsyncLLM: model_config
+    call async AsyncLLM.collective_rpc(method, timeout, args, kwargs)
 vllm.config.model: ModelConfig: max_model_len
 """
+Answer = TypeVar("Answer")
 logger = logging.getLogger("vllm.bridge")
 
 
@@ -38,17 +47,15 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
     """Collect every rank's shard into the manifest of this process, or raise UnsupportedModelError."""
     if engine_client is None:
         raise AttachError("this server has no engine whose weights could be shared", remedy="use bridge serve-vllm")
-    shards = []
-    for text in await engine_client.collective_rpc("bridge_export"):
-        answer = json.loads(text)
-        if "error" in answer:
-            raise UnsupportedModelError(answer["error"], remedy=answer["remedy"])
-        shards.append(Shard.model_validate(answer))
-    shards.sort(key=lambda shard: shard.rank)
+    answers = [json.loads(text) for text in await engine_client.collective_rpc("bridge_export")]
+    if refused := next((answer for answer in answers if "error" in answer), None):
+        raise UnsupportedModelError(refused["error"], remedy=refused["remedy"])
+    shards = sorted(map(Shard.model_validate, answers), key=lambda shard: shard.rank)
     layout.check_parts([shard.param_mappings for shard in shards])
     config = engine_client.model_config
     return Manifest(
-        shards=tuple(shards),
+        **dict(shards[0]),
+        other_shards=tuple(shards[1:]),
         model=skeleton.absolute(config.model),
         dtype=str(config.dtype).removeprefix("torch."),
         backend="shared_memory" if shards[0].gpu_uuid is None else "cuda_ipc",
@@ -102,3 +109,67 @@ async def write_when_listening(exported: Manifest, path: Path) -> None:
 def report(error: BridgeError) -> None:
     """Print `error` as the command line does."""
     print(f"error: {error.message}\n\nhint: {error.remedy}", file=sys.stderr)  # noqa: T201  the log's last word
+
+
+def agreed(answers: Sequence[Answer], what: str) -> Answer:
+    """Return the answer that all ranks give, or raise AttachError that names the first rank that differs."""
+    for rank, answer in enumerate(answers):
+        if repr(answer) != repr(answers[0]):  # NaN equals NaN here
+            raise AttachError(
+                f"the ranks disagree about {what}: rank {rank} answers {answer!r:.100}, expected {answers[0]!r:.100}"
+                " as from rank 0",
+                remedy="restart the server",
+            )
+    return answers[0]
+
+
+async def finiteness(engine: Any) -> Finiteness:
+    """Look for NaN and infinity in every rank's weights and adapter slots."""
+    answers = await engine.collective_rpc("bridge_finiteness")
+    return Finiteness(
+        num_tensors=agreed([count for count, _ in answers], "the number of their tensors"),
+        not_finite=tuple(dict.fromkeys(name for _, names in answers for name in names)),
+    )
+
+
+async def digests(engine: Any, part: int) -> dict[str, str]:
+    """Return the digests of one rank's parameters; HTTPException if there is no such rank."""
+    answers: list[dict[str, str]] = await engine.collective_rpc("bridge_digests")
+    if not 0 <= part < len(answers):
+        raise HTTPException(404, f"this server has {len(answers)} ranks, and none of number {part}")
+    return answers[part]
+
+
+async def read(engine: Any, elements: Sequence[Element], exported: Manifest) -> tuple[float, ...]:
+    """Read single elements; HTTPException if the model does not have them."""
+    answers = await engine.collective_rpc("bridge_read", args=(_checked(elements, exported),))
+    values = [iter(answer) for answer in answers]
+    return tuple(next(values[element.part]) for element in elements)
+
+
+async def write(engine: Any, elements: Sequence[Element], values: Sequence[float], exported: Manifest) -> None:
+    """Set single elements; HTTPException if the model does not have them, or their types cannot hold the values."""
+    documents = _checked(elements, exported)
+    largest = torch.finfo(getattr(torch, exported.dtype)).max
+    for value in values:
+        if not abs(value) <= largest:  # nor is NaN
+            raise HTTPException(422, f"the parameters are {exported.dtype}, and {value} is not a finite number of it")
+    await engine.collective_rpc("bridge_write", args=(documents, list(values)))
+
+
+def _checked(elements: Sequence[Element], exported: Manifest) -> list[dict[str, Any]]:
+    """Return `elements` as workers take them, if the model has them."""
+    for element in elements:
+        if element.part >= len(exported.shards):
+            raise HTTPException(422, f"this server has {len(exported.shards)} ranks, and none of number {element.part}")
+        handle = exported.shard(element.part).ipc_handles.get(element.parameter)
+        if handle is None:
+            raise HTTPException(
+                404,
+                f"{element.parameter[:100]!r} is not a parameter of {exported.model}; expected one of vLLM's own names,"
+                " as in the manifest's ipc_handles",
+            )
+        size = math.prod(handle.shape)
+        if element.index >= size:
+            raise HTTPException(422, f"{element.parameter} has {size} elements, so none has index {element.index}")
+    return [element.model_dump() for element in elements]

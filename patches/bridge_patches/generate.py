@@ -3,19 +3,25 @@
 Each request is sent to this same server once more, inside this process. So the API key, the checks of every field, the
 fence, a client that hangs up and the text of each error are vLLM's own, in every supported version.
 
+An Atropos environment may sample on any of vLLM's routes, from another distribution than the trainer assumes:
+`watch_sampling` logs that.
+
 Source: `example_trainer/vllm_api_server.py` and `atroposlib/envs/server_handling/vllm_server.py`, atroposlib 0.4.0.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import Message, Scope
 
-from bridge.rollouts.distribution import WHOLE
-from bridge_patches.adapter import AdapterClaim
+from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes, in_words
+from bridge_patches import wrap
+from bridge_patches.adapter import Adapters
+from bridge_patches.engine_outputs import FILTERED
 
 PINS = """
 vllm.entrypoints.openai.completion.protocol
@@ -30,9 +36,14 @@ vllm.entrypoints.serve.tokenize.api_router: detokenize
 vllm.entrypoints.serve.tokenize.protocol
     DetokenizeRequest: tokens
     DetokenizeResponse: prompt
+vllm.v1.engine.async_llm: wrap async AsyncLLM.add_request(request_id, prompt, params)
+vllm.config.model
+    # What a request takes from generation_config.json: Bridge's own requests name all of it (`WHOLE`).
+    ModelConfig.get_diff_sampling_param lists available_params: top_p, top_k, min_p, repetition_penalty,
+        presence_penalty, frequency_penalty, temperature, max_new_tokens, skip_special_tokens
 """
 CLIENT_GONE = 499
-"""Status of an answer that nobody waits for."""
+"""Status of the answer to a client that has disconnected."""
 JSON = "application/json"
 COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
 UNCUT = {"temperature": 1.0, **WHOLE}
@@ -48,62 +59,59 @@ PASSED_KEYS = ("type", "asgi", "http_version", "method", "scheme", "query_string
 OUTER_HEADERS = {b"content-length", b"transfer-encoding", b"accept-encoding"}
 """Headers that describe the outer body, or would have the inner answer compressed."""
 
+logger = logging.getLogger("vllm.bridge.sampling")
 router = APIRouter(include_in_schema=False)
 
 
-@router.post("/generate")
-async def generate(request: Request) -> Response:
+def _refuse_other_types(request: Request) -> None:
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != JSON:  # a web page may send other types without a preflight
+        raise HTTPException(415, f"the content-type is {content_type[:100]!r}, expected {JSON}")
+
+
+@router.post("/generate", dependencies=[Depends(_refuse_other_types)])
+async def generate(body: dict[str, Any], request: Request) -> Response:
     """Sample completions of one prompt, from the trained adapter if there is one and no `model` is named."""
-    kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != JSON:  # a web page may send other types without a preflight
-        raise HTTPException(415, f"the content-type is {kind[:100]!r}, expected {JSON}")
-    asked = _parse(await request.body())
-    claim: AdapterClaim = request.app.state.bridge_claim
-    trained = None if asked.get("model") else claim.expected()
-    named = {"model": trained} if trained else {}
-    inner = {**UNCUT, **asked, **named, "return_token_ids": True, "return_tokens_as_token_ids": True}
-    try:
-        answer = await _ask(request, COMPLETIONS, inner)
-        prompt = asked["prompt"]
-        if not isinstance(prompt, str):
-            prompt = (await _ask(request, DETOKENIZE, {"tokens": prompt}))["prompt"]
-    except _OtherAnswer as other:
-        return other.response
-    return JSONResponse(_reply(asked, sorted(answer["choices"], key=lambda choice: int(choice["index"])), prompt))
+    fields = _checked(body)
+    prompt = fields["prompt"]
+    adapters: Adapters = request.app.state.bridge_adapters
+    trained = None if fields.get("model") else adapters.expected()
+    model = {"model": trained} if trained else {}
+    inner = {**UNCUT, **fields, **model, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    answer = await _forward(request, COMPLETIONS, inner)
+    if answer.status_code == 200 and not isinstance(prompt, str):
+        decoded = await _forward(request, DETOKENIZE, {"tokens": prompt})
+        if decoded.status_code != 200:
+            return decoded
+        prompt = json.loads(bytes(decoded.body))["prompt"]
+    if answer.status_code != 200:
+        return answer
+    choices = sorted(json.loads(bytes(answer.body))["choices"], key=lambda choice: int(choice["index"]))
+    return JSONResponse(_reply(fields, choices, prompt))
 
 
-class _OtherAnswer(Exception):  # noqa: N818  no error of ours, but what vLLM answers instead
-    def __init__(self, response: Response) -> None:
-        self.response = response
+async def _forward(request: Request, route: str, document: Mapping[str, Any]) -> Response:
+    """Return this server's answer to `document`, as if the client of `request` had sent it.
 
-
-async def _ask(request: Request, route: str, document: Mapping[str, Any]) -> Any:
-    """Return this server's answer to `document`, as if the client of `request` had sent it, or raise _OtherAnswer.
-
-    If the client hangs up, the inner request ends.
+    If the client disconnects, the inner request ends.
     """
     body = json.dumps(document).encode()
-    unread, sent, is_gone = [body], list[Message](), False
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    received: list[Message] = []
+    sent: list[Message] = []
 
     async def receive() -> Message:
-        nonlocal is_gone
-        if unread:
-            return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        message = await request.receive()
-        is_gone = is_gone or message["type"] == "http.disconnect"
-        return message
+        received.append(unread.pop() if unread else await request.receive())
+        return received[-1]
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     await request.app(_scope(request.scope, route, len(body)), receive, send)
-    if is_gone:
-        raise _OtherAnswer(Response(status_code=CLIENT_GONE))
+    if any(message["type"] == "http.disconnect" for message in received):
+        return Response(status_code=CLIENT_GONE)
     status = next(int(message["status"]) for message in sent if message["type"] == "http.response.start")
-    content = b"".join(message.get("body", b"") for message in sent)
-    if status != 200:
-        raise _OtherAnswer(Response(content, status_code=status, media_type=JSON))
-    return json.loads(content)
+    return Response(b"".join(message.get("body", b"") for message in sent), status_code=status, media_type=JSON)
 
 
 def _scope(outer: Scope, route: str, length: int) -> Scope:
@@ -118,29 +126,23 @@ def _scope(outer: Scope, route: str, length: int) -> Scope:
     }
 
 
-def _parse(body: bytes) -> dict[str, Any]:
-    """Return the request with its prompt as text or token ids; HTTPException if it asks for anything else."""
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"the body is not JSON: {error}") from error
-    if not isinstance(asked, dict):
-        raise HTTPException(400, f"the body is a JSON {type(asked).__name__}, expected an object")
-    if unknown := asked.keys() - PASSED_ON - {"prompt", "stream"}:
+def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request with its prompt as text or token ids; HTTPException if it is anything else."""
+    if unknown := body.keys() - PASSED_ON - {"prompt", "stream"}:
         known = ", ".join(sorted(PASSED_ON))
         raise HTTPException(400, f"/generate does not know {', '.join(sorted(unknown))}, only {known}")
-    if asked.pop("stream", False):
+    if body.get("stream"):
         raise HTTPException(400, f"/generate does not stream; {COMPLETIONS} does")
-    prompt = asked.get("prompt")
+    prompt = body.get("prompt")
     if isinstance(prompt, dict) and len(prompt) == 1:  # as vLLM's own engine takes it
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     is_ids = isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)
     if not (isinstance(prompt, str) or is_ids):
         raise HTTPException(400, 'prompt must be one text, or {"prompt_token_ids": [...]} with at least one token')
-    return {**asked, "prompt": prompt}
+    return {name: value for name, value in body.items() if name != "stream"} | {"prompt": prompt}
 
 
-def _reply(asked: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dict[str, Any]:
+def _reply(fields: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dict[str, Any]:
     reply = {
         "text": [choice["text"] for choice in choices],
         "prompt": prompt,
@@ -148,11 +150,11 @@ def _reply(asked: Mapping[str, Any], choices: Sequence[Any], prompt: str) -> dic
         "token_ids": [choice["token_ids"] for choice in choices],
         "prompt_token_ids": choices[0]["prompt_token_ids"],
     }
-    if asked.get("logprobs") is not None:
+    if fields.get("logprobs") is not None:
         reply["logprobs"] = [_logprobs(choice) for choice in choices]
-    if asked.get("prompt_logprobs") is not None:  # the first token of the prompt has none
+    if fields.get("prompt_logprobs") is not None:  # the first token of the prompt has none
         reply["prompt_logprobs"] = [
-            position and {token: found["logprob"] for token, found in position.items()}
+            position and {token: entry["logprob"] for token, entry in position.items()}
             for position in choices[0]["prompt_logprobs"]
         ]
     return reply
@@ -167,3 +169,25 @@ def _logprobs(choice: Mapping[str, Any]) -> list[list[dict[int, float]]]:
         [{token: own, **{int(id_.removeprefix("token_id:")): value for id_, value in (top or {}).items()}}]
         for token, own, top in positions
     ]
+
+
+def watch_sampling(engine: Any) -> None:
+    """Log each request that samples from another distribution than the trainer assumes, once per set of fields.
+
+    The engine receives every request with the model's defaults filled in.
+    """
+    logged: set[frozenset[str]] = set()
+
+    @wrap(engine, "add_request")
+    async def add_request(original: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        # Without a temperature it is greedy, or samples nothing; a filtered rollout reports what was kept.
+        if getattr(params, "temperature", None) and FILTERED not in request_id:
+            changed = changes({name: getattr(params, name, None) for name in (*WHOLE, *NO_DEFAULT)})
+            if changed and frozenset(changed) not in logged:
+                logged.add(frozenset(changed))
+                logger.warning(
+                    "Bridge: a request samples with %s if its completions are trained. It set this itself, or left it"
+                    " to the model's generation_config.json. Further requests with the same fields are not logged.",
+                    in_words(changed),
+                )
+        return await original(request_id, prompt, params, *args, **kwargs)

@@ -15,7 +15,7 @@ Seen in vLLM 0.26 to 0.33, `vllm/model_executor/model_loader/base_loader.py`. Dr
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -29,6 +29,7 @@ from bridge.weights import digest, skeleton
 from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.layout import OTHER_MODES, Shape, join
 from bridge.weights.model_folder import saved_form
+from bridge_patches import wrap
 
 PINS = """
 vllm.model_executor.model_loader.base_loader
@@ -76,15 +77,13 @@ RECORDS: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
 def patch() -> None:
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    original = BaseModelLoader.load_model
-
-    @wraps(original)
-    def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        load: Callable[[], nn.Module] = partial(original, self, vllm_config, model_config, *args, **kwargs)
+    @wrap(BaseModelLoader, "load_model")
+    def load_model(
+        original: Callable[..., nn.Module], loader: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        load: Callable[[], nn.Module] = partial(original, loader, vllm_config, model_config, *args, **kwargs)
         is_draft = model_config is not vllm_config.model_config
-        return load() if is_draft else watched(load, self, model_config)
-
-    BaseModelLoader.load_model = load_model
+        return load() if is_draft else watched(load, loader, model_config)
 
 
 def record_of(model: nn.Module) -> Record:
@@ -99,13 +98,13 @@ def record_of(model: nn.Module) -> Record:
     return record
 
 
-def views(model: Any, theirs: PreTrainedModel) -> dict[str, View]:
-    """Return where each parameter of `theirs`, transformers' model, goes in vLLM's `model`, which is still empty.
+def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
+    """Return where each parameter of `empty`, transformers' model without values, goes in vLLM's `model`.
 
     UnsupportedModelError if vLLM does not copy one of them unchanged to one place.
     """
-    sources = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
-    saved = saved_form(theirs, sources)
+    sources = {name: parameter.detach() for name, parameter in empty.named_parameters()}
+    saved = saved_form(empty, sources)
     recorder = CopyRecorder(sources, dict(model.named_parameters()))
     try:
         with torch.no_grad(), recorder:
@@ -125,53 +124,47 @@ def padding(model: nn.Module) -> dict[str, int]:
     """Return, per padded vocabulary, how many elements at its end stand for no token."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    tails = {}
+    sizes: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         layer = model.get_submodule(name.rpartition(".")[0])
         if isinstance(layer, VocabParallelEmbedding):
-            spare = parameter.shape[0] - int(layer.shard_indices.num_org_elements)
-            if spare:
-                tails[name] = spare * parameter[0].numel()
-    return tails
+            sizes[name] = (parameter.shape[0] - int(layer.shard_indices.num_org_elements)) * parameter[0].numel()
+    return {name: size for name, size in sizes.items() if size}
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Map the name that each parameter would have without LoRA to the name that it has."""
-    names = (name for name, _ in model.named_parameters())
-    return {".".join(part for part in name.split(".") if part != WRAPPED): name for name in names}
+    return {".".join(part for part in name.split(".") if part != WRAPPED): name for name, _ in model.named_parameters()}
 
 
 def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Module:
     """Return the model that `load` makes with `loader`, and keep its record."""
     record = Record()
-    theirs: PreTrainedModel | None = None
     digests: dict[str, str] = {}
     known: dict[int, ReferenceType[Tensor]] = {}
+    empty: list[PreTrainedModel] = []
+    """Transformers' model without values, until its parameters have been followed."""
     with record.refusing():  # built first, because vLLM may change transformers' classes
-        theirs = skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code)
-        record.expected = skeleton.shapes(theirs)
-    original = loader.load_weights
+        empty.append(skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code))
+        record.expected = skeleton.shapes(empty[0])
 
-    def load_weights(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        nonlocal theirs, digests, known
+    def load_weights(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         with record.refusing():
-            if theirs is not None:
-                record.views = views(model, theirs)
-        theirs = None
+            record.views = views(model, empty.pop()) if empty else record.views
         original(model, *args, **kwargs)
-        digests = _digests(model)
-        known = {id(tensor): ref(tensor) for _, tensor in _tensors(model)}
+        digests.update(_digests(model))
+        known.update((id(tensor), ref(tensor)) for _, tensor in _tensors(model))
 
-    loader.load_weights = load_weights
+    wrap(loader, "load_weights")(load_weights)
     try:
         model = load()
     finally:
         del loader.load_weights
-    now = _digests(model)
-    altered = sorted(name for name, before in digests.items() if now.get(name) != before)
-    new = {name for name, tensor in _tensors(model) if (one := known.get(id(tensor))) is None or one() is not tensor}
+    digests_now = _digests(model)
+    rewritten = sorted(name for name, before in digests.items() if digests_now.get(name) != before)
+    new = {name for name, tensor in _tensors(model) if known.get(id(tensor), lambda: None)() is not tensor}
     with record.refusing():
-        _refuse(altered, "rewritten by vLLM for one of its kernels")
+        _refuse(rewritten, "rewritten by vLLM for one of its kernels")
         _refuse(sorted(new - digests.keys()), "derived by vLLM from weights, so it would not follow an update")
     RECORDS[model] = record
     return model
@@ -190,8 +183,7 @@ def _refuse(names: list[str], why: str) -> None:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each floating-point tensor that a module holds, parameter or not; single numbers are scales."""
     for prefix, module in model.named_modules():
-        held = {**vars(module), **module._parameters, **module._buffers}
-        for name, value in held.items():
+        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
             for tensor in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 1:
                     yield f"{prefix}.{name}", tensor

@@ -42,8 +42,8 @@ class Pin:
         groups, check = self._parsed()
         if groups.get("condition") and (source is None or find(source, groups["condition"]) is None):
             return None
-        found = "is missing with its module" if source is None else check(source, groups)
-        return found and f"{self.module}.{groups['name']} {found}"
+        fault = "is missing with its module" if source is None else check(source, groups)
+        return fault and f"{self.module}.{groups['name']} {fault}"
 
     def parts(self) -> Groups:
         """Return the pinned `name`, and the other parts of the statement."""
@@ -93,42 +93,39 @@ def _signature_fault(source: ast.Module, groups: Groups) -> str | None:
         return "is missing"
     if isinstance(node, ast.AsyncFunctionDef) != bool(groups["is_async"]):
         return f"is {'not async' if groups['is_async'] else 'async'}, expected the opposite"
-    positional = [*node.args.posonlyargs, *node.args.args]
-    no_default = [None] * (len(positional) - len(node.args.defaults))
-    defaults = [*no_default, *node.args.defaults, *node.args.kw_defaults]
-    found = {
-        argument.arg: default is not None
-        for argument, default in zip([*positional, *node.args.kwonlyargs], defaults, strict=True)
-        if argument.arg != "self"
-    }
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    first_default = len(arguments) - len(node.args.defaults) - len(node.args.kwonlyargs)
+    defaults = [*[None] * first_default, *node.args.defaults, *node.args.kw_defaults]
+    has_default = {argument.arg: value is not None for argument, value in zip(arguments, defaults, strict=True)}
+    has_default.pop("self", None)
     expected = _names(groups)
-    takes = f"takes ({', '.join(found)}), expected ({groups['names']})"
-    if not (list(found) == expected if groups["use"] == "replace" else found.keys() >= set(expected)):
-        return takes
-    surprise = sorted(name for name, has_default in found.items() if not has_default and name not in expected)
-    return f"{takes}: {', '.join(surprise)} has no default" if groups["use"] == "call" and surprise else None
+    taken = f"takes ({', '.join(has_default)}), expected ({groups['names']})"
+    if not (list(has_default) == expected if groups["use"] == "replace" else has_default.keys() >= set(expected)):
+        return taken
+    required = sorted(name for name in has_default if not has_default[name] and name not in expected)
+    return f"{taken}: {', '.join(required)} has no default" if groups["use"] == "call" and required else None
 
 
 def _definition_fault(source: ast.Module, groups: Groups) -> str | None:
     if find(source, groups["name"]) is None:
         return "is missing"
-    held = {name for node in _lineage(source, groups["name"]) for name in _attributes(node)}
-    missing = [name for name in _names(groups) if name not in held]
+    attributes = {name for node in _lineage(source, groups["name"]) for name in _attributes(node)}
+    missing = [name for name in _names(groups) if name not in attributes]
     return f"has no attribute {', '.join(missing)}" if missing else None
 
 
 def _constant_fault(source: ast.Module, groups: Groups) -> str | None:
     node = find(source, groups["name"])
-    found = ast.unparse(node.value) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else None
-    return None if found in groups["value"].split(" | ") else f"is {found}, expected {groups['value']}"
+    value = ast.unparse(node.value) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else None
+    return None if value in groups["value"].split(" | ") else f"is {value}, expected {groups['value']}"
 
 
 def _list_fault(source: ast.Module, groups: Groups) -> str | None:
-    node, variable = find(source, groups["name"]), groups["variable"]
-    assigned = [child for child in ast.walk(node or ast.Pass()) if isinstance(child, ast.Assign)]
-    lists = [child.value for child in assigned if variable in _defined(child)]
+    statements = ast.walk(find(source, groups["name"]) or ast.Pass())
+    assigned = [child for child in statements if isinstance(child, ast.Assign)]
+    lists = [child.value for child in assigned if groups["variable"] in _defined(child)]
     if len(lists) != 1 or not isinstance(lists[0], ast.List):
-        return f"has no list {variable}"
+        return f"has no list {groups['variable']}"
     unknown = sorted({str(ast.literal_eval(item)) for item in lists[0].elts} - set(_names(groups)))
     return f"lists {', '.join(unknown)}, which Bridge does not know" if unknown else None
 

@@ -8,17 +8,19 @@ own reset runs, a loop over the pool visits only the blocks in its map of hashes
 found by a prefix, whatever hash it still has.
 
 A reset that leaves running requests alone succeeds. vLLM refuses it, because their blocks are in use; here every block
-forgets its hash instead, and the requests keep their keys and values. A request that has no token yet begins again,
-so that a whole prompt is of one version. What runs across such a reset is never hashed again: its blocks are partly of
-older weights, and a block that fills afterwards could otherwise be found by its tokens alone.
+forgets its hash instead, and the requests keep their keys and values. A request that has no token yet restarts, so that
+a whole prompt is of one version. What runs across such a reset is never hashed again: its blocks are partly of older
+weights, and a block that fills afterwards could otherwise be found by its tokens alone.
 
 Seen in vLLM 0.26 to 0.33: `vllm/v1/core/block_pool.py`, `vllm/v1/core/kv_cache_manager.py`,
 `vllm/v1/core/sched/scheduler.py`.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from bridge_patches import wrap
 
 PINS = """
 vllm.v1.core.block_pool
@@ -29,7 +31,7 @@ vllm.v1.core.block_pool
     BlockHashToBlockMap: _cache  # hash -> block, or {number: block}
 vllm.v1.core.kv_cache_utils: call KVCacheBlock.reset_hash()
 vllm.v1.core.kv_cache_manager
-    wrap KVCacheManager.get_computed_blocks(request)  # called whenever a request begins, or begins again
+    wrap KVCacheManager.get_computed_blocks(request)  # called whenever a request begins, or restarts
     KVCacheManager: block_pool
 vllm.v1.core.sched.scheduler
     wrap Scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
@@ -38,11 +40,11 @@ vllm.v1.request: Request: num_output_tokens
 """
 
 
-class HashedBlocks(Sequence[Any]):
-    """The blocks of a pool: all of them by index and length, but only those with a hash in a loop."""
+class HashedBlocks:
+    """The blocks of a pool: all of them by index, but only those with a hash in a loop."""
 
     def __init__(self, pool: Any) -> None:
-        self._blocks: Sequence[Any] = pool.blocks
+        self._blocks = pool.blocks
         entries = pool.cached_block_hash_to_block._cache.values()
         self._hashed = [
             block for entry in entries for block in (entry.values() if isinstance(entry, dict) else (entry,))
@@ -51,73 +53,77 @@ class HashedBlocks(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._blocks[index]
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hashed)
 
 
-def patch() -> None:
+class Resets:
+    """The resets of this process's prefix cache, and which requests run across one: a process has one scheduler."""
+
+    def __init__(self) -> None:
+        self.keeps_running = False
+        """Whether the reset in progress leaves running requests alone."""
+        self._num_kept = 0
+        """Number of resets so far that left running requests alone."""
+        self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Request -> that number when it began."""
+
+    def reset_pool(self, original: Callable[[Any], bool], pool: Any) -> bool:
+        is_in_use = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1  # the null block always is
+        if is_in_use and self.keeps_running:
+            self._forget_hashes(pool)
+            return True
+        blocks = pool.blocks
+        pool.blocks = HashedBlocks(pool)
+        try:
+            return bool(original(pool))
+        finally:
+            pool.blocks = blocks
+
+    def _forget_hashes(self, pool: Any) -> None:
+        """Let no request find any block by its hash; blocks in use keep their contents."""
+        for block in HashedBlocks(pool):
+            block.reset_hash()
+        pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()
+        if hasattr(pool, "cached_block_hashes_by_block"):  # since 0.31: a block may have several
+            pool.cached_block_hashes_by_block.clear()
+        self._num_kept += 1
+
+    def cache_full_blocks(self, original: Callable[..., Any], pool: Any, request: Any, *rest: Any, **named: Any) -> Any:
+        is_of_one_version = self._began.get(request, 0) == self._num_kept
+        return original(pool, request, *rest, **named) if is_of_one_version else None
+
+    def get_computed_blocks(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+        self._began[request] = self._num_kept
+        return original(manager, request)
+
+    def reset_scheduler(
+        self,
+        original: Callable[..., bool],
+        scheduler: Any,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+    ) -> bool:
+        if reset_running_requests:
+            return bool(original(scheduler, True, reset_connector))
+        kept = [request for request in scheduler.running if request.num_output_tokens]
+        scheduler.running = [request for request in scheduler.running if not request.num_output_tokens]
+        self.keeps_running = True
+        try:
+            return bool(original(scheduler, True, reset_connector))
+        finally:
+            self.keeps_running = False
+            scheduler.running = [*kept, *scheduler.running]
+
+
+def patch() -> Resets:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    reset_all, cache_full_blocks = BlockPool.reset_prefix_cache, BlockPool.cache_full_blocks
-    get_computed_blocks, reset_scheduler = KVCacheManager.get_computed_blocks, Scheduler.reset_prefix_cache
-
-    @wraps(reset_all)
-    def reset_prefix_cache(pool: Any) -> bool:
-        blocks = pool.blocks
-        is_in_use = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1  # the null block always is
-        if is_in_use and getattr(pool, "bridge_keeps", False):
-            _forget(pool)
-            return True
-        pool.blocks = HashedBlocks(pool)
-        try:
-            return bool(reset_all(pool))
-        finally:
-            pool.blocks = blocks
-
-    @wraps(cache_full_blocks)
-    def cache_blocks_of_one_version(pool: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if _resets(request) == _resets(pool):
-            return cache_full_blocks(pool, request, *args, **kwargs)
-        return None
-
-    @wraps(get_computed_blocks)
-    def begin(manager: Any, request: Any) -> Any:
-        request.bridge_resets = _resets(manager.block_pool)
-        return get_computed_blocks(manager, request)
-
-    @wraps(reset_scheduler)
-    def reset(scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        if reset_running_requests:
-            return bool(reset_scheduler(scheduler, True, reset_connector))
-        pool = scheduler.kv_cache_manager.block_pool
-        kept = [request for request in scheduler.running if request.num_output_tokens]
-        scheduler.running = [request for request in scheduler.running if not request.num_output_tokens]
-        pool.bridge_keeps = True
-        try:
-            return bool(reset_scheduler(scheduler, True, reset_connector))
-        finally:
-            pool.bridge_keeps = False
-            scheduler.running = [*kept, *scheduler.running]
-
-    BlockPool.reset_prefix_cache, BlockPool.cache_full_blocks = reset_prefix_cache, cache_blocks_of_one_version
-    KVCacheManager.get_computed_blocks, Scheduler.reset_prefix_cache = begin, reset
-
-
-def _forget(pool: Any) -> None:
-    """Let no request find any block by its hash; blocks in use keep their contents."""
-    for block in HashedBlocks(pool):
-        block.reset_hash()
-    pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()
-    if hasattr(pool, "cached_block_hashes_by_block"):  # since 0.31: a block may have several
-        pool.cached_block_hashes_by_block.clear()
-    pool.bridge_resets = _resets(pool) + 1
-
-
-def _resets(owner: Any) -> int:
-    """Return the number of resets while blocks were in use: of a pool so far, or when a request began."""
-    return getattr(owner, "bridge_resets", 0)
+    resets = Resets()
+    wrap(BlockPool, "reset_prefix_cache")(resets.reset_pool)
+    wrap(BlockPool, "cache_full_blocks")(resets.cache_full_blocks)
+    wrap(KVCacheManager, "get_computed_blocks")(resets.get_computed_blocks)
+    wrap(Scheduler, "reset_prefix_cache")(resets.reset_scheduler)
+    return resets

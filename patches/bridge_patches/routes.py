@@ -1,7 +1,7 @@
-"""The endpoint plugin: `/bridge/*` for the trainer, and the version of the weights on every answer.
+"""The endpoint plugin: `/bridge/*` for the trainer.
 
-It also adds the routes for completions (`completions.py`, for Atropos `generate.py`) and the checks of every request
-(`admission.py`), and writes the manifest (`exporter.py`).
+It also adds the routes for completions (`completions.py`, for Atropos `generate.py`) and the middleware in front of all
+routes (`admission.py`), and writes the manifest (`exporter.py`).
 """
 
 import asyncio
@@ -14,16 +14,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import State
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.core.intake import limit_connections
 from bridge.errors import BridgeError, FenceBusyError
 from bridge.server import manifest as manifests
 from bridge.server import protocol
-from bridge.server.protocol import BRIDGE_ROUTES, VERSION_HEADER, HolderRequest, Status
-from bridge_patches import completions, exporter, generate, memory_pool, ranks, sampling_watch
-from bridge_patches.adapter import AdapterClaim, ServedAdapter
-from bridge_patches.admission import NOT_IN_MANIFEST, Guard, Intake, Rules, refuse_dev_mode
+from bridge.server.protocol import BRIDGE_ROUTES, HolderRequest, Status
+from bridge_patches import completions, exporter, generate
+from bridge_patches.adapter import Adapters
+from bridge_patches.admission import NOT_IN_MANIFEST, Admission, Rules, refuse_dev_mode
 from bridge_patches.server_fence import ServerFence
 
 PINS = """
@@ -36,6 +35,7 @@ vllm.plugins.endpoint_plugins.interface
     replace async EndpointPlugin.init_state(engine_client, state, args)
 vllm.v1.engine.async_llm: AsyncLLM: model_config, vllm_config
 vllm.config.vllm: VllmConfig: kv_transfer_config, cache_config
+vllm.config.model: ModelConfig: enable_sleep_mode, sleep_mode_backend
 vllm.config.cache: CacheConfig: num_gpu_blocks, block_size
 """
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
@@ -49,11 +49,10 @@ class BridgeRoutes:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        for each in (router, completions.router, generate.router):
-            app.include_router(each)
+        for added in (router, completions.router, generate.router):
+            app.include_router(added)
         app.add_exception_handler(BridgeError, _refusal)  # type: ignore[arg-type]
-        for middleware in (VersionMiddleware, Intake, Guard):  # the last one sees a request first
-            app.add_middleware(middleware)
+        app.add_middleware(Admission)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Export the weights, and write the manifest as soon as the server answers."""
@@ -66,44 +65,24 @@ class BridgeRoutes:
         state.bridge_rules = Rules.of(args)
         state.bridge_limits = asyncio.create_task(limit_connections(lambda: getattr(state, "server", None)))
         state.bridge_manifest = exported
-        can_sleep = memory_pool.can_sleep(engine_client.model_config)
-        cache = engine_client.vllm_config.cache_config
-        state.bridge_fence = ServerFence(
-            engine_client,
-            exported,
-            can_sleep=can_sleep,
-            can_keep_kv=engine_client.vllm_config.kv_transfer_config
-            is None,  # a connector finds blocks by their tokens
-            kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size or None,
-        )
+        state.bridge_fence = ServerFence(engine_client, exported, capabilities(engine_client))
         state.bridge_engine = engine_client
-        sampling_watch.watch(engine_client)
-        state.bridge_claim = AdapterClaim(state.openai_serving_models, state.bridge_fence.lease)
-        state.bridge_adapter = ServedAdapter(engine_client, state.openai_serving_models)
+        generate.watch_sampling(engine_client)
+        state.bridge_adapters = Adapters(engine_client, state.openai_serving_models, state.bridge_fence)
         path = manifests.resolve_path(Path(os.environ[MANIFEST_PATH]) if MANIFEST_PATH in os.environ else None)
         state.bridge_writer = asyncio.create_task(exporter.write_when_listening(exported, path))
 
 
-class VersionMiddleware:
-    """Adds the version of the weights to every answer: `3`, or `3-4` if they changed in between."""
-
-    def __init__(self, inner: ASGIApp) -> None:
-        self._inner = inner
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fence: ServerFence | None = getattr(scope["app"].state, "bridge_fence", None)
-        if scope["type"] != "http" or fence is None:
-            await self._inner(scope, receive, send)
-            return
-        first = fence.version
-
-        async def send_with_version(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                spread = str(first) if first == fence.version else f"{first}-{fence.version}"
-                message["headers"] = [*message["headers"], (VERSION_HEADER.encode(), spread.encode())]
-            await send(message)
-
-        await self._inner(scope, receive, send_with_version)
+def capabilities(engine_client: Any) -> protocol.Capabilities:
+    model_config = engine_client.model_config
+    cache_config = engine_client.vllm_config.cache_config
+    return protocol.Capabilities(
+        # Backends other than vLLM's own pool would free weights as well.
+        can_sleep=bool(model_config.enable_sleep_mode) and model_config.sleep_mode_backend == "cumem",
+        # A connector finds blocks by their tokens.
+        can_keep_kv=engine_client.vllm_config.kv_transfer_config is None,
+        kv_tokens=(cache_config.num_gpu_blocks or 0) * cache_config.block_size or None,
+    )
 
 
 def _authorize(request: Request) -> None:
@@ -162,38 +141,37 @@ async def _resume(body: HolderRequest, fence: Fence) -> Status:
 
 @router.get("/tensors/digest")
 async def _digest(state: AppState, part: int = 0) -> protocol.Digests:
-    return protocol.Digests(digests=await ranks.digests(state.bridge_engine, part))
+    return protocol.Digests(digests=await exporter.digests(state.bridge_engine, part))
 
 
 @router.get("/tensors/finite")
 async def _finite(state: AppState) -> protocol.Finiteness:
-    return await ranks.finiteness(state.bridge_engine)
+    return await exporter.finiteness(state.bridge_engine)
 
 
 @router.post("/tensors/read")
 async def _read(body: protocol.ReadRequest, state: AppState) -> Response:
-    values = await ranks.read(state.bridge_engine, body.elements, state.bridge_manifest)
+    values = await exporter.read(state.bridge_engine, body.elements, state.bridge_manifest)
     return Response(protocol.Values(values=values).model_dump_json(), media_type="application/json")  # NaN as a string
 
 
 @router.post("/tensors/write")
 async def _write(body: protocol.WriteRequest, state: AppState, fence: Fence) -> Status:
     fence.refuse_unless_writing(body.holder)
-    await ranks.write(state.bridge_engine, body.elements, body.values, state.bridge_manifest)
+    await exporter.write(state.bridge_engine, body.elements, body.values, state.bridge_manifest)
     return fence.status()
 
 
 @router.post("/adapter")
 async def _serve_adapter(body: protocol.AdapterRequest, state: AppState, fence: Fence) -> protocol.AdapterSlot:
-    fence.lease.refuse_others(body.holder)
-    return protocol.AdapterSlot(name=body.name, slot=await state.bridge_adapter.serve(body.name, body.path))
+    fence.refuse_without_lease(body.holder)
+    return protocol.AdapterSlot(name=body.name, slot=await state.bridge_adapters.serve(body.name, body.path))
 
 
 @router.delete("/adapter")
 async def _release_adapter(body: HolderRequest, state: AppState, fence: Fence) -> Status:
-    fence.lease.refuse_others(body.holder)
-    await state.bridge_adapter.release()
-    state.bridge_claim.give_up()
+    fence.refuse_without_lease(body.holder)
+    await state.bridge_adapters.release()
     return fence.status()
 
 

@@ -1,10 +1,10 @@
 """The server's side of an update: who may update it (the lease), and pause, write, publish (the fence).
 
-A trainer takes the lease before it changes anything, and returns it when it ends. While it has the lease, only that
-trainer may pause to write; any process may pause to read.
+A trainer takes the lease before it changes anything, and returns it when it ends; when all of its processes have ended,
+the lease is free. While it has the lease, only that trainer may pause to write; any process may pause to read.
 
-Cached keys and values are dropped as soon as the scheduler has stopped: nothing is computed until it resumes, and if
-vLLM refuses, no weight has changed yet. Until then no request needs the KV cache, so the holder may have its memory.
+Cached keys and values are dropped as soon as the scheduler has stopped: if vLLM refuses, no weight has changed yet. No
+request needs the KV cache until the scheduler resumes, so the holder may have its memory.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from bridge.errors import AttachError, FenceBusyError
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import FenceState, Holder, Lease, PauseRequest, Status, Written
+from bridge.server.protocol import Capabilities, FenceState, Holder, Lease, PauseRequest, Status, Written
 from bridge_patches.engine_outputs import SERVE_VERSION
 
 PINS = """
@@ -24,16 +24,13 @@ vllm.v1.engine.async_llm
     AsyncLLM: engine_core
     call async AsyncLLM.reset_prefix_cache(reset_running_requests, reset_connector)
     call async AsyncLLM.resume_generation()
-# Not AsyncLLM.pause_generation, whose fixed sleep of 20 ms only orders outputs for a human eye, as the comment
-# beside it says; 0.33's calls pause_generation_async.
+# Not AsyncLLM.pause_generation, whose fixed sleep of 20 ms only orders outputs for a human eye.
 vllm.v1.engine.core_client
     call async AsyncMPClient.pause_scheduler_async(mode, clear_cache)
     call async AsyncMPClient.resume_scheduler_async()  # which resume_generation calls
     call async AsyncMPClient.call_utility_async(method)
 """
-HasLeft = Callable[[], Awaitable[bool]]
-"""Whether the caller no longer waits for the answer."""
-LOOK_S = 0.1
+POLL_S = 0.1
 """How often to check that a process that waits for a pause, or reads inside one, is alive."""
 
 
@@ -60,68 +57,24 @@ NEXT: dict[Phase, dict[Step, Phase]] = {
     Phase.REWRITING: {"rewrite": Phase.REWRITING, "publish": Phase.READING},
     Phase.TORN: {"rewrite": Phase.REWRITING},
 }
-"""What is allowed next: to the holder, and once that is gone, to any process."""
-
-
-class ServerLease:
-    """Who may update one server. When all of a holder's processes have ended, its lease is free."""
-
-    def __init__(self) -> None:
-        self._taken: Lease | None = None
-
-    @property
-    def held(self) -> Lease | None:
-        """The lease, unless its holder is gone."""
-        return self._taken if self._taken and not self._taken.holder.is_gone() else None
-
-    @property
-    def trainer(self) -> str:
-        """The holder, for messages."""
-        assert self.held is not None
-        return f"trainer (pid {self.held.holder.pid}, run {self.held.run})"
-
-    def take(self, holder: Holder, run: str) -> None:
-        """Give the lease to `holder`, under a new name if it has it already, or raise AttachError."""
-        _refuse_unseen(holder)
-        self.refuse_others(holder)
-        self._taken = Lease(holder=holder, run=run, since=time.time())
-
-    def give_back(self, holder: Holder) -> None:
-        if self._taken and self._taken.holder == holder:
-            self._taken = None
-
-    def refuse_others(self, holder: Holder) -> None:
-        """Raise AttachError if another holder has the lease."""
-        held = self.held
-        if held and held.holder != holder:
-            raise AttachError(
-                f"another {self.trainer} is updating this server",
-                remedy=f"wait for it to finish, stop it (kill -INT {held.holder.pid}), or start a second server on"
-                " another port",
-            )
+"""What is allowed next: to the holder, and once that has ended, to any process."""
+STATES: dict[Phase, FenceState] = {Phase.SERVING: "serving", Phase.TORN: "torn"}
+"""The phases that are not "paused" to clients."""
 
 
 class ServerFence:
-    """Pauses and resumes one engine, counts versions, and knows who paused it and what would repair it."""
+    """Pauses and resumes one engine, counts versions, and knows its lease, who paused it, and what would repair it."""
 
-    def __init__(
-        self,
-        engine: Any,
-        exported: Manifest,
-        *,
-        can_sleep: bool = False,
-        can_keep_kv: bool = True,
-        kv_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, engine: Any, exported: Manifest, capabilities: Capabilities | None = None) -> None:
         self.version = 0
-        self.can_sleep, self.can_keep_kv, self.kv_tokens = can_sleep, can_keep_kv, kv_tokens
-        self.lease = ServerLease()
         self.holder: Holder | None = None
         self.writes: Written = "weights"
         """What the last writer wrote."""
         self.last_checkpoint: str | None = None
+        self._lease: Lease | None = None
         self._engine = engine
         self._exported = exported
+        self._capabilities = capabilities or Capabilities()
         self._lock = asyncio.Lock()
         self._phase = Phase.SERVING
         """The phase without regard to whether the holder is alive: a publication sent before its death counts."""
@@ -132,6 +85,11 @@ class ServerFence:
         """Whether a rank's KV cache may have no memory: all ranks must wake up before the next token."""
 
     @property
+    def lease(self) -> Lease | None:
+        """The lease, unless its holder has ended."""
+        return self._lease if self._lease and not self._lease.holder.is_gone() else None
+
+    @property
     def phase(self) -> Phase:
         """The phase now: torn if a process of a writing holder has died."""
         is_torn = self._phase in {Phase.WRITING, Phase.REWRITING} and self.holder and not self.holder.is_whole()
@@ -139,12 +97,11 @@ class ServerFence:
 
     @property
     def state(self) -> FenceState:
-        """The phase as clients see it."""
-        phase = self.phase
-        return "serving" if phase is Phase.SERVING else "torn" if phase is Phase.TORN else "paused"
+        return STATES.get(self.phase, "paused")
 
     def status(self) -> Status:
         return Status(
+            **dict(self._capabilities),
             model=self._exported.model,
             version=self.version,
             state=self.state,
@@ -152,151 +109,149 @@ class ServerFence:
             server=self._exported.server,
             writes="nothing" if self._phase is Phase.READING else self.writes,
             last_checkpoint=self.last_checkpoint,
-            can_sleep=self.can_sleep,
-            kv_tokens=self.kv_tokens,
-            can_keep_kv=self.can_keep_kv,
-            lease=self.lease.held,
+            lease=self.lease,
         )
 
     def take_lease(self, holder: Holder, run: str) -> None:
-        """Let only `holder` write until it returns the lease or dies; AttachError if another has the lease or fence."""
-        self.lease.refuse_others(holder)
+        """Let only `holder` write until it returns the lease or dies."""
+        self.refuse_without_lease(holder)
         self._refuse_busy(holder)
-        self.lease.take(holder, run)
+        _refuse_unseen(holder)
+        self._lease = Lease(holder=holder, run=run, since=time.time())
 
     def give_lease_back(self, holder: Holder) -> None:
         """Free the lease of `holder`, unless it holds the fence: then the lease ends with that process."""
-        if self.holder != holder:
-            self.lease.give_back(holder)
+        if self.holder != holder and self._lease and self._lease.holder == holder:
+            self._lease = None
 
-    async def pause(self, asked: PauseRequest, has_left: HasLeft | None = None) -> None:
+    def refuse_without_lease(self, holder: Holder) -> None:
+        lease = self.lease
+        if lease and lease.holder != holder:
+            stop = f"stop it (kill -INT {lease.holder.pid})"
+            raise AttachError(
+                f"another {lease.trainer} is updating this server",
+                remedy=f"wait for it to finish, {stop}, or start a second server on another port",
+            )
+
+    async def pause(self, request: PauseRequest, has_left: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to the holder.
 
-        Frozen requests recompute their keys and values under the new weights, or keep them. A sleeping KV cache frees
-        its memory until the engine resumes, and keeps none. A holder that dies, or `has_left` before the answer, does
-        not get the fence.
-
-        Raises:
-            FenceBusyError: another living process holds the fence.
-            AttachError: another process has the lease, another version is served, something is torn and this is no
-                takeover, a weight has moved since the load, vLLM keeps its cache, or it cannot sleep.
+        A sleeping KV cache frees its memory until the engine resumes, and keeps no keys and values. A holder that dies,
+        or `has_left` before the answer, does not get the fence. FenceBusyError if another living process holds it;
+        AttachError for whatever else refuses the pause.
         """
         async with self._lock:
-            self._after_pause(asked)
-            self._refuse_other_version(asked.version)
-            if asked.sleep and not self.can_sleep:
+            self._after_pause(request)
+            self._refuse_other_version(request.version)
+            if request.sleep and not self._capabilities.can_sleep:
                 raise AttachError(
                     "this vLLM cannot free its KV cache: it runs on a CPU, or was started without --enable-sleep-mode",
                     remedy="bridge train --kv-sleep never; or restart the server on a GPU: bridge serve-vllm --model M",
                 )
             try:
-                await _unless_gone(self._stand_still(asked), asked.holder, has_left)
-                after = self._after_pause(asked)  # another process may have taken the lease
+                await _unless_gone(self._stand_still(request), request.holder, has_left)
+                phase = self._after_pause(request)  # another process may have taken the lease
             except BaseException:
                 if self.holder is None:
-                    try:
-                        await self._resume()
-                    except BaseException:  # as a reader, the holder may retry
-                        self.enter(Phase.READING, asked.holder)
-                        raise
+                    await self._resume(request.holder)
                 raise
             self._published = None  # a late repetition of a publication must not end this pause
-            self.enter(after, asked.holder)
-            if asked.writes != "nothing":
-                kept = self.last_checkpoint if asked.writes == self.writes else None
-                self.writes, self.last_checkpoint = asked.writes, asked.last_checkpoint or kept
+            self.enter(phase, request.holder)
+            if request.writes != "nothing":
+                kept = self.last_checkpoint if request.writes == self.writes else None
+                self.last_checkpoint = request.last_checkpoint or kept
+                self.writes = request.writes
 
     async def publish(self, holder: Holder, version: int | None = None, *, after: int | None = None) -> None:
         """Increment the version, or raise it to `version` if that is higher, and resume; a repetition does nothing.
 
-        `after` is the version that was served before: a caller that missed the answer may retry. AttachError if another
-        version was served, `holder` does not hold the fence to write, or the KV cache gets no memory; it then still
-        holds the fence.
+        `after` is the version that was served before: a caller that missed the answer may retry. After an AttachError
+        `holder` still holds the fence.
         """
         async with self._lock:
-            published, before = self._published or (None, None)
-            if after is None or after != before or published != holder:
+            if after is None or self._published != (holder, after):
                 self.refuse_unless_writing(holder)
                 self._refuse_other_version(after)
                 await self._wake()
-                self._published = holder, self.version
+                self._published = (holder, self.version)
                 self.version = max(self.version + 1, version or 0)
-                self.enter(self._after("publish"), holder)  # if the holder dies from now on, nothing is torn
+                self.enter(self._after("publish", self._phase), holder)  # nothing is torn if the holder dies now
             if self.holder == holder:
                 await self._resume()
 
     async def release(self, holder: Holder) -> None:
-        """Resume without a new version, because nothing was written; does nothing if the server is not paused.
-
-        AttachError if another process holds the fence, `holder` took over torn weights, or the KV cache gets no memory.
-        """
-        if self.holder is None:  # the pending pause of a caller that has left is not granted
+        """Resume without a new version, because nothing was written; does nothing if the server is not paused."""
+        if self.holder is None:  # the pending pause of a caller that has disconnected is not granted
             return
         async with self._lock:
             self._refuse_unless_held(holder)
-            self._after("resume")
+            self._after("resume", self._phase)
             await self._resume()
 
     def refuse_unless_writing(self, holder: Holder) -> None:
         """Raise AttachError unless `holder` holds the fence to write."""
         self._refuse_unless_held(holder)
-        self._after("publish")
+        self._after("publish", self._phase)
 
     def enter(self, phase: Phase, holder: Holder | None) -> None:
-        self._phase, self.holder = phase, holder
+        self._phase = phase
+        self.holder = holder
         if phase is Phase.READING and holder is not None:
             self._watcher = asyncio.create_task(self._resume_after(holder))
 
-    def _after(self, step: Step, phase: Phase | None = None) -> Phase:
-        """Return the phase after `step`, or raise AttachError if it is not allowed now."""
-        phase = phase or self._phase
+    def _after(self, step: Step, phase: Phase) -> Phase:
+        """Return the phase that follows `phase` after `step`, or raise AttachError if it is not allowed now."""
         if step in NEXT[phase]:
             return NEXT[phase][step]
         assert self.holder is not None, (step, phase)
         if phase is Phase.READING:
-            found = f"process {self.holder.pid} paused the server to read, and may not write"
-            raise AttachError(found, remedy="pause again, to write")
+            message = f"process {self.holder.pid} paused the server to read, and may not write"
+            raise AttachError(message, remedy="pause again, to write")
         self.status().refuse_torn()
         raise AttachError(
             "the weights were half-written when this process took them over, and have not been rewritten",
             remedy=self.status().remedy(),
         )
 
-    def _after_pause(self, asked: PauseRequest) -> Phase:
-        """Return the phase of a pause, or raise what `pause` raises."""
-        _refuse_unseen(asked.holder)
-        if asked.writes != "nothing":
-            self.lease.refuse_others(asked.holder)
-        self._refuse_busy(asked.holder)
-        is_rewrite = asked.takeover and asked.writes == self.writes
-        return self._after("rewrite" if is_rewrite else "read" if asked.writes == "nothing" else "write", self.phase)
+    def _after_pause(self, request: PauseRequest) -> Phase:
+        """Return the phase after a pause, or raise what `pause` raises."""
+        _refuse_unseen(request.holder)
+        reads = request.writes == "nothing"
+        if not reads:
+            self.refuse_without_lease(request.holder)
+        self._refuse_busy(request.holder)
+        is_rewrite = request.takeover and request.writes == self.writes
+        return self._after("rewrite" if is_rewrite else "read" if reads else "write", self.phase)
 
-    async def _stand_still(self, asked: PauseRequest) -> None:
-        await self._engine.engine_core.pause_scheduler_async(mode=asked.in_flight, clear_cache=False)
-        recomputes = asked.sleep or not (asked.keep_kv and self.can_keep_kv)
+    async def _stand_still(self, request: PauseRequest) -> None:
+        await self._engine.engine_core.pause_scheduler_async(mode=request.in_flight, clear_cache=False)
+        recomputes = request.sleep or not (request.keep_kv and self._capabilities.can_keep_kv)
         ranks, is_dropped = await asyncio.gather(
             self._engine.collective_rpc("bridge_settle"),
             self._engine.reset_prefix_cache(reset_running_requests=recomputes, reset_connector=True),
         )
-        moved = sorted({name for names in ranks for name in names})
-        if moved:
-            raise AttachError(
-                f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}",
-                remedy="restart the server and attach again",
-            )
+        if moved := sorted({name for names in ranks for name in names}):
+            message = f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}"
+            raise AttachError(message, remedy="restart the server and attach again")
         if not is_dropped:
             raise AttachError(
                 "vLLM refuses to drop its prefix cache, so stale keys and values would be served; nothing was written",
                 remedy="retry when no other request runs, or restart the server",
             )
-        if asked.sleep:
+        if request.sleep:
             self._is_asleep = True  # even if a rank fails
             await self._engine.collective_rpc("bridge_sleep")
 
-    async def _resume(self) -> None:
-        await self._wake()
-        await self._engine.engine_core.call_utility_async(SERVE_VERSION, self.version)
-        await self._engine.resume_generation()
+    async def _resume(self, holder: Holder | None = None) -> None:
+        """Serve again; if that fails, `holder` may retry as a reader."""
+        try:
+            await self._wake()
+            await self._engine.engine_core.call_utility_async(SERVE_VERSION, self.version)
+            await self._engine.resume_generation()
+        except BaseException:
+            if holder is not None:
+                self.enter(Phase.READING, holder)
+            raise
         self.enter(Phase.SERVING, None)
 
     async def _resume_after(self, reader: Holder) -> None:
@@ -305,7 +260,7 @@ class ServerFence:
             if reader.is_gone():
                 with suppress(Exception):  # the engine stays paused, and the next round retries
                     await self.release(reader)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def _wake(self) -> None:
         """Let every rank allocate its KV cache again if it freed it; may be retried."""
@@ -326,34 +281,31 @@ class ServerFence:
 
     def _refuse_other_version(self, expected: int | None) -> None:
         if expected not in (None, self.version):
-            raise AttachError(
-                f"the server serves version {self.version}, expected version {expected}: another process has published"
-                " in between",
-                remedy="resume from the newest checkpoint: bridge train --resume",
+            message = (
+                f"the server serves version {self.version}, expected version {expected}: another process published"
             )
+            raise AttachError(message, remedy="resume from the newest checkpoint: bridge train --resume")
 
     def _refuse_busy(self, holder: Holder) -> None:
         owner = self.holder
         if owner and owner != holder and (self._phase is Phase.READING or not owner.is_gone()):
-            raise FenceBusyError(
-                f"process {owner.pid} holds the fence, and only one process can at a time",
-                remedy=f"wait for it to finish, or stop it: kill {owner.pid}",
-            )
+            message = f"process {owner.pid} holds the fence, and only one process can at a time"
+            raise FenceBusyError(message, remedy=f"wait for it to finish, or stop it: kill {owner.pid}")
 
 
-async def _unless_gone(work: Coroutine[Any, Any, None], holder: Holder, has_left: HasLeft | None) -> None:
+async def _unless_gone(
+    work: Coroutine[Any, Any, None], holder: Holder, has_left: Callable[[], Awaitable[bool]] | None
+) -> None:
     """Run `work`, but cancel it as soon as `holder` has died or left, and raise AttachError."""
     task = asyncio.ensure_future(work)
     try:
         while True:
             if not holder.is_whole() or (has_left and await has_left()):
-                raise AttachError(
-                    f"process {holder.pid} did not wait for its pause, and did not get it: nothing was written",
-                    remedy="pause again",
-                )
+                message = f"process {holder.pid} disconnected before the pause completed: nothing was written"
+                raise AttachError(message, remedy="pause again")
             if task.done():
                 return task.result()
-            await asyncio.wait({task}, timeout=LOOK_S)
+            await asyncio.wait({task}, timeout=POLL_S)
     finally:
         task.cancel()
         await asyncio.wait({task})

@@ -1,22 +1,23 @@
 """Report with each sampled token what top-k, top-p and min-p kept: a threshold on the logits, and a number of words.
 
-Symptom: log-probabilities are normalized over the words that a filter kept, and nobody else knows which these were.
+Symptom: log-probabilities are normalized over the words that a filter kept, and the trainer cannot know which.
 Cause: vLLM has them as logits that are not -inf, and drops those. From 0.28 on, one of its two model runners can return
 the ids, of at most as many words as a top-k that each request must then have.
 What is done: all three filters keep the likeliest words, so that two numbers say which. The threshold is in the middle
 between the least logit that was kept and the greatest that was dropped, over the temperature: another engine's logits,
-which round differently, then mostly fall on the same sides; the number of words tells whether they do.
+which round differently, then mostly fall on the same sides; the number of words shows whether they do.
 Why this is safe: nothing is computed for a step without such a request. Both share 64 bits with the token's rank in the
 vocabulary, and `engine_outputs.py` takes them apart.
 """
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from bridge_patches import wrap
 
 PINS = """
 vllm.platforms: current_platform
@@ -56,11 +57,11 @@ def patch() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.sample.sampler import Sampler
 
-    _wrap(Sampler, "forward", "sampling_metadata", _temperatures)
+    wrap_sampler(Sampler, "forward", "sampling_metadata", _temperatures)
     if not current_platform.is_cpu():
         from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 
-        _wrap(SamplerV2, "__call__", "input_batch", _temperatures_v2)
+        wrap_sampler(SamplerV2, "__call__", "input_batch", _temperatures_v2)
 
 
 def unpack(numbers: Any) -> tuple[Any, Any, Any]:
@@ -71,37 +72,32 @@ def unpack(numbers: Any) -> tuple[Any, Any, Any]:
     return (packed >> RANK_SHIFT) & (2**COUNT_BITS - 1), thresholds, counts
 
 
-def _wrap(sampler: type[Any], whole: str, step: str, temperatures_of: Callable[[Any, Any], Tensor | None]) -> None:
-    """Wrap the method `whole`, which gets the logits and, as `step`, the sampling parameters of their rows."""
-    sample, original = sampler.sample, getattr(sampler, whole)
+def wrap_sampler(
+    sampler: type[Any], method: str, parameters: str, temperatures_of: Callable[[Any, Any], Tensor | None]
+) -> None:
+    """Wrap `method` of `sampler`, which gets the logits and, as argument `parameters`, their sampling parameters."""
+    processed: list[Tensor] = []
+    """The logits of the step in progress after the filters."""
 
-    @wraps(sample)
-    def remembered(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = sample(self, *args, **kwargs)
-        self.bridge_processed = found[1]
-        return found
+    @wrap(sampler, "sample")
+    def sample(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        sampled = original(*args, **kwargs)
+        processed[:] = [sampled[1]]
+        return sampled
 
-    @wraps(original)
-    def reporting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(("logits", step), args, strict=False)) | kwargs
-        temperatures = temperatures_of(self, given[step])
-        if temperatures is None:
-            output = original(self, *args, **kwargs)
-            self.bridge_processed = None
-            return output
-        before = given["logits"].clone()  # vLLM writes into them
+    @wrap(sampler, method)
+    def report(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(("logits", parameters), args, strict=False)) | kwargs
+        temperatures = temperatures_of(self, arguments[parameters])
+        before = None if temperatures is None else arguments["logits"].clone()  # vLLM writes into them
         output = original(self, *args, **kwargs)
-        processed, self.bridge_processed = self.bridge_processed, None
         tensors = output.logprobs_tensors
-        # A request for the whole vocabulary leaves a step without ranks.
-        if processed is not None and tensors is not None and len(tensors.selected_token_ranks):
-            packed = pack(tensors.selected_token_ranks, *kept(before.float(), processed, temperatures))
+        has_ranks = tensors is not None and len(tensors.selected_token_ranks)  # not for the whole vocabulary
+        if temperatures is not None and before is not None and processed and has_ranks:
+            packed = pack(tensors.selected_token_ranks, *kept(before.float(), processed[0], temperatures))
             output.logprobs_tensors = tensors._replace(selected_token_ranks=packed)
+        processed.clear()
         return output
-
-    sampler.bridge_processed = None
-    sampler.sample = remembered
-    setattr(sampler, whole, reporting)
 
 
 def kept(logits: Tensor, processed: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,10 +125,10 @@ def _temperatures(_: Any, metadata: Any) -> Tensor | None:
     """Return the temperature of each row; None if no request of the step is filtered, or none wants to know."""
     if metadata.max_num_logprobs is None:
         return None
-    is_min_p = any(getattr(each, "min_p_count", 0) for each in metadata.logitsprocs.argmax_invariant)
+    is_min_p = any(getattr(processor, "min_p_count", 0) for processor in metadata.logitsprocs.argmax_invariant)
     is_filtered = metadata.top_k is not None or metadata.top_p is not None or is_min_p
-    found: Tensor | None = metadata.temperature if is_filtered else None  # None, too, if all are greedy
-    return found
+    temperatures: Tensor | None = metadata.temperature if is_filtered else None  # None, too, if all are greedy
+    return temperatures
 
 
 def _temperatures_v2(sampler: Any, batch: Any) -> Tensor | None:
@@ -142,5 +138,5 @@ def _temperatures_v2(sampler: Any, batch: Any) -> Tensor | None:
         or bool((states.top_p.np[rows] != 1.0).any())
         or bool((states.min_p.np[rows] != 0.0).any())
     )
-    found: Tensor | None = states.temperature.gpu[batch.expanded_idx_mapping] if is_filtered else None
-    return found
+    temperatures: Tensor | None = states.temperature.gpu[batch.expanded_idx_mapping] if is_filtered else None
+    return temperatures

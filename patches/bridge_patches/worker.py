@@ -17,7 +17,7 @@ from bridge.server.protocol import Element
 from bridge.weights import cuda_ipc, digest, layout
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.shared_memory import SharedBlock
-from bridge_patches import loading, lora_slots, memory_pool, model_runner
+from bridge_patches import loading, placement
 
 PINS = """
 vllm.config.parallel: ParallelConfig: worker_extension_cls, tensor_parallel_size, data_parallel_size
@@ -28,17 +28,29 @@ vllm.v1.worker.worker_base
 vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin: lora_manager
 vllm.lora.worker_manager: WorkerLoRAManager: _adapter_manager
 vllm.lora.model_manager: LoRAModelManager: lora_index_to_id
+vllm.device_allocator.cumem
+    CuMemAllocator: get_instance, pointer_to_data
+    call unmap_and_release(allocation_handle)
+vllm.device_allocator: AllocationData: handle, cpu_backup_tensor, is_asleep
+# Not AsyncLLM's: its sleep would pause once more, and its wake_up resume too early.
+vllm.v1.worker.gpu_worker
+    call Worker.sleep(level)
+    call Worker.wake_up(tags)
 """
 CHUNK = 2**24
 """Elements checked for NaN and infinity at once."""
+SLEEP_LEVEL = 1
+"""vLLM's level of a sleep that loses only the KV cache."""
 
 
 class BridgeWorker:
-    """Methods that Bridge adds to vLLM's worker; `rank`, `vllm_config` and `model_runner` are the worker's own."""
+    """Methods that Bridge adds to vLLM's worker; what does not begin with `bridge_` is the worker's own."""
 
     rank: int
     vllm_config: Any
     model_runner: Any
+    sleep: Any
+    wake_up: Any
 
     def bridge_export(self) -> str:
         """Return this rank's `Shard` as JSON, or `{"error": ..., "remedy": ...}` if the model is refused."""
@@ -51,13 +63,35 @@ class BridgeWorker:
         """Finish all work on this rank's device, and return the parameters that have moved since the load."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        return list(self.model_runner.bridge_places.moved())
+        return list(self.model_runner.bridge_addresses.moved())
 
     def bridge_sleep(self) -> None:
-        memory_pool.sleep(self)
+        """Free the memory of this rank's KV cache."""
+        if not _sleeping():
+            self.sleep(SLEEP_LEVEL)
 
     def bridge_wake(self) -> str | None:
-        return memory_pool.wake(self)
+        """Allocate the KV cache again, empty; if that fails, free all of it and return the reason.
+
+        Symptom: a KV cache that could not wake up for lack of memory never wakes up, even once there is memory.
+        Cause: vLLM 0.26 to 0.33 maps what a failed attempt has mapped again at the next one, which CUDA refuses.
+        Why this is safe: what a failed attempt mapped is unmapped as a sleep would: it was empty.
+        """
+        from vllm.device_allocator.cumem import unmap_and_release
+
+        sleeping = _sleeping()
+        empty = [data for data in sleeping if data.cpu_backup_tensor is None]
+        try:
+            if sleeping:
+                self.wake_up()
+        except RuntimeError as error:
+            for data in [data for data in empty if not data.is_asleep]:
+                unmap_and_release(data.handle)
+                data.is_asleep = True
+            needed = sum(data.handle[1] for data in sleeping) / 2**30
+            free = torch.cuda.mem_get_info()[0] / 2**30
+            return f"{needed:.2f} GiB are needed, and {free:.2f} GiB of the GPU are free ({error})"
+        return None
 
     def bridge_digests(self) -> dict[str, str]:
         return {name: digest.digest(parameter) for name, parameter in self._bridge_model().named_parameters()}
@@ -65,12 +99,12 @@ class BridgeWorker:
     def bridge_finiteness(self) -> tuple[int, list[str]]:
         """Return the number of parameters and matrices of adapter slots, and which of them hold NaN or infinity."""
         model = self._bridge_model()
-        tensors = {**dict(model.named_parameters()), **lora_slots.tensors(model)}
+        tensors = {**dict(model.named_parameters()), **placement.slot_tensors(model)}
         return len(tensors), [name for name, tensor in tensors.items() if not _is_finite(tensor.detach())]
 
     def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
         """Return this rank's among the elements, in their order."""
-        return [float(self._bridge_element(each)) for each in elements if each["part"] == self.rank]
+        return [float(self._bridge_element(element)) for element in elements if element["part"] == self.rank]
 
     def bridge_write(self, elements: list[dict[str, Any]], values: list[float]) -> None:
         for element, value in zip(elements, values, strict=True):
@@ -92,17 +126,19 @@ class BridgeWorker:
         return self._bridge_model().get_parameter(element.parameter).detach().view(-1)[element.index]
 
     def _bridge_shard(self) -> Shard:
-        model, config = self._bridge_model(), self.vllm_config
-        _refuse_foreign_types(model, config.model_config.dtype)
-        record, names, block = loading.record_of(model), loading.plain_names(model), model_runner.shared_block(model)
-        slots = lora_slots.find(model, record.views)
+        model = self._bridge_model()
+        _refuse_foreign_types(model, self.vllm_config.model_config.dtype)
+        record = loading.record_of(model)
+        names = loading.plain_names(model)
+        block = placement.shared_block(model)
+        slots = placement.lora_slots(model, record.views)
         device = next(model.parameters()).device
         shard = Shard(
             rank=self.rank,
             gpu_uuid=cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None,
             model_class=type(model).__name__,
             ipc_handles={name: _handle(parameter.detach(), block) for name, parameter in model.named_parameters()},
-            param_mappings={  # a parameter that is gone keeps its plain name, and is refused
+            param_mappings={  # a parameter that no longer exists keeps its plain name, and is refused
                 name: view.model_copy(update={"parameter": names.get(view.parameter, view.parameter)})
                 for name, view in record.views.items()
             },
@@ -125,8 +161,15 @@ def _refuse_foreign_types(model: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
+def _sleeping() -> list[Any]:
+    """Return vLLM's allocations without memory."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return [data for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.is_asleep]
+
+
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return all(bool(part.isfinite().all()) for part in tensor.contiguous().view(-1).split(CHUNK))
+    return all(bool(chunk.isfinite().all()) for chunk in tensor.contiguous().view(-1).split(CHUNK))
 
 
 def _handle(tensor: torch.Tensor, block: SharedBlock | None) -> AnyHandle:

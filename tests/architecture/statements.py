@@ -1,6 +1,6 @@
 """Print the size of the product by package: `python -m tests.architecture.statements`.
 
-Statements are those of Python's syntax tree, without docstrings, so joining or splitting lines changes nothing.
+Statements are those of Python's syntax tree, without docstrings, so neither joining nor splitting lines changes it.
 """
 
 import ast

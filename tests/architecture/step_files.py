@@ -14,9 +14,10 @@ from types import FrameType
 from typing import Any
 
 import bridge
-from bridge.run.trainer import Trainer
+from bridge.processes.start_checks import free_port
+from bridge.run.trainer import Run
+from bridge.types import Group
 from bridge_cli.main import answer
-from bridge_cli.serve import free_port
 from tests.models import tiny
 from tests.unit import patched_server
 
@@ -64,27 +65,31 @@ def measure(folder: Path) -> Passage:
     model = tiny.write(tiny.llama(), folder / "model")
     (folder / "uneven.py").write_text(TASK)
     passage = Passage()
-    step = Trainer._step
+    take_groups, save = Run._take_groups, Run._save
 
-    def followed(self: Any, number: int) -> None:
+    def followed(self: Any, number: int) -> list[Group]:
         if number == FOLLOWED_STEP:
             sys.setprofile(passage.follow)
-        try:
-            step(self, number)
-        finally:
-            sys.setprofile(None)
+        groups: list[Group] = take_groups(self, number)
+        return groups
 
-    Trainer._step = followed  # type: ignore[method-assign, assignment]
+    def ended(self: Any) -> Path:
+        sys.setprofile(None)
+        return save(self)
+
+    Run._take_groups = followed  # type: ignore[method-assign]
+    Run._save = ended  # type: ignore[method-assign]
     try:
         with patched_server.served(model, folder / "server", port=free_port("127.0.0.1")) as server:
             code = answer([
                 "train", "--model-name", str(model), "--vllm-config-path", str(server.path), "--reward-processes", "0",
                 "--environment", f"{folder / 'uneven.py'}:Uneven", "--batch-size", "8", "--group-size", "4",
-                "--max-new-tokens", "16", "--training-steps", "3", "--run-dir", str(folder / "run"),
-                "--mismatch-alarm", "99",
+                "--max-new-tokens", "16", "--training-steps", "3", "--save-interval", "1", "--mismatch-alarm", "99",
+                "--run-dir", str(folder / "run"),
             ])  # fmt: skip
     finally:
-        Trainer._step = step  # type: ignore[method-assign]
+        Run._take_groups = take_groups  # type: ignore[method-assign]
+        Run._save = save  # type: ignore[method-assign]
     assert code == 0, "training failed"
     return passage
 

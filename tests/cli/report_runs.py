@@ -1,6 +1,5 @@
 """Synthetic run directories: a rising reward, a small log-prob mismatch, evaluations, events and completions."""
 
-import dataclasses
 import json
 import math
 import random
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.run.metrics import StepMetrics, Summary
+from bridge.run.metrics import RECORDED, StepMetrics, Summary
 from bridge.run.run_directory import RunDirectory, to_json, write_json
 
 PROBLEMS = (
@@ -48,7 +47,7 @@ def metrics(step: int, num_steps: int, *, gain: float = 0.5, seed: int = 0, **ch
         "tokens_generated": int(64 * (148 + 52 * done)), "tokens_trained": int(64 * (148 + 52 * done) * 0.8),
         "peak_memory_gib": 61.8 + 4 * (step > num_steps / 3), "device": "cuda",
     }  # fmt: skip
-    return StepMetrics(**(values | changes))
+    return StepMetrics(dict.fromkeys(RECORDED, math.nan) | {"skipped_updates": 0, "lag_shares": ()} | values | changes)
 
 
 def completion(draw: random.Random, formula: str, quality: float) -> dict[str, Any]:
@@ -148,5 +147,5 @@ def summary(steps: list[StepMetrics], run: RunDirectory) -> Summary:
 
 def older(step: StepMetrics, *missing: str) -> str:
     """Return a step's line as written by an older Bridge without the fields `missing`."""
-    values = {name: value for name, value in dataclasses.asdict(step).items() if name not in missing}
+    values = {name: value for name, value in step.items() if name not in missing}
     return json.dumps(values)

@@ -3,13 +3,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from bridge_cli import children, leash, server_log
+from bridge.processes import children, leash, server_log
 
 FAMILY = """
 import subprocess, sys, time
@@ -30,7 +31,7 @@ time.sleep(999)
 STARTER = """
 import os, sys, time
 from pathlib import Path
-from bridge_cli import children
+from bridge.processes import children
 child = children.start([sys.executable, "-c", sys.argv[1]], os.environ, Path(sys.argv[2]))
 while not child.log.read_text().endswith("\\n"):
     time.sleep(0.02)
@@ -80,7 +81,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_child_leads_a_session_of_its_own_and_keeps_its_identity(tmp_path: Path) -> None:
+def test_a_child_leads_its_own_session(tmp_path: Path) -> None:
     child = start(FAMILY, tmp_path)
     grandchild(child)
     assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0)
@@ -98,7 +99,7 @@ def test_stopping_ends_the_whole_tree(tmp_path: Path) -> None:
     assert is_gone(pid)
 
 
-def test_stopping_kills_what_does_not_heed(tmp_path: Path) -> None:
+def test_stopping_kills_what_ignores_sigterm(tmp_path: Path) -> None:
     child = start(STUBBORN, tmp_path)
     pid = grandchild(child)
     children.stop(child, grace_s=0.3)
@@ -106,7 +107,7 @@ def test_stopping_kills_what_does_not_heed(tmp_path: Path) -> None:
     assert is_gone(pid)
 
 
-def test_stopping_several_waits_for_all_at_once_and_kills_those_that_do_not_heed(tmp_path: Path) -> None:
+def test_stopping_several_waits_for_all_at_once(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
@@ -172,7 +173,7 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path: Path) -> None:
 def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
-        "import os, sys, time; from pathlib import Path; from bridge_cli import children\n"
+        "import os, sys, time; from pathlib import Path; from bridge.processes import children\n"
         "sleeper = [sys.executable, '-c', 'import time; time.sleep(999)']\n"
         f"child = children.start(sleeper, os.environ, Path({str(log)!r}))\n"
         "time.sleep(0.5); print(child.process.pid, flush=True); time.sleep(60)"
@@ -187,7 +188,7 @@ def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_what_heeds_no_signal_does_not_outlive_us_either(tmp_path: Path) -> None:
+def test_what_ignores_sigterm_does_not_outlive_us(tmp_path: Path) -> None:
     log = tmp_path / "log"
     us = subprocess.Popen(
         [sys.executable, "-c", STARTER, STUBBORN, str(log)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -210,6 +211,17 @@ def test_the_orphans_of_a_killed_child_do_not_outlive_us(tmp_path: Path) -> None
     us.kill()
     us.wait()
     gone_within(leash.GRACE_S + 10, {pid, orphan})
+
+
+def test_a_child_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+    started: list[children.Child] = []
+    thread = threading.Thread(target=lambda: started.append(start(FAMILY, tmp_path)))
+    thread.start()
+    thread.join()
+    grandchild(started[0])
+    time.sleep(0.5)
+    assert started[0].is_alive()
+    children.stop(*started, grace_s=0.5)
 
 
 def test_the_guard_of_a_child_ends_with_it(tmp_path: Path) -> None:
@@ -303,7 +315,7 @@ def test_argparses_complaint_is_a_root_error(tmp_path: Path) -> None:
     assert server_log.root_error(tmp_path / "log") == "api_server.py: error: unrecognized arguments: --x"
 
 
-def test_an_error_of_ours_inside_vllm_keeps_its_class_and_its_remedy(tmp_path: Path) -> None:
+def test_an_error_of_ours_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
     prefix = "(EngineCore pid=12) ERROR 11-20 11:26:04 [core.py:95] "
     (tmp_path / "log").write_text(
         f"{prefix}bridge.errors.UnsupportedModelError: lm_head.weight is repacked\n{prefix}hint: serve it in bfloat16\n"

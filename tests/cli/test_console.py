@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from bridge.checks.result import failed
+from bridge.checks import failed
 from bridge_cli import console, doctor
 
 ESCAPES = "a server's\x1b[2J\x1b]0;title\x07 words\x9b31m \u202e\x08"

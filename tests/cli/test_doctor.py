@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from bridge.checks import facts
-from bridge.checks.result import Check, failed, passed, skipped, warned
+from bridge.checks import Check, child, failed, passed, skipped, warned
 from bridge.server import manifest as manifests
 from bridge_cli import console, doctor
 from tests.unit.checks_sample import CPU_FACTS, UUID, dead_server, gpu_facts, manifest
@@ -39,7 +38,7 @@ def nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
     for name in ("LOGDIR", "BRIDGE_PORT", "BRIDGE_VLLM_PORT", "BRIDGE_VLLM_CONFIG_PATH", "BRIDGE_DEVICE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(facts, "gather", lambda: CPU_FACTS)
+    monkeypatch.setattr(child, "gather", lambda: CPU_FACTS)
     return tmp_path
 
 
@@ -59,7 +58,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, width: int = 80, *, color: bool = F
     return page.getvalue()
 
 
-def test_json_is_one_whole_record_a_line_on_stdout() -> None:
+def test_json_is_one_record_a_line_on_stdout() -> None:
     result = run("--json", "--device", "cpu", "--port", "1")
     fields = [field.name for field in dataclasses.fields(Check)]
     checks = [json.loads(line) for line in result.stdout.splitlines()]
@@ -68,93 +67,84 @@ def test_json_is_one_whole_record_a_line_on_stdout() -> None:
     assert "Software" not in result.stdout
 
 
-def test_the_report_is_for_people_and_counts() -> None:
+def test_report_goes_to_stderr_and_counts() -> None:
     result = run("--device", "cpu", "--port", "1")
     assert result.stdout == ""
-    assert "Manifest" in result.stderr
     assert "no server yet" in result.stderr
     assert " PASS, " in result.stderr.splitlines()[-1]
 
 
-def test_a_failure_ends_in_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_failure_ends_in_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine", lambda *_: SECTIONS)
-    assert run().exit_code == 3
-    assert run("--json").exit_code == 3
-
-
-def test_warnings_alone_end_in_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (run().exit_code, run("--json").exit_code) == (3, 3)
     warnings = [("Server", [warned("Memory", "1 GiB", "4 GiB", "stop others")])]
     monkeypatch.setattr(doctor, "examine", lambda *_: warnings)
     assert run().exit_code == 0
 
 
-def test_a_given_manifest_that_is_missing_fails(tmp_path: Path) -> None:
+def test_given_manifest_that_is_missing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("--json", "--device", "cpu", "--vllm-config-path", str(tmp_path / "none.json"))
-    assert result.exit_code == 3
-    assert found(result)["Manifest"]["status"] == "FAIL"
-
-
-def test_the_variable_of_a_flag_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (result.exit_code, found(result)["Manifest"]["status"]) == (3, "FAIL")
     monkeypatch.setenv("BRIDGE_VLLM_CONFIG_PATH", str(tmp_path / "none.json"))
     assert found(run("--json", "--device", "cpu"))["Manifest"]["status"] == "FAIL"
 
 
-def test_a_stale_manifest_fails_and_its_server_is_not_asked(tmp_path: Path) -> None:
+def test_server_of_a_stale_manifest_is_not_requested(tmp_path: Path) -> None:
     manifests.write(manifest(server=dead_server()), tmp_path / manifests.MANIFEST_NAME)
     checks = found(run("--json", "--device", "cpu"))
-    assert checks["Manifest"]["status"] == "PASS"
-    assert checks["Server process"]["status"] == "FAIL"
+    assert (checks["Manifest"]["status"], checks["Server process"]["status"]) == ("PASS", "FAIL")
     assert "Server health" not in checks
 
 
-def test_a_live_manifest_is_followed_to_its_server_and_port(tmp_path: Path) -> None:
+def test_live_manifest_leads_to_its_server_and_port(tmp_path: Path) -> None:
     manifests.write(manifest(url="http://127.0.0.1:9"), tmp_path / manifests.MANIFEST_NAME)
     checks = found(run("--json", "--device", "cpu"))
-    assert checks["Server process"]["status"] == "PASS"
-    assert checks["Server health"]["status"] == "FAIL"
-    assert checks["Server's weights"]["status"] == "FAIL"
-    assert checks["Port 9"]["status"] == "FAIL"
+    names = "Server process", "Server health", "Server's weights", "Port 9"
+    assert [checks[name]["status"] for name in names] == ["PASS", "FAIL", "FAIL", "FAIL"]
 
 
-def test_asking_for_a_gpu_where_there_is_none_fails() -> None:
+def test_requested_gpu_that_is_missing_fails() -> None:
     checks = found(run("--json", "--device", "cuda"))
-    assert checks["torch"]["status"] == "FAIL"
-    assert checks["GPU"]["status"] == "FAIL"
-    assert checks["CUDA IPC"]["status"] == "SKIP"
+    assert [checks[name]["status"] for name in ("torch", "GPU", "CUDA IPC")] == ["FAIL", "FAIL", "SKIP"]
 
 
-def test_the_trial_runs_on_the_servers_gpu_if_it_is_visible() -> None:
+def test_model_is_checked_if_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert "Model" not in found(run("--json", "--device", "cpu"))
+    checks = found(run("--json", "--device", "cpu", "--model", str(tmp_path)))
+    assert checks["Model, shared_vllm"]["status"] == "FAIL"
+
+
+def test_trial_runs_on_the_servers_visible_gpu() -> None:
     assert doctor.trial_gpu(gpu_facts(), None) == UUID
     assert doctor.trial_gpu(gpu_facts(), manifest(gpu_uuid=UUID)) == UUID
     assert doctor.trial_gpu(gpu_facts(), manifest(gpu_uuid="GPU-else")) == UUID
     assert doctor.trial_gpu(CPU_FACTS, manifest(gpu_uuid=UUID)) is None
 
 
-def test_outside_linux_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_linux_there_is_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     sections = list(doctor.examine(None, None, "auto"))
     assert [check.status for _, checks in sections for check in checks] == ["FAIL"]
 
 
-def test_a_patch_that_does_not_fit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_that_does_not_fit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge_patches.compatibility.installed_version", lambda: "0.99.0")
     check = doctor.patches_fit()
-    assert check.status == "FAIL"
-    assert "0.99.0" in check.found
+    assert (check.status, "0.99.0" in check.found) == ("FAIL", True)
 
 
-def test_lines_fit_80_columns_and_end_without_blanks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_has_80_columns_and_the_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
     page = printed(monkeypatch)
     assert max(len(line) for line in page.splitlines()) <= 80
     assert all(line == line.rstrip() for line in page.splitlines())
-
-
-def test_what_needs_mending_shows_what_was_expected_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = printed(monkeypatch)
     assert "expected  4 GiB" in page
     assert "fix       stop others" in page
     assert "3.11 or 3.12" not in page
     assert page.splitlines()[-1] == "1 PASS, 1 WARN, 1 FAIL, 1 SKIP"
+    path = "/a" * 60
+    lines = [line.plain for line in doctor.lines(passed("Manifest", f"found {path}", "x"), 80)]
+    assert any(path in line for line in lines), "a word wider than the page is not cut"
 
 
 def test_no_color_leaves_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,18 +154,3 @@ def test_no_color_leaves_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     page = printed(monkeypatch, color=True)
     assert "FAIL" in page
     assert "31m" not in page
-
-
-def test_a_word_wider_than_the_page_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "/a" * 60
-    monkeypatch.setattr(console, "people", Console(file=io.StringIO(), width=80))
-    lines = [line.plain for line in doctor.lines(passed("Manifest", f"found {path}", "x"), 80)]
-    assert any(path in line for line in lines)
-
-
-def test_the_real_probe_of_this_machine_knows_torch_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    known = facts.gather()
-    assert known.trouble is None
-    assert known.torch is not None
-    assert known.import_error("transformers") is None

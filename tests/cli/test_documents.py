@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import typer
 
+from bridge.processes.start_checks import free_port
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Progress
-from bridge_cli import main, tiny_model
-from bridge_cli.serve import free_port
-from bridge_environments.gsm8k import GSM8K
+from bridge_cli import demo_model, main
+from bridge_environments.rows import GSM8K
 from tests import documents, forked
 from tests.cli import report_runs
 from tests.documents import PAGES, ROOT, SPANS, TRIALS, Block
@@ -26,7 +26,7 @@ LIMIT_S = 300.0
 STAND_IN = """
 import dataclasses, sys
 from pathlib import Path
-from bridge_cli.server_command import ServerCommand
+from bridge.processes.server_command import ServerCommand
 
 real = ServerCommand.of
 
@@ -39,7 +39,7 @@ ServerCommand.of = stand_in
 """
 SERVED = """
 from bridge.config import ServeConfig
-from bridge_cli.server_process import StartedServer
+from bridge.processes.server_process import StartedServer
 
 config = ServeConfig(model="MODEL", port={port}, vllm_config_path=Path("vllm_bridge_config.json"))
 with StartedServer(ServerCommand.of(config, ()), Path("server.log")).running():
@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with what the pages name: models, problems, runs and a checkpoint."""
     for name in ("MODEL", "Qwen/Qwen2.5-0.5B-Instruct"):
         model = tiny.write(tiny.llama(), tmp_path / name)
-        (model / "chat_template.jinja").write_text(tiny_model.TEMPLATE)
+        (model / "chat_template.jinja").write_text(demo_model.TEMPLATE)
     assert GSM8K.bundled is not None
     for name in ("openai/gsm8k", "copies/gsm8k"):
         shutil.copytree(GSM8K.bundled, tmp_path / name)

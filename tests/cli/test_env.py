@@ -19,19 +19,9 @@ from tests.unit.http_server import serving
 from tests.unit.test_feeder import FakeApi
 
 PROGRESS = FeedProgress(
-    seconds=61.4,
-    step=3,
-    num_steps=5,
-    queued_batches=1.5,
-    groups=24,
-    reward_mean=0.25,
-    reward_mean_so_far=0.125,
-    tokens_per_s=1234.5,
-    too_long=0,
-    unscored=0,
-    unanswered=0,
-    retries=0,
-)
+    seconds=61.4, step=3, num_steps=5, queued_batches=1.5, groups=24, reward_mean=0.25, tokens_per_s=1234.5, too_long=0,
+    unscored=0, unanswered=0, retries=0,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +34,18 @@ def arguments(model: Path, atropos: str, vllm: str, *more: str) -> list[str]:
     return ["env", *where, "--group-size", "4", "--reward-processes", "0", *more]
 
 
-def test_a_line_tells_how_it_goes_and_names_no_trouble_where_there_is_none() -> None:
+def test_line_without_trouble() -> None:
     assert env.progress_line(PROGRESS) == "step 3/5  24 groups sent  reward 0.250  1,234 tok/s  queue 1.5 batches"
-    assert env.summary_line(PROGRESS) == "done: the trainer has its 5 batches  24 groups sent  reward 0.125  61 s"
+    assert env.summary_line(PROGRESS) == "done: the trainer has its 5 batches  24 groups sent  reward 0.250  61 s"
 
 
-def test_an_environment_with_tools_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_environment_with_tools_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     file = Path(__file__).parents[1] / "unit/tools_sample.py"
     assert answer(["env", "--model", "m", "--environment", f"{file}:Bench"]) == 2
     assert "takes several turns, and an Atropos API is fed with single turns only" in capfd.readouterr().err
 
 
-def test_a_line_names_every_trouble() -> None:
+def test_line_names_every_trouble() -> None:
     troubled = FeedProgress(
         **{**vars(PROGRESS), "too_long": 1, "unscored": 2, "unanswered": 3, "retries": 4, "reward_mean": None}
     )
@@ -64,7 +54,7 @@ def test_a_line_names_every_trouble() -> None:
     assert "reward -" in line
 
 
-def test_it_feeds_the_environment_that_is_named(
+def test_named_environment_is_fed(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeder, "REPORT_S", 0.0)
@@ -82,9 +72,7 @@ def test_it_feeds_the_environment_that_is_named(
     assert api.registration["desired_name"] == "arithmetic"
 
 
-def test_an_environment_that_there_is_not_is_refused_before_anything_is_asked(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_environment_is_refused_before_any_request(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     api = FakeApi()
     with serving(api) as atropos:
         assert answer(arguments(model, atropos.url, atropos.url, "arithmetics")) == 2
@@ -92,7 +80,7 @@ def test_an_environment_that_there_is_not_is_refused_before_anything_is_asked(
     assert "arithmetics" in capsys.readouterr().err
 
 
-def test_an_api_that_is_not_there_is_one_clear_line(
+def test_missing_api_is_one_line(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(FakeApi()) as gone:
@@ -104,7 +92,7 @@ def test_an_api_that_is_not_there_is_one_clear_line(
     assert "run-api" in hint
 
 
-def test_ctrl_c_says_goodbye_to_the_api(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_disconnects_from_the_api(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     posts = itertools.count()
 
     class Pressed(FakeApi):

@@ -114,7 +114,7 @@ def test_a_terminated_command_ends_with_143() -> None:
     assert (done.returncode, done.stderr.strip()) == (143, "interrupted")
 
 
-def test_a_command_that_is_terminated_ends_as_one_that_is_interrupted() -> None:
+def test_a_terminated_command_ends_like_an_interrupted_one() -> None:
     code = (
         "import os, signal, time; from bridge_cli import main;"
         "main.answer = lambda _: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60));"
@@ -163,7 +163,7 @@ def test_underscores_are_dashes_as_others_write_them() -> None:
         ("--per-device-train-batch-size", "--batch-size"),
     ],
 )
-def test_a_flag_of_others_without_a_counterpart_is_told_what_to_do(flag: str, hint: str) -> None:
+def test_a_foreign_flag_is_refused_with_a_hint(flag: str, hint: str) -> None:
     done = bridge("train", "--model", "m", flag, "0.9")
     assert done.returncode == 2
     assert done.stderr.startswith("error: no such flag: --")

@@ -7,9 +7,9 @@ from typing import get_args
 
 import pytest
 
-from bridge.config import ServeConfig, TrainConfig, template
+from bridge.config import ServeConfig, TrainConfig
 from bridge.rollouts import problems
-from bridge_cli.init import CHOICES, FILES, Task
+from bridge_cli.init import CHOICES, FILES, Task, commented
 from bridge_cli.main import answer
 from bridge_environments import registry
 
@@ -65,8 +65,8 @@ def test_the_command_that_trains_is_printed(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.splitlines()[-1] == f"to train: cd '{tmp_path}/a b' && bridge run --config {CHOICES}"
 
 
-def test_every_choice_is_there_with_its_docstring_and_its_default(tmp_path: Path) -> None:
-    text, path = template.commented(BOTH, {"model_name": "m"}), tmp_path / CHOICES
+def test_every_choice_is_written_with_its_docstring(tmp_path: Path) -> None:
+    text, path = commented(BOTH, {"model_name": "m"}), tmp_path / CHOICES
     tables = tomllib.loads(text)
     assert tables.pop("model_name") == "m"
     assert not any(tables.values())

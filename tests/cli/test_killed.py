@@ -1,8 +1,8 @@
 """A trainer killed with -9 between two checkpoints resumes as if it had never been killed, on a fence without vLLM.
 
 Not covered: the real vLLM (`tests/cpu/test_killed.py`), trainers killed inside the fence (`tests/cpu/test_restore.py`),
-bit-equal weights, which take a deterministic sampler (`tests/unit/test_trainer_resume.py`), and checkpoints killed at
-random moments (`tests/unit/test_checkpoint.py`).
+bit-equal weights, which take a deterministic sampler (`tests/unit/run/test_trainer_resume.py`), and saves killed at
+random moments (`tests/unit/run/test_checkpoint.py`).
 """
 
 import json
@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bridge.processes.start_checks import free_port
 from bridge.run import checkpoint
-from bridge_cli.serve import free_port
 from tests import disturbed, forked, scenarios
 from tests.disturbed import UNDISTURBED, Disturbance
 from tests.scenarios import LiveServer, different
@@ -207,7 +207,7 @@ def run(server: LiveServer, problems: dict[int, list[str]], tmp_path: Path) -> R
     ],
     ids=["while it samples", "when it published", "when it noted that", "while it saves"],
 )
-def test_a_trainer_that_was_killed_goes_on_without_a_gap_or_a_repeat(
+def test_a_killed_trainer_resumes_without_gap_or_repeat(
     run: Run, problems: dict[int, list[str]], by: Disturbance | str, lost: list[int], num_scratch: int
 ) -> None:
     run.killed(by)
@@ -219,9 +219,7 @@ def test_a_trainer_that_was_killed_goes_on_without_a_gap_or_a_repeat(
     run.check_whole()
 
 
-def test_a_checkpoint_that_was_cut_short_since_is_told_and_the_older_one_is_gone_on_from(
-    run: Run, problems: dict[int, list[str]]
-) -> None:
+def test_a_truncated_checkpoint_falls_back_to_the_older_one(run: Run, problems: dict[int, list[str]]) -> None:
     run.killed(WHILE_IT_SAMPLES)
     os.truncate(run.saved / LAST / "model.safetensors", 1000)
     told = run.train("--resume", expect=0)
@@ -233,9 +231,7 @@ def test_a_checkpoint_that_was_cut_short_since_is_told_and_the_older_one_is_gone
     run.check_whole()
 
 
-def test_a_disk_that_is_full_costs_no_older_checkpoint_and_with_room_it_goes_on(
-    run: Run, problems: dict[int, list[str]]
-) -> None:
+def test_a_full_disk_costs_no_older_checkpoint(run: Run, problems: dict[int, list[str]]) -> None:
     before = run.server.status().version
     told = run.train("--run-dir", "run", expect=2, by=FULL_AFTER_ITS_FIRST_CHECKPOINT)
     *_, error, gap, hint = told
@@ -255,7 +251,7 @@ def test_a_disk_that_is_full_costs_no_older_checkpoint_and_with_room_it_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_stream_that_is_killed_twenty_times_trains_on_every_problem_once(server: LiveServer, tmp_path: Path) -> None:
+def test_a_stream_killed_often_trains_each_problem_once(server: LiveServer, tmp_path: Path) -> None:
     run, chance, num_steps = Run(server, tmp_path), random.Random(0), 200
     flags = ("--max-staleness", "3", "--training-steps", str(num_steps), "--save-interval", "1", "--keep-last", "2")
     for _ in range(20):

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bridge.config import FeedConfig, ServeConfig, TrainConfig, borrowed
+from bridge.config import FeedConfig, ServeConfig, TrainConfig, declaration
 from bridge.config.choices import Config, flag
 from bridge.errors import UsageError
 from bridge_cli import options
@@ -114,7 +114,7 @@ def test_a_learning_rate_that_nobody_wrote_is_the_modes(
     assert rate("--mode", mode) == 0.3
 
 
-def test_a_choice_that_is_refused_says_nothing_of_what_would_follow_from_it() -> None:
+def test_a_refused_choice_reports_no_derived_fault() -> None:
     with pytest.raises(UsageError) as refused:
         parse("--model", "m", "--mode", "lora")
     assert "--mode" in refused.value.message
@@ -159,7 +159,7 @@ def test_two_flags_that_contradict_each_other_are_refused() -> None:
         parse("--model", "a", "--model-name", "b")
 
 
-def test_all_faults_are_told_at_once_and_by_the_place_they_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_faults_are_reported_with_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRIDGE_SEED", "many")
     with pytest.raises(UsageError) as refused:
         parse("--lr", "-1")
@@ -241,9 +241,7 @@ def test_texts_and_objects_of_another_form_are_refused(given: tuple[str, ...], m
     assert message in refused.value.message
 
 
-def test_a_name_of_others_works_in_every_place_and_contradicts_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_borrowed_name_works_in_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = tmp_path / "c.toml"
     toml.write_text('model_name_or_path = "m"\nnum_generations = 2\n')
     monkeypatch.setenv("BRIDGE_MAX_STEPS", "5")
@@ -256,10 +254,10 @@ def test_a_name_of_others_works_in_every_place_and_contradicts_ours(
 
 
 @pytest.mark.parametrize("cls", [ServeConfig, FeedConfig, TrainConfig])
-def test_every_name_of_others_is_of_a_choice_and_none_is_ours_already(cls: type[Config]) -> None:
-    assert set(cls.aliases.values()) <= set(cls.choices())
-    assert not cls.aliases.keys() & {*cls.choices(), *cls.synonyms}
-    assert not borrowed.HINTS.keys() & set(cls.names())
+def test_every_name_belongs_to_one_choice(cls: type[Config]) -> None:
+    names = [name for key, one in cls.choices().items() for name in (key, *one.synonyms, *one.borrowed)]
+    assert len(names) == len(set(names))
+    assert not declaration.HINTS.keys() & set(cls.names())
 
 
 @pytest.mark.parametrize(
@@ -297,16 +295,16 @@ def test_a_name_of_others_works_where_it_means_the_same(tmp_path: Path) -> None:
 
 def test_a_hint_names_flags_that_there_are() -> None:
     flags = {flag(name) for cls in (ServeConfig, TrainConfig) for name in cls.names()} | {"--model"}
-    named = {found for hint in borrowed.HINTS.values() for found in re.findall(r"--[a-z0-9-]+", hint)}
+    named = {found for hint in declaration.HINTS.values() for found in re.findall(r"--[a-z0-9-]+", hint)}
     assert named <= flags
 
 
 @pytest.mark.parametrize(
     ("variable", "hint"),
-    [("BRIDGE_LRR", "did you mean BRIDGE_LR?"), ("BRIDGE_USE_VLLM", borrowed.HINTS["use_vllm"])],
+    [("BRIDGE_LRR", "did you mean BRIDGE_LR?"), ("BRIDGE_USE_VLLM", declaration.HINTS["use_vllm"])],
 )
 @pytest.mark.parametrize("configs", [(ServeConfig,), (ServeConfig, TrainConfig)])
-def test_a_variable_that_is_no_choice_is_refused_as_a_typo_in_a_file_is(
+def test_an_unknown_variable_is_refused_as_a_typo(
     monkeypatch: pytest.MonkeyPatch, variable: str, hint: str, configs: tuple[type[Config], ...]
 ) -> None:
     monkeypatch.setenv(variable, "1")
@@ -315,7 +313,7 @@ def test_a_variable_that_is_no_choice_is_refused_as_a_typo_in_a_file_is(
     assert (refused.value.message, refused.value.remedy) == (f"{variable}: there is no such choice", hint)
 
 
-def test_a_variable_of_another_command_or_without_a_value_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_other_commands_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LR": "1e-3", "SERVER_URL": "http://a:1", "MANIFEST_PATH": "/m", "NONSENSE": ""}.items():
         monkeypatch.setenv(f"BRIDGE_{name}", value)
     (config,) = parse("--model", "m", configs=(ServeConfig,))

@@ -1,22 +1,20 @@
 """Where the ranks of a run are: how many, on which GPUs, and which of them share a server."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.errors import RankError, UsageError
+from bridge.errors import UsageError
+from bridge.processes import accelerator
+from bridge.processes.server_command import ServerCommand
 from bridge.ranks.world import Ranks
-from bridge.run.run_directory import RunDirectory
-from bridge_cli import accelerator, ranks
-from bridge_cli.children import Child
-from bridge_cli.ranks import VISIBLE, Part, Place
-from bridge_cli.rendezvous import Met
-from bridge_cli.server_command import ServerCommand
+from bridge_cli import layout, ranks
+from bridge_cli.layout import VISIBLE, Layout
+from bridge_cli.ranks import Job
 
 
 @pytest.fixture
@@ -26,30 +24,30 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "7,6,5,4,3,2,1,0")
 
 
-def places(num_parts: int = 1, *, port: int = 9001, **choices: Any) -> list[Place]:
+def layout_of(num_parts: int = 1, *, port: int = 9001, **choices: Any) -> Layout:
     train = TrainConfig.of(model_name="m", **choices)
-    return ranks.places(train, ServeConfig(model="m", port=port, tensor_parallel_size=num_parts))
+    return layout.of(train, ServeConfig(model="m", port=port, tensor_parallel_size=num_parts))
+
+
+def gpus_of(num_parts: int = 1, **choices: Any) -> list[str | None]:
+    return [*layout_of(num_parts, **choices).gpus]
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_the_ranks_of_a_replica_and_its_server_see_the_same_gpus() -> None:
-    assert [(place.rank, place.tp_size, place.gpus) for place in places(2, gpus=4)] == [
-        (0, 2, "7,6"), (1, 2, "7,6"), (2, 2, "5,4"), (3, 2, "5,4"),
-    ]  # fmt: skip
+    assert layout_of(2, gpus=4) == Layout(2, "cuda", ["7,6", "7,6", "5,4", "5,4"])
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_each_rank_has_a_gpu_and_a_server_of_its_own_without_tensor_parallelism() -> None:
-    assert [place.gpus for place in places(gpus=2)] == ["7", "6"]
-    assert places() == []
+    assert gpus_of(gpus=2) == ["7", "6"]
+    assert gpus_of() == [None]
 
 
 @pytest.mark.usefixtures("eight_gpus")
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_one_replica_has_as_many_ranks_as_its_server(mode: str) -> None:
-    found = places(4, mode=mode)
-    assert [(place.rank, place.size, place.gpus) for place in found] == [(rank, 4, "7,6,5,4") for rank in range(4)]
-    assert found[0].environment == {VISIBLE: "7,6,5,4"}
+    assert layout_of(4, mode=mode) == Layout(4, "cuda", ["7,6,5,4"] * 4)
 
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "none"])
@@ -59,9 +57,9 @@ def test_attention_heads_that_cannot_be_shared_out_are_refused_before_vllm_does(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(nest({"num_attention_heads": 12})))
     train, model = TrainConfig.of(model_name=str(tmp_path), mode=mode), str(tmp_path)
-    assert ranks.tp_size(train, ServeConfig(model=model, tensor_parallel_size=6)) == (1 if mode == "none" else 6)
+    assert layout.tp_size(train, ServeConfig(model=model, tensor_parallel_size=6)) == (1 if mode == "none" else 6)
     with pytest.raises(UsageError, match="--tensor-parallel-size 8 does not divide the 12 attention heads") as caught:
-        ranks.tp_size(train, ServeConfig(model=model, tensor_parallel_size=8))
+        layout.tp_size(train, ServeConfig(model=model, tensor_parallel_size=8))
     assert caught.value.remedy == "--tensor-parallel-size 6"
 
 
@@ -79,7 +77,7 @@ def test_what_vllm_cannot_cut_is_refused_with_a_number_of_gpus_that_it_can(
     train = TrainConfig.of(model_name=str(tmp_path))
 
     def found(parts: int) -> int:
-        return ranks.tp_size(train, ServeConfig(model=str(tmp_path), tensor_parallel_size=parts))
+        return layout.tp_size(train, ServeConfig(model=str(tmp_path), tensor_parallel_size=parts))
 
     assert found(fitting) == fitting
     if undivided:
@@ -90,21 +88,21 @@ def test_what_vllm_cannot_cut_is_refused_with_a_number_of_gpus_that_it_can(
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
-    assert len(places(2, gpus=4, batch_size=16, group_size=8)) == 4
-    assert len(places(4, gpus=8, hosts=3, batch_size=48, group_size=8)) == 8
+    assert len(gpus_of(2, gpus=4, batch_size=16, group_size=8)) == 4
+    assert len(gpus_of(4, gpus=8, hosts=3, batch_size=48, group_size=8)) == 8
     with pytest.raises(UsageError, match="4 replicas do not divide the 6 groups of a batch") as caught:
-        places(2, gpus=4, hosts=2, batch_size=48, group_size=8)
+        gpus_of(2, gpus=4, hosts=2, batch_size=48, group_size=8)
     assert caught.value.remedy == "--batch-size 64"
     with pytest.raises(UsageError, match="2 replicas do not divide the 3 groups of a batch") as caught:
-        places(gpus=2, batch_size=24, group_size=8, updates_per_batch=3)
+        gpus_of(gpus=2, batch_size=24, group_size=8, updates_per_batch=3)
     assert caught.value.remedy == "--batch-size 48"
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_batches_of_an_atropos_api_are_dealt_out_as_they_come() -> None:
-    assert len(places(gpus=4, batch_size=48, group_size=8, rollouts="atropos", port=65532)) == 4
+    assert len(gpus_of(gpus=4, batch_size=48, group_size=8, rollouts="atropos", port=65532)) == 4
     with pytest.raises(UsageError, match="--port 65533: the servers of all replicas have ports in a row") as caught:
-        places(gpus=4, rollouts="atropos", port=65533)
+        gpus_of(gpus=4, rollouts="atropos", port=65533)
     assert caught.value.remedy == "--port 65532 or lower"
 
 
@@ -136,59 +134,27 @@ def test_a_rank_starts_the_server_that_its_mode_needs_where_environments_find_it
         started.append((serve.port, shares_weights))
         return ServerCommand.of(serve, [], shares_weights=shares_weights, trainer=trainer)
 
-    @contextmanager
-    def trained(_: Ranks, __: Part, own_command: Callable[[], ServerCommand], *___: Any, **____: Any) -> Iterator[None]:
-        own_command()
-        yield
-
     monkeypatch.setattr(ranks, "prepare", prepare)
-    monkeypatch.setattr(ranks, "trained", trained)
     train = TrainConfig.of(model_name="m", gpus=4, batch_size=32, **choices)
-    part = Part(
-        serve=ServeConfig(model="m", port=9001), train=train, chosen=train, vllm_flags=[], start_limit_s=1,
-        run_dir=tmp_path, resume=None,
-    )  # fmt: skip
-    third = Ranks(2, 4)
-    monkeypatch.setattr(third, "all_gather_object", lambda _: [part])
-    monkeypatch.setattr(ranks, "load_environment", lambda _: None)
-    ranks.take_part(third, RunDirectory(tmp_path))
+    job = Job(serve=ServeConfig(model="m", port=9001), chosen=train, environment=None, start_limit_s=1)
+    assert ranks._command(Ranks(2, 4), job, train, tmp_path / "2" / "manifest").manifest == tmp_path / "2" / "manifest"
     ((port, shares),) = started
     assert shares is is_patched
     assert (port == 9003) is is_known
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankError("another rank ended", remedy="")])
-def test_ranks_that_have_not_met_are_ended_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    begun: list[Child] = []
-
-    def join(_place: Place, _met: Met, others: Sequence[Child]) -> Ranks:
-        begun.extend(others)
-        raise error
-
-    monkeypatch.setattr(ranks, "MAIN", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()")
-    monkeypatch.setattr(ranks, "END_LIMIT_S", 600.0)
-    monkeypatch.setattr(ranks, "DEATH_LIMIT_S", 0.0)
-    monkeypatch.setattr(Place, "join", join)
-    each = [Place(rank, 3, 1, "cpu", None) for rank in range(3)]
-    with pytest.raises(type(error)), ranks.started(each, RunDirectory(tmp_path)):
-        pytest.fail("they have met")
-    assert [child.is_alive() for child in begun] == [False, False]
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_more_gpus_than_there_are_are_refused_with_a_number_that_fits() -> None:
     for parts, gpus, remedy in ((3, 9, "--gpus 6"), (16, 16, "--gpus 8 --tensor-parallel-size 8"), (1, 9, "--gpus 8")):
         with pytest.raises(UsageError, match=f"--gpus {gpus}: this host shows 8") as caught:
-            places(parts, gpus=gpus, batch_size=8 * gpus)
+            gpus_of(parts, gpus=gpus, batch_size=8 * gpus)
         assert caught.value.remedy == remedy
 
 
 def test_a_host_has_the_gpus_of_all_its_servers() -> None:
     chosen: list[tuple[int, dict[str, Any]]] = [(2, {}), (2, {"gpus": 4}), (1, {"gpus": 4}), (2, {"mode": "none"})]
     found = [
-        ranks.num_gpus(TrainConfig.of(model_name="m", **train), ServeConfig(model="m", tensor_parallel_size=parts))
+        layout.num_gpus(TrainConfig.of(model_name="m", **train), ServeConfig(model="m", tensor_parallel_size=parts))
         for parts, train in chosen
     ]
     assert found == [2, 4, 4, 2]
@@ -196,14 +162,14 @@ def test_a_host_has_the_gpus_of_all_its_servers() -> None:
 
 def test_on_a_cpu_ranks_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "no GPU"))
-    assert [(place.tp_size, place.environment) for place in places(2, gpus=4)] == [(2, {})] * 4
+    assert layout_of(2, gpus=4) == Layout(2, "cpu", [None] * 4)
 
 
 @pytest.mark.parametrize(
     "choices", [{"mode": "none"}, {"mode": "lora_only", "lora_handover": "disk"}], ids=["none", "by disk"]
 )
 def test_what_is_not_trained_in_the_servers_memory_has_one_rank_beside_any_server(choices: dict[str, Any]) -> None:
-    assert places(2, **choices) == []
+    assert gpus_of(2, **choices) == [None]
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -230,7 +196,7 @@ def test_what_is_not_trained_in_the_servers_memory_has_one_rank_beside_any_serve
 )
 def test_what_cannot_be_trained_in_parts_is_refused(num_parts: int, choices: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        places(num_parts, **choices)
+        gpus_of(num_parts, **choices)
     assert words in caught.value.message
     assert caught.value.remedy
 

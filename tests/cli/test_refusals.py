@@ -18,16 +18,17 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.checks import facts, software
+from bridge.checks import child, software
 from bridge.config import FeedConfig, ServeConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import IncompatibleVersionError
+from bridge.processes import accelerator, children
+from bridge.processes.start_checks import free_port
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Status
-from bridge_cli import accelerator, children
+from bridge_cli import launcher
 from bridge_cli.main import answer
-from bridge_cli.serve import free_port
 from tests import forked
 from tests.forked import Command
 from tests.models import tiny
@@ -56,6 +57,10 @@ class Bridge:
 
     def refused(self, code: int, *arguments: str | Path) -> str:
         """Run a command that is refused, and return its error; the folder must not change."""
+        return self.said(code, *arguments)[0]
+
+    def said(self, code: int, *arguments: str | Path) -> tuple[str, str]:
+        """Run a command that is refused, and return its error and its hint; the folder must not change."""
         before = self.content()
         found = answer([str(argument) for argument in arguments])
         out, err = self.capsys.readouterr()
@@ -65,7 +70,7 @@ class Bridge:
         assert len(hint) > len("hint: "), err
         assert not [note for note in notes if note.startswith(("error:", "hint:", "Traceback", "run directory"))], err
         assert self.content() == before
-        return error
+        return error, hint
 
     def content(self) -> dict[str, bytes | None]:
         paths = sorted(self.folder.rglob("*"))
@@ -111,7 +116,7 @@ def test_software_that_vllm_cannot_start_with_is_refused(
     monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "on the CPU"))
     monkeypatch.setattr(software, "installed_version", {"torch": "2.13.0+cpu", "torchvision": vision}.get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch==2.13.0"])
-    monkeypatch.setattr(facts, "gather", lambda: CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}}))
+    monkeypatch.setattr(child, "gather", lambda: CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}}))
     found = answer([command] if command == "demo" else [command, "--model", exported.model])
     err = bridge.capsys.readouterr().err
     assert found == IncompatibleVersionError.exit_code, err
@@ -119,57 +124,6 @@ def test_software_that_vllm_cannot_start_with_is_refused(
     assert fix in err
     assert "bridge doctor" in err
     assert not [name for name in bridge.content() if not name.startswith("default")]
-
-
-@pytest.mark.parametrize(
-    ("flags", "hint"),
-    [
-        (["--lora-rank", "8"], "--mode lora_only, or leave --lora-r out"),
-        (["--start-command", "x"], "--mode none, or leave --start-command out"),
-        (["--logging-steps", "3"], "every step is printed and written to metrics.jsonl in the run directory"),
-    ],
-)
-def test_a_flag_without_effect_is_refused_with_what_gives_it_one(bridge: Bridge, flags: list[str], hint: str) -> None:
-    assert answer(["run", "--model", "m", *flags]) == 2
-    assert bridge.capsys.readouterr().err.splitlines()[-1] == f"hint: {hint}"
-
-
-def test_a_missing_model_folder_is_refused_with_a_similar_name(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    (bridge.folder / "Qwen-tiny").mkdir()
-    (bridge.folder / "Qwen-tiny" / "config.json").write_text("{}")
-    assert answer(["plan", "--model", "./Qwen-tny", "--gpu-memory", "80"]) == 2
-    assert "hint: did you mean Qwen-tiny?" in bridge.capsys.readouterr().err
-
-
-def test_completions_as_long_as_the_server_goes_are_refused_before_it_starts(
-    bridge: Bridge, exported: Manifest
-) -> None:
-    lengths = ("--max-model-len", "256", "--max-new-tokens", "256")
-    error = bridge.refused(2, "run", "--model", exported.model, *lengths)
-    assert "--max-new-tokens 256 leaves no room for a prompt: the server's longest sequence" in error
-
-
-def test_hosts_that_cannot_meet_are_refused_before_a_server_starts(
-    bridge: Bridge, exported: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts = ("run", "--model", exported.model, "--hosts", "2", "--group-size", "4", "--batch-size", "16")
-    assert "needs --rendezvous HOST:PORT, none was given" in bridge.refused(2, *hosts)
-    assert "BRIDGE_SECRET is not set" in bridge.refused(2, *hosts, "--rendezvous", "127.0.0.1:1")
-    monkeypatch.setenv("BRIDGE_SECRET", "known to all hosts")
-    assert "is 0.0.0.0 on this host" in bridge.refused(2, *hosts, "--rendezvous", "0.0.0.0:29400")
-    assert "2 replicas do not divide the 3 groups of a batch" in bridge.refused(2, *hosts, "--batch-size", "12")
-    for given in (("--hosts", "2"), ("--rendezvous", "10.0.0.1:29400")):
-        told = bridge.refused(2, *train(exported, *given))
-        assert f"{' '.join(given)}: bridge train takes one running server" in told
-
-
-def test_an_evaluation_without_held_out_problems_is_refused_before_a_server_starts(
-    bridge: Bridge, exported: Manifest
-) -> None:
-    (bridge.folder / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    problems = ("--environment", "jsonl", "--data", "p.jsonl", "--eval-samples", "2")
-    error = bridge.refused(2, "run", "--model", exported.model, *problems)
-    assert "the environment has no held-out problems to evaluate on" in error
 
 
 Edit = Callable[[dict[str, Any]], object]
@@ -241,7 +195,7 @@ def test_no_manifest_is_told_with_where_it_was_looked_for(
     assert given == f"error: no manifest at {tmp_path / 'given.json'}"
 
 
-def test_another_model_than_the_one_served_is_refused_with_both_names(bridge: Bridge, exported: Manifest) -> None:
+def test_another_model_than_the_served_one_is_refused(bridge: Bridge, exported: Manifest) -> None:
     manifests.write(exported, bridge.folder / manifests.MANIFEST_NAME)
     other = tiny.write(tiny.qwen2(), bridge.folder / "other")
     error = bridge.refused(4, *train(exported, "--model-name", str(other)))
@@ -257,29 +211,6 @@ def quantized(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["serve-vllm", "run"])
-def test_a_quantized_model_is_refused_before_vllm_starts(bridge: Bridge, command: str) -> None:
-    error = bridge.refused(4, command, "--model", quantized(bridge.folder / "packed"))
-    assert error.endswith("quantized (awq): an optimizer cannot step such weights")
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]}, "an encoder and a decoder"),
-        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM: not a causal language model"),
-        ({"model_type": "llava", "text_config": {"hidden_size": 8}}, "language model is one part of several"),
-        ({"kv_lora_rank": 8, "topk_method": "noaux_tc"}, "mlp.gate.e_score_correction_bias: a float32 parameter"),
-    ],
-)
-def test_a_model_that_cannot_be_shared_is_refused_by_its_configuration(
-    bridge: Bridge, config: dict[str, Any], words: str
-) -> None:
-    (bridge.folder / "m").mkdir()
-    (bridge.folder / "m" / "config.json").write_text(json.dumps(config))
-    assert words in bridge.refused(4, "serve-vllm", "--model", "./m")
-
-
 def test_a_quantized_model_is_refused_by_the_trainer(bridge: Bridge, exported: Manifest) -> None:
     model = quantized(bridge.folder / "packed")
     served = exported.model_copy(update={"model": str(model)})
@@ -287,60 +218,84 @@ def test_a_quantized_model_is_refused_by_the_trainer(bridge: Bridge, exported: M
     assert f"{model} is quantized" in bridge.refused(4, *train(served))
 
 
-def test_a_model_whose_config_is_broken_is_refused_before_vllm_starts(bridge: Bridge) -> None:
+TASK = "class Task:\n    def __init__(self, size): ...\n"
+CASES: tuple[tuple[str, str, str], ...] = (
+    ("train run", "--environment arithmetics", "no environment 'arithmetics', expected arithmetic, gsm8k, jsonl"),
+    ("train run", "--environment nowhere.py:Task", "cannot read nowhere.py: there is no such file"),
+    ("train run", "--environment mine.py", "does not name a class"),
+    ("train run", "--environment mine.py:Other", "no class 'Other' in mine.py, it defines Task"),
+    ("train run", "--environment mine.py:Task", "Task needs constructor arguments (size), expected none"),
+    ("run", "--lora-rank 8", "hint: --mode lora_only, or leave --lora-r out"),
+    ("run", "--start-command x", "hint: --mode none, or leave --start-command out"),
+    ("run", "--logging-steps 3", "hint: every step is printed and written to metrics.jsonl in the run directory"),
+    ("run", "--max-model-len 256 --max-new-tokens 256", "--max-new-tokens 256 leaves no room for a prompt: the server"),
+    ("run", "--environment jsonl --data p.jsonl --eval-samples 2", "no held-out problems to evaluate on"),
+    ("train", "--rollouts atropos --environment gsm8k", "--environment has no effect with --rollouts atropos"),
+    ("train", "--rollouts atropos --top-p 0.9", "--top-p has no effect with --rollouts atropos"),
+    ("train", "--rollouts atropos --reward math", "--reward has no effect with --rollouts atropos"),
+    ("train", "--loss cispo --clip-dual 3", "--clip-dual has no effect with --loss cispo, only with dapo"),
+    ("train", "--mismatch none --mismatch-level token", "--mismatch-level has no effect with --mismatch none"),
+    ("train", "--mode lora_only --lora-handover disk --kv-sleep always", "the server generates while the adapter is"),
+    ("train", "--top-p 0", "--top-p: must be greater than 0"),
+    ("train", "--top-k -1", "--top-k: must be greater than or equal to 0"),
+    ("train", "--min-p 1", "--min-p: must be less than 1"),
+    ("train", "--atropos-url http://a:1", "--atropos-url has no effect with --rollouts environment, only with atropos"),
+    ("train", "--warmup-steps 2", "--warmup-steps has no effect with --lr-scheduler-type constant, only with "),
+    (
+        "train", "--lr-scheduler-type cosine --warmup-steps 9 --training-steps 9",
+        "--warmup-steps 9 must be less than --training-steps 9: the learning rate would never reach --lr",
+    ),
+    ("train", "--hosts 2", "--hosts 2: bridge train takes one running server"),
+    ("train", "--rendezvous 10.0.0.1:29400", "--rendezvous 10.0.0.1:29400: bridge train takes one running server"),
+)  # fmt: skip
+"""Commands, flags, and words of the error or of its hint."""
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "words"),
+    [(command, flags, words) for commands, flags, words in CASES for command in commands.split()],
+)
+def test_flags_that_do_not_fit_are_refused(
+    bridge: Bridge, exported: Manifest, command: str, flags: str, words: str
+) -> None:
+    (bridge.folder / "mine.py").write_text(TASK)
+    (bridge.folder / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    assert words in "\n".join(bridge.said(2, command, "--model", exported.model, *flags.split()))
+
+
+def test_hosts_that_cannot_meet_are_refused(
+    bridge: Bridge, exported: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = ("run", "--model", exported.model, "--hosts", "2", "--group-size", "4", "--batch-size", "16")
+    assert "needs --rendezvous HOST:PORT, none was given" in bridge.refused(2, *hosts)
+    monkeypatch.setattr(launcher, "LIMIT_S", 1)
+    assert "not all 2 hosts came within" in bridge.refused(2, *hosts, "--rendezvous", "127.0.0.1:29411")
+    assert "is 0.0.0.0 on this host" in bridge.refused(2, *hosts, "--rendezvous", "0.0.0.0:29400")
+    assert "2 replicas do not divide the 3 groups of a batch" in bridge.refused(2, *hosts, "--batch-size", "12")
+
+
+MODELS: tuple[tuple[int, str, str], ...] = (
+    (4, '{"is_encoder_decoder": true, "architectures": ["T5ForConditionalGeneration"]}', "an encoder and a decoder"),
+    (4, '{"architectures": ["BertForMaskedLM"]}', "BertForMaskedLM: not a causal language model"),
+    (4, '{"model_type": "llava", "text_config": {"hidden_size": 8}}', "language model is one part of several"),
+    (4, '{"kv_lora_rank": 8, "topk_method": "noaux_tc"}', "mlp.gate.e_score_correction_bias: a float32 parameter"),
+    (4, '{"quantization_config": {"quant_method": "awq", "bits": 4}}', "quantized (awq): an optimizer cannot step"),
+    (2, "{", "config.json describes no model"),
+    (2, "[]", "config.json describes no model"),
+    (2, "", "config.json describes no model"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["serve-vllm", "run"])
+@pytest.mark.parametrize(("code", "config", "words"), MODELS)
+def test_a_model_that_cannot_be_served_is_refused(
+    bridge: Bridge, command: str, code: int, config: str, words: str
+) -> None:
     (bridge.folder / "m").mkdir()
-    for text in ("{", "[]", ""):
-        (bridge.folder / "m" / "config.json").write_text(text)
-        assert "config.json describes no model" in bridge.refused(2, "serve-vllm", "--model", "./m")
-
-
-@pytest.mark.parametrize("command", ["train", "run"])
-@pytest.mark.parametrize(
-    ("environment", "told"),
-    [
-        (
-            "arithmetics",
-            "no environment 'arithmetics', expected arithmetic, gsm8k, jsonl, verifiers:ID, reasoning_gym:TASK or path",
-        ),
-        ("nowhere.py:Task", "cannot read nowhere.py: there is no such file"),
-        ("mine.py", "does not name a class"),
-        ("mine.py:Other", "no class 'Other' in mine.py, it defines Task"),
-        ("mine.py:Task", "Task needs constructor arguments (size), expected none"),
-    ],
-)
-def test_an_unknown_environment_is_refused_first(bridge: Bridge, command: str, environment: str, told: str) -> None:
-    (bridge.folder / "mine.py").write_text("class Task:\n    def __init__(self, size): ...\n")
-    assert told in bridge.refused(2, command, "--model-name", "m", "--environment", environment)
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--rollouts", "atropos", "--environment", "gsm8k"), "--environment has no effect with --rollouts atropos"),
-        (("--loss", "cispo", "--clip-dual", "3"), "--clip-dual has no effect with --loss cispo, only with dapo"),
-        (("--mismatch", "none", "--mismatch-level", "token"), "--mismatch-level has no effect with --mismatch none"),
-        (("--rollouts", "atropos", "--top-p", "0.9"), "--top-p has no effect with --rollouts atropos"),
-        (
-            ("--mode", "lora_only", "--lora-handover", "disk", "--kv-sleep", "always"),
-            "--kv-sleep always: with --lora-handover disk the server generates while the adapter is trained",
-        ),
-        (("--top-p", "0"), "--top-p: must be greater than 0"),
-        (("--top-k", "-1"), "--top-k: must be greater than or equal to 0"),
-        (("--min-p", "1"), "--min-p: must be less than 1"),
-        (("--rollouts", "atropos", "--reward", "math"), "--reward has no effect with --rollouts atropos"),
-        (("--atropos-url", "http://a:1"), "--atropos-url has no effect with --rollouts environment, only with atropos"),
-        (
-            ("--warmup-steps", "2"),
-            "--warmup-steps has no effect with --lr-scheduler-type constant, only with constant_",
-        ),
-        (
-            ("--lr-scheduler-type", "cosine", "--warmup-steps", "9", "--training-steps", "9"),
-            "--warmup-steps 9 must be less than --training-steps 9: the learning rate would never reach --lr",
-        ),
-    ],
-)
-def test_a_choice_that_nothing_would_come_of_is_refused(bridge: Bridge, flags: tuple[str, ...], told: str) -> None:
-    assert told in bridge.refused(2, "train", "--model-name", "m", *flags)
+    (bridge.folder / "m" / "config.json").write_text(config)
+    assert words in bridge.refused(
+        code, command, "--model", "./m", *(("--rollouts", "atropos") if command == "run" else ())
+    )
 
 
 CHAT = """
@@ -370,7 +325,7 @@ class Raises(Chat):
         ("Raises", "got a reward: Raises.score raised KeyError: 'difficulty' (mine.py line 16), on prompt"),
     ],
 )
-def test_what_would_fail_at_the_first_step_is_refused_before_anything_is_started(
+def test_what_would_fail_at_step_one_is_refused_before_the_start(
     bridge: Bridge, exported: Manifest, command: str, environment: str, told: str
 ) -> None:
     (bridge.folder / "mine.py").write_text(CHAT)
@@ -380,7 +335,7 @@ def test_what_would_fail_at_the_first_step_is_refused_before_anything_is_started
 
 
 @pytest.mark.parametrize("command", ["serve-vllm", "run"])
-def test_a_model_that_is_neither_here_nor_on_the_hub_is_refused_before_vllm_starts(
+def test_a_model_that_is_not_on_the_hub_is_refused(
     bridge: Bridge, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -496,7 +451,7 @@ RUN_ON_A_TOY = """
 import dataclasses, os, sys
 from pathlib import Path
 from bridge_cli import main
-from bridge_cli.server_command import ServerCommand
+from bridge.processes.server_command import ServerCommand
 
 real = ServerCommand.of
 
@@ -510,7 +465,7 @@ main.main()
 
 
 @pytest.mark.xdist_group("commands")
-def test_ctrl_c_on_a_whole_run_ends_its_server_and_keeps_what_was_published(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_server_and_saves_what_was_published(tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text(TOY_VLLM)
     model = tiny.write(tiny.llama(), tmp_path / "model")
     place = tmp_path / "manifest.json"

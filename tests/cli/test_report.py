@@ -1,40 +1,28 @@
 """`bridge report`: the page of whole, partial and broken runs, of several runs, and what it refuses."""
 
-import dataclasses
 import html.parser
 import json
 import math
 import os
 import shlex
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bokeh.models import ColumnDataSource
 
-from bridge.config import TrainConfig
 from bridge.core import claim
+from bridge.run.metric_table import CHARTS, METRICS
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory, to_json
-from bridge.types import LOGPROB_DIFF_EDGES
 from bridge_cli import main
-from bridge_cli.report import charts, record
-from bridge_cli.report.command import names
+from bridge_cli.report import charts, names, record
 from bridge_cli.report.page import choices
 from tests.cli import report_runs
 from tests.cli.test_help import run_python
-
-HEADINGS = (
-    "Learning", "Two engines, one policy", "Time and memory", "Completions over time",
-    "Configuration", "Events",
-)  # fmt: skip
-CHARTS = (
-    "Mean reward", "Parts of the reward", "Completion length, tokens", "Truncated completions, %", "Entropy, nats",
-    "Clipped tokens, %", "Gradient norm", "Policy loss", "Changed weights, %", "|Δ log-probability|, nats",
-    "Tokens by |Δ log-probability|, %", "Importance weights", "Corrected tokens, %", "Where a step's time goes, s",
-    "The fence, ms", "Tokens per second", "Tokens per step", "Peak memory of the trainer, GiB",
-)  # fmt: skip
 
 
 class Page(html.parser.HTMLParser):
@@ -46,6 +34,8 @@ class Page(html.parser.HTMLParser):
         self.text = ""
         self.open: list[str] = []
         self.feed(text)
+        self.words = " ".join(self.text.split())
+        self.charts = [str(each["aria-label"]).split(". ")[0] for each in self.all("div") if each.get("role") == "img"]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -61,11 +51,7 @@ class Page(html.parser.HTMLParser):
             self.text += data
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for each, attributes in self.elements if each == tag]
-
-    @property
-    def charts(self) -> list[str]:
-        return [str(each["aria-label"]).split(". ")[0] for each in self.all("div") if each.get("role") == "img"]
+        return [attributes for name, attributes in self.elements if name == tag]
 
 
 def written(*runs: Path, out: Path) -> Page:
@@ -73,55 +59,63 @@ def written(*runs: Path, out: Path) -> Page:
     return Page(out.read_text())
 
 
-def drawn(*runs: Path) -> dict[str, dict[str, list[float]]]:
-    """Return the curves of every chart: chart title -> curve name -> values."""
-    artist = charts.Artist({run.name: record.read(run) for run in runs})
-    found = [drawing for group in charts.CHARTS.values() for chart in group for drawing in artist.drawings(chart)]
-    return {drawing.title: {line.name: line.values.tolist() for line in drawing.lines} for drawing in found}
+def drawings(*runs: Path) -> dict[str, charts.Drawing]:
+    opened = {run.name: record.read(run) for run in runs}
+    artist = charts.Artist(opened)
+    return {each.title: each for chart in charts.charts(opened.values()) for each in artist.drawings(chart)}
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    """Return the page of a whole run."""
-    run = report_runs.make(tmp_path_factory.mktemp("whole") / "run", num_steps=60)
+def curve(run: Path, title: str, name: str) -> list[float]:
+    (line,) = [line for line in drawings(run)[title].lines if line.name == name]
+    return [float(value) for value in line.values]
+
+
+def rewrite(run: RunDirectory, *changes: tuple[int, dict[str, Any]]) -> None:
+    """Change lines of `metrics.jsonl`, by their index."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for index, change in changes:
+        lines[index] |= change
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_page_of_a_whole_run_has_every_section_and_chart(tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=60)
     report_runs.write_rollouts(run, report_runs.groups(60, num_problems=12))
-    return written(run.path, out=run.report)
-
-
-def test_the_page_of_a_whole_run_has_every_section_and_chart(page: Page) -> None:
-    assert [heading for heading in HEADINGS if heading not in page.text] == []
-    assert [title for title in CHARTS if title not in page.charts] == []
+    rewrite(run, *((index, {"my_ratio": index / 60, "scores": {"a": index}}) for index in range(60)))
+    page = written(run.path, out=run.report)
+    for heading in ("Learning", "Two engines, one policy", "Time and memory", "Completions over time",
+                    "Configuration", "Events", "Other metrics"):  # fmt: skip
+        assert heading in page.text
+    assert {
+        "Mean reward", "Parts of the reward", "Completion length, tokens", "Truncated completions, %", "Entropy, nats",
+        "Clipped tokens, %", "Gradient norm", "Policy loss", "Changed weights, %", "|Δ log-probability|, nats",
+        "Tokens by |Δ log-probability|, %", "Importance weights", "Corrected tokens, %",
+        "Where a step's time goes, s", "The fence, ms", "Tokens per second", "Tokens per step",
+        "Peak memory of the trainer, GiB", "my_ratio", "scores: a",
+    } <= set(page.charts)  # fmt: skip
     assert sum("data-root-id" in attributes for attributes in page.all("div")) == len(page.charts)
     for expected in ("Qwen/Qwen2.5-7B-Instruct", "shared_vllm", "--lr", "2e-06", "0 bytes", "finished", "step 30"):
         assert expected in page.text
     assert "KL from the reference, nats: 0" in page.text
-
-
-def test_every_number_of_a_step_has_a_chart() -> None:
-    numbers = {field.name for field in dataclasses.fields(StepMetrics) if field.type in (int, float)}
-    drawn = {name for group in charts.CHARTS.values() for chart in group for name in chart.columns}
-    assert numbers - drawn == {"step", "weight_version", "fence_prepare_s"}  # which is part of training
-
-
-def test_a_derived_value_is_not_listed_as_chosen() -> None:
-    for derived in ((), ("lr",)):
-        changed, unchanged = choices({"mode": "lora_only", "lr": 1e-5}, TrainConfig, derived)
-        (found,) = [choice for choice in (unchanged if derived else changed) if choice[0] == "--lr"]
-        assert found[1] == "1e-05"
-
-
-def test_every_chart_is_labelled_and_nothing_is_loaded_from_elsewhere(page: Page) -> None:
-    assert all(str(each["aria-label"]).count("from") for each in page.all("div") if each.get("role") == "img")
     assert not [attributes for _, attributes in page.elements if {"src", "onclick", "onerror"} & attributes.keys()]
     assert not page.all("link") + page.all("img") + page.all("iframe")
     (policy,) = [meta["content"] for meta in page.all("meta") if "http-equiv" in meta]
     assert str(policy).startswith("default-src 'none'")
 
 
+def test_derived_value_is_not_listed_as_chosen(tmp_path: Path) -> None:
+    path = report_runs.make(tmp_path / "run", num_steps=1).path
+    for derived in ((), ("lr",)):
+        run = replace(record.read(path), config={"mode": "lora_only", "lr": 1e-5}, derived=derived)
+        changed, unchanged = choices(run)[""]
+        (row,) = [choice for choice in (unchanged if derived else changed) if choice[0] == "--lr"]
+        assert row[1] == "1e-05"
+
+
 HOSTILE = "<script>alert(1)</script></div>{{ 7 * 7 }}\x00\x1b[31m\u202etxt.exe\u2066 \ud800 مرحبا"
 
 
-def test_what_others_wrote_is_text_and_never_markup(tmp_path: Path) -> None:
+def test_texts_of_others_never_become_markup(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "<b>run", num_steps=5, environment="<i>env")
     completion = {"text": HOSTILE, "reward": 1.0, "parts": {HOSTILE: 1.0}, "tokens": 9, "finish_reason": HOSTILE}
     line = {
@@ -132,27 +126,20 @@ def test_what_others_wrote_is_text_and_never_markup(tmp_path: Path) -> None:
     }
     report_runs.write_rollouts(run, iter([line]))
     run.events.write_text(f"2026-11-21T10:00:00+0000 step 3 {HOSTILE[:-8]}\n")
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    run.metrics.write_text(
-        "".join(json.dumps(line | {"reward_parts": {HOSTILE: line["reward_mean"]}}) + "\n" for line in lines)
-    )
+    rewrite(run, *((index, {"reward_parts": {HOSTILE: index}, HOSTILE: index}) for index in range(5)))
     page = written(run.path, out=tmp_path / "page.html")
     assert len(page.all("script")) == 1
-    assert not page.all("i") or all(not attributes.get("onerror") for attributes in page.all("i"))
-    assert (
-        page.text.count(
-            "<script>alert(1)</script></div>{{ 7 * 7 }}⟨U+0000⟩⟨U+001B⟩[31m⟨U+202E⟩txt.exe⟨U+2066⟩ ⟨U+D800⟩ مرحبا"
-        )
-        >= 8
-    )
+    shown = "<script>alert(1)</script></div>{{ 7 * 7 }}⟨U+0000⟩⟨U+001B⟩[31m⟨U+202E⟩txt.exe⟨U+2066⟩ ⟨U+D800⟩ مرحبا"
+    assert page.text.count(shown) >= 8
     assert "<b>run" in page.text
     assert "<i>env" in page.text
     assert not {character for character in page.text if ord(character) < 32} - {"\n", "\t"}
 
 
-def test_a_killed_run_is_shown_with_a_list_of_what_is_missing(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "begun", num_steps=20, planned=50)
-    run = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))  # in which no process is running
+def test_incomplete_runs_are_shown_with_what_is_missing(tmp_path: Path) -> None:
+    begun = report_runs.make(tmp_path / "begun", num_steps=20, planned=50)  # which this process claims
+    assert f"process {os.getpid()} is at step 20 of 50" in written(begun.path, out=tmp_path / "page.html").text
+    run = RunDirectory(shutil.copytree(begun.path, tmp_path / "run"))  # in which no process is running
     run.evaluations.unlink()
     with run.metrics.open("a") as file:
         file.write('{"step": 21, "rewa')
@@ -163,21 +150,11 @@ def test_a_killed_run_is_shown_with_a_list_of_what_is_missing(tmp_path: Path) ->
         "no evaluations.jsonl", "no rollouts.jsonl", "1 steps were lost and repeated",
     ):  # fmt: skip
         assert expected in page.text
-
-
-def test_a_running_run_names_its_process(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=1, planned=9)  # which claims it for this process
-    page = written(run.path, out=tmp_path / "page.html")
-    assert f"process {os.getpid()} is at step 1 of 9" in page.text
-
-
-def test_a_finished_summary_of_fewer_steps_than_were_taken_is_not_this_runs_end(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=6)
-    with run.metrics.open("a") as file:
-        file.write(run.metrics.read_text().splitlines()[-1].replace('"step": 6', '"step": 7') + "\n")
-    shutil.copytree(run.path, tmp_path / "copy")  # no process is running in it
-    page = written(tmp_path / "copy", out=tmp_path / "page.html")
-    assert "stopped after step 7 of 6" in page.text
+    longer = report_runs.make(tmp_path / "longer", num_steps=6)  # whose summary is of step 6
+    with longer.metrics.open("a") as file:
+        file.write(longer.metrics.read_text().splitlines()[-1].replace('"step": 6', '"step": 7') + "\n")
+    shutil.copytree(longer.path, tmp_path / "copy")
+    assert "stopped after step 7 of 6" in written(tmp_path / "copy", out=tmp_path / "page.html").text
 
 
 def test_steps_of_an_older_version_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
@@ -187,7 +164,7 @@ def test_steps_of_an_older_version_are_drawn_as_far_as_they_go(tmp_path: Path) -
     run.metrics.write_text("\n".join(lines) + "\n")
     run.config.write_text('{"model_name": "m", "a_choice_of_old": 3}')
     page = written(run.path, out=tmp_path / "page.html")
-    assert "no step has unscored, completion_tokens_mean, entropy: another version of Bridge" in page.text
+    assert "no step has completion_tokens_mean, entropy, unscored: another version of Bridge" in page.text
     assert not {"Entropy, nats", "Parts of the reward", "Completion length, tokens"} & set(page.charts)
     assert {"Gradient norm", "Where a step's time goes, s"} <= set(page.charts)
     assert "This version of Bridge does not know it." in page.text
@@ -204,65 +181,45 @@ def test_any_other_file_may_be_missing_or_broken(missing: str, tmp_path: Path) -
     written(run.path, out=tmp_path / "page.html")
 
 
-def test_steps_without_a_value_leave_gaps(tmp_path: Path) -> None:
+def test_missing_values_are_gaps_and_no_dip_in_a_stack(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=8)
     odd: tuple[dict[str, Any], ...] = (
-        {"entropy": None},
-        {"entropy": float("nan")},
-        {"reward_parts": {}},
-        {"reward_parts": None},
-    )
-    lines = [json.loads(to_json(report_runs.metrics(step, 8))) for step in range(1, 9)]
-    changed = [line | change for line, change in zip(lines, [*odd, {}, {}, {}, {}], strict=True)]
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in changed))
-    curves = drawn(run.path)
-    assert [step for step, each in enumerate(curves["Entropy, nats"]["smoothed"], 1) if math.isnan(each)] == [1, 2]
-    parts = curves["Parts of the reward"]["correct"]
-    assert [step for step, each in enumerate(parts, 1) if math.isnan(each)] == [3, 4]
-    assert "NaN" not in written(run.path, out=tmp_path / "page.html").text
-
-
-def test_numbers_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=3)
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    lines[1] |= {"grad_norm": 10**400, "logprob_diff_histogram": [10**400] * 8}
-    lines.append(lines[2] | {"step": 10**400})
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        {"entropy": None}, {"entropy": math.nan}, {"reward_parts": {}}, {"reward_parts": None},
+        {"logprob_diff_histogram": [None] * 8, "logprob_diff_mean": None},
+        {"grad_norm": 10**400, "lag_shares": [10**400] * 8},  # which no float holds
+    )  # fmt: skip
+    rewrite(run, *enumerate(odd))
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"step": 10**400}) + "\n")
+    assert [
+        step for step, value in enumerate(curve(run.path, "Entropy, nats", "smoothed"), 1) if math.isnan(value)
+    ] == [1, 2]
+    parts = curve(run.path, "Parts of the reward", "correct")
+    assert [step for step, value in enumerate(parts, 1) if math.isnan(value)] == [3, 4]
+    assert math.isnan(curve(run.path, "|Δ log-probability|, nats", "mean")[4])
+    assert [math.isnan(value) for value in curve(run.path, "Gradient norm", "each step")[4:7]] == [False, True, False]
+    plot = drawings(run.path)["Tokens by |Δ log-probability|, %"].plot
+    assert plot is not None
+    sources = [each for each in plot.references() if isinstance(each, ColumnDataSource) and "step" in each.data]
+    assert [list(each.data["step"]) for each in sources] == [[1, 2, 3, 4, 6, 7, 8]]
     run.evaluations.write_text('{"step": 0, "reward_mean": 1' + "0" * 400 + '}\n{"step": 3}\n')
-    run.summary.write_text(json.dumps({"steps": 3, "reward_before": 10**400, "weight_bytes": 10**400}))
-    assert "skipped 1 incomplete" in written(run.path, out=tmp_path / "page.html").text
-    curve = drawn(run.path)["Gradient norm"]["each step"]
-    assert [math.isnan(each) for each in curve] == [False, True, False]
+    run.summary.write_text(json.dumps({"steps": 8, "reward_before": 10**400, "weight_bytes": 10**400}))
+    page = written(run.path, out=tmp_path / "page.html")
+    assert "NaN" not in page.text
+    assert "skipped 1 incomplete" in page.text
 
 
-def test_a_step_without_training_is_no_dip_in_a_stack(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=6)
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    lines[3] |= {"logprob_diff_histogram": [None] * 8, "logprob_diff_mean": None}
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (histogram,) = charts.Artist({"run": record.read(run.path)}).drawings(charts.HISTOGRAM)
-    assert histogram.plot is not None
-    sources = [each for each in histogram.plot.references() if isinstance(each, ColumnDataSource)]
-    assert [list(each.data["step"]) for each in sources if "step" in each.data] == [[1, 2, 3, 5, 6]]
-    assert math.isnan(drawn(run.path)["|Δ log-probability|, nats"]["mean"][3])
-
-
-def test_one_step_is_enough(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=1)
+def test_one_step_is_enough_and_thousands_are_all_there(tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "short", num_steps=1)
     run.evaluations.unlink()
     page = written(run.path, out=tmp_path / "page.html")
     assert page.charts == ["Mean reward"]
     assert "The same in every step" in page.text
-
-
-def test_thousands_of_steps_are_all_on_the_page(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=1500)
-    lines = run.metrics.read_text().splitlines()
-    lines[1234] = json.dumps(json.loads(lines[1234]) | {"grad_norm": 55.5})
-    run.metrics.write_text("\n".join(lines) + "\n")
+    run = report_runs.make(tmp_path / "long", num_steps=1500)
+    rewrite(run, (1234, {"grad_norm": 55.5}))
     written(run.path, out=tmp_path / "page.html")
-    curve = drawn(run.path)["Gradient norm"]["each step"]
-    assert (len(curve), curve[1234]) == (1500, 55.5)
+    values = curve(run.path, "Gradient norm", "each step")
+    assert (len(values), values[1234]) == (1500, 55.5)
     assert (tmp_path / "page.html").stat().st_size < 2_500_000
 
 
@@ -270,52 +227,71 @@ def test_several_runs_share_their_charts_and_tables(tmp_path: Path) -> None:
     one = report_runs.make(tmp_path / "one", num_steps=30)
     other = report_runs.make(tmp_path / "other", num_steps=20, planned=30, seed=1, lr=1e-6, loss="grpo")
     report_runs.write_rollouts(one, report_runs.groups(30))
-    page = written(one.path, other.path, out=tmp_path / "page.html")
-    text = " ".join(page.text.split())
-    assert "2 runs side by side" in text
-    assert "--lr 2e-06 1e-06" in text
-    assert "--loss dapo grpo" in text
-    assert "--run-dir /" not in text.partition("Mean reward")[0]
+    rewrite(one, *((index, {"my_ratio": index}) for index in range(30)))
+    page = written(one.path, one.path, other.path, out=tmp_path / "page.html")  # the same run given twice is one
+    for expected in ("2 runs side by side", "--lr 2e-06 1e-06", "--loss dapo grpo", "one, held out"):
+        assert expected in page.words
+    assert "--run-dir /" not in page.words.partition("Mean reward")[0]
     assert {
         "Mean reward", "Parts of the reward: correct", "Parts of the reward: format", "Completion length, tokens",
         "|Δ log-probability|: mean, nats", "Tokens by |Δ log-probability|: 0.1 nats and more, %",
-        "Where a step's time goes: in all, s",
+        "Where a step's time goes: in all, s", "my_ratio",
     } <= set(page.charts)  # fmt: skip
-    assert "one, held out" in text
-
-
-def test_runs_of_one_name_are_told_apart_by_their_folders() -> None:
     assert names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
     assert names([Path("/a/x/run")]) == ["run"]
 
 
-def test_the_same_run_given_twice_is_one(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=1)
-    assert "side by side" not in written(run.path, run.path, out=tmp_path / "page.html").text
-
-
-def test_the_page_goes_into_the_run_and_may_be_written_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=1)
-    for _ in range(2):
-        assert main.answer(["report", str(run.path)]) == 0
-        told = capsys.readouterr()
-        assert told.out == f"{run.path / 'report.html'}\n"
-        assert "wrote " in told.err
-
-
-def test_the_page_of_several_goes_into_the_current_folder(
+def test_page_goes_into_the_run_or_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [str(report_runs.make(tmp_path / name, num_steps=1).path) for name in ("a", "b")]
+    runs = [str(report_runs.make(tmp_path / name, num_steps=40).path) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # it may be written again
+        assert main.answer(["report", runs[0]]) == 0
+        assert capsys.readouterr().out == f"{runs[0]}/report.html\n"
     assert main.answer(["report", *runs]) == 0
     assert capsys.readouterr().out == "report.html\n"
-    assert (tmp_path / "report.html").is_file()
+    assert main.answer(["report", runs[0], "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (figures,) = document["runs"]
+    assert (document["report"], figures["steps"], figures["weight_bytes"]) == (f"{runs[0]}/report.html", 40, 0)
+    assert figures["held_out_before"] == pytest.approx(0.26)
+    assert figures["held_out_after"] > 0.6
+    assert 20 < figures["fence_ms"] < 30
+    assert {"reward_first", "reward_last", "training_s", "fence_p90_ms"} <= figures.keys()
+    assert {metric.name for metric in METRICS.values() if metric.over_run} <= figures.keys()
 
 
-def test_a_file_that_is_not_a_report_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def unreadable(path: Path) -> None:
+    run = report_runs.make(path, num_steps=1)
+    run.metrics.unlink()
+    run.metrics.symlink_to("/proc/self/mem")  # whose first page is unreadable
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda path: None, "is not a directory"),
+    (lambda path: path.mkdir(), "is not a run directory"),
+    (lambda path: path.write_text("a file"), "is not a directory"),
+    (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_text('{"step": 1, "rew')), "has no complete step"),
+    (lambda path: report_runs.make(path / "inside", num_steps=1), "is not a run directory, but contains some"),
+    (unreadable, "cannot read"),
+])  # fmt: skip
+def test_anything_but_a_run_is_refused_in_one_line(
+    make: Callable[[Path], object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a given"
+    make(path)
+    assert main.answer(["report", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert message in shown.err.splitlines()[0]
+    if "contains some" in message:
+        hint = shown.err.splitlines()[-1].removeprefix("hint: ")
+        assert shlex.split(hint) == ["bridge", "report", str(path / "inside")]
+
+
+def test_other_files_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=1)
     precious = tmp_path / "page.html"
     precious.write_text("<html>mine, made by bridge report</html>")
@@ -323,62 +299,11 @@ def test_a_file_that_is_not_a_report_is_never_overwritten(tmp_path: Path, capsys
     assert "exists and is not a report" in capsys.readouterr().err
     assert precious.read_text() == "<html>mine, made by bridge report</html>"
     assert main.answer(["report", str(run.path), "--out", str(tmp_path)]) == 2
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=1)
-    run.metrics.unlink()
-    run.metrics.symlink_to("/proc/self/mem")  # whose first page is unreadable
-    assert main.answer(["report", str(run.path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: cannot read {run.path}: ")
-
-
-def test_more_runs_than_colors_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [str(tmp_path / str(number)) for number in range(9)]
-    assert main.answer(["report", *runs]) == 2
+    assert main.answer(["report", *(str(tmp_path / str(number)) for number in range(9))]) == 2
     assert "9 runs do not fit on one page" in capsys.readouterr().err
 
 
-def test_the_figures_are_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=40)
-    assert main.answer(["report", str(run.path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    (figures,) = document["runs"]
-    assert document["report"] == str(run.path / "report.html")
-    assert figures["steps"] == 40
-    assert figures["weight_bytes"] == 0
-    assert figures["held_out_before"] == pytest.approx(0.26)
-    assert figures["held_out_after"] > 0.6
-    assert 20 < figures["fence_ms"] < 30
-
-
-@pytest.mark.parametrize(("make", "told"), [
-    (lambda path: None, "is not a directory"),
-    (lambda path: path.mkdir(), "is not a run directory"),
-    (lambda path: path.write_text("a file"), "is not a directory"),
-    (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_text('{"step": 1, "rew')), "has no complete step"),
-    (lambda path: report_runs.make(path / "inside", num_steps=1), "is not a run directory, but contains some"),
-])  # fmt: skip
-def test_anything_else_than_a_run_is_one_line_and_exit_code_2(
-    make: object, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert callable(make)
-    make(tmp_path / "given")
-    assert main.answer(["report", str(tmp_path / "given")]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("error: ")
-    assert told in shown.err.splitlines()[0]
-
-
-def test_the_hint_for_a_folder_of_runs_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = report_runs.make(tmp_path / "my runs" / "one", num_steps=1)
-    assert main.answer(["report", str(tmp_path / "my runs")]) == 2
-    hint = capsys.readouterr().err.splitlines()[-1]
-    assert shlex.split(hint.removeprefix("hint: ")) == ["bridge", "report", str(run.path)]
-
-
-def test_help_shows_everything_and_loads_nothing_heavy() -> None:
+def test_help_and_report_load_nothing_heavy(tmp_path: Path) -> None:
     heavy = ("torch", "jinja2", "bokeh", "numpy")
     code = (
         "import sys; from bridge_cli.main import answer; answer(['report', '--help']); answer(['--help']);"
@@ -387,24 +312,149 @@ def test_help_shows_everything_and_loads_nothing_heavy() -> None:
     done = run_python(code)
     assert done.stderr == ""
     assert "--out" in done.stdout
-    assert "{RUN}..." in done.stdout
     assert "report.html in the run" in " ".join(done.stdout.split())
     assert "…" not in done.stdout
-
-
-def test_a_report_loads_no_torch(tmp_path: Path) -> None:
-    run = report_runs.make(tmp_path / "run", num_steps=1)
-    given = ["report", str(run.path)]
+    given = ["report", str(report_runs.make(tmp_path / "run", num_steps=1).path)]
     code = f"import sys; from bridge_cli.main import answer; answer({given!r}); sys.exit('torch' in sys.modules)"
     assert run_python(code).returncode == 0
 
 
-def test_the_bins_are_those_of_the_loss() -> None:
-    edges = [str(edge).removesuffix(".0") for edge in LOGPROB_DIFF_EDGES]
-    assert [name.split()[1] for name in charts.BINS[:-1]] == edges
-    assert len(charts.BINS) == len(LOGPROB_DIFF_EDGES) + 1
+def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
+    names = [metric.name for chart in CHARTS for metric in chart.metrics]
+    assert len(names) == len(set(names))
+    assert {*report_runs.metrics(1, 9)} - {*names} == {
+        "step",
+        "weight_version",
+        "fence_prepare_s",
+        "rollouts",
+        "device",
+    }
+    assert all(
+        len({metric.unit for metric in chart.metrics if metric.label != "effective share"}) == 1 for chart in CHARTS
+    )
+    assert StepMetrics(json.loads(to_json(report_runs.metrics(1, 9)))).fence_s < 0.03
 
 
-def test_the_holder_of_a_claim_is_found_by_its_folder(tmp_path: Path) -> None:
+def test_holder_of_a_claim_is_known_by_its_folder(tmp_path: Path) -> None:
     claim.make(tmp_path / "run", what="run directory", flag="--run-dir")
     assert claim.holder((tmp_path / "run").stat().st_ino) == str(os.getpid())
+
+
+# Completions over time
+
+
+def read(path: Path, *groups: dict[str, Any], notes: list[str] | None = None, **choices: int) -> record.Samples:
+    path.write_text("".join(json.dumps(each) + "\n" for each in groups))
+    return record.samples(path, [] if notes is None else notes, **choices)
+
+
+def group(step: int, prompt: str, *rewards: float, text: str = "so", **changed: Any) -> dict[str, Any]:
+    completions = [{"text": f"{text} {reward}", "reward": reward} for reward in rewards]
+    line = {"step": step, "problem": {"prompt": prompt, "answer": "1"}, "completions": completions, "unscored": []}
+    return line | changed
+
+
+def test_recurring_problems_are_followed_else_steps(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    lines = [group(step, f"problem {step % 2}", 0.0, 0.5, 1.0) for step in range(1, 21)]
+    found = read(path, *lines, group(20, "once", 0.0))
+    assert [series["problem"]["prompt"] for series in found.series] == ["problem 1", "problem 0"]
+    assert [step["number"] for step in found.series[0]["steps"]] == list(range(1, 20, 2))
+    found = read(path, *(group(step, f"{step}-{number}", 0.0, 1.0) for step in range(1, 101) for number in range(2)))
+    (series,) = found.series
+    numbers = [step["number"] for step in series["steps"]]
+    assert (numbers[0], numbers[-1], len(numbers)) == (1, 100, record.NUM_STEPS)
+    assert not series["problem"]
+    assert series["steps"][0]["rewards"] == [0.0, 0.0, 1.0, 1.0]
+    assert (found.num_groups, found.num_steps) == (200, 100)
+    lost = [group(step, f"a{step}", 0.0, text="lost") for step in range(1, 6)]
+    kept = [group(step, f"b{step}", 1.0, text="kept") for step in range(3, 8)]  # the run resumed
+    (series,) = read(path, *lost, *kept).series
+    assert [step["completions"][0]["text"] for step in series["steps"]] == ["lost 0.0"] * 2 + ["kept 1.0"] * 5
+    assert record.samples(tmp_path / "none.jsonl", []) == record.Samples()
+
+
+@pytest.mark.parametrize(
+    ("line", "labels"),
+    [
+        (group(1, "p", 0.5, -1.0, 2.0, 0.1, 0.7), {"best": 2.0, "median": 0.5, "worst": -1.0}),
+        (group(1, "p", 1.0, 1.0, 1.0), {"all rewards equal": 1.0}),
+        (group(1, "p", unscored=[{"text": "x", "fault": "ZeroDivisionError"}]), {"unscored": None}),
+    ],
+)
+def test_best_median_and_worst_completions_are_shown(
+    line: dict[str, Any], labels: dict[str, float | None], tmp_path: Path
+) -> None:
+    (series,) = read(tmp_path / "r.jsonl", line).series
+    assert {one["label"]: one.get("reward") for one in series["steps"][0]["completions"]} == labels
+
+
+def test_long_texts_are_cut_in_their_middle(tmp_path: Path) -> None:
+    line = group(1, "begin" + "p" * 90_000 + "end", 0.0, text="begin" + "x" * 90_000)
+    (series,) = read(tmp_path / "r.jsonl", line, longest=3_000).series
+    (shown,) = series["steps"][0]["completions"]
+    for text, start, end in ((shown["text"], "beginx", " 0.0"), (shown["problem"]["prompt"], "beginp", "pend")):
+        assert len(text) < 3_100
+        assert text.startswith(start)
+        assert text.endswith(end)
+    line["completions"][0]["turns"] = [{"role": "assistant", "text": "x" * 90_000}] * 100  # share the limit of a text
+    (series,) = read(tmp_path / "r.jsonl", line).series
+    (shown,) = series["steps"][0]["completions"]
+    mark = "\n[… 89,700 characters left out …]\n"
+    assert {len(turn["text"]) for turn in shown["turns"]} == {record.SHORTEST_TURN + len(mark)}
+
+
+TURNS = [
+    {"role": "assistant", "text": "I look it up.", "tool_calls": [{"name": "look_up"}], "reward": 0.25},
+    {"role": "tool", "name": "look_up", "text": "nothing there", "is_error": True},
+    {"sequence": 2, "role": "repeated", "text": "", "messages": 3},
+    {"role": "assistant", "text": "half \ud83d a pair"},
+]
+ODD: dict[str, Any] = {"text": None, "reward": None, "parts": None, "tokens": 10**400, "weight_version": {}}
+SOME: dict[str, Any] = {"text": 5, "reward": 1, "parts": {"a": 10**30, "b": None, "c": "well"}, "tokens": None}
+BROKEN: tuple[dict[str, Any], ...] = (
+    {"step": 10**400}, {"problem": None}, {"completions": None}, {"completions": [7]},
+    {"completions": [{"text": "x", "reward": 10**400}]}, {"unscored": "none"},
+)  # fmt: skip
+ODD_TURNS: list[Any] = [7, "turns", [], [7, "x", None], [{}], [{"text": 7, "tool_calls": [7]}], {"a": 1}]
+SHOWN: list[tuple[list[dict[str, Any]], list[str]]] = [
+    *(
+        ([group(1, "", 1.0, problem={"prompt": prompt, "answer": 317})], [shown, "answer 317"])
+        for prompt, shown in (
+            ("plain text", "plain text"), ([{"role": "user", "content": "hello"}], "userhello"),
+            ([{"role": "user", "content": [{"type": "image"}]}], '[{"type": "image"}]'),
+            ([None, 7, "text", {"content": None}], "null7textnull"), (None, "null"), (10**400, str(10**400)),
+            ({"a": 1}, '{"a": 1}'),
+        )
+    ),
+    *(
+        ([group(1, "the problem", completions=[{"text": "x", "reward": 1.0, "turns": turns}])], ["the problem"])
+        for turns in ODD_TURNS
+    ),
+    ([group(1, "p", 0.0) | broken for broken in BROKEN] + [group(1, "the good one", 0.0)],
+     [f"rollouts.jsonl: skipped {len(BROKEN)} incomplete or damaged lines", "the good one", "1 groups from 1 steps"]),
+    ([group(1, "p", completions=[ODD, SOME], unscored=[ODD])],
+     [f"a {10**30}", "b –", "c well", "(an empty completion)", f"{10**400} tokens"]),
+    ([group(1, "p", problem={"prompt": "p", "hidden": 42}, completions=[
+        {"text": "no", "reward": 1.0, "turns": TURNS, "staleness": 3, "weight_version": 7}])],
+     ["hidden 42", "assistant reward 0.25 calls look_up", "I look it up.", "look_up error nothing there",
+      "sequence 3 its first 3 messages", "weights v7, staleness 3", "half ⟨U+D83D⟩ a pair"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "expected"), SHOWN)
+def test_completions_of_any_form_are_shown(lines: list[dict[str, Any]], expected: list[str], tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=1)
+    report_runs.write_rollouts(run, iter(lines))
+    page = written(run.path, out=run.report)
+    for text in expected:
+        assert text in page.words, text
+
+
+def test_damaged_lines_are_counted_and_skipped(tmp_path: Path) -> None:
+    path, notes = tmp_path / "r.jsonl", list[str]()
+    good = "".join(json.dumps(group(step, f"{step}", 1.0)) + "\n" for step in (1, 2)).encode()
+    path.write_bytes(b"\n".join([b"{", b"[1]", b'"x"', b"\xff\xfe"]) + b"\n" + good + b'{"step": 5, "comp')
+    (series,) = record.samples(path, notes).series
+    assert notes == ["r.jsonl: skipped 5 incomplete or damaged lines"]
+    assert [step["number"] for step in series["steps"]] == [1, 2]

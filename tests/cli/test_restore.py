@@ -181,7 +181,7 @@ def serves(server: Server, model: PreTrainedModel) -> bool:
     return all(same)
 
 
-def test_any_folder_of_the_model_is_loaded_in_place_as_the_next_version(bridge: Bridge, server: Server) -> None:
+def test_any_folder_of_the_model_is_loaded_as_the_next_version(bridge: Bridge, server: Server) -> None:
     server.fence.version = 4
     model = other_weights(server, bridge.folder / "other")
     told, line = bridge.restores("other")
@@ -202,7 +202,7 @@ def test_rows_that_no_token_owns_are_left_alone(bridge: Bridge, server: Server) 
 
 
 @pytest.mark.parametrize(("own", "published"), [(0, 7), (6, 7), (9, 10)])
-def test_a_checkpoint_of_ours_brings_its_version_unless_the_servers_is_later(
+def test_a_checkpoint_brings_its_version_unless_it_is_older(
     bridge: Bridge, server: Server, own: int, published: int
 ) -> None:
     server.fence.version = own
@@ -275,7 +275,7 @@ def test_the_lease_is_taken_for_as_long_as_it_loads(bridge: Bridge, server: Serv
     pausing = server.engine.pause_scheduler_async
 
     async def pause(*, mode: str, clear_cache: bool) -> None:
-        lease = server.fence.lease.held
+        lease = server.fence.lease
         runs.append(lease and lease.run)
         await pausing(mode=mode, clear_cache=clear_cache)
 
@@ -283,7 +283,7 @@ def test_the_lease_is_taken_for_as_long_as_it_loads(bridge: Bridge, server: Serv
     other_weights(server, bridge.folder / "other")
     bridge.restores("other")
     assert runs == [f"bridge restore {bridge.folder / 'other'}"]
-    assert server.fence.lease.held is None
+    assert server.fence.lease is None
 
 
 def cut_short(folder: Path) -> None:
@@ -299,7 +299,7 @@ def changed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_short, changed])
-def test_a_damaged_checkpoint_is_refused_and_a_torn_server_stays_torn(
+def test_a_damaged_checkpoint_leaves_a_torn_server_torn(
     bridge: Bridge, server: Server, damage: Callable[[Path], None]
 ) -> None:
     saved(server, bridge.folder / "step_3", step=3, version=3)
@@ -309,42 +309,50 @@ def test_a_damaged_checkpoint_is_refused_and_a_torn_server_stays_torn(
     assert (server.fence.state, server.engine.paused, server.routes()) == ("torn", True, [])
 
 
-def test_a_plain_folder_that_was_cut_short_is_refused_before_the_pause(bridge: Bridge, server: Server) -> None:
-    other_weights(server, bridge.folder / "other")
-    cut_short(bridge.folder / "other")
-    bridge.refused(2, "other")
-    assert server.routes() == []
-    assert serves(server, server.toy.reference)
+def truncated(folder: Path) -> None:
+    tiny.write(tiny.llama(), folder, seed=1)
+    cut_short(folder)
 
 
-def test_weights_of_another_model_are_refused_by_both_names(bridge: Bridge, server: Server) -> None:
-    tiny.write(tiny.qwen2(), bridge.folder / "other")
-    error, hint = bridge.refused(2, "other")
-    assert error.startswith(
-        f"{bridge.folder / 'other'} is of another model than {server.toy.manifest.model}, which the server serves: "
-        "model_type qwen2, expected llama"
-    )
-    assert hint.endswith(f"bridge serve-vllm --model {bridge.folder / 'other'}")
-    assert server.routes() == []
+def of_another_family(folder: Path) -> None:
+    tiny.write(tiny.qwen2(), folder)
 
 
-def test_weights_of_the_same_shapes_that_another_model_computes_with_are_refused(
-    bridge: Bridge, server: Server
-) -> None:
+def of_the_same_shapes(folder: Path) -> None:
     config = tiny.llama()
     config.rope_parameters["rope_theta"] = 500_000.0
-    tiny.write(config, bridge.folder / "other")
-    assert "rope_parameters" in bridge.refused(2, "other")[0]
-    assert server.routes() == []
+    tiny.write(config, folder)
 
 
-def test_a_folder_without_one_of_the_weights_is_refused_by_name(bridge: Bridge, server: Server) -> None:
-    model = other_weights(server, bridge.folder / "other")
-    state = model.state_dict()
-    del state["model.norm.weight"]
-    model.save_pretrained(bridge.folder / "other", state_dict=state)
-    assert "model.norm.weight" in bridge.refused(2, "other")[0]
+def without_a_weight(folder: Path) -> None:
+    tiny.write(tiny.llama(), folder, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    state = {name: weight for name, weight in model.state_dict().items() if name != "model.norm.weight"}
+    model.save_pretrained(folder, state_dict=state)
+
+
+FOLDERS: tuple[tuple[Callable[[Path], object], str, str], ...] = (
+    (truncated, "other", "model.safetensors"),
+    (of_another_family, "other", "which the server serves: model_type qwen2, expected llama"),
+    (of_the_same_shapes, "other", "rope_parameters"),
+    (without_a_weight, "other", "model.norm.weight"),
+    (Path.mkdir, "other", "other"),
+    (Path.touch, "other", "there is no folder other, and no model of that name"),
+    *((Path.mkdir, name, f"there is no folder {name}, ") for name in ("nowhere", "some/model", "/no/such")),
+    (Path.mkdir, "", "no usable model at"),
+)
+
+
+@pytest.mark.parametrize(("make", "name", "words"), FOLDERS)
+def test_a_folder_that_does_not_fit_is_refused_before_the_pause(
+    bridge: Bridge, server: Server, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], name: str,
+    words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bridge.folder / "hub"))
+    make(bridge.folder / "other")
+    assert words in bridge.refused(2, name)[0]
     assert server.routes() == []
+    assert serves(server, server.toy.reference)
 
 
 class Slots:
@@ -355,7 +363,7 @@ class Slots:
         self.names = ["tiny", "bridge-adapter-3", "mine"]
         self.seated: list[tuple[str, str]] = []
         self.refuses = False
-        server.app.state.bridge_adapter = self
+        server.app.state.bridge_adapters = self
         server.app.get("/v1/models")(self.models)
         server.app.post("/v1/unload_lora_adapter")(self.unload)
 
@@ -388,7 +396,8 @@ def adapter(server: Server, folder: Path, **choices: Any) -> Path:
     config = {"model_name": server.toy.manifest.model, "mode": "lora_only", **fixed, **choices}
     model = AutoModelForCausalLM.from_pretrained(server.toy.manifest.model).requires_grad_(False)
     folder.mkdir()
-    Adapter(model, TrainConfig.model_validate(config)).save(folder)
+    made = TrainConfig.model_validate(config)
+    Adapter(model, made.lora, seed=made.seed, base_name=made.model_name).save(folder)
     return folder
 
 
@@ -399,9 +408,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [4, 2])
-def test_an_adapter_is_loaded_behind_the_fence_where_those_of_earlier_runs_made_room(
-    bridge: Bridge, server: Server, slots: Slots, rank: int
-) -> None:
+def test_an_adapter_is_loaded_in_place_of_earlier_ones(bridge: Bridge, server: Server, slots: Slots, rank: int) -> None:
     folder = adapter(server, bridge.folder / "adapter_step_3", lora_r=rank)
     told, line = bridge.restores("adapter_step_3")
     assert server.routes() == ["pause", "/v1/models", "/v1/unload_lora_adapter", "adapter", "publish"]
@@ -413,7 +420,7 @@ def test_an_adapter_is_loaded_behind_the_fence_where_those_of_earlier_runs_made_
     assert serves(server, server.toy.reference)
 
 
-def test_a_torn_adapter_is_mended_and_the_weights_are_not_touched(bridge: Bridge, server: Server, slots: Slots) -> None:
+def test_a_torn_adapter_is_repaired_and_the_weights_stay(bridge: Bridge, server: Server, slots: Slots) -> None:
     folder = adapter(server, bridge.folder / "adapter_step_3")
     server.fence.enter(Phase.WRITING, DEAD)
     server.engine.paused, server.fence.writes = True, "adapter"
@@ -462,7 +469,7 @@ def remove_the_weights(folder: Path) -> None:
         (cut_short, "adapter_model.safetensors cannot be read"),
     ],
 )
-def test_an_adapter_that_is_damaged_or_no_plain_lora_is_refused_before_the_pause(
+def test_a_damaged_adapter_is_refused_before_the_pause(
     bridge: Bridge, server: Server, slots: Slots, damage: Callable[[Path], None], words: str
 ) -> None:
     damage(adapter(server, bridge.folder / "adapter_step_3"))
@@ -477,7 +484,7 @@ def test_an_adapter_that_is_damaged_or_no_plain_lora_is_refused_before_the_pause
         ({"lora_target_modules": "down_proj"}, "no slot for base_model.model.model.layers.0.mlp.down_proj"),
     ],
 )
-def test_an_adapter_that_has_no_place_in_the_slots_is_refused_before_the_pause(
+def test_an_adapter_that_fits_no_slot_is_refused(
     bridge: Bridge, server: Server, slots: Slots, choices: dict[str, Any], words: str
 ) -> None:
     adapter(server, bridge.folder / "adapter_step_3", **choices)
@@ -487,29 +494,25 @@ def test_an_adapter_that_has_no_place_in_the_slots_is_refused_before_the_pause(
     assert (server.routes(), slots.seated) == ([], [])
 
 
-def test_an_adapter_of_a_larger_model_is_refused_before_the_pause(bridge: Bridge, server: Server, slots: Slots) -> None:
+def test_an_adapter_of_a_larger_model_is_refused(bridge: Bridge, server: Server, slots: Slots) -> None:
     larger = tiny.llama()
     larger.hidden_size = 256
     model = AutoModelForCausalLM.from_config(larger).requires_grad_(False)
     config = TrainConfig.of(model_name="larger", mode="lora_only", lora_r=4, lora_target_modules="q_proj")
     (bridge.folder / "adapter_step_3").mkdir()
-    Adapter(model, config).save(bridge.folder / "adapter_step_3")
+    Adapter(model, config.lora, seed=config.seed, base_name=config.model_name).save(bridge.folder / "adapter_step_3")
     assert "lora_A.weight is (4, 256), its slot (4, 128)" in bridge.refused(2, "adapter_step_3")[0]
     assert (server.routes(), slots.seated) == ([], [])
 
 
-def test_a_server_that_is_well_goes_on_when_vllm_refuses_the_adapter(
-    bridge: Bridge, server: Server, slots: Slots
-) -> None:
+def test_a_healthy_server_resumes_when_vllm_refuses_an_adapter(bridge: Bridge, server: Server, slots: Slots) -> None:
     adapter(server, bridge.folder / "adapter_step_3")
     slots.refuses = True
     assert bridge.refused(4, "adapter_step_3") == ("vLLM does not load it", "ask vLLM")
     assert (server.fence.state, server.fence.version, server.engine.paused) == ("serving", 0, False)
 
 
-def test_a_server_that_is_torn_stays_so_when_vllm_refuses_the_adapter(
-    bridge: Bridge, server: Server, slots: Slots
-) -> None:
+def test_a_torn_server_stays_torn_when_vllm_refuses_an_adapter(bridge: Bridge, server: Server, slots: Slots) -> None:
     adapter(server, bridge.folder / "adapter_step_3")
     slots.refuses = True
     server.fence.enter(Phase.WRITING, DEAD)
@@ -528,22 +531,6 @@ def test_a_server_without_slots_takes_no_adapter(bridge: Bridge, server: Server)
     assert server.routes() == []
 
 
-@pytest.mark.parametrize("name", ["nowhere", "some/model", "/no/such/folder", "file", ""])
-def test_what_is_no_folder_is_refused(
-    bridge: Bridge, server: Server, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bridge.folder / "hub"))
-    (bridge.folder / "file").write_text("")
-    bridge.refused(2, name)
-    assert server.routes() == []
-
-
-def test_an_empty_folder_is_refused(bridge: Bridge, server: Server) -> None:
-    (bridge.folder / "empty").mkdir()
-    assert str(bridge.folder / "empty") in bridge.refused(2, "empty")[0]
-    assert server.routes() == []
-
-
 def test_without_a_server_nothing_is_looked_at(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", bridge.folder / "default")
     (bridge.folder / manifests.MANIFEST_NAME).unlink()
@@ -551,7 +538,7 @@ def test_without_a_server_nothing_is_looked_at(bridge: Bridge, monkeypatch: pyte
 
 
 def failing_halfway(error: BaseException) -> Callable[[PreTrainedModel, Path], None]:
-    def load_into(model: PreTrainedModel, _: Path) -> None:
+    def load_into(model: PreTrainedModel, *_: object) -> None:
         with torch.no_grad():
             next(model.parameters()).fill_(9.0)
         raise error
@@ -581,7 +568,7 @@ def test_ctrl_c_waits_for_the_end_and_what_was_done_is_told(
     model = other_weights(server, bridge.folder / "other")
     whole = model_folder.load_into
 
-    def interrupted(attached: PreTrainedModel, folder: Path) -> None:
+    def interrupted(attached: PreTrainedModel, folder: Path, *_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         whole(attached, folder)
 

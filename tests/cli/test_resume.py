@@ -39,9 +39,7 @@ class Opened:
         ("rollouts>=1", "there is no metric 'rollouts'", "did you mean "),
     ],
 )
-def test_a_goal_that_cannot_be_reached_is_refused_before_anything_is_started(
-    stop_at: str, told: str, remedy: str
-) -> None:
+def test_an_invalid_stop_at_is_refused(stop_at: str, told: str, remedy: str) -> None:
     with pytest.raises(UsageError, match=re.escape(told)) as refused:
         open_run(TrainConfig.of(model_name="m", stop_at=stop_at))
     assert remedy in refused.value.remedy
@@ -106,7 +104,7 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_in_its_own_directory(place: Place) -> None:
+def test_a_run_resumes_in_its_directory_from_the_newest(place: Place) -> None:
     place.save(2)
     newest = place.save(4)
     opened = place.open(resume=True)
@@ -166,7 +164,7 @@ def test_another_directory_that_holds_a_run_is_refused(place: Place) -> None:
     place.refused("other holds another run", resume=True, run_dir=place.folder / "other")
 
 
-def test_a_directory_that_is_gone_is_made_anew_under_a_name_of_its_own(place: Place) -> None:
+def test_a_lost_directory_is_made_anew(place: Place) -> None:
     place.save(4)
     place.mine.rename(place.folder / "elsewhere")
     opened = place.open(resume=True)
@@ -186,7 +184,7 @@ def test_checkpoints_of_another_run_are_never_overwritten(place: Place) -> None:
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_folder_in_the_way_that_is_not_ours_is_refused_before_anything_starts(place: Place, resume: bool) -> None:
+def test_a_foreign_folder_in_the_way_is_refused(place: Place, resume: bool) -> None:
     (place.saved / "step_7").mkdir(parents=True)
     (place.saved / "step_7" / "thesis.txt").write_text("precious")
     if resume:
@@ -205,9 +203,7 @@ def test_what_bears_another_name_is_in_nobodys_way(place: Place) -> None:
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_own_directory(
-    place: Place, damaged: bool
-) -> None:
+def test_a_run_without_a_checkpoint_restarts_in_its_directory(place: Place, damaged: bool) -> None:
     RunDirectory(place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")))
     if damaged:
         cut(place.save(3))
@@ -220,7 +216,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_own_direct
     assert remedy == "name another with --run-dir, or resume that run: --resume --save-path saved"
 
 
-def test_a_run_that_went_on_elsewhere_and_was_killed_there_goes_on_there(place: Place) -> None:
+def test_a_run_that_moved_resumes_where_it_moved(place: Place) -> None:
     place.save(4)
     other = place.open(resume=True, run_dir=Path("other"))
     assert other.told[0] == f"other begins at step 5; the steps before it are in {place.mine}"
@@ -250,12 +246,12 @@ def test_two_runs_never_write_to_one_run_directory(place: Place) -> None:
         place.refused(f"new is in use by process {first.pid}", run_dir=Path("new"), save_path=Path("fresh"))
 
 
-def test_a_file_in_the_place_of_the_checkpoints_is_refused_before_anything_is_trained(place: Place) -> None:
+def test_a_file_in_place_of_the_checkpoints_is_refused(place: Place) -> None:
     (place.folder / "file").touch()
     place.refused("cannot make the folder of the checkpoints file: File exists", save_path=Path("file"))
 
 
-def test_a_folder_for_checkpoints_that_stays_empty_is_removed_and_no_other(place: Place) -> None:
+def test_only_an_unused_checkpoint_folder_is_removed(place: Place) -> None:
     before = place.content()
     place.open(save_path=Path("a/b"), run_dir=Path("a/run")).run.remove_if_unused()
     assert place.content() == before
@@ -294,7 +290,7 @@ def runs(place: Place) -> Runs:
     return Runs(place)
 
 
-def test_by_default_a_run_keeps_its_checkpoints_itself_so_that_the_next_one_is_in_nobodys_way(runs: Runs) -> None:
+def test_by_default_a_run_holds_its_own_checkpoints(runs: Runs) -> None:
     for number in range(2):
         run = runs.made(f"{number}", saved=3)
         opened = runs.place.open(save_path=None)
@@ -304,7 +300,7 @@ def test_by_default_a_run_keeps_its_checkpoints_itself_so_that_the_next_one_is_i
         assert not opened.run.path.exists()
 
 
-def test_resume_goes_on_with_the_newest_run_of_the_same_model_and_task(runs: Runs) -> None:
+def test_resume_takes_the_newest_run_of_the_same_task(runs: Runs) -> None:
     runs.made("old", saved=9, started=1)
     newest = runs.made("newer", saved=2, started=2)
     runs.made("another_model", saved=3, started=3, model_name="n")
@@ -321,7 +317,7 @@ def test_resume_goes_on_with_the_newest_run_of_the_same_model_and_task(runs: Run
     assert (steps(newest.metrics), steps(newest.lost_metrics)) == ([1, 2], [3])
 
 
-def test_a_newer_run_that_cannot_be_resumed_is_passed_over_and_told(runs: Runs) -> None:
+def test_a_newer_run_without_a_checkpoint_is_passed_over(runs: Runs) -> None:
     older = runs.made("older", saved=2, started=1)
     runs.made("begun", started=2)
     cut(runs.made("damaged", saved=4, started=3).checkpoints / "step_4")
@@ -334,7 +330,7 @@ def test_a_newer_run_that_cannot_be_resumed_is_passed_over_and_told(runs: Runs) 
     assert opened.told[2:4] == [f"passed over: runs/{name} has no whole checkpoint" for name in ("damaged", "begun")]
 
 
-def test_a_run_of_before_whose_checkpoints_lie_elsewhere_is_resumed_too(runs: Runs) -> None:
+def test_a_run_with_checkpoints_elsewhere_is_resumed(runs: Runs) -> None:
     RunDirectory(runs.place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")))
     newest = runs.place.save(4)
     opened = runs.resumed()
@@ -360,7 +356,7 @@ def test_without_any_run_resume_begins_one(runs: Runs) -> None:
     assert (opened.found, opened.told) == (None, ["no checkpoint to resume from in runs: starting at step 1"])
 
 
-def test_checkpoints_in_a_named_directory_are_never_written_over(runs: Runs) -> None:
+def test_checkpoints_in_a_named_directory_are_kept(runs: Runs) -> None:
     run = runs.made("mine_too", saved=3)
     run.metrics.unlink()
     runs.place.refused("checkpoints holds checkpoints of another run: step_3", save_path=None, run_dir=run.path)

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checks.result import failed, passed
+from bridge.checks import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
-from bridge.run import trainer
-from bridge.run.metrics import StepMetrics, Summary
-from bridge.run.reporting import Reporter
+from bridge.processes.server_command import ServerCommand
+from bridge.run.metrics import Summary
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import api_key
 from bridge_cli import demo, ranks, run, steps, train, verify
-from bridge_cli.server_command import ServerCommand
 from tests.cli.test_run_directory import evaluation, metrics
 
 
@@ -67,7 +66,7 @@ def test_the_server_takes_adapters_of_the_rank_that_is_trained(capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_an_adapter_that_vllm_cuts_in_another_way_is_refused_before_it_starts() -> None:
+def test_an_adapter_that_vllm_shards_is_refused() -> None:
     split, whole = (ServeConfig(model="m", tensor_parallel_size=size) for size in (2, 1))
     memory, disk = (TrainConfig.of(model_name="m", mode="lora_only", lora_handover=way) for way in ("memory", "disk"))
     flags = ["--enforce-eager", "--fully_sharded_loras"]
@@ -94,22 +93,15 @@ def test_the_trainer_sends_the_key_that_vllm_is_started_with(
 
 
 def test_a_step_is_one_line() -> None:
-    step = StepMetrics(
-        step=3, weight_version=3, reward_mean=0.5, reward_std=0.25, loss=0.1, grad_norm=1.0, logprob_diff_mean=0.003,
-        logprob_diff_max=0.03, changed_weight_share=0.01, rollout_s=2.0, train_s=1.0, fence_pause_s=0.004,
-        fence_write_s=0.002, fence_publish_s=0.001, tokens_generated=4000, peak_memory_gib=1.0,
-        rollouts="", updates=1, entropy=1.0, clipped_low_share=0.0, clipped_high_share=0.0, kl=0.0,
-        logprob_diff_histogram=(1.0,), corrected_share=0.0, reward_parts={}, unscored=0, completion_tokens_mean=62.5,
-        truncated_share=0.0, no_signal_share=0.0, retries=0, importance_weight=1.0, effective_share=1.0, staleness=0,
-        fence_prepare_s=0.0, tokens_trained=4000, device="cpu",
-    )  # fmt: skip
+    step = metrics(3, rollout_s=2.0, fence_pause_s=0.004, fence_write_s=0.002, fence_publish_s=0.001,
+                   tokens_generated=4000)  # fmt: skip
     line = steps.step_line(step, 60)
     assert "\n" not in line
     for part in ("step  3/60", "reward  0.500", "fence   7.0 ms", "2,000 tok/s"):
         assert part in line
 
 
-def test_the_data_of_a_run_are_its_steps_its_evaluations_and_what_it_came_to(
+def test_the_json_of_a_run_is_steps_evaluations_and_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     came_to = Summary(
@@ -117,13 +109,13 @@ def test_the_data_of_a_run_are_its_steps_its_evaluations_and_what_it_came_to(
         rewards=(0.5, 0.5), logprob_diff_max=math.nan, fence_p50_ms=1.0, attach_ms=2.0, weight_bytes=0,
     )  # fmt: skip
 
-    def trained(config: TrainConfig, _: None, run: RunDirectory, reporter: Reporter, **__: object) -> Summary:
-        reporter.phase("evaluation")
-        reporter.evaluation(evaluation(0, 0.25))
-        reporter.step(metrics(1, loss=math.nan), [])
+    def trained(run: Run) -> Summary:
+        run._reporter.phase("evaluation")
+        run._reporter.evaluation(evaluation(0, 0.25))
+        run._reporter.step(metrics(1, loss=math.nan), [])
         return came_to
 
-    monkeypatch.setattr(trainer, "train", trained)
+    monkeypatch.setattr(Run, "train", trained)
     folder = RunDirectory.create(tmp_path / "run", environment="letters")
     config = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
     assert train.train_in(folder, config, None, as_json=True) is came_to
@@ -155,7 +147,7 @@ def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in again.path.iterdir()] == [mark.NAME]
 
 
-def test_a_file_in_place_of_the_folder_is_refused_by_the_flag_of_the_command(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file, expected a folder") as caught:
         demo._fresh(tmp_path / "file")

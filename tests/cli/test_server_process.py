@@ -18,10 +18,10 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
 from bridge.errors import RankError, ServerUnreachableError, UnsupportedModelError, UsageError
 from bridge.modes.mode import ServerProcess
-from bridge_cli import children, server_process
-from bridge_cli.serve import free_port
-from bridge_cli.server_command import ServerCommand
-from bridge_cli.server_process import StartedServer
+from bridge.processes import children, server_process
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from tests.cli.test_serve_command import written
 
 HOST = "127.0.0.1"
@@ -114,7 +114,7 @@ def restart_twice_and_ask_after_a_kill(server: StartedServer) -> None:
     ask_after_a_kill(server)
 
 
-def test_a_start_that_nobody_needs_any_more_ends_with_the_server_gone(tmp_path: Path, log: Path) -> None:
+def test_an_abandoned_start_stops_the_server(tmp_path: Path, log: Path) -> None:
     server, seen = served(fake(tmp_path, "--answer-after-s", "60"), log), list[int | None]()
 
     def heed() -> None:
@@ -128,7 +128,7 @@ def test_a_start_that_nobody_needs_any_more_ends_with_the_server_gone(tmp_path: 
     assert all(map(is_dead, seen))
 
 
-def test_the_server_is_ready_inside_and_gone_with_its_manifest_after(tmp_path: Path, log: Path) -> None:
+def test_a_server_lives_as_long_as_the_context(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     with served(command, log).running() as server:
         assert answer(command) == "first as None"
@@ -143,7 +143,7 @@ def test_it_is_what_the_training_loop_asks_for(tmp_path: Path, log: Path) -> Non
     assert callable(accepted.restart)
 
 
-def test_a_restart_serves_other_weights_under_the_old_name_and_keeps_the_log(tmp_path: Path, log: Path) -> None:
+def test_a_restart_serves_other_weights_under_the_old_name(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     with served(command, log).running() as server:
         before = server.pid
@@ -186,7 +186,7 @@ def test_a_name_that_the_user_gave_is_kept(tmp_path: Path) -> None:
     assert names == ["first", "mine"], "the last one wins"
 
 
-def test_a_server_that_does_not_come_up_again_is_told_by_its_own_error(tmp_path: Path, log: Path) -> None:
+def test_a_failed_restart_reports_the_servers_own_error(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path, "--fail-with", "no room for the KV cache")
     with pytest.raises(ServerUnreachableError) as refused, served(command, log).running() as server:
         server.restart("second")
@@ -195,7 +195,7 @@ def test_a_server_that_does_not_come_up_again_is_told_by_its_own_error(tmp_path:
     assert all(is_dead(process.pid) for process in family(log))
 
 
-def test_the_error_of_an_earlier_server_is_not_told_as_that_of_the_last(tmp_path: Path, log: Path) -> None:
+def test_the_error_of_an_earlier_server_is_not_reported(tmp_path: Path, log: Path) -> None:
     log.write_text("ValueError: long ago\n")
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running() as server:
         ask_after_a_kill(server)
@@ -203,14 +203,14 @@ def test_the_error_of_an_earlier_server_is_not_told_as_that_of_the_last(tmp_path
     assert log.read_text().startswith("ValueError: long ago\n")
 
 
-def test_a_server_that_died_too_often_is_told_with_the_number_of_its_restarts(tmp_path: Path, log: Path) -> None:
+def test_a_dead_server_is_reported_with_its_restarts(tmp_path: Path, log: Path) -> None:
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running() as server:
         restart_twice_and_ask_after_a_kill(server)
     assert ", restarted 2 times, ended with SIGKILL" in refused.value.message
     assert refused.value.remedy == f"bridge doctor, or read {log}"
 
 
-def test_the_fault_of_a_request_to_a_live_server_keeps_its_words_and_names_the_log(tmp_path: Path, log: Path) -> None:
+def test_a_request_error_of_a_live_server_names_its_log(tmp_path: Path, log: Path) -> None:
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running():
         ask_in_vain()
     assert refused.value.message == "no answer"
@@ -237,7 +237,7 @@ def test_a_refusal_inside_the_server_keeps_its_class(tmp_path: Path, log: Path) 
     assert (refused.value.message, refused.value.remedy) == ("w is repacked", "take bfloat16")
 
 
-def test_a_taken_port_is_refused_with_its_holder_and_nothing_is_started(tmp_path: Path, log: Path) -> None:
+def test_a_taken_port_is_refused_with_its_holder(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     with served(command, log).running() as server:
         before = server.pid
@@ -281,9 +281,7 @@ def test_an_interrupt_stops_the_server(tmp_path: Path, log: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_a_restart_at_once_even_where_it_is_held_back(
-    tmp_path: Path, log: Path, number: signal.Signals
-) -> None:
+def test_an_interrupt_ends_a_restart_at_once(tmp_path: Path, log: Path, number: signal.Signals) -> None:
     before, others = signal.getsignal(number), set(psutil.Process().children(recursive=True))
     command = fake(tmp_path, "--slow-start-s", "600")
     with pytest.raises(KeyboardInterrupt), deferred_interrupt(), served(command, log).running() as server:
@@ -294,9 +292,7 @@ def test_an_interrupt_ends_a_restart_at_once_even_where_it_is_held_back(
     assert not [process for process in ours if not is_dead(process.pid)]
 
 
-def test_an_interrupt_just_as_the_server_starts_leaves_no_server(
-    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_at_the_start_leaves_no_server(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[children.Child] = []
 
     def start_and_press(*given: Any) -> children.Child:
@@ -323,7 +319,7 @@ def test_the_watchdog_ends_a_server_whose_engine_is_gone(
     assert f"lost its engine: it was stopped; its log is {log}" in capsys.readouterr().err
 
 
-def test_the_watchdog_ends_a_server_that_hangs_and_the_next_one_is_left_alone(
+def test_the_watchdog_ends_a_hanging_server_and_not_the_next(
     tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = fake(tmp_path)
@@ -365,7 +361,7 @@ def test_stopping_does_not_wait_for_an_answer_that_never_comes(tmp_path: Path, l
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
-def test_the_tree_of_a_child_is_killed_whole_and_can_still_be_stopped(tmp_path: Path, log: Path) -> None:
+def test_a_killed_tree_can_still_be_stopped(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     child = children.start(command.argv, command.environment, log)
     assert children.wait_until(child, command.manifest.exists, limit_s=LIMIT_S, progress=lambda _: None)

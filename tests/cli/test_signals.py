@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from bridge.core.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
-from bridge_cli.serve import free_port
+from bridge.processes.start_checks import free_port
 from bridge_cli.signals import Ending, Surviving
 from tests.cli.test_refusals import RUN_LIMIT_S, RUN_ON_A_TOY, TOY_VLLM
 from tests.models import tiny
@@ -38,7 +38,7 @@ def ends(ending: Ending, number: int) -> bool:
 
 
 @pytest.mark.parametrize("number", OTHERS)
-def test_the_first_signal_ends_a_command_and_ctrl_c_alone_breaks_off_what_ending_does(number: int) -> None:
+def test_only_ctrl_c_interrupts_an_ending_command(number: int) -> None:
     ending = Ending()
     assert [ends(ending, each) for each in (number, number, signal.SIGHUP)] == [True, False, False]
     assert [ends(ending, each) for each in (signal.SIGINT, signal.SIGINT)] == [True, True]
@@ -46,7 +46,7 @@ def test_the_first_signal_ends_a_command_and_ctrl_c_alone_breaks_off_what_ending
     assert [ends(after_ctrl_c, each) for each in (signal.SIGINT, number)] == [True, False]
 
 
-def test_a_second_hangup_is_known_as_such_in_whatever_block_the_first_one_came() -> None:
+def test_a_second_hangup_is_ignored_everywhere() -> None:
     before = signal.signal(signal.SIGHUP, Ending())
     try:
         with pytest.raises(KeyboardInterrupt), deferred_interrupt(), acting_interrupt():
@@ -97,9 +97,7 @@ def test_a_full_disk_is_told() -> None:
 
 
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "nohup"])
-def test_a_run_whose_terminal_closes_ends_with_its_checkpoint_or_goes_on_under_nohup(
-    tmp_path: Path, stays: bool
-) -> None:
+def test_a_closed_terminal_ends_a_run_except_under_nohup(tmp_path: Path, stays: bool) -> None:
     toy = tmp_path / "toy.py"
     toy.write_text(TOY_VLLM)
     plain = {name: value for name, value in os.environ.items() if name not in {"CI", "NO_COLOR", "TTY_INTERACTIVE"}}

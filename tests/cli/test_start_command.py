@@ -11,9 +11,9 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge_cli.serve import free_port
-from bridge_cli.server_process import StartedServer
-from bridge_cli.start_command import StartCommand
+from bridge.processes.server_command import StartCommand
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
 
@@ -36,7 +36,7 @@ def refused(command: str, port: int | None = None) -> UsageError:
     return error.value
 
 
-def test_the_models_folder_takes_its_place_whatever_is_in_its_name() -> None:
+def test_the_models_folder_replaces_its_placeholder() -> None:
     command = StartCommand.parse(config("sh --model={model} '{\"a\": 1}' {model}"), {"PATH": os.defpath})
     assert Path(command.argv[0]).is_absolute()
     assert command.argv_for(None)[1:] == ("--model=first", '{"a": 1}', "first")
@@ -70,7 +70,7 @@ def test_what_cannot_be_started_is_refused(command: str, told: str) -> None:
     assert told in refused(command).message
 
 
-def test_a_server_of_somebody_else_on_the_port_is_refused_by_its_pid_and_left_alone() -> None:
+def test_a_foreign_server_on_the_port_is_left_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         error = refused("sh {model}", port)

@@ -91,7 +91,8 @@ class Servers:
                 return False
             client.release_adapter()
             self._unload_adapters()
-            fence.publish(client, Update(self._write_first), in_flight="abort")
+            with fence.publish(client, Update(), in_flight="abort"):
+                self._write_first()
         return True
 
     def _unload_adapters(self) -> None:

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.run import trainer
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
 from bridge_cli import demo_model
-from bridge_cli.serve import free_port
-from bridge_cli.server_command import ServerCommand
-from bridge_cli.server_process import StartedServer
 from bridge_environments import registry
 from tests.scenarios import EAGER, START_LIMIT_S, with_forked_engine
 
@@ -38,9 +38,8 @@ class DemoServer:
         live = attach(exported).model
         with BridgeClient(exported, timeout_s=60) as client:
             version = client.status().version + 1
-            fence.publish(
-                client, Update(lambda: model_folder.load_into(live, self.model), version=version, takeover=True)
-            )
+            with fence.publish(client, Update(version=version, takeover=True)):
+                model_folder.load_into(live, self.model)
 
     def train(self, folder: Path, report: Callable[[StepMetrics], None], **choices: Any) -> Summary:
         """Train in this process, in place, with the demo's settings unless `choices` override them."""
@@ -48,7 +47,7 @@ class DemoServer:
         where = {"model_name": str(self.model), "vllm_config_path": self.manifest}
         config = TrainConfig.model_validate(where | demo | choices)
         run = RunDirectory.create(folder / "run", environment=config.task.environment)
-        return trainer.train(config, registry.load(config.task), run, Listener(report))
+        return Run(config, registry.load(config.task), run, Listener(report)).train()
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.weights.attach import attach
 from tests import forked, scenarios
+from tests.fenced import publish
 from tests.forked import Command
 from tests.models import tiny
 from tests.scenarios import LiveServer
@@ -281,7 +282,7 @@ def test_what_fails_inside_of_the_fence_before_it_writes_costs_no_version(llama:
         raise ZeroDivisionError
 
     with BridgeClient(llama.manifest, timeout_s=60) as client, pytest.raises(ZeroDivisionError):
-        fence.publish(client, Update(lambda: pytest.fail("it wrote"), prepare=prepare))
+        publish(fence.publish(client, Update()), lambda: pytest.fail("it wrote"), prepare=prepare)
     assert llama.status() == before
     assert scenarios.alike(llama.sample(), samples)
 

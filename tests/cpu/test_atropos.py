@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bridge.processes import children
+from bridge.processes.start_checks import free_port
 from bridge.server import manifest
-from bridge_cli import children
-from bridge_cli.serve import free_port
 from tests import forked, scenarios
 from tests.models import answering, tiny
 from tests.scenarios import LiveServer

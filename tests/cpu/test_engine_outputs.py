@@ -104,7 +104,7 @@ def test_vllm_reads_what_it_would_have_written() -> None:
             assert np.array_equal(one_array, other)
 
 
-def test_a_rollout_sends_its_tokens_together_with_the_version_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_sends_its_tokens_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, FinishReason
     from vllm.v1.metrics.stats import PrefillStats
 
@@ -158,7 +158,7 @@ def test_what_is_held_does_not_keep_the_arrays_of_its_step() -> None:
     assert step() is None
 
 
-def test_logits_that_were_not_numbers_are_counted_whenever_they_were() -> None:
+def test_nan_logits_are_counted_over_all_held_steps() -> None:
     engine_outputs.collect()
     outbox, step = Outbox(), lists(3, 1)
     for number in (0, 3, 0):
@@ -174,7 +174,7 @@ def test_tokens_in_whose_text_stops_are_looked_for_do_not_wait() -> None:
     assert columns(found) == (found.new_token_ids, step.logprobs[1].tolist(), [0])
 
 
-def test_a_request_that_is_aborted_sends_what_it_has_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_request_sends_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import FinishReason
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -239,7 +239,7 @@ def test_each_kind_of_request_gets_its_own_in_place_of_ranks(
         assert not counts.any(), "unknown"
 
 
-def test_a_threshold_is_between_what_was_kept_and_what_was_dropped() -> None:
+def test_a_threshold_is_between_kept_and_dropped_logits() -> None:
     inf = torch.inf
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0], [4.0, 4.0, 4.0, 4.0], [1.0, 0.0, 2.0, 3.0]])
     processed = torch.tensor([[0.0, -inf, -1.0, -inf], [-1.4, -1.4, -1.4, -1.4], [-inf, -inf, -inf, 0.0]])
@@ -250,8 +250,6 @@ def test_a_threshold_is_between_what_was_kept_and_what_was_dropped() -> None:
 
 class SecondRunner:
     """vLLM's sampler of its second model runner, as far as it is wrapped: it keeps the likelier half."""
-
-    bridge_processed: Any
 
     def __init__(self, top_p: float) -> None:
         def both(value: float) -> Any:
@@ -277,20 +275,17 @@ class Tensors(NamedTuple):
 
 
 @pytest.mark.parametrize(("top_p", "is_filtered"), [(0.9, True), (1.0, False)])
-def test_a_sampler_reports_what_it_kept_if_a_request_of_the_step_is_filtered(
-    top_p: float, *, is_filtered: bool
-) -> None:
+def test_a_sampler_reports_what_a_filtered_step_kept(top_p: float, *, is_filtered: bool) -> None:
     class Wrapped(SecondRunner):
         pass
 
-    thresholds._wrap(Wrapped, "__call__", "input_batch", thresholds._temperatures_v2)
+    thresholds.wrap_sampler(Wrapped, "__call__", "input_batch", thresholds._temperatures_v2)
     batch = SimpleNamespace(idx_mapping_np=np.array([0]), expanded_idx_mapping=torch.tensor([0]))
     sampler = Wrapped(top_p)
     output = sampler(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), input_batch=batch)
     packed = output.logprobs_tensors.selected_token_ranks
     ranks, found, counts = thresholds.unpack(packed.numpy())
     assert packed.tolist() == [1] if not is_filtered else (ranks, found, counts) == (1, 3.0, 2)
-    assert sampler.bridge_processed is None, "a step's logits are not kept"
 
 
 def test_nothing_changes_in_a_process_that_sends_no_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

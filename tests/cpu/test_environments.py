@@ -5,7 +5,7 @@ Not covered: which answers are right (`tests/unit/test_environment_answers.py`).
 
 from pathlib import Path
 
-from bridge_environments.gsm8k import GSM8K
+from bridge_environments.rows import GSM8K
 from tests import scenarios
 from tests.scenarios import LiveServer
 

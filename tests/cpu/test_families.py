@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import UnsupportedModelError
+from bridge.processes.start_checks import free_port
 from bridge.server.manifest import MANIFEST_NAME
-from bridge_cli.serve import free_port
 from tests import family_proof, family_results, scenarios
 from tests.models import tiny
 from tests.models.families import FAMILIES, VARIANTS

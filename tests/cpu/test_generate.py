@@ -22,6 +22,7 @@ from bridge.server.protocol import ADAPTER, COMPLETIONS, TOKEN_HEADER, VERSION_H
 from bridge.types import Completion, Group
 from bridge.weights.attach import attach
 from tests import scenarios
+from tests.fenced import publish
 from tests.scenarios import LiveServer, bridge
 
 PROMPT = [5, 6, 7]
@@ -200,10 +201,12 @@ def test_weights_that_are_no_numbers_are_named(lora_llama: LiveServer, http: htt
     weight = attached.model.get_parameter("model.norm.weight").detach()
     before = weight.clone()
     with BridgeClient(lora_llama.manifest, timeout_s=60) as client:
-        fence.publish(client, Update(lambda: weight[3].fill_(float("nan"))))
+        with fence.publish(client, Update()):
+            weight[3].fill_(float("nan"))
         refused = http.post(COMPLETIONS, json={"model": lora_llama.manifest.model, **ROLLOUT})
         found = bridge("doctor", "--json", "--vllm-config-path", lora_llama.path, folder=tmp_path, expect=3).stdout
-        fence.publish(client, Update(lambda: weight.copy_(before)))
+        with fence.publish(client, Update()):
+            weight.copy_(before)
     assert (refused.status_code, "tensors, the first: model.norm.weight" in refused.json()["error"]) == (409, True)
     assert refused.json()["remedy"].startswith("bridge restore ")
     (check,) = [check for check in map(json.loads, found.splitlines()) if check["name"] == "Server's numbers"]
@@ -259,7 +262,7 @@ def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(lora_llama: Live
         assert not waiting.done()
         client.publish()
         assert waiting.result().headers[VERSION_HEADER] in {f"{version}-{version + 1}", str(version + 1)}
-        fence.publish(client, Update(lambda: None))
+        publish(fence.publish(client, Update()))
 
 
 @pytest.mark.parametrize("route", ["/generate", COMPLETIONS])

@@ -19,9 +19,10 @@ import pytest
 from safetensors.torch import load_file
 
 from bridge.errors import ServerUnreachableError
+from bridge.processes.leash import GRACE_S
+from bridge.processes.start_checks import free_port
 from bridge.server import manifest
-from bridge_cli.leash import GRACE_S
-from bridge_cli.serve import free_port
+from bridge_cli.rank import MAIN
 from tests import scenarios
 from tests.models import tiny
 
@@ -84,6 +85,10 @@ def everything(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def ranks_of(tree: Sequence[psutil.Process], number: int) -> list[psutil.Process]:
+    return [each for each in tree if MAIN in each.cmdline() and each.environ()["RANK"] == str(number)]
+
+
 def left(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     _, alive = psutil.wait_procs(processes, timeout=GRACE_S + 10)
     return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
@@ -127,7 +132,7 @@ WAYS = {
 
 
 FEWER = "an adapter by disk", "a copy in place", "updates in the backward pass"
-"""Ways whose parts are tested with toy servers (`tests/unit/test_none_ranks.py`) or without any."""
+"""Ways whose parts are tested with toy servers (`tests/unit/modes/test_none_ranks.py`) or without any."""
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.several) if way in FEWER else way for way in WAYS])
@@ -185,7 +190,7 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(m
     process = started(command(model, tmp_path, "--training-steps", "500"), tmp_path / "out")
     wait_for_steps(tmp_path, process, 2)
     tree = everything(process)
-    (rank,) = [each for each in tree if "from bridge_cli.ranks import main; main()" in each.cmdline()]
+    (rank,) = ranks_of(tree, 1)
     rank.kill()
     assert process.wait(LIMIT_S) == 1
     assert not left(tree)
@@ -213,17 +218,17 @@ def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(
     assert proof.returncode == 0, proof.stderr
     assert re.search(r"PASS  replicas: 2 servers have equal checksums of \d+ tensors, version \d+", proof.stderr)
     assert proof.stderr.count("PASS  checksums") == 2
-    (rank,) = [each for each in everything(process) if "from bridge_cli.ranks import main; main()" in each.cmdline()]
+    (rank,) = ranks_of(everything(process), 1)
     rank.kill()
     assert process.wait(LIMIT_S) == 0, (tmp_path / "out").read_text()[-4000:]
     assert [row["step"] for row in metrics(tmp_path)] == [*range(1, 61)]
     assert all(1 <= float(str(row["rank_token_balance"])) < 2 for row in metrics(tmp_path) if row["updates"])
     said = (tmp_path / "out").read_text()
-    assert "rank 1 of 2 was ended by SIGKILL; starting again from the newest checkpoint, 0 restarts left" in said
+    assert "rank 1 of 2 was ended by SIGKILL; restarting from the newest checkpoint, 0 restarts left" in said
     assert "Traceback" not in said
 
 
-def test_no_process_outlives_the_first_rank(model: Path, tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_launcher(model: Path, tmp_path: Path) -> None:
     process = started(command(model, tmp_path, "--training-steps", "500"), tmp_path / "out")
     wait_for_steps(tmp_path, process, 1)
     tree = everything(process)

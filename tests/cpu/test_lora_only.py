@@ -1,7 +1,7 @@
 """`lora_only` with the real vLLM on the CPU, behind an API key: both hand-overs, resumed, torn and restored.
 
 Not covered: the slots (`test_lora_slots.py`), stock servers (`test_stock.py`), and refusals, which need no vLLM
-(`tests/unit/test_lora_disk.py`).
+(`tests/unit/modes/test_lora_disk.py`).
 """
 
 import json

@@ -1,6 +1,6 @@
 """LoRA slots with the real vLLM on the CPU: exported, filled by vLLM, written by another process, and served.
 
-Not covered: training an adapter (`bridge/modes/lora_memory.py`), and tensor parallelism, which exports no slots.
+Not covered: training an adapter (`bridge/modes/lora.py`), and tensor parallelism, which exports no slots.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +25,7 @@ from bridge.server.manifest import AnyHandle, SharedMemoryHandle
 from bridge.types import Group
 from bridge.weights import shared_memory
 from tests import scenarios
+from tests.fenced import publish
 from tests.models import tiny
 from tests.scenarios import LiveServer
 
@@ -147,7 +148,8 @@ def test_an_adapter_is_loaded_into_its_slot_and_what_is_written_there_is_served(
         assert largest_difference(model, first) < PARITY_LIMIT
         for seed in (2, 3):
             fill(model, seed)
-            fence.publish(client, Update(lambda: write(lora_llama, slot, model)))
+            with fence.publish(client, Update()):
+                write(lora_llama, slot, model)
             assert largest_difference(model, lora_llama.sample("trained")) < PARITY_LIMIT
             assert largest_difference(model, first) > 5 * PARITY_LIMIT
             assert_slot_holds(lora_llama, slot, model)  # vLLM has not overwritten it with its own copy
@@ -160,7 +162,8 @@ def test_requests_for_both_names_at_once_leave_the_slot_alone(lora_llama: LiveSe
     with BridgeClient(lora_llama.manifest, timeout_s=120) as client:
         slot = client.adapter("trained", saved(model, tmp_path / "adapter"))
         fill(model, 5)
-        fence.publish(client, Update(lambda: write(lora_llama, slot, model)))
+        with fence.publish(client, Update()):
+            write(lora_llama, slot, model)
     for _ in range(3):
         with ThreadPoolExecutor() as background:
             base, trained = background.map(lora_llama.sample, (None, "trained"))
@@ -219,7 +222,7 @@ def test_a_cached_prefix_of_an_adapter_is_dropped_by_the_fence_and_by_a_second_a
         fill(model, 11)
         write(lora_llama, slot, model)  # without the fence: the prompt's cached keys and values are stale
         assert largest_difference(model, sampled_long(lora_llama, "trained")) > PARITY_LIMIT
-        fence.publish(client, Update(lambda: None))
+        publish(fence.publish(client, Update()))
         assert largest_difference(model, sampled_long(lora_llama, "trained")) < PARITY_LIMIT
         fill(model, 12)
         client.adapter("trained", saved(model, tmp_path / "adapter"))  # same name, same path

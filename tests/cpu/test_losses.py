@@ -13,6 +13,7 @@ from tests.cpu import demo_server
 from tests.cpu.demo_server import DemoServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("losses")]
+OWN = f"{Path(__file__).parents[2] / 'examples' / 'own_loss_file.py'}:soft_clip"
 STEPS = 16
 LEAST_GAIN = 0.15
 """Held-out reward; a right answer scores 1, and the model starts with about half of them right."""
@@ -25,7 +26,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "updates"), [("dapo", 2), ("grpo", 1), ("dr_grpo", 1), ("gspo", 2), ("cispo", 2), ("rloo", 1)]
+    ("loss", "updates"),
+    [("dapo", 2), ("grpo", 1), ("dr_grpo", 1), ("gspo", 2), ("cispo", 2), ("rloo", 1), (OWN, 2)],
+    ids=["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "own"],
 )
 def test_every_loss_raises_the_held_out_reward(server: DemoServer, tmp_path: Path, loss: str, updates: int) -> None:
     server.begin_again()
@@ -36,6 +39,10 @@ def test_every_loss_raises_the_held_out_reward(server: DemoServer, tmp_path: Pat
     assert summary.reward_after is not None
     assert summary.reward_after - summary.reward_before >= LEAST_GAIN, summary
     assert max(step.updates for step in steps) == updates
+    if loss == OWN:
+        assert all(0.5 < step.ratio < 1.5 for step in steps), steps
+        assert any(step.ratio != 1 for step in steps), "of the second updates"
+        return
     met_a_clip = any(step.clipped_low_share + step.clipped_high_share > 0 for step in steps)
     if loss != "cispo":  # which clips above 5 alone
         assert met_a_clip == (updates > 1), steps  # with one update every ratio is one

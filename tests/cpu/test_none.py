@@ -1,6 +1,6 @@
 """`none` with the real vLLM on the CPU: the trainer's own copy reaches the server in place or by a restart.
 
-Not covered: stock servers (`test_stock.py`), and servers other than vLLM (`tests/unit/test_none.py`).
+Not covered: stock servers (`test_stock.py`), and servers other than vLLM (`tests/unit/modes/test_none.py`).
 """
 
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cli.serve import free_port
+from bridge.processes.start_checks import free_port
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer

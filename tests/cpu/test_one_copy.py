@@ -23,6 +23,7 @@ from bridge.server.protocol import VERSION_HEADER, Element, InFlight
 from bridge.types import Group
 from bridge.weights.attach import attach
 from tests import scenarios
+from tests.fenced import publish
 from tests.models import tiny
 from tests.scenarios import LiveServer
 
@@ -63,9 +64,10 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
     values.neg_()  # without telling the server, which keeps using its cached keys and values
     assert largest_difference() > 10 * scenarios.PARITY_LIMIT
     with BridgeClient(llama.manifest, timeout_s=60) as client:
-        fence.publish(client, Update(lambda: None))
+        publish(fence.publish(client, Update()))
         assert largest_difference() < scenarios.PARITY_LIMIT
-        fence.publish(client, Update(lambda: _negate(values)))
+        with fence.publish(client, Update()):
+            _negate(values)
     assert largest_difference() < scenarios.PARITY_LIMIT
 
 
@@ -97,7 +99,7 @@ def _fence_into_a_request(
         before = client.status().version
         pending = background.submit(http.post, "/v1/completions", json=body)
         time.sleep(0.5)
-        times = fence.publish(client, Update(lambda: None), in_flight=in_flight)
+        times = publish(fence.publish(client, Update(), in_flight=in_flight))
         return before, times, pending.result().raise_for_status()
 
 

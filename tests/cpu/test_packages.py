@@ -15,14 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from bridge_cli import children
-from bridge_cli.serve import free_port
-from bridge_environments import verifiers
+from bridge.processes import children
+from bridge.processes.start_checks import free_port
+from bridge_environments import packages
 from tests import scenarios
 from tests.models import answering
 from tests.scenarios import LiveServer
 
-PYTHON = Path(os.environ.get("BRIDGE_VERIFIERS_PYTHON", verifiers.PYTHON))
+PYTHON = Path(os.environ.get("BRIDGE_VERIFIERS_PYTHON", packages.PYTHON))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LR = 1e-4
 """So small that the tests, which share a server, find nearly the same model."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bridge_patches import prefix_cache
+from bridge_patches.prefix_cache import Resets
 
 NUM_BLOCKS = 1000
 BLOCK = 16
@@ -30,11 +31,15 @@ def _unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["stock", "patched"])
-def pool(request: pytest.FixtureRequest, _unpatched: None) -> Any:
+def resets(request: pytest.FixtureRequest, _unpatched: None) -> Resets | None:
+    """The patch's state; None without the patch."""
+    return prefix_cache.patch() if request.param else None
+
+
+@pytest.fixture
+def pool(resets: Resets | None) -> Any:
     from vllm.v1.core.block_pool import BlockPool
 
-    if request.param:
-        prefix_cache.patch()
     return BlockPool(num_gpu_blocks=NUM_BLOCKS, enable_caching=True, hash_block_size=BLOCK)
 
 
@@ -47,15 +52,13 @@ def manager(_unpatched: None) -> Any:
     from vllm.v1.core.kv_cache_utils import init_none_hash
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-    prefix_cache.patch()
+    prefix_cache.patch().keeps_running = True
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config = KVCacheConfig(num_blocks=50, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    manager = KVCacheManager(
+    return KVCacheManager(
         config, max_model_len=512, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=True
     )
-    manager.block_pool.bridge_keeps = True
-    return manager
 
 
 def remember(pool: Any, number: int, digest: bytes) -> None:
@@ -76,14 +79,14 @@ def test_every_block_forgets_its_hash_and_the_pool_stays_whole(pool: Any) -> Non
     assert not pool.cached_block_hash_to_block._cache
 
 
-def test_a_pool_in_use_forgets_its_hashes_too_where_vllm_refuses(pool: Any) -> None:
+def test_a_pool_in_use_forgets_its_hashes_if_kept(pool: Any, resets: Resets | None) -> None:
     remember(pool, 999, b"b")
     taken = pool.get_new_blocks(2)
     assert pool.reset_prefix_cache() is False, "nobody asked to keep what is in use"
-    pool.bridge_keeps = True
-    is_patched = hasattr(type(pool).reset_prefix_cache, "__wrapped__")
-    assert pool.reset_prefix_cache() is is_patched
-    assert (pool.blocks[999].block_hash is None) is is_patched
+    if resets is not None:
+        resets.keeps_running = True
+    assert pool.reset_prefix_cache() is (resets is not None)
+    assert (pool.blocks[999].block_hash is None) is (resets is not None)
     assert len(pool.blocks) == NUM_BLOCKS
     pool.free_blocks(taken)
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
@@ -93,7 +96,7 @@ def test_only_blocks_with_a_hash_are_visited(pool: Any) -> None:
     remember(pool, 7, b"c")
     seen = prefix_cache.HashedBlocks(pool)
     assert [block.block_id for block in seen] == [7]
-    assert (len(seen), seen[3].block_id, seen[-1].block_id) == (NUM_BLOCKS, 3, 999)
+    assert (seen[3].block_id, seen[-1].block_id) == (3, 999)
 
 
 numbers: Iterator[int] = iter(range(10**6))
@@ -129,7 +132,7 @@ def go_on(manager: Any, request: Any, num_tokens: int) -> None:
     request.num_computed_tokens = num_tokens
 
 
-def test_what_ran_across_a_reset_is_never_found_and_what_began_later_is(manager: Any) -> None:
+def test_blocks_across_a_reset_are_never_found(manager: Any) -> None:
     before = asked(40)
     assert compute(manager, before, 40) == 0
     assert compute(manager, asked(40), 40) == 2 * BLOCK, "otherwise nothing would be found in any case"
@@ -168,7 +171,7 @@ def test_no_block_leaks(manager: Any) -> None:
 
 
 @pytest.mark.usefixtures("_unpatched")
-def test_a_reset_restarts_what_has_no_token_yet_and_leaves_the_rest_alone() -> None:
+def test_a_reset_restarts_only_requests_without_a_token() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     seen: list[Any] = []
@@ -179,11 +182,10 @@ def test_a_reset_restarts_what_has_no_token_yet_and_leaves_the_rest_alone() -> N
         return True
 
     Scheduler.reset_prefix_cache = stock
-    prefix_cache.patch()
+    resets = prefix_cache.patch()
     young, old = SimpleNamespace(num_output_tokens=0), SimpleNamespace(num_output_tokens=3)
-    pool = SimpleNamespace()
-    scheduler: Any = SimpleNamespace(running=[old, young], kv_cache_manager=SimpleNamespace(block_pool=pool))
+    scheduler: Any = SimpleNamespace(running=[old, young])
     assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=False, reset_connector=True)
-    assert (seen, scheduler.running, pool.bridge_keeps) == ([([young], True, True)], [old], False)
+    assert (seen, scheduler.running, resets.keeps_running) == ([([young], True, True)], [old], False)
     assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=True, reset_connector=True)
     assert (seen[1], scheduler.running) == (([old], True, True), [])

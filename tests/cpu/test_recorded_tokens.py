@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
+from bridge.agents.stream import open_stream
 from bridge.checks.verify import logprob_diffs
 from bridge.config import TrainConfig
-from bridge.rollouts.environment import EnvironmentStream
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group
 from bridge.weights import skeleton
@@ -56,7 +56,7 @@ def recorded(server: LiveServer, folder: Path, template: str, kind: str = "Chatt
         model_name=str(folder), environment=f"{AGENTS}:{kind}", max_new_tokens=1800, reward_processes=0,
         batch_size=NUM_GROUPS * GROUP_SIZE, group_size=GROUP_SIZE, **off,
     )  # fmt: skip
-    with closing(EnvironmentStream(config, registry.load(config.task), lambda _: None)) as stream:
+    with closing(open_stream(config, registry.load(config.task), lambda _: None)) as stream:
         stream.served(Endpoint(url=server.manifest.url, model=server.manifest.model), 0)
         return stream.take(NUM_GROUPS, step=1)
 

@@ -1,6 +1,6 @@
 """A real vLLM without Bridge's patches, on the CPU: weights reach it by restarts, adapters through the disk.
 
-Not covered: servers other than vLLM (`tests/unit/test_none.py`).
+Not covered: servers other than vLLM (`tests/unit/modes/test_none.py`).
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ import pytest
 from safetensors.torch import load_file
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.run import trainer
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import free_port
 from bridge.run.metrics import StepMetrics
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
-from bridge_cli.serve import free_port
-from bridge_cli.server_command import ServerCommand
-from bridge_cli.server_process import StartedServer
+from bridge.run.trainer import Run
 from bridge_environments import registry
 from tests import scenarios
 from tests.models import tiny
@@ -81,7 +81,7 @@ def test_the_server_is_another_process_after_each_step_and_serves_what_was_train
         lr=3e-3, max_new_tokens=16, vllm_port=stock.port, save_path=tmp_path / "saved", environment=ENVIRONMENT,
     )  # fmt: skip
     run = RunDirectory.create(tmp_path / "run", environment="vowels")
-    summary = trainer.train(config, registry.load(config.task), run, Listener(report), process=stock.engine)
+    summary = Run(config, registry.load(config.task), run, Listener(report), process=stock.engine).train()
     after = scenarios.sampled(stock.url)
     scenarios.equals_the_samples_after(tmp_path / "saved" / "step_2", before, after, device="cpu")
     assert len({*pids}) == 3, pids

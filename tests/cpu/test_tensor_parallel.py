@@ -1,6 +1,6 @@
 """Tensor parallelism on the CPU: a real vLLM with two ranks, a trainer process for each, and one copy of the weights.
 
-Not covered: what parts compute (`tests/unit/test_parallel.py`), several replicas, GPUs.
+Not covered: what parts compute (`tests/unit/passes/test_parallel.py`), several replicas, GPUs.
 """
 
 import json
@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
-from bridge.checks import processes
+from bridge.checks import server as server_checks
 from bridge.checks.verify import logprob_diffs, verify
 from bridge.config import TrainConfig
 from bridge.learn.opening import learner_of
@@ -47,9 +47,9 @@ EITHER = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
     """Remove what vLLM's ranks leave in /dev/shm."""
-    before = processes.leftover_mailboxes()
+    before = server_checks.leftover_mailboxes()
     yield
-    for path in processes.leftover_mailboxes():
+    for path in server_checks.leftover_mailboxes():
         if path not in before:
             path.unlink(missing_ok=True)
 
@@ -105,7 +105,8 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
     for step in range(1, STEPS + 1):
         learner.take(sampled(), step=step)
         learner.prepare()
-        mode.publish(Update(learner.write))
+        with mode.publish(Update()):
+            learner.write()
         figures.append((learner.learnt().grad_norm, learner.optimizer.changed_weight_share, mode.version))
     after = logprob_diffs(opened.model, sampled()).mean().item()
     if ranks.is_rank_zero:
@@ -243,7 +244,7 @@ def test_a_run_in_parts_that_is_interrupted_or_loses_one_ends_in_a_line_and_leav
     process = test_gpus.started(argv, tmp_path / "out")
     test_gpus.wait_for_steps(tmp_path, process, 3)
     tree = test_gpus.everything(process)
-    (rank,) = [each for each in tree if "from bridge_cli.ranks import main; main()" in each.cmdline()]
+    (rank,) = [each for each in tree if "from bridge_cli.rank import main; main()" in each.cmdline()]
     (process if how is signal.SIGINT else rank).send_signal(how)
     assert process.wait(test_gpus.LIMIT_S) == (130 if how is signal.SIGINT else 1)
     assert not test_gpus.left(tree)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cli import tiny_model
+from bridge_cli import demo_model
 from tests import scenarios
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -26,7 +26,7 @@ class Task(KIND):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("calculator", "Calculator"), ("agent", "Adder")])
 def test_a_model_learns_to_use_the_calculator(tmp_path: Path, name: str, kind: str) -> None:
-    model = tiny_model.write(tmp_path / "model")
+    model = demo_model.write_tiny(tmp_path / "model")
     block = re.search(rf"```python\n# {name}.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     assert block is not None
     (tmp_path / f"{name}.py").write_text(block[1])

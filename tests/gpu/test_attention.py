@@ -1,6 +1,6 @@
 """The variable-length kernel on a GPU, with completions that share a prompt, against attention written out in float32.
 
-Not covered: families (`tests/unit/test_attention.py`, with a stand-in for the kernel).
+Not covered: families (`tests/unit/passes/test_attention.py`, with a stand-in for the kernel).
 """
 
 import copy

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import _gpu_memory
 from bridge.config import TrainConfig
-from bridge.run import trainer
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
+from bridge.run.trainer import Run
 from bridge_environments import registry
 from tests import scenarios
 from tests.held_memory import LIMIT_MIB, Memory
@@ -39,7 +39,8 @@ def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
             environment=f"{scenarios.ENVIRONMENT}:Vowels", max_new_tokens=16, save_path=tmp_path / "saved",
         )  # fmt: skip
         run = RunDirectory.create(tmp_path / "run", environment=choices.task.environment)
-        trainer.train(choices, registry.load(choices.task), run, Listener(lambda step: memory.hear(step, every=EVERY)))
+        listener = Listener(lambda step: memory.hear(step, every=EVERY))
+        Run(choices, registry.load(choices.task), run, listener).train()
     growth = memory.growth(since=WARM_UP)
     print("growth in MiB", growth, "updates", memory.num_updates)  # noqa: T201  pytest -s shows what was found
     assert memory.num_updates > 0.9 * STEPS  # otherwise there was little left to learn, and few updates

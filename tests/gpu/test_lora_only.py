@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from bridge.config import TrainConfig
-from bridge.modes.lora_memory import LoraMemory
+from bridge.modes.lora import LoraMemory
 from bridge.modes.mode import RunContext
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from tests import scenarios
+from tests.fenced import publish
 from tests.models import tiny
 from tests.scenarios import LiveServer
 
@@ -59,7 +60,7 @@ def test_an_adapter_in_its_slot_outlives_a_sleep_of_the_kv_cache(llama: LiveServ
     name = scenarios.adapter_name(llama.manifest.url)
     before = llama.sample(name)
     with BridgeClient(llama.manifest, timeout_s=60) as client:
-        fence.publish(client, Update(lambda: None, sleep=True), writes="adapter")
+        publish(fence.publish(client, Update(sleep=True), writes="adapter"))
     assert scenarios.alike(llama.sample(name), before)
     assert not scenarios.alike(llama.sample(), before)
 

@@ -22,6 +22,7 @@ from bridge.server.fence import Update
 from bridge.server.protocol import VERSION_HEADER
 from bridge.weights.attach import attach
 from tests import scenarios
+from tests.fenced import publish
 from tests.models import tiny
 from tests.scenarios import LiveServer, bridge
 
@@ -102,7 +103,7 @@ def test_inside_of_the_fence_the_memory_of_the_kv_cache_is_the_trainers(llama: L
     with BridgeClient(llama.manifest, timeout_s=60) as client:
         assert client.status().can_sleep
         version = client.status().version
-        times = fence.publish(client, Update(lambda: None, prepare=prepare, sleep=True))
+        times = publish(fence.publish(client, Update(sleep=True)), prepare=prepare)
     assert times.version == version + 1
     assert inside[0] - before > LEAST_KV_SHARE * total
     assert inside[0] - torch.cuda.mem_get_info()[0] > LEAST_KV_SHARE * total
@@ -115,7 +116,7 @@ def test_a_kv_cache_that_finds_no_memory_is_told_in_one_line_and_wakes_once_ther
     with BridgeClient(llama.manifest, timeout_s=60) as client:
         version = client.status().version
         with pytest.raises(AttachError, match="GiB are needed, and") as refused:
-            fence.publish(client, Update(lambda: kept.append(fill_the_gpu()), sleep=True))
+            publish(fence.publish(client, Update(sleep=True)), lambda: kept.append(fill_the_gpu()))
         assert "\n" not in refused.value.message
         assert (client.status().state, client.status().version) == ("paused", version)
         with pytest.raises(AttachError, match="GiB are needed, and"):
@@ -137,7 +138,7 @@ def test_an_error_before_the_first_write_gives_the_memory_back_and_costs_no_vers
     with BridgeClient(llama.manifest, timeout_s=60) as client:
         before = client.status()
         with pytest.raises(ZeroDivisionError):
-            fence.publish(client, Update(lambda: pytest.fail("it wrote"), prepare=prepare, sleep=True))
+            publish(fence.publish(client, Update(sleep=True)), lambda: pytest.fail("it wrote"), prepare=prepare)
         assert client.status() == before
     assert scenarios.alike(llama.sample(), samples)
 
@@ -151,7 +152,7 @@ def test_requests_under_way_outlive_a_sleep_of_the_kv_cache(llama: LiveServer) -
         pending = background.submit(http.post, "/v1/completions", json=body)
         time.sleep(0.5)
         assert not pending.done(), "it ended before the fence: request more tokens"
-        fence.publish(client, Update(lambda: None, sleep=True))
+        publish(fence.publish(client, Update(sleep=True)))
         answer = pending.result().raise_for_status()
     assert answer.json()["usage"]["completion_tokens"] == 16 * num_tokens
     assert answer.headers[VERSION_HEADER] == f"{before}-{before + 1}"

@@ -31,7 +31,7 @@ def qwen2(size: str) -> dict[str, Any]:
 
 
 def folder_of(config: dict[str, Any], folder: Path) -> Path:
-    """Write `config` to a new `folder` and return it."""
-    folder.mkdir(parents=True)
+    """Write `config` to `folder` and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from bridge.checks.facts import Facts, Gpu
+from bridge.checks.child import Facts, Gpu
 from bridge.core.process import ProcessIdentity, boot_id
-from bridge.server.manifest import CudaHandle, Manifest, Shard, SharedMemoryHandle, View
+from bridge.server.manifest import CudaHandle, Manifest, SharedMemoryHandle, View
 from bridge.server.protocol import Holder
 
 GIB = 2**30
@@ -44,15 +44,13 @@ def cuda_handle() -> CudaHandle:
 
 def manifest(**changes: Any) -> Manifest:
     """A manifest whose server is this process, with its weights in main memory, and with the changes of `edited`."""
-    shard = Shard(
+    exported = Manifest(
         rank=0,
         gpu_uuid=None,
         ipc_handles={"w": shared_memory_handle()},
         param_mappings={"w": View(parameter="w", offset=0, shape=(4,), stride=(1,))},
         padding={},
-    )
-    exported = Manifest(
-        shards=(shard,),
+        other_shards=(),
         model="tiny",
         dtype="float32",
         backend="shared_memory",
@@ -74,10 +72,7 @@ def manifest(**changes: Any) -> Manifest:
 
 def edited(exported: Manifest, **changes: Any) -> Manifest:
     """The manifest with other fields, of the server or of its first rank."""
-    document = exported.model_dump()
-    for name, value in changes.items():
-        (document["shards"][0] if name in Shard.model_fields else document)[name] = value
-    return Manifest.model_validate(document)
+    return Manifest.model_validate({**exported.model_dump(), **changes})
 
 
 def dead_server() -> ProcessIdentity:

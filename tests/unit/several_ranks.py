@@ -13,7 +13,6 @@ from torch._inductor import config as inductor
 from bridge.ranks.world import Ranks
 
 LIMIT_S = 60.0
-KEY = b"of the tests"
 START = multiprocessing.get_context("fork")
 
 
@@ -63,7 +62,7 @@ def _rank(
     inductor.compile_threads = 1  # those of this process' parent are not here, and it would wait for them
     own = listener if rank == 0 else None
     device = torch.device("cpu")
-    ranks = Ranks.join(rank, world_size, tp_size=tp_size, port=port, device=device, key=KEY, listener=own)
+    ranks = Ranks.join(rank, world_size, tp_size=tp_size, port=port, device=device, listener=own)
     try:
         result: Any = act(ranks, *given)
     except BaseException as error:  # noqa: BLE001  it is the result

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
-from bridge.rollouts.recorder import Recorder
+from bridge.agents.recorder import Recorder
 from tests.unit.client_agents import REQUESTS
 from tests.unit.test_agents import TEXT, check_tokens
 from tests.unit.test_trajectories import FORMS, spoken
@@ -62,10 +64,9 @@ def test_an_agent_of_another_package_runs_unchanged(
     pytest.importorskip(CLIENTS[client], reason=f"{CLIENTS[client]} is not installed; see the other test")
     sent, answered = list[dict[str, Any]](), Recorder._answered
 
-    async def kept(self: Recorder, method: str, path: str, body: bytes, receive: Any) -> Any:
-        _, run, _, route = path.split("/", 3)
-        sent.append({"run": run, "route": route, "body": trimmed(json.loads(body))})
-        return await answered(self, method, path, body, receive)
+    async def kept(self: Recorder, request: Request) -> Response:
+        sent.append({**request.path_params, "body": trimmed(await request.json())})
+        return await answered(self, request)
 
     monkeypatch.setattr(Recorder, "_answered", kept)
     with spoken(tmp_path, words, environment=f"{FILE}:{client}", max_new_tokens=4000) as ours:

@@ -440,11 +440,11 @@ def test_no_run_begins_while_a_stream_is_closed(tmp_path: Path) -> None:
     choices: dict[str, Any] = {"max_staleness": 4, "reward_processes": 0, "batch_size": 8, "group_size": 2}
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Chatting", max_new_tokens=4000, **choices) as ours:
         ours.stream.take(4, step=1)
-        run = ours.stream._trajectories._recorder.run  # type: ignore[union-attr]
+        run = ours.stream._group_sampler._recorder.run  # type: ignore[attr-defined]
 
         async def later() -> None:
-            await asyncio.sleep(0.05)
-            async with run(None):  # type: ignore[arg-type]
+            await asyncio.sleep(60)
+            async with run(None):
                 pass
 
         async def leave() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from bridge.types import Problem
-from bridge_environments.arithmetic import Arithmetic
+from bridge_environments.registry import Arithmetic
 
 PROBLEM: Problem = {"prompt": "12+7=", "answer": "19"}
 

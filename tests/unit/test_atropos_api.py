@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bridge.atropos.api import AtroposApi, EnvironmentRegistration, ScoredGroup
+from bridge.atropos.api import AtroposApi, ScoredGroup
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
 from tests.unit.atropos_api import FakeTime, pair
@@ -25,14 +25,14 @@ def error_of(answers: Answers, call: Call) -> tuple[AtroposError, list[Asked]]:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "", " , ", "http://a:port"])
-def test_what_is_no_address_is_refused_at_once(url: str) -> None:
+def test_malformed_address_is_refused(url: str) -> None:
     for flag in ("atropos_url", "server_url"):
         with pytest.raises(ValidationError, match="must be a URL"):
             FeedConfig.of(model_name="m", **{flag: url})
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 20), ("top_p", 0.9), ("min_p", 0.05)])
-def test_a_filter_whose_kept_words_the_api_cannot_carry_is_refused(name: str, value: float) -> None:
+def test_filter_of_the_vocabulary_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValidationError, match=f"--{name.replace('_', '-')} {value:g} cannot be trained on"):
         FeedConfig.of(model_name="m", **{name: value})
 
@@ -51,13 +51,13 @@ def test_several_addresses_are_refused() -> None:
         (as_json({"batch_size": 1}), "/info answered nonsense: max_token_len: "),
     ],
 )
-def test_a_bad_answer_is_told_in_one_line(answer: Answer, found: str) -> None:
+def test_bad_answer_is_reported_in_one_line(answer: Answer, found: str) -> None:
     error, asked = error_of(lambda _: answer, lambda api: api.info())
     assert found in error.message
     assert len(asked) == 1
 
 
-def test_a_question_that_got_no_answer_is_asked_again() -> None:
+def test_unanswered_question_is_retried() -> None:
     error, asked = error_of(lambda _: None, lambda api: api.status())
     assert len(asked) == 3
     assert "RemoteProtocolError" in error.message
@@ -67,12 +67,10 @@ def test_a_question_that_got_no_answer_is_asked_again() -> None:
     "call",
     [
         lambda api: api.send([ScoredGroup.model_validate(pair())]),
-        lambda api: api.register_environment(
-            EnvironmentRegistration(max_token_length=9, desired_name="a", weight=1.0, group_size=2)
-        ),
+        lambda api: api.register_environment("a", group_size=2, max_token_length=9),
     ],
 )
-def test_what_may_have_been_taken_in_is_not_sent_twice(call: Call) -> None:
+def test_request_that_may_be_accepted_is_not_resent(call: Call) -> None:
     _, asked = error_of(lambda _: None, call)
     assert len(asked) == 1
 
@@ -87,7 +85,7 @@ def test_groups_are_sent_as_the_api_reads_them() -> None:
     assert asked.body == [{name: value for name, value in group.items() if value is not None}]
 
 
-def test_what_another_version_adds_to_an_answer_is_left_alone() -> None:
+def test_unknown_fields_of_an_answer_are_ignored() -> None:
     answer = {"batch": [{**pair(), "novelty": [1]}], "server_time": 3}
     with serving(lambda _: as_json(answer)) as server, AtroposApi(server.url) as api:
         batch = api.batch()

@@ -18,7 +18,7 @@ def statuses(config: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_of_the_table_can_be_trained_by_every_mode(family: str) -> None:
+def test_proved_family_can_be_trained_by_every_mode(family: str) -> None:
     config = FAMILIES[family]()
     named = {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
     assert statuses(named) == dict.fromkeys(MODES, "PASS")
@@ -42,7 +42,7 @@ def test_every_family_of_the_table_can_be_trained_by_every_mode(family: str) -> 
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "a llava, whose language model"),
     ],
 )
-def test_what_no_mode_can_train_fails_with_the_reason(config: dict[str, Any], words: str) -> None:
+def test_untrainable_model_fails_with_the_reason(config: dict[str, Any], words: str) -> None:
     checks = list(model.modes("m", config))
     assert [check.status for check in checks] == ["FAIL"] * 3
     assert words in checks[0].found
@@ -56,7 +56,7 @@ def test_what_no_mode_can_train_fails_with_the_reason(config: dict[str, Any], wo
         ({"kv_lora_rank": 512, "topk_method": "noaux_tc"}, "e_score_correction_bias"),
     ],
 )
-def test_what_cannot_be_shared_names_the_modes_that_are_left(config: dict[str, Any], words: str) -> None:
+def test_unshareable_model_names_other_modes(config: dict[str, Any], words: str) -> None:
     shared, *others = model.modes("m", {**config, "architectures": ["DeepseekV3ForCausalLM"]})
     assert shared.status == "WARN"
     assert words in shared.found
@@ -65,7 +65,7 @@ def test_what_cannot_be_shared_names_the_modes_that_are_left(config: dict[str, A
     assert [check.status for check in others] == ["PASS", "PASS"]
 
 
-def test_the_types_that_need_no_trial_are_those_of_the_table() -> None:
+def test_proved_types_are_those_of_the_table() -> None:
     assert {FAMILIES[family]().model_type for family in FAMILIES} == model.PROVED
 
 
@@ -73,11 +73,11 @@ def ended(returncode: int | None, line: str = "") -> Ended:
     return Ended(returncode=returncode, stdout="", last_error_line=line)
 
 
-def test_a_class_that_cannot_be_trained_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_that_cannot_be_trained_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def trial(_module: str, name: str, **_: object) -> Ended:
         return ended(4, f"{name} cannot be trained: its OddForCausalLM takes no position_ids")
 
-    monkeypatch.setattr(model, "run_module", trial)
+    monkeypatch.setattr(model, "run_child", trial)
     checks = list(model.modes("m", {"model_type": "odd", "architectures": ["OddForCausalLM"]}))
     assert [check.status for check in checks] == ["FAIL"] * 3
     assert checks[0].found == "cannot be trained: its OddForCausalLM takes no position_ids"
@@ -86,13 +86,13 @@ def test_a_class_that_cannot_be_trained_fails_by_name(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("end", [ended(0), ended(2, "no usable model"), ended(None), ended(-9), ended(1, "no torch")])
-def test_a_trial_that_says_nothing_of_the_model_is_no_obstacle(end: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "run_module", lambda *_, **__: end)
+def test_failed_trial_proves_nothing_about_the_model(end: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "run_child", lambda *_, **__: end)
     config = {"model_type": "odd", "architectures": ["OddForCausalLM"]}
     assert [check.status for check in model.modes("m", config)] == ["PASS"] * 3
 
 
-def test_a_model_is_built_by_a_process_of_its_own(tmp_path: Path) -> None:
+def test_model_is_built_by_a_child_process(tmp_path: Path) -> None:
     MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1, architectures=["MptForCausalLM"]).save_pretrained(
         tmp_path
     )
@@ -101,7 +101,7 @@ def test_a_model_is_built_by_a_process_of_its_own(tmp_path: Path) -> None:
     assert obstacle.reason.startswith("cannot be trained: its MptForCausalLM takes no position_ids")
 
 
-def test_notes_say_what_comes_with_a_mode() -> None:
+def test_notes_name_the_limits_of_a_mode() -> None:
     found = {
         check.name: check.found
         for check in model.modes("m", {"dtype": "float16", "kv_lora_rank": 64, "n_routed_experts": 4})
@@ -127,9 +127,7 @@ def test_notes_say_what_comes_with_a_mode() -> None:
         (None, None),
     ],
 )
-def test_a_window_counts_if_every_layer_has_it_and_a_sequence_may_be_longer(
-    config: dict[str, Any] | None, expected: int | None
-) -> None:
+def test_window_counts_if_a_sequence_may_be_longer(config: dict[str, Any] | None, expected: int | None) -> None:
     assert model.window(config, None) == expected
     assert model.window(config, 4096) is None
     told = [
@@ -138,7 +136,7 @@ def test_a_window_counts_if_every_layer_has_it_and_a_sequence_may_be_longer(
     assert len(told) == (len(model.MODES) if expected else 0)
 
 
-def test_a_configuration_is_read_from_a_folder_and_from_nowhere_else(tmp_path: Path) -> None:
+def test_configuration_is_read_from_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8}))
     assert model.has_experts(model.read(str(tmp_path)))
     (tmp_path / "config.json").write_text("[]")

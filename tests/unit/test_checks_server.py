@@ -1,7 +1,8 @@
-"""The checks of a server: its manifest, and its answers from a real HTTP server that stands in for a patched vLLM."""
+"""The checks of a server: its manifest, its port, its leftovers, and its answers, from an HTTP server in its place."""
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bridge.checks import server
-from bridge.checks.result import Check
+from bridge.checks import Check, server
+from bridge.checks.server import Process
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Finiteness, Holder, Lease, Status
@@ -72,122 +73,82 @@ def statuses(checks: Iterable[Check]) -> list[str]:
     return [check.status for check in checks]
 
 
-def test_a_serving_server_passes_with_its_version(played: PlayedServer) -> None:
+def status_with(played: PlayedServer, **changes: Any) -> Check:
+    """Return the check of the fence for a server with another status."""
+    assert isinstance(played.status, Status)
+    played.status = played.status.model_copy(update=changes)
+    return server.answers(played.manifest())[1]
+
+
+def test_serving_server_passes(played: PlayedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which is not asked
     health, fence, numbers = server.answers(played.manifest())
-    assert (health.status, fence.status, numbers.status) == ("PASS", "PASS", "PASS")
+    assert statuses([health, fence, numbers]) == ["PASS", "PASS", "PASS"]
     assert "version 3" in fence.found
     assert numbers.found == "every number in 26 tensors is finite"
 
 
-def test_weights_that_are_no_numbers_fail_with_what_loads_others(played: PlayedServer, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_fail(played: PlayedServer, tmp_path: Path) -> None:
     played.finiteness = Finiteness(num_tensors=26, not_finite=("model.norm.weight",)).model_dump_json()
-    assert isinstance(played.status, Status)
-    played.status = played.status.model_copy(update={"last_checkpoint": str(tmp_path)})
+    status_with(played, last_checkpoint=str(tmp_path))
     numbers = server.answers(played.manifest())[2]
     assert (numbers.status, numbers.remedy) == ("FAIL", f"bridge restore {tmp_path}")
     assert numbers.found == "NaN or infinity in 1 of 26 tensors, the first: model.norm.weight"
 
 
-def test_a_server_of_an_older_bridge_is_not_asked_for_numbers(played: PlayedServer) -> None:
+def test_server_of_an_older_bridge_skips_the_scan(played: PlayedServer) -> None:
     played.finiteness = ""
     assert statuses(server.answers(played.manifest())) == ["PASS", "PASS", "SKIP"]
 
 
-def test_a_proxy_is_not_asked(played: PlayedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert statuses(server.answers(played.manifest())) == ["PASS", "PASS", "PASS"]
-
-
-def test_a_server_that_is_gone_fails() -> None:
-    (check,) = server.answers(manifest(url="http://127.0.0.1:9"))
-    assert check.status == "FAIL"
-    assert "no answer" in check.found
-
-
-def test_a_dead_engine_fails(played: PlayedServer) -> None:
+def test_server_that_does_not_answer_fails(played: PlayedServer) -> None:
+    (gone,) = server.answers(manifest(url="http://127.0.0.1:9"))
+    assert (gone.status, "does not answer" in gone.found) == ("FAIL", True)
     played.health = 503
-    (check,) = server.answers(played.manifest())
-    assert check.status == "FAIL"
-    assert "503" in check.found
-
-
-def test_another_token_means_another_server(played: PlayedServer) -> None:
-    health, fence = server.answers(played.manifest(token="old"))
-    assert (health.status, fence.status) == ("PASS", "FAIL")
-    assert "another server" in fence.found
-    assert "old" not in fence.found
+    (dead,) = server.answers(played.manifest())
+    assert (dead.status, "503" in dead.found) == ("FAIL", True)
 
 
 @pytest.mark.parametrize("answer", ["", "<html>", '{"state": "serving"}'])
-def test_a_server_without_our_routes_is_another_one(answer: str, played: PlayedServer) -> None:
+def test_server_without_our_routes_is_another_one(answer: str, played: PlayedServer) -> None:
     played.status = answer
     assert statuses(server.answers(played.manifest())) == ["PASS", "FAIL"]
 
 
-@pytest.mark.parametrize("changes", [{"model": "other"}, {"server": dead_server()}])
-def test_a_later_server_at_the_same_port_is_another_one(changes: dict[str, Any], played: PlayedServer) -> None:
-    assert isinstance(played.status, Status)
-    played.status = played.status.model_copy(update=changes)
-    fence = server.answers(played.manifest())[1]
-    assert fence.status == "FAIL"
-    assert "another server" in fence.found
+def test_server_with_another_identity_is_another_one(played: PlayedServer) -> None:
+    health, fence = server.answers(played.manifest(token="old"))
+    assert (health.status, fence.status, "old" in fence.found) == ("PASS", "FAIL", False)
+    for changes in ({"model": "other"}, {"server": dead_server()}):
+        fence = status_with(played, **changes)
+        assert (fence.status, "another server" in fence.found) == ("FAIL", True)
 
 
-def torn(played: PlayedServer, last_checkpoint: str | None) -> Check:
-    assert isinstance(played.status, Status)
-    changes = {"state": "torn", "holder": dead_holder(), "last_checkpoint": last_checkpoint}
-    played.status = played.status.model_copy(update=changes)
-    return server.answers(played.manifest())[1]
-
-
-def test_a_torn_fence_fails_and_says_who_died_and_what_follows(played: PlayedServer) -> None:
-    fence = torn(played, None)
+def test_torn_fence_fails_with_the_checkpoint_to_restore(played: PlayedServer, tmp_path: Path) -> None:
+    fence = status_with(played, state="torn", holder=dead_holder())
     assert fence.status == "FAIL"
     assert fence.found == (
         f"the weights may be half-written: process {os.getpid()} died inside the fence after version 3, and the server"
         " generates nothing until a checkpoint is restored"
     )
-
-
-def test_a_torn_fence_is_mended_with_the_last_checkpoint(played: PlayedServer, tmp_path: Path) -> None:
+    assert str(fence.remedy).startswith("bridge restore CHECKPOINT (any folder")
+    assert str(fence.remedy).endswith("bridge restore tiny)")
     saved = tmp_path / "my models" / "step_2"
-    saved.mkdir(parents=True)
-    assert torn(played, str(saved)).remedy == f"bridge restore '{saved}'"
-
-
-def test_a_checkpoint_that_is_gone_is_no_remedy_but_named(played: PlayedServer, tmp_path: Path) -> None:
-    remedy = torn(played, str(tmp_path / "step_1")).remedy
-    assert remedy == (
-        f"bridge restore CHECKPOINT ({tmp_path / 'step_1'} is gone; any folder with weights of this model works; "
+    assert status_with(played, last_checkpoint=str(saved)).remedy == (
+        f"bridge restore CHECKPOINT ({saved} is gone; any folder with weights of this model works; "
         "for the first weights: bridge restore tiny)"
     )
+    saved.mkdir(parents=True)
+    assert status_with(played).remedy == f"bridge restore '{saved}'"
 
 
-def test_without_a_checkpoint_the_first_weights_mend(played: PlayedServer) -> None:
-    remedy = torn(played, None).remedy
-    assert str(remedy).startswith("bridge restore CHECKPOINT (any folder")
-    assert str(remedy).endswith("bridge restore tiny)")
+def test_paused_fence_is_warned_of(played: PlayedServer) -> None:
+    assert status_with(played, state="paused", holder=dead_holder()).status == "WARN"
+    assert status_with(played, holder=None).status == "WARN"
+    assert status_with(played, holder=Holder.current(), writes="nothing").found.endswith("which reads")
 
 
-@pytest.mark.parametrize("holder", [dead_holder(), None])
-def test_a_paused_fence_is_warned_of(holder: Any, played: PlayedServer) -> None:
-    assert isinstance(played.status, Status)
-    played.status = played.status.model_copy(update={"state": "paused", "holder": holder})
-    assert statuses(server.answers(played.manifest())) == ["PASS", "WARN"]
-
-
-def test_a_fence_that_is_held_to_read_writes_no_version(played: PlayedServer) -> None:
-    assert isinstance(played.status, Status)
-    held = {"state": "paused", "holder": Holder.current(), "writes": "nothing"}
-    played.status = played.status.model_copy(update=held)
-    assert server.answers(played.manifest())[1].found.endswith("which reads")
-
-
-def test_the_trainer_that_updates_the_server_is_named(played: PlayedServer) -> None:
-    assert isinstance(played.status, Status)
-    lease = Lease(holder=Holder.current(), run="runs/first", since=0.0)
-    played.status = played.status.model_copy(update={"lease": lease})
-    fence = server.answers(played.manifest())[1]
+def test_trainer_of_the_server_is_named(played: PlayedServer) -> None:
+    fence = status_with(played, lease=Lease(holder=Holder.current(), run="runs/first", since=0.0))
     assert fence.status == "PASS"
     assert fence.found.endswith(f", updated by pid {os.getpid()} (run runs/first)")
 
@@ -199,13 +160,9 @@ def test_shared_files_that_open_whole_pass() -> None:
     whole, longer = (manifest(ipc_handles={"w": shared_memory_handle(path, size)}) for size in (64, 128))
     assert server.weights_open(whole).status == "PASS"
     short = server.weights_open(longer)
-    assert short.status == "FAIL"
-    assert "64 bytes" in short.found
+    assert (short.status, "64 bytes" in short.found) == ("FAIL", True)
     os.close(descriptor)
     assert server.weights_open(whole).status == "FAIL"
-
-
-def test_gpu_memory_is_left_to_verify() -> None:
     on_gpu = manifest(backend="cuda_ipc", ipc_handles={"w": cuda_handle()})
     assert server.weights_open(on_gpu).status == "SKIP"
 
@@ -229,32 +186,25 @@ def written(folder: Path, **changes: object) -> Path:
 
 def test_no_manifest_is_no_fault_before_a_server_starts() -> None:
     examined = server.examine(None)
-    assert statuses(examined.checks) == ["SKIP"]
+    assert (statuses(examined.checks), examined.path) == (["SKIP"], None)
     assert "no server yet" in examined.checks[0].found
-    assert examined.path is None
 
 
-def test_a_given_manifest_that_is_missing_fails(only_this_folder: Path) -> None:
-    written(only_this_folder)
-    assert statuses(server.examine(only_this_folder / "other.json").checks) == ["FAIL"]
-
-
-def test_a_live_servers_manifest_passes(only_this_folder: Path) -> None:
+def test_live_servers_manifest_passes(only_this_folder: Path) -> None:
     path = written(only_this_folder)
     examined = server.examine(None)
     assert statuses(examined.checks) == ["PASS", "PASS"]
-    assert examined.path == path
-    assert examined.live == manifest()
+    assert (examined.path, examined.live) == (path, manifest())
+    assert statuses(server.examine(only_this_folder / "other.json").checks) == ["FAIL"]
 
 
 @pytest.mark.parametrize(
     "text", ['{"model": "ti', "[]", '{"ipc_handles": {}}', '{"schema_version": 9}', '{"model": "x"}']
 )
-def test_a_manifest_that_is_cut_short_or_edited_fails(text: str, only_this_folder: Path) -> None:
+def test_damaged_manifest_fails(text: str, only_this_folder: Path) -> None:
     (only_this_folder / manifests.MANIFEST_NAME).write_text(text)
     examined = server.examine(None)
-    assert statuses(examined.checks) == ["FAIL"]
-    assert examined.live is None
+    assert (statuses(examined.checks), examined.live) == (["FAIL"], None)
 
 
 @pytest.mark.parametrize(
@@ -265,68 +215,120 @@ def test_a_manifest_that_is_cut_short_or_edited_fails(text: str, only_this_folde
         ({"server": dead_server().model_copy(update={"pid_namespace": "pid:[1]"})}, "PID namespace"),
     ],
 )
-def test_a_manifest_of_no_live_server_here_fails(
-    changes: dict[str, object], words: str, only_this_folder: Path
-) -> None:
+def test_manifest_without_a_live_server_fails(changes: dict[str, object], words: str, only_this_folder: Path) -> None:
     written(only_this_folder, **changes)
     examined = server.examine(None)
-    assert statuses(examined.checks) == ["PASS", "FAIL"]
+    assert (statuses(examined.checks), examined.live) == (["PASS", "FAIL"], None)
     assert words in examined.checks[1].found
-    assert examined.live is None
 
 
-def test_a_manifest_that_may_not_be_read_fails_in_one_line(
-    only_this_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_manifest_fails(only_this_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, _flags: int) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     written(only_this_folder)
     monkeypatch.setattr(os, "open", refuse)
-    examined = server.examine(None)
-    assert statuses(examined.checks) == ["FAIL"]
-    assert "Permission denied" in examined.checks[0].found
+    (check,) = server.examine(None).checks
+    assert (check.status, "Permission denied" in check.found) == ("FAIL", True)
 
 
 @pytest.mark.parametrize(("visible", "status"), [([UUID, "GPU-2"], "PASS"), (["GPU-2"], "FAIL"), ([], "FAIL")])
-def test_the_servers_gpu_has_to_be_visible(visible: list[str], status: str) -> None:
+def test_servers_gpu_has_to_be_visible(visible: list[str], status: str) -> None:
     on_gpu = manifest(backend="cuda_ipc", gpu_uuid=UUID, ipc_handles={"w": cuda_handle()})
     check = server.same_gpu(on_gpu, visible)
     assert check.status == status
     assert status == "PASS" or f"CUDA_VISIBLE_DEVICES={UUID}" in str(check.remedy)
-
-
-def test_weights_in_main_memory_need_no_gpu() -> None:
     assert server.same_gpu(manifest(), []).status == "PASS"
 
 
-def test_another_torch_than_the_servers_is_warned_of() -> None:
+def test_other_versions_than_the_servers_are_warned_of() -> None:
     assert server.same_versions(manifest(), VERSIONS).status == "PASS"
     check = server.same_versions(manifest(), VERSIONS | {"torch": "2.11.0"})
-    assert check.status == "WARN"
-    assert "torch 2.11.0" in check.found
+    assert (check.status, "torch 2.11.0" in check.found) == ("WARN", True)
 
 
-def test_a_stale_manifest_elsewhere_is_warned_of(tmp_path: Path, only_this_folder: Path) -> None:
-    used = written(only_this_folder)
+def test_other_manifests_are_warned_of(tmp_path: Path, only_this_folder: Path) -> None:
+    used, folder = written(only_this_folder), tmp_path / "default"
     assert list(server.others(used)) == []
-    stale = written(tmp_path / "default", server=dead_server())
+    stale = written(folder, server=dead_server())
     (check,) = server.others(used)
-    assert check.status == "WARN"
-    assert check.remedy == f"rm {stale}"
-
-
-def test_a_second_live_server_is_warned_of(tmp_path: Path, only_this_folder: Path) -> None:
-    used = written(only_this_folder)
-    written(tmp_path / "default")
+    assert (check.status, check.remedy) == ("WARN", f"rm {stale}")
+    written(folder)
     (check,) = server.others(used)
-    assert check.status == "WARN"
-    assert "another live server" in check.found
+    assert (check.status, "another live server" in check.found) == ("WARN", True)
+    stale.write_text(json.dumps({"ipc_handles": {}}))
+    assert statuses(server.others(used)) == ["WARN"]
 
 
-def test_a_foreign_file_elsewhere_is_warned_of(tmp_path: Path, only_this_folder: Path) -> None:
-    used = written(only_this_folder)
-    folder = tmp_path / "default"
-    folder.mkdir()
-    (folder / manifests.MANIFEST_NAME).write_text(json.dumps({"ipc_handles": {}}))
-    assert [check.status for check in server.others(used)] == ["WARN"]
+INIT = Process(1, "/sbin/init", (0,))
+SERVER = Process(10, "python -m vllm.entrypoints.cli.main serve tiny", (1,))
+ENGINE = Process(11, "VLLM::EngineCore", (10,))
+WORKER = Process(12, "VLLM::Worker", (11,))
+
+
+@pytest.mark.parametrize(
+    ("processes", "status"),
+    [
+        ([INIT], "PASS"),
+        ([INIT, SERVER, ENGINE, WORKER], "PASS"),
+        ([Process(10, "vllm serve tiny", (0,)), ENGINE], "PASS"),
+        ([INIT, ENGINE._replace(ancestors=(1,))], "WARN"),
+        ([INIT, ENGINE, WORKER], "WARN"),
+    ],
+)
+def test_engine_without_a_server_is_warned_of(processes: list[Process], status: str) -> None:
+    check = server.engines_have_servers(processes)
+    assert check.status == status
+    assert len(processes) != 3 or check.remedy == "if they are yours: kill 11 12"
+
+
+def test_mailboxes_that_no_process_has_mapped_are_warned_of(tmp_path: Path) -> None:
+    names = [f"vllm_dist_{number}-tp:0-[0-1]-cpushm_0" for number in range(2)]
+    for name in (*names, "psm_1"):
+        (tmp_path / name).write_bytes(bytes(2**20))
+    maps = tmp_path / "proc" / "17" / "maps"
+    maps.parent.mkdir(parents=True)
+    maps.write_text(f"7f00-7f01 rw-s 00000000 00:19 5  {tmp_path}/{names[0]}\n7f01-7f02 r--p 0\n")
+    (lost,) = server.leftover_mailboxes(tmp_path, tmp_path / "proc")
+    assert lost.name == names[1]
+    check = server.mailboxes_have_ranks([lost])
+    assert (check.status, check.remedy) == ("WARN", f"if they are yours: rm '{lost}'")
+    assert check.found.startswith("1, 1 MiB together")
+    assert server.mailboxes_have_ranks([]).status == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("pid", "ancestors", "server_pid", "status", "words"),
+    [
+        (7, (), 7, "PASS", "our server"),
+        (8, (7, 1), 7, "PASS", "our server"),
+        (7, (), None, "FAIL", "pid 7: python -m http.server"),
+        (7, (), 9, "FAIL", "pid 7"),
+        (None, (), 9, "FAIL", "another user's"),
+    ],
+)
+def test_taken_port_must_be_the_servers(
+    pid: int | None, ancestors: tuple[int, ...], server_pid: int | None, status: str, words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(server, "listening", lambda: {9001: pid, 9002: 1})
+    monkeypatch.setattr(server, "describe", lambda _: Process(pid, "python -m http.server", ancestors))
+    check = server.port(9001, server_pid)
+    assert (check.status, words in check.found) == (status, True)
+    assert status == "PASS" or "--port 9003" in str(check.remedy)
+
+
+def test_real_listener_is_found_by_its_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as open_socket:
+        number = open_socket.getsockname()[1]
+        foreign = server.port(number, None)
+        assert (foreign.status, f"pid {os.getpid()}" in foreign.found) == ("FAIL", True)
+        assert server.port(number, os.getpid()).status == "PASS"
+    assert server.port(number, None).status == "PASS"
+    assert server.port(number, os.getpid()).status == "FAIL"
+
+
+def test_processes_are_described() -> None:
+    assert os.getpid() in {process.pid for process in server.running()}
+    assert server.describe(2**22 + 1) == Process(2**22 + 1)
+    assert len(server.describe(os.getpid()).command) <= 60

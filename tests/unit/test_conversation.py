@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
+from bridge.agents import conversation
+from bridge.agents.conversation import Call, Conversation
 from bridge.errors import UsageError
-from bridge.rollouts import conversation
-from bridge.rollouts.conversation import Call, Conversation
 from tests.models import chat
 
 TOOL = {

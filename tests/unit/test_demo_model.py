@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bridge.errors import UsageError
 from bridge_cli import demo_model
-from bridge_environments.arithmetic import Arithmetic
+from bridge_environments.registry import Arithmetic
 
 SHORT = {
     "clean": {"num_steps": 3, "right_share": 1.0, "lr": 3e-3},
@@ -73,7 +73,7 @@ def test_another_recipe_makes_another_model(made: Path) -> None:
     assert demo_model.make(made.parent, progress=ignore, recipe={**SHORT, "seed": 1}) != made
 
 
-def test_the_same_recipe_makes_the_same_model_and_leaves_torch_as_it_was(made: Path, tmp_path: Path) -> None:
+def test_the_same_recipe_makes_the_same_model(made: Path, tmp_path: Path) -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     again = parameters(demo_model.make(tmp_path, progress=ignore, recipe=SHORT))
     assert all(torch.equal(weight, again[name]) for name, weight in parameters(made).items())
@@ -111,7 +111,7 @@ def test_a_model_that_another_process_made_meanwhile_is_taken(made: Path, tmp_pa
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_cache_that_cannot_be_written_says_where_else_to_put_it(tmp_path: Path) -> None:
+def test_an_unwritable_cache_names_its_variable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match=r"cannot write the demo's model") as caught:
         demo_model.make(tmp_path / "file" / "bridge", progress=ignore, recipe=SHORT)

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
+from bridge.agents import chat_request
+from bridge.agents.chat_request import Refusal
+from bridge.agents.tools import Agent
 from bridge.config import TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
-from bridge.rollouts import chat_request
-from bridge.rollouts.chat_request import Refusal
-from bridge.scoring.agent import Agent, WithAgent
-from bridge.scoring.tools import WithTools
 from bridge.types import Completion
 from bridge_cli.train import load_environment
 from bridge_environments import registry
@@ -35,18 +34,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_class_with_a_run_is_an_agent(tmp_path: Path) -> None:
     task = registry.load(TaskConfig(environment=f"{FILE}:Calling"))
-    assert isinstance(task, WithAgent)
-    assert not isinstance(task, WithTools)
-    assert isinstance(task.agent(), Agent)
-    assert not isinstance(registry.load(TaskConfig()), WithAgent)
+    assert task.interaction == "agent"
+    assert isinstance(task.recipe(), Agent)
+    assert registry.load(TaskConfig()).interaction == "completion"
     found: Any = registry.scorer(TaskConfig(environment=f"{FILE}:Calling"))
     assert found.origin.name == "Calling.run"
-    assert registry.scorer(TaskConfig(environment=f"{FILE}:Scored")).origin.name == "Scored.score"  # type: ignore[attr-defined]
+    assert registry.scorer(TaskConfig(environment=f"{FILE}:Scored")).origin.name == "Scored.score"
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "3+4=", "answer": "7", "start": 3}))
     (problem,) = registry.load(TaskConfig(environment=f"{FILE}:Calling", data=str(tmp_path / "rows.jsonl")))
     assert problem["start"] == 3  # type: ignore[typeddict-item]
     config = TrainConfig.of(model_name="m", max_turns=3, tool_timeout_s=1.0, environment=f"{FILE}:Calling")
-    assert isinstance(load_environment(config), WithAgent)
+    assert load_environment(config) is not None
 
 
 MISUSES = {

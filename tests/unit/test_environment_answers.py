@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from bridge.errors import RewardError
-from bridge_environments import answers
+from bridge_environments import rewards
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from bridge_environments import answers
     ],
 )
 def test_the_answer_is_found_and_right(completion: str) -> None:
-    assert answers.is_right("1234", completion)
+    assert rewards.is_right("1234", completion)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_answer_is_found_and_right(completion: str) -> None:
     ],
 )
 def test_what_is_wrong_empty_or_cut_off_is_not_right(completion: str) -> None:
-    assert not answers.is_right("1234", completion)
+    assert not rewards.is_right("1234", completion)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +80,17 @@ def test_what_is_wrong_empty_or_cut_off_is_not_right(completion: str) -> None:
     ],
 )
 def test_equal_numbers_and_formulae_are_right_however_they_are_written(answer: object, completion: str) -> None:
-    assert answers.is_right(answer, completion)
+    assert rewards.is_right(answer, completion)
 
 
 def test_part_of_a_formula_is_not_the_answer() -> None:
-    assert not answers.is_right("2", r"\boxed{\frac{1}{\sqrt 2}}")
+    assert not rewards.is_right("2", r"\boxed{\frac{1}{\sqrt 2}}")
 
 
 @pytest.mark.parametrize("answer", ["??", "", "Lima", "#### two of them"])
 def test_an_answer_to_compare_with_that_is_no_formula_is_named(answer: str) -> None:
     with pytest.raises(RewardError, match="is not a number or formula") as caught:
-        answers.is_right(answer, "#### 42")
+        rewards.is_right(answer, "#### 42")
     assert f"the answer {answer!r}" in caught.value.message
 
 
@@ -106,12 +106,12 @@ def test_an_answer_to_compare_with_that_is_no_formula_is_named(answer: str) -> N
     ],
 )
 def test_the_last_mark_is_read_up_to_its_end(completion: str, found: str | None) -> None:
-    assert answers.marked(completion) == found
+    assert rewards.marked(completion) == found
 
 
 def test_answers_are_compared_away_from_the_main_thread_and_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(answers.is_right("7", "#### 7")))
+    thread = threading.Thread(target=lambda: found.append(rewards.is_right("7", "#### 7")))
     thread.start()
     thread.join()
     assert found == [True]
@@ -119,5 +119,5 @@ def test_answers_are_compared_away_from_the_main_thread_and_without_a_word(capfd
 
 
 def test_a_long_completion_is_looked_through_at_its_end_alone() -> None:
-    assert answers.is_right("7", "1 " * 50_000 + "so it is 7")
-    assert not answers.is_right("7", "7 is it" + " word" * 1000)
+    assert rewards.is_right("7", "1 " * 50_000 + "so it is 7")
+    assert not rewards.is_right("7", "7 is it" + " word" * 1000)

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
-from bridge_environments import gsm8k, registry, rows
+from bridge_environments import registry, rows
 
 Write = Callable[..., Path]
 WORKED = "4*2=<<4*2=8>>8\n#### 1,008"
@@ -76,9 +76,9 @@ def test_gsm8k_without_data_has_the_bundled_problems_and_holds_its_test_split_ou
     problem: Any = next(iter(environment))
     assert (len(list(environment)), len(environment.held_out())) == (120, 42)
     assert [message["role"] for message in problem["prompt"]] == ["system", "user"]
-    assert problem["prompt"][0]["content"] == gsm8k.SYSTEM_PROMPT
+    assert problem["prompt"][0]["content"] == rows.SYSTEM_PROMPT
     question = problem["prompt"][1]["content"]
-    assert problem["plain_prompt"] == f"{gsm8k.SYSTEM_PROMPT}\n\nQuestion: {question}\nAnswer:"
+    assert problem["plain_prompt"] == f"{rows.SYSTEM_PROMPT}\n\nQuestion: {question}\nAnswer:"
     assert environment.score(problem, f"So it is\n#### {problem['answer']}") == 1.0
     assert environment.score(problem, "#### 0.123") == 0.0
 

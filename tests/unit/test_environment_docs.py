@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from bridge.config import TrainConfig
-from bridge.scoring.agent import WithAgent
 from bridge.scoring.score import Score, Scores
-from bridge.scoring.tools import WithTools
 from bridge.types import Problem
-from bridge_environments import answers, registry
-from bridge_environments.gsm8k import GSM8K
+from bridge_environments import registry, rewards
+from bridge_environments.rows import GSM8K
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
@@ -55,12 +53,12 @@ def test_every_command_loads_its_problems_and_scores(command: str) -> None:
     ).task
     environment = registry.load(config)
     problem = next(iter(environment))
-    if isinstance(environment, WithAgent):
+    if environment.interaction == "agent":
         return  # test_agents.py runs it
     right = reward(registry.scorer(config), problem, str(problem["answer"]))
     assert right >= 1.0 == reward(environment, problem, str(problem["answer"])) // 1
     assert right > reward(registry.scorer(config), problem, "")
-    if isinstance(environment, WithTools):
+    if environment.interaction == "tools":
         assert [schema["function"]["name"] for schema in environment.schemas] == ["add"]
 
 
@@ -78,4 +76,4 @@ def test_there_are_as_many_examples_as_there_should_be() -> None:
 def test_every_row_of_what_math_compares_is_true(cell: str, verdict: str) -> None:
     examples = re.findall(r"`(.*?)`", cell)
     for example in ["\n".join(examples)] if "next line" in cell else examples:
-        assert answers.is_right("1234", example) == (verdict == "right"), example
+        assert rewards.is_right("1234", example) == (verdict == "right"), example

@@ -11,7 +11,7 @@ from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
 from bridge_environments import registry
-from bridge_environments.arithmetic import Arithmetic
+from bridge_environments.registry import Arithmetic
 
 CLASS = "class Task:\n"
 PROBLEM: Problem = {"prompt": "3+4="}

@@ -18,18 +18,18 @@ import pytest
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.scoring.score import FailedScore, Score
-from bridge_environments import registry, verifiers, verifiers_program
-from bridge_environments.verifiers import FailedRequestError, Verifiers
+from bridge_environments import packages, registry, verifiers_program
+from bridge_environments.packages import FailedRequestError, Verifiers
 from tests.unit import verifiers_stand_in
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "environments.md"
-PYTHON, REAL_PROGRAM = Path(sys.executable), verifiers.PROGRAM
+PYTHON, REAL_PROGRAM = Path(sys.executable), packages.PROGRAM
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "PROGRAM", Path(verifiers_stand_in.__file__))
-    monkeypatch.setattr(verifiers, "PYTHON", PYTHON)
+    monkeypatch.setattr(packages, "PROGRAM", Path(verifiers_stand_in.__file__))
+    monkeypatch.setattr(packages, "PYTHON", PYTHON)
 
 
 @pytest.fixture
@@ -79,8 +79,8 @@ def test_the_process_ends_with_the_environment(environment: Verifiers) -> None:
 
 def test_tasks_that_take_too_long_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Verifiers("slow", {})
-    monkeypatch.setattr(verifiers, "LOAD_LIMIT_S", 0.2)
-    monkeypatch.setattr(verifiers, "GRACE_S", 0.1)
+    monkeypatch.setattr(packages, "LOAD_LIMIT_S", 0.2)
+    monkeypatch.setattr(packages, "GRACE_S", 0.1)
     with pytest.raises(RewardError, match=r"environment verifiers:slow: .*took longer than 0.2 s"):
         next(iter(environment))
 
@@ -125,13 +125,13 @@ def test_an_episode_is_a_trajectory_of_an_agent_whose_failure_is_one_line() -> N
     failure = agent.run(verifiers_stand_in.listed(2), "http://here/v1")
     assert isinstance(failure, FailedScore)
     assert re.match(
-        r"Verifiers.run raised FailedRequestError: ProviderError: no model \(verifiers.py line \d+\), on", failure.line
+        r"Verifiers.run raised FailedRequestError: ProviderError: no model \(packages.py line \d+\), on", failure.line
     )
 
 
 def test_held_out_tasks_are_those_with_other_arguments() -> None:
     environment = registry.load(TaskConfig(environment="verifiers:calm", eval_env_args={"num": 3}))
-    assert len(environment.held_out()) == 3  # type: ignore[attr-defined]
+    assert len(environment.held_out()) == 3
     assert len(list(environment)) == verifiers_stand_in.NUM_TASKS
 
 
@@ -164,9 +164,9 @@ def test_the_real_program_reports_what_happened_and_ends_with_the_connection(
     package.mkdir(parents=True)
     (package / "loaders.py").write_text(loaders)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(verifiers, "PROGRAM", REAL_PROGRAM)
-    monkeypatch.setattr(verifiers, "LOAD_LIMIT_S", 3)
-    monkeypatch.setattr(verifiers, "GRACE_S", 20)
+    monkeypatch.setattr(packages, "PROGRAM", REAL_PROGRAM)
+    monkeypatch.setattr(packages, "LOAD_LIMIT_S", 3)
+    monkeypatch.setattr(packages, "GRACE_S", 20)
     with pytest.raises(UsageError, match=f"^--environment verifiers:any: {message}"):
         Verifiers("any", {})
 
@@ -215,7 +215,7 @@ def test_entries_of_reasoning_gym_are_problems_with_its_own_score() -> None:
 def test_held_out_entries_have_another_seed() -> None:
     task = registry.load(TaskConfig(environment="reasoning_gym:counting", eval_env_args={"size": 2}))
     assert [each["answer"] for each in islice(task, 1)] == ["0"]
-    assert [each["plain_prompt"] for each in task.held_out()] == ["Answer.\n\n100?", "Answer.\n\n101?"]  # type: ignore[attr-defined]
+    assert [each["plain_prompt"] for each in task.held_out()] == ["Answer.\n\n100?", "Answer.\n\n101?"]
 
 
 @pytest.mark.usefixtures("gym")

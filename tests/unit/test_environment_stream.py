@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bridge.agents.stream import open_stream
 from bridge.config import TrainConfig
 from bridge.errors import RewardError, ServerUnreachableError
 from bridge.learn.samples import with_advantages
@@ -26,6 +27,7 @@ from bridge.run import measuring
 from bridge.scoring.score import Scores
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, Problem, TrainedProblems
+from bridge.types import Task as BridgeTask
 from bridge.weights import skeleton
 from tests.models import tiny
 from tests.unit.http_server import Asked, serving
@@ -99,7 +101,8 @@ def sampled(
     config = TrainConfig.of(**(fixed | {"max_unscored_share": 1.0, "max_retries": 0} | choices))
     told: list[str] = []
     progress: list[tuple[int, int]] = []
-    stream = EnvironmentStream(config, task, told.append, recipe=recipe, progress=lambda *done: progress.append(done))
+    given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
+    stream = open_stream(config, given, told.append, progress=lambda *done: progress.append(done))
     with serving(openai(bend)) as server, closing(stream):
         endpoint = Endpoint(url=server.url)
         stream.served(endpoint, 3)

@@ -3,15 +3,15 @@
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
+from bridge.agents import stream
+from bridge.agents.tools import Tools
 from bridge.config import TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
-from bridge.rollouts import rehearsal
-from bridge.scoring.tools import Tools, WithTools
+from bridge.types import Task
 from bridge_cli.train import load_environment
 from bridge_environments import registry
 from tests.models import chat, tiny
@@ -30,15 +30,15 @@ ADDS = """
         '''
         return a + b
 """
-Load = Callable[[str], WithTools]
+Load = Callable[[str], Task]
 
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    def load_source(source: str) -> WithTools:
+    def load_source(source: str) -> Task:
         (tmp_path / "task.py").write_text(source)
         loaded = registry.load(TaskConfig(environment=f"{tmp_path / 'task.py'}:Task"))
-        assert isinstance(loaded, WithTools)
+        assert loaded.interaction == "tools"
         return loaded
 
     return load_source
@@ -50,8 +50,7 @@ def test_a_class_with_a_reset_has_tools_with_schemas(load: Load) -> None:
     (schema,) = task.schemas
     assert schema["function"]["name"] == "add"
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
-    assert isinstance(task.tools(), Tools)
-    assert not isinstance(registry.load(TaskConfig()), WithTools)
+    assert isinstance(task.recipe(), Tools)
 
 
 def test_its_problems_may_come_from_rows_and_its_reward_from_elsewhere(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_its_problems_may_come_from_rows_and_its_reward_from_elsewhere(tmp_path:
     config = TaskConfig(environment=f"{FILE}:Bench", reward="math")
     assert isinstance(found := registry.scorer(config), Tools)
     assert found.origin.name == "Rewards.scores"
-    assert registry.scorer(TaskConfig(environment=f"{FILE}:Rewarded")).origin.name == "Rewarded.get_reward"  # type: ignore[attr-defined]
+    assert registry.scorer(TaskConfig(environment=f"{FILE}:Rewarded")).origin.name == "Rewarded.get_reward"
 
 
 def test_held_out_rows_need_rows_to_train_on() -> None:
@@ -104,7 +103,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rehearsed(model: Path, environment: str, **choices: int) -> list[str]:
     config = TaskConfig(environment=environment, **({"reward_processes": 1} | choices))  # type: ignore[arg-type]
     told: list[str] = []
-    rehearsal.check(str(model), config, registry.load(config), partial(registry.scorer, config), told.append)
+    stream.rehearse(TrainConfig(model_name=str(model), task=config), registry.load(config), told.append)
     return told
 
 
@@ -135,4 +134,4 @@ def test_limits_of_tools_are_refused_without_tools() -> None:
     with pytest.raises(UsageError, match="--max-turns and --tool-timeout-s: only for an environment with tools"):
         load_environment(TrainConfig.of(model_name="m", max_turns=3, tool_timeout_s=1.0))
     config = TrainConfig.of(model_name="m", max_turns=3, environment=f"{FILE}:Bench")
-    assert isinstance(load_environment(config), WithTools)
+    assert load_environment(config) is not None

@@ -20,23 +20,22 @@ import httpx
 import pytest
 from rich.console import Console
 
+from bridge.agents.conversation import FORMATS, Conversation, parsed
+from bridge.agents.recorder import Recorder
+from bridge.agents.recording import Recording
+from bridge.agents.runs import Run, conversations, scored
+from bridge.agents.tools import Agent, Tools
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.learn.samples import with_advantages
-from bridge.rollouts.agent_runs import Run, conversations, scored
-from bridge.rollouts.conversation import FORMATS, Conversation, parsed
-from bridge.rollouts.recorder import Recorder
-from bridge.rollouts.recording import Recording
-from bridge.run import measuring, trackers
+from bridge.run import measuring, reporting
 from bridge.run.run_directory import RunDirectory
-from bridge.scoring.agent import Agent
-from bridge.scoring.score import FailedScore, Origin, Score, score_one
+from bridge.scoring.score import FailedScore, Host, Reply, Score
 from bridge.scoring.scorer import Scorer, Trajectory
-from bridge.scoring.tools import Reply, Tools
-from bridge.scoring.wire import HEADER, packed, read
+from bridge.scoring.worker import read, written
 from bridge.types import Completion, Group, Problem, Unscored
 from bridge_cli import console
-from bridge_cli.report import command
+from bridge_cli import report as command
 from tests.cli import report_runs
 from tests.models import chat, tiny
 from tests.unit import hostile_texts
@@ -83,8 +82,8 @@ def test_whatever_a_reward_says_is_a_score_or_a_fault(texts: list[str]) -> None:
     for text in texts:
         problem: Problem = {"prompt": text, "answer": text}
         acts: dict[str, Callable[[], Any]] = {
-            "score": partial(score_one, judge, Origin.of(judge), PROBLEM, text),
-            "scores": partial(score_one, parts, Origin.of(parts), PROBLEM, text),
+            "score": partial(Host(judge).score, PROBLEM, text),
+            "scores": partial(Host(parts).score, PROBLEM, text),
             "agent": partial(agent.run, problem, ""),
             "reset": partial(tools.begin, problem),
             "tool": partial(tools.call, "act", {"text": text}),
@@ -100,9 +99,9 @@ def test_whatever_a_reward_says_is_a_score_or_a_fault(texts: list[str]) -> None:
                 if isinstance(found, Score):
                     assert abs(found.reward) <= 1e30
                     assert not HOSTILE.search("".join(found.parts)), "control characters"
-                frame = packed(1, found)
+                frame = written(1, found)
                 if len(frame) < 2**20:
-                    assert read(frame[HEADER.size :])[0] == 1
+                    assert read(frame)[0] == 1
     defects.check()
 
 
@@ -111,7 +110,7 @@ def test_whatever_is_scored_can_be_computed_with(texts: list[str]) -> None:
     groups = []
     for own in (rewards, [-each for each in rewards], [rewards[3], -rewards[3]], rewards[3:] * 3, rewards[2:3]):
         judge: Any = SimpleNamespace(score=lambda _, text: float(text))
-        found = [score_one(judge, Origin.of(judge), PROBLEM, str(reward)) for reward in own]
+        found = [Host(judge).score(PROBLEM, str(reward)) for reward in own]
         accepted = [each.reward for each in found if isinstance(each, Score)]
         groups.append(grouped([str(each) for each in accepted], accepted, []))
     for scale in ("group", "batch", "none", "leave_one_out"):
@@ -142,7 +141,7 @@ def test_hostile_text_is_logged_without_control_characters(
     defects, run = Defects(), RunDirectory(report_runs.make(tmp_path / "run", num_steps=4).path)
     terminal = (tmp_path / "terminal").open("w", encoding="utf-8")
     monkeypatch.setattr(console, "people", Console(file=terminal, soft_wrap=True, force_terminal=True, width=80))
-    writer = trackers.TensorBoard(TrainConfig.of(model_name="m"), run, 1)
+    writer = reporting.TensorBoard(TrainConfig.of(model_name="m"), run, 1)
     metrics = report_runs.metrics(5, 5)
     for number, text in enumerate(texts):
         with defects.of("event", text):
@@ -159,7 +158,7 @@ def test_hostile_text_is_logged_without_control_characters(
                     deep = [deep]
                 run.append_rollouts(5, [Group(**{**vars(group), "problem": {"prompt": text[:9], "answer": deep}})])
             with defects.of("sample", text):
-                writer.log(number, metrics.curves(), trackers._sample_text([group]))
+                writer.log(number, metrics.curves(), reporting._sample_text([group]))
     with closing(terminal), defects.of("report", ""):
         writer.close(failed=False)
         command.write([run.path], run.report)

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,8 +16,8 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from bridge.core import intake
-from bridge.core.intake import Waiting, limit_connections, swept
-from bridge_patches.admission import Intake
+from bridge.core.intake import limit_connections
+from bridge_patches.admission import Admission
 
 LIMIT_BYTES, LIMIT_S = 1000, 0.3
 POST = b"POST /length HTTP/1.1\r\nhost: x\r\n"
@@ -35,19 +34,19 @@ def app(limit_s: float = LIMIT_S) -> FastAPI:
     async def nothing() -> dict[str, int]:
         return {"length": 0}
 
-    made.add_middleware(Intake, limit_bytes=LIMIT_BYTES, limit_s=limit_s)
+    made.add_middleware(Admission, limit_bytes=LIMIT_BYTES, limit_s=limit_s)
     return made
 
 
 @contextlib.contextmanager
-def listening(served: FastAPI, *, head_limit_s: float = 60.0) -> Iterator[tuple[str, int]]:
-    """Serve in a thread, as vLLM does: the sweeper runs in the server's loop."""
+def listening(served: FastAPI) -> Iterator[tuple[str, int]]:
+    """Serve in a thread, as vLLM does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(served, log_level="error"))
         server.config.load()
 
         async def serve() -> None:
-            limiting = asyncio.create_task(limit_connections(lambda: server, limit_s=head_limit_s))
+            limiting = asyncio.create_task(limit_connections(lambda: server))
             await server.serve(sockets=[listener])
             limiting.cancel()
 
@@ -69,7 +68,7 @@ def exchanged(address: tuple[str, int], sent: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
-def test_a_body_of_any_allowed_size_comes_through_whole() -> None:
+def test_body_of_any_allowed_size_arrives_whole() -> None:
     http = TestClient(app())
     for size in (0, 1, LIMIT_BYTES):
         assert http.post("/length", content=b"x" * size).json() == {"length": size}
@@ -77,18 +76,15 @@ def test_a_body_of_any_allowed_size_comes_through_whole() -> None:
     assert http.get("/length").json() == {"length": 0}
 
 
-def test_one_that_says_it_is_too_large_is_refused_before_it_is_sent() -> None:
+CHUNK = b"190\r\n" + b"x" * 400 + b"\r\n"
+
+
+@pytest.mark.parametrize("body", [b"content-length: 1001\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n" + 3 * CHUNK])
+def test_body_that_is_too_large_is_refused_at_once(body: bytes) -> None:
     with listening(app()) as address:
-        answer = exchanged(address, POST + b"content-length: 1001\r\n\r\n")
+        answer = exchanged(address, POST + body)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"the body is larger than" in answer
-
-
-def test_one_that_turns_out_to_be_too_large_is_refused_when_it_does() -> None:
-    chunk = b"190\r\n" + b"x" * 400 + b"\r\n"
-    with listening(app()) as address:
-        answer = exchanged(address, POST + b"transfer-encoding: chunked\r\n\r\n" + 3 * chunk)
-    assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,7 @@ def test_half_a_body_times_out(body: bytes) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"error": "the body did not arrive within 0.3 s"}
 
 
-def test_a_body_that_arrives_while_the_loop_blocks_is_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_that_arrives_while_the_loop_blocks_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "TICK_S", 0.05)
 
     async def main() -> list[Any]:
@@ -116,34 +112,13 @@ def test_a_body_that_arrives_while_the_loop_blocks_is_on_time(monkeypatch: pytes
     assert len(asyncio.run(main())) == 3
 
 
-def test_a_body_in_many_small_pieces_times_out() -> None:
+def test_body_in_many_small_pieces_times_out() -> None:
     async def piece() -> dict[str, Any]:
         await asyncio.sleep(0.05)
         return {"body": b"x", "more_body": True}
 
     with pytest.raises(intake.RefusedBodyError, match=r"did not arrive within 0\.3 s"):
         asyncio.run(asyncio.wait_for(intake.read_body([], piece, limit_s=LIMIT_S), 10))
-
-
-@pytest.mark.parametrize("sent", [b"", POST, b"GET /length HTTP/1.1\r\nhost: x\r\n\r\nGET /half"])
-def test_half_a_head_times_out(sent: bytes) -> None:
-    with listening(app(), head_limit_s=0.3) as address:
-        answer = exchanged(address, sent)
-    assert answer.count(b"HTTP/1.1") == sent.count(b"\r\n\r\n")
-
-
-def test_a_request_that_takes_long_to_answer_is_left_alone() -> None:
-    slow, asked = app(), threading.Event()
-
-    @slow.get("/slow")
-    async def answers_late() -> str:
-        asked.set()
-        await asyncio.sleep(1.5)
-        return "done"
-
-    with listening(slow, head_limit_s=0.2) as (host, port):
-        assert httpx.get(f"http://{host}:{port}/slow", timeout=30).json() == "done"
-    assert asked.is_set()
 
 
 def test_silent_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,35 +133,3 @@ def test_silent_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) 
         silent[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             silent[-1].recv(1)
-
-
-class Transport:
-    def __init__(self) -> None:
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Connection:
-    def __init__(self, cycle: Any = None) -> None:
-        self.cycle, self.transport, self.timeout_keep_alive = cycle, Transport(), 5
-
-
-def test_a_connection_is_kept_between_requests_alone() -> None:
-    waiting: Waiting = {}
-    silent, idle = Connection(), Connection(SimpleNamespace(response_complete=True))
-    silent.timeout_keep_alive = idle.timeout_keep_alive = 3600
-    for now in range(0, 21, 5):
-        waiting = swept([silent, idle], waiting, now, 10)
-    assert [each.transport.closed for each in (silent, idle)] == [True, False]
-
-
-def test_only_a_connection_that_has_waited_all_the_time_is_closed() -> None:
-    waiting: Waiting = {}
-    silent, busy = Connection(), Connection(SimpleNamespace(response_complete=False))
-    active, upgraded = Connection(SimpleNamespace(response_complete=True)), object()
-    for now in range(0, 21, 5):
-        active.cycle = SimpleNamespace(response_complete=True)  # another request since the last sweep
-        waiting = swept([silent, busy, active, upgraded], waiting, now, 10)
-    assert [each.transport.closed for each in (silent, busy, active)] == [True, False, False]

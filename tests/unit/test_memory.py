@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bridge.config import TrainConfig
-from bridge.optimizers.state_bytes import MOMENT_BYTES
+from bridge.config.optimizers import OPTIMIZERS
 from bridge.planning import memory
 from bridge.planning.memory import GIB, Need, activation_bytes, micro_batch_tokens
 from bridge.planning.model_size import Dimensions, ModelSize
@@ -41,9 +41,7 @@ The largest gradient is never released.
 
 
 @pytest.mark.parametrize(("way", "name"), [(way, name) for way, sizes in TABLE.items() for name in sizes])
-def test_what_is_held_per_parameter_and_left_for_tokens_is_as_computed_by_hand(
-    way: tuple[str, bool, bool], name: str
-) -> None:
+def test_bytes_per_parameter_are_as_computed_by_hand(way: tuple[str, bool, bool], name: str) -> None:
     optimizer, offloaded, released = way
     need = need_of(name, optimizer=optimizer, offload_optimizer=offloaded, gradient_release=released)
     gib, thousands = TABLE[way][name]
@@ -53,14 +51,14 @@ def test_what_is_held_per_parameter_and_left_for_tokens_is_as_computed_by_hand(
     assert left < 0 if thousands is None else left == pytest.approx(thousands, rel=0.05)
 
 
-def test_the_host_holds_the_master_its_moments_and_the_sum_of_released_gradients() -> None:
+def test_host_holds_offloaded_master_moments_and_sums() -> None:
     assert need_of("7B", offload_optimizer=True).host == 12 * PARAMETERS["7B"]
     assert need_of("7B", offload_optimizer=True, gradient_release=True).host == 16 * PARAMETERS["7B"]
     assert need_of("7B").host == 0
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gpus_share_the_offloaded_state_and_each_host_holds_its_part(num_ranks: int) -> None:
+def test_gpus_share_the_offloaded_state(num_ranks: int) -> None:
     alone, shared = (need_of("7B", offload_optimizer=True, gpus=gpus, num_ranks=num_ranks) for gpus in (1, 4))
     assert shared.state == alone.state == 0
     assert shared.gradients == alone.gradients == 2 * PARAMETERS["7B"] / num_ranks
@@ -69,20 +67,20 @@ def test_gpus_share_the_offloaded_state_and_each_host_holds_its_part(num_ranks: 
     assert need_of("7B", offload_optimizer=True, gpus=4, num_ranks=num_ranks, **two).host == 6 * PARAMETERS["7B"]
 
 
-def test_gpus_hold_a_released_gradient_what_others_send_of_it_and_the_sum() -> None:
+def test_released_gradient_is_held_three_times_on_several_gpus() -> None:
     alone, shared = (need_of("7B", gradient_release=True, gpus=gpus) for gpus in (1, 2))
     assert shared.gradients == 3 * alone.gradients
     assert shared.state == alone.state / 2
 
 
-def test_a_second_copy_is_whole_however_the_server_is_split() -> None:
+def test_second_copy_of_a_split_server_is_whole() -> None:
     shared, copy = need_of("7B", num_ranks=2), need_of("7B", mode="none", num_ranks=2)
     assert (shared.served, shared.own, shared.state) == (PARAMETERS["7B"], 0, 5 * PARAMETERS["7B"])
     assert (copy.served, copy.own, copy.state) == (PARAMETERS["7B"], 2 * PARAMETERS["7B"], 10 * PARAMETERS["7B"])
     assert shared.kv_per_token == need_of("7B").kv_per_token / 2
 
 
-def test_an_adapter_is_all_that_is_trained_beside_a_frozen_base() -> None:
+def test_adapter_is_trained_beside_a_frozen_base() -> None:
     memory_, disk = (need_of("7B", mode="lora_only", lora_handover=way) for way in ("memory", "disk"))
     assert memory_.gradients == 2 * 40_370_176
     assert memory_.served == 2 * (PARAMETERS["7B"] + 40_370_176)
@@ -93,17 +91,17 @@ def test_an_adapter_is_all_that_is_trained_beside_a_frozen_base() -> None:
     assert split.own == disk.own + 2 * PARAMETERS["7B"], "a base that is split is copied whole"
 
 
-def test_a_frozen_reference_is_held_beside_the_model() -> None:
+def test_frozen_reference_is_held() -> None:
     assert need_of("7B", reference_model="r", kl_coef=0.1).own == 2 * PARAMETERS["7B"]
 
 
-def test_activations_of_a_7b_model_are_what_was_measured() -> None:
+def test_activations_of_a_7b_model_are_as_measured() -> None:
     widths = Dimensions.of(qwen2("7B"))
     assert activation_bytes(widths, 1, recomputed=False) == pytest.approx(7.2e6, rel=0.03)
     assert activation_bytes(widths, 1000, recomputed=True) < 0.1 * activation_bytes(widths, 1000, recomputed=False)
 
 
-def test_a_size_of_micro_batches_that_is_given_is_the_smallest_and_the_largest() -> None:
+def test_micro_batch_tokens_follow_the_choices() -> None:
     given = TrainConfig.of(model_name="m", micro_batch_tokens=2000)
     assert micro_batch_tokens(given) == (2000, 2000)
     small = TrainConfig.of(model_name="m", batch_size=2, group_size=2, max_new_tokens=44)
@@ -122,7 +120,7 @@ def fit(need: Need, tokens: int = 32768, *, kv_sleep: str = "auto") -> memory.Fi
     return memory.fit(need, least_kv=tokens * need.kv_per_token, kv_sleep=kv_sleep)
 
 
-def test_a_run_that_fits_beside_its_kv_cache_lets_it_be_awake() -> None:
+def test_kv_cache_stays_awake_if_it_fits() -> None:
     found = fit(need_of("7B"))
     assert (found.asleep, found.lacking) == (False, 0)
     need = need_of("7B")
@@ -130,7 +128,7 @@ def test_a_run_that_fits_beside_its_kv_cache_lets_it_be_awake() -> None:
     assert used == pytest.approx(need.gpu), "awake, everything is held at once"
 
 
-def test_a_run_that_fits_only_while_its_kv_cache_sleeps_says_so() -> None:
+def test_kv_cache_sleeps_if_it_fits_only_then() -> None:
     need = need_of("32B", offload_optimizer=True)
     found = fit(need)
     assert (found.asleep, found.lacking) == (True, 0)
@@ -141,7 +139,7 @@ def test_a_run_that_fits_only_while_its_kv_cache_sleeps_says_so() -> None:
     assert fit(need, kv_sleep="never").lacking > 0
 
 
-def test_what_is_lacking_is_what_would_make_it_fit() -> None:
+def test_lacking_bytes_would_make_it_fit() -> None:
     need = need_of("14B", optimizer="adamw-bf16")
     lacking = fit(need).lacking
     assert 8 * GIB < lacking < 11 * GIB
@@ -150,20 +148,20 @@ def test_what_is_lacking_is_what_would_make_it_fit() -> None:
     assert fit(need_of("14B", optimizer="adamw-bf16", gpu_bytes=need.gpu + lacking - GIB)).lacking > 0
 
 
-def test_a_kv_cache_sleeps_where_it_has_to_and_never_where_it_cannot() -> None:
+def test_kv_sleep_is_obeyed_where_the_cache_can_sleep() -> None:
     assert fit(need_of("7B"), kv_sleep="always").asleep
     assert not fit(need_of("7B", mode="none"), kv_sleep="always").asleep
     assert fit(need_of("7B"), kv_sleep="always").kv > fit(need_of("7B"), kv_sleep="never").kv
 
 
-def test_a_trainer_on_another_gpu_takes_nothing_of_the_servers() -> None:
+def test_trainer_on_another_gpu_takes_none_of_the_servers() -> None:
     apart = need_of("14B", mode="none", trainer_device="cuda:1", optimizer="adamw-8bit")
     assert fit(apart).kv == pytest.approx(0.9 * H200 - apart.served - apart.engine)
     assert fit(apart).lacking == 0 < fit(need_of("14B", mode="none", optimizer="adamw-8bit")).lacking
     assert fit(need_of("14B", mode="none", trainer_device="cuda:1")).lacking > 0, "its own GPU must hold it"
 
 
-def test_a_trainer_on_the_cpu_is_held_by_the_host() -> None:
+def test_trainer_on_the_cpu_is_held_by_the_host() -> None:
     need = need_of("14B", mode="none", trainer_device="cpu")
     assert fit(need).lacking == 0
     assert need.host == need.allocated > 14 * PARAMETERS["14B"]
@@ -173,7 +171,7 @@ WAYS: list[dict[str, Any]] = [
     {"mode": mode, **device, "optimizer": optimizer, "offload_optimizer": offloaded, "gradient_release": released}
     for (mode, device), optimizer, offloaded, released in itertools.product(
         [("shared_vllm", {}), ("lora_only", {}), ("none", {}), ("none", {"trainer_device": "cuda:1"})],
-        MOMENT_BYTES,
+        OPTIMIZERS,
         (False, True),
         (False, True),
     )
@@ -195,9 +193,9 @@ def test_more_memory_never_fits_less(name: str, kv_sleep: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_sleeping_never_fits_less_and_a_smaller_state_never_needs_more(name: str) -> None:
+def test_sleep_and_smaller_states_never_fit_less(name: str) -> None:
     for gib in range(8, 400, 14):
-        kinds = [need_of(name, gpu_bytes=gib * GIB, optimizer=kind) for kind in MOMENT_BYTES]
+        kinds = [need_of(name, gpu_bytes=gib * GIB, optimizer=kind) for kind in OPTIMIZERS]
         for need in kinds:
             assert fit(need, kv_sleep="always").kv >= fit(need, kv_sleep="never").kv
             assert fit(need).lacking == min(fit(need, kv_sleep=way).lacking for way in ("always", "never"))
@@ -206,7 +204,7 @@ def test_sleeping_never_fits_less_and_a_smaller_state_never_needs_more(name: str
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_share_holds_the_kv_cache_that_is_needed_and_leaves_the_trainer_what_it_needs(name: str) -> None:
+def test_share_leaves_server_and_trainer_what_they_need(name: str) -> None:
     for way, gib in itertools.product(WAYS, (24, 48, 80, 139.8, 180)):
         need = need_of(name, gpu_bytes=gib * GIB, **way)
         least = 32768 * need.kv_per_token
@@ -221,7 +219,7 @@ def test_the_share_holds_the_kv_cache_that_is_needed_and_leaves_the_trainer_what
         assert taken + kept + training <= need.gpu * (1 + 1e-9), way
 
 
-def test_what_the_kv_cache_does_not_need_goes_to_larger_micro_batches_first() -> None:
+def test_spare_memory_goes_to_micro_batches_first() -> None:
     need = need_of("1.5B")
     least = 32768 * need.kv_per_token
     taken = memory.share(need, fit(need), least_kv=least) * need.gpu
@@ -233,13 +231,13 @@ def test_what_the_kv_cache_does_not_need_goes_to_larger_micro_batches_first() ->
     assert kv == pytest.approx(least + memory.ENGINE_MARGIN_BYTES)
 
 
-def test_a_batch_or_the_longest_sequence_is_the_least_kv_cache() -> None:
+def test_least_kv_cache_is_a_batch_or_the_longest_sequence() -> None:
     config = TrainConfig.of(model_name="m")
     assert memory.least_kv_tokens(config) == 64 * (256 + 256)
     assert memory.least_kv_tokens(config, 100_000) == 100_000
     assert memory.least_kv_tokens(config, 300) == 64 * 300
 
 
-def test_vllm_takes_less_for_itself_on_a_smaller_gpu() -> None:
+def test_vllm_takes_less_on_a_smaller_gpu() -> None:
     assert need_of("7B", gpu_bytes=24 * GIB).engine < 0.6 * need_of("7B").engine
     assert math.isclose(need_of("7B").engine, need_of("7B", gpu_bytes=80 * GIB).engine)

@@ -1,7 +1,7 @@
 """The policy losses: values computed by hand, gradients, clips, truncations, and the expectation over stale samples."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.learn.mismatch import Correction, measure
-from bridge.learn.policy_loss import LOSSES, NUM_SUMS, LossShares, LossSpec, divergence, least_entropy, policy_loss
+from bridge.learn.policy_loss import LOSSES, LossSpec, divergence, least_entropy, means, policy_loss
 from bridge.learn.samples import samples
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.types import Completion, Group
@@ -64,6 +64,10 @@ def loss_and_gradient(batch: MicroBatch, spec: LossSpec, ratios: Sequence[float]
     loss, _ = policy_loss(logprobs_N, old_N, batch, spec)
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
     return loss.item(), gradient_N.tolist()
+
+
+def clipped(shares: Mapping[str, float]) -> tuple[float, float]:
+    return shares["clipped_low_share"], shares["clipped_high_share"]
 
 
 # The settings behind each name
@@ -170,7 +174,7 @@ def test_an_enormous_ratio_gives_finite_numbers(spec: LossSpec, advantage: float
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient_N).all()
-    assert torch.isfinite(statistics).all()
+    assert all(map(math.isfinite, means(statistics).values()))
 
 
 @pytest.mark.parametrize("kind", ["none", "truncate", "mask"])
@@ -187,7 +191,7 @@ def test_a_token_that_the_trainer_cannot_sample_is_masked(kind: Any, server: flo
         loss, sums = policy_loss(logprobs_N, logprobs_N.detach(), each, spec, reference_N)
         gradients.append(torch.autograd.grad(loss, logprobs_N)[0].tolist())
         assert torch.isfinite(loss)
-        assert torch.isfinite(sums).all()
+        assert all(map(math.isfinite, means(sums).values()))
     assert gradients[1] == [*gradients[0], 0.0]
     found = measure(logprobs_N.detach(), batch.sampled_logprobs_N, spec.correction).read()
     assert found.changed_share == (0.0 if math.isnan(server) else 0.5)
@@ -241,8 +245,8 @@ def test_a_second_clip_bounds_what_a_bad_token_costs(
 def test_bad_tokens_past_the_second_clip_are_clipped_high() -> None:
     batch = batch_of([-2.0, -2.0, 2.0, 2.0])
     logprobs_N, old_N = at(batch, [4.0, 2.5, 1.5, 1.1])
-    shares = LossShares.of(policy_loss(logprobs_N, old_N, batch, replace(CLIPPED, clip_dual=3.0))[1])
-    assert (shares.clip_low, shares.clip_high) == (0, 2 / 4)
+    shares = means(policy_loss(logprobs_N, old_N, batch, replace(CLIPPED, clip_dual=3.0))[1])
+    assert clipped(shares) == (0, 2 / 4)
 
 
 CISPO = replace(CLIPPED, clipped="weight")
@@ -270,10 +274,10 @@ def test_a_clipped_weight_is_a_constant_factor_of_the_log_probability(
 def test_a_clipped_weight_counts_as_such_whatever_the_advantage() -> None:
     batch = batch_of([2.0, 2.0, -2.0, -2.0, 2.0])
     logprobs_N, old_N = at(batch, [1.1, 1.5, 1.5, 0.5, 1.4])
-    shares = LossShares.of(policy_loss(logprobs_N, old_N, batch, CISPO)[1])
-    assert (shares.clip_low, shares.clip_high) == pytest.approx((1 / 5, 3 / 5))
-    own = LossShares.of(policy_loss(logprobs_N, old_N, batch, LOSSES["cispo"])[1])
-    assert (own.clip_low, own.clip_high) == (0, 0)
+    shares = means(policy_loss(logprobs_N, old_N, batch, CISPO)[1])
+    assert clipped(shares) == pytest.approx((1 / 5, 3 / 5))
+    own = means(policy_loss(logprobs_N, old_N, batch, LOSSES["cispo"])[1])
+    assert clipped(own) == (0, 0)
 
 
 def test_cispo_has_no_lower_clip_and_an_upper_one_of_five() -> None:
@@ -404,17 +408,17 @@ def unequal(group: Group, index: int) -> Group:
 def run(rows: Sequence[Sample], spec: LossSpec, max_tokens: int) -> tuple[float, Tensor, tuple[float, ...]]:
     """Return loss, gradient and statistics of a model with one free parameter per token id."""
     free_V = (torch.linspace(-1.0, 1.0, 100) ** 3 - 1).requires_grad_()
-    total, met = 0.0, torch.zeros(NUM_SUMS, dtype=torch.float64)
+    total, met = 0.0, dict.fromkeys(spec.metrics, torch.zeros(2, dtype=torch.float64))
     for batch in packs(rows, max_tokens=max_tokens, device=CPU):
         logprobs_N = free_V[batch.targets_N]
         loss, statistics = policy_loss(
             logprobs_N, logprobs_N.detach() - 0.1 * batch.targets_N.sin(), batch, spec, logprobs_N.detach() * 0.9
         )
         loss.backward()
-        total, met = total + loss.item(), met + statistics
+        total, met = total + loss.item(), {name: met[name] + pair for name, pair in statistics.items()}
     assert free_V.grad is not None
-    shares = LossShares.of(met)
-    return total, free_V.grad, (met[0].item(), shares.clip_low, shares.clip_high, shares.kl)
+    shares = means(met)
+    return total, free_V.grad, (met["kl"][1].item(), *shares.values())
 
 
 # The KL divergence from the reference
@@ -445,7 +449,7 @@ def test_the_divergence_pulls_towards_the_reference() -> None:
     assert loss.item() == pytest.approx(0.1 * 0.5 * (math.e - 2 + math.exp(-1)))
     # the slope of exp(d) - d - 1 with d = reference - log-probability is 1 - exp(d)
     assert gradient_N.tolist() == pytest.approx([0, 0.05 * (1 - math.e), 0.05 * (1 - math.exp(-1))])
-    assert LossShares.of(statistics).kl == pytest.approx((math.e - 2 + math.exp(-1)) / 3)
+    assert means(statistics)["kl"] == pytest.approx((math.e - 2 + math.exp(-1)) / 3)
 
 
 IN_REWARD = replace(CLIPPED, kl_coef=0.1, kl_in_reward=True)
@@ -460,7 +464,7 @@ def test_a_divergence_in_the_reward_lowers_the_advantages_of_the_tokens_that_led
     assert loss.item() == pytest.approx(-0.5 * 1.1 * (0.97 + 1.02 + 1.9))
     assert gradient_N.tolist() == pytest.approx([-0.5 * 1.1 * 0.97, -0.5 * 1.1 * 1.02, -0.5 * 1.1 * 1.9])
     measured_N = divergence(logprobs_N.detach(), old_N - tensor(0.5, -0.2, 1.0))
-    assert LossShares.of(statistics).kl == pytest.approx(measured_N.mean().item())
+    assert means(statistics)["kl"] == pytest.approx(measured_N.mean().item())
 
 
 def test_a_token_that_the_divergence_makes_bad_is_clipped_as_a_bad_one() -> None:
@@ -468,7 +472,7 @@ def test_a_token_that_the_divergence_makes_bad_is_clipped_as_a_bad_one() -> None
     logprobs_N, old_N = at(batch, [0.5])
     loss, statistics = policy_loss(logprobs_N, old_N, batch, IN_REWARD, old_N - 1.0)
     assert loss.item() == pytest.approx(0.8 * 0.05)
-    assert LossShares.of(statistics).clip_low == 1
+    assert means(statistics)["clipped_low_share"] == 1
 
 
 @pytest.mark.parametrize("distance", [1e4, -1e4])
@@ -508,9 +512,9 @@ def test_what_the_clips_left_without_a_gradient_is_counted() -> None:
     batch = batch_of([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
     logprobs_N, old_N = at(batch, [1.1, 1.5, 0.5, 1.5, 0.5, 0.6])
     _, statistics = policy_loss(logprobs_N, old_N, batch, CLIPPED)
-    assert not any(value.requires_grad for value in vars(statistics).values())
-    shares = LossShares.of(statistics)
-    assert (shares.clip_low, shares.clip_high, shares.kl) == pytest.approx((2 / 6, 1 / 6, 0))
+    assert not any(value.requires_grad for value in statistics.values())
+    shares = means(statistics)
+    assert shares == pytest.approx({"kl": 0, "clipped_low_share": 2 / 6, "clipped_high_share": 1 / 6})
 
 
 @pytest.mark.parametrize("spec", [CLIPPED, BY_SEQUENCE], ids=["token", "sequence"])
@@ -525,14 +529,13 @@ def test_no_value_is_waited_for(spec: LossSpec, kind: Any) -> None:
     logprobs_N = batch.sampled_logprobs_N.clone().requires_grad_()
     asked = replace(spec, kl_coef=0.1, correction=Correction(kind=kind, low=0.5, high=2.0))
     loss, statistics = policy_loss(logprobs_N, logprobs_N.detach(), batch, asked, logprobs_N.detach())
-    (statistics + torch.zeros(NUM_SUMS, device="meta")).sum().add(loss).backward()
+    torch.stack([loss, *(pair.sum() for pair in statistics.values())]).sum().backward()
     with pytest.raises((RuntimeError, NotImplementedError)):
-        LossShares.of(statistics)
+        means(statistics)
 
 
 def test_an_update_without_tokens_met_nothing() -> None:
-    shares = LossShares.of(torch.zeros(NUM_SUMS, dtype=torch.float64))
-    assert all(math.isnan(value) for value in (shares.clip_low, shares.clip_high, shares.kl))
+    assert math.isnan(means({"kl": torch.zeros(2, dtype=torch.float64)})["kl"])
 
 
 # Samples from another policy than the trained one

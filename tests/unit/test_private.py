@@ -10,9 +10,10 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.core import private
+from bridge.processes import server_log
 from bridge.run.run_directory import RunDirectory
-from bridge_cli import server_log
-from bridge_cli.report import command, record
+from bridge_cli import report as command
+from bridge_cli.report import record
 from tests.cli import report_runs
 
 START = "HF_TOKEN=hidden-1 vllm serve {model} --api-key hidden-2"

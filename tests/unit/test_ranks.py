@@ -8,8 +8,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.synchronize import Event
@@ -23,27 +23,29 @@ from torch import Tensor, nn
 
 from bridge.core import mark
 from bridge.errors import BridgeError, RankError, UsageError
-from bridge.learn.balance import busiest, dealt
-from bridge.learn.learner import Learner, Learnt
+from bridge.learn.batch import Learnt
+from bridge.learn.learner import Learner
+from bridge.learn.samples import busiest, dealt
 from bridge.optimizers import offload, slabs
 from bridge.optimizers.offload import OffloadedAdamW
-from bridge.optimizers.shared import SharedOptimizer
+from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.passes.packing import Sample
+from bridge.ranks import groups as groups_of_torch
 from bridge.ranks import world
-from bridge.ranks.messages import Messages
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run import checkpoint, trainer
+from bridge.run import checkpoint
 from bridge.run.checkpoint import Found, Progress
 from bridge.run.metrics import Evaluation, Summary
 from bridge.run.reporting import Phase, Reporter
 from bridge.run.run_directory import RunDirectory
-from bridge.run.trainer import Trainer
+from bridge.run.saving import Checkpoints
+from bridge.run.trainer import Run
+from bridge.server.fence import Update, Window
 from bridge.types import Group
 from tests.models import tiny
-from tests.unit.several_ranks import KEY, LIMIT_S, START, on_ranks
-from tests.unit.test_learner import (
+from tests.unit.learn.test_learner import (
     FAR,
     base,
     distance,
@@ -56,6 +58,7 @@ from tests.unit.test_learner import (
     weights,
     with_equal_rewards,
 )
+from tests.unit.several_ranks import LIMIT_S, START, on_ranks
 from tests.unit.trainer_runs import Letters, runner
 
 SHAPES = [(37, 64), (5,), (1, 1), (130, 70), (64, 37), (256, 6)]
@@ -84,7 +87,7 @@ def _several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "CHUNK_ELEMENTS", 1024)
 
 
-def optimizer_of(weights: list[nn.Parameter], name: str, ranks: Ranks) -> SharedOptimizer:
+def optimizer_of(weights: list[nn.Parameter], name: str, ranks: Ranks) -> ShardedOptimizer:
     if name == OFFLOADED:
         return OffloadedAdamW(weights, lr=1e-2, weight_decay=0.1, ranks=ranks)
     return SplitMasterAdamW(weights, lr=1e-2, kind=KINDS[name], seed=3, ranks=ranks)
@@ -392,16 +395,16 @@ def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str
     learner = learner_of(model, **choices)
     for _ in range(2):
         learner.take(groups)
-        (whole,), (silent,) = learner._mini_batches, learner._only_ranked or [[]]
+        (whole,), (silent,) = learner._batch.mini_batches, learner._batch.only_ranked or [[]]
         sums: dict[str, Tensor] = {}
-        shares = [[whole[index] for index in dealt(whole, Ranks(rank, size))] for rank in range(size)]
+        shares = [dealt(whole, Ranks(rank, size)) for rank in range(size)]
         if "top_entropy" in choices:
-            only_ranked = [[silent[index] for index in dealt(silent, Ranks(rank, size))] for rank in range(size)]
+            only_ranked = [dealt(silent, Ranks(rank, size)) for rank in range(size)]
             ranked = [entropies_of(learner, *each) for each in zip(shares, only_ranked, strict=True)]
             least = least_of(ranked, choices["top_entropy"])
             learner._least_entropies = lambda found=least: [found]  # type: ignore[method-assign,misc]
         for share in shares:
-            learner._take([share])
+            learner._start(replace(learner._batch, mini_batches=[share]))
             learner.prepare()
             for name, found in gradient(model).items():
                 sums[name] = sums[name] + found.float() if name in sums else found.float()
@@ -415,12 +418,11 @@ def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str
 
 def entropies_of(learner: Learner, share: list[Sample], only_ranked: list[Sample]) -> list[float]:
     """Return the entropy of every token of a rank's share, and of what it only ranks."""
-    learner._only_ranked = [only_ranked]
-    learner._take([share])
+    learner._start(replace(learner._batch, mini_batches=[share], only_ranked=[only_ranked]))
     learner._look_ahead()
     (others,) = learner._other_entropies()
-    both = [*(part.entropies_N for part in learner._parts[0]), *others]
-    return [entropy for entropies_N in both for entropy in entropies_N.tolist()]  # type: ignore[union-attr]
+    both = [*(one.entropies for one in learner._computed.passes[0]), *others]
+    return [entropy for entropies_N in both for entropy in entropies_N.tolist()]
 
 
 def least_of(shares: Sequence[list[float]], top: float) -> Tensor:
@@ -570,8 +572,8 @@ def loses(ranks: Ranks, groups: Sequence[Group], who: int, how: str) -> tuple[Ba
     def stop(_: Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    def spoilt(part: Any) -> Tensor:
-        loss = loss_of(part)
+    def spoilt(one: Any) -> Tensor:
+        loss = loss_of(one)
         if how == "in the pass":
             loss.register_hook(stop)
         return loss * math.nan if how == "no number" else loss
@@ -636,14 +638,14 @@ def test_tokens_are_dealt_out_evenly_and_prompts_stay_together_if_they_can() -> 
 
     many = [sample(prompt, chance.randint(20, 200)) for prompt in range(64) for _ in range(8)]
     parts = [dealt(many, Ranks(rank, 4)) for rank in range(4)]
-    assert sorted(index for part in parts for index in part) == [*range(len(many))]
-    loads = [sum(many[index].num_tokens for index in part) for part in parts]
+    assert sorted(id(one) for part in parts for one in part) == sorted(map(id, many))
+    loads = [sum(one.num_tokens for one in part) for part in parts]
     assert max(loads) < 1.02 * min(loads)
-    prompts = [{many[index].prompt_token_ids for index in part} for part in parts]
+    prompts = [{one.prompt_token_ids for one in part} for part in parts]
     assert sum(map(len, prompts)) == 64
     few = [sample(0, length) for length in (100, 90, 10)]
-    assert [dealt(few, Ranks(rank, 2)) for rank in range(2)] == [[0], [1, 2]]
-    assert dealt(few, ALONE) == [0, 1, 2]
+    assert [dealt(few, Ranks(rank, 2)) for rank in range(2)] == [few[:1], few[1:]]
+    assert dealt(few, ALONE) == few
     assert busiest([few], 2) == pytest.approx(2 * max(120, 140) / 260)
     assert busiest([few, few], 2) == busiest([few], 2)
     assert 1 <= busiest([many], 4) < 1.02
@@ -706,51 +708,11 @@ def test_ranks_cannot_be_reached_from_another_host() -> None:
         assert all(ipaddress.ip_address(each).is_loopback for each in addresses), addresses
 
 
-class Planted:
-    """Runs code where it is unpickled."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.place.touch, ()
-
-
-def planted(ranks: Ranks, place: Path, key: bytes) -> None:
-    """Tell the others something that does harm, without their key."""
-    if ranks.rank == 1:
-        ranks._messages = Messages(1, 2, key)
-        ranks._messages.exchanged(Planted(place), ranks._limited())
-    ranks.all_gather_object(None)
-
-
-@pytest.mark.parametrize("key", [b"", b"a guess"])
-def test_what_was_not_sent_by_the_run_is_not_unpickled(tmp_path: Path, key: bytes) -> None:
-    first, _ = on_ranks(2, planted, tmp_path / "harm", key)
-    assert isinstance(first, RankError)
-    assert "in the place of rank 1 was not sent by this run" in str(first)
-    assert not (tmp_path / "harm").exists()
-    on_ranks(2, planted, tmp_path / "harm", KEY)
-    assert (tmp_path / "harm").exists(), "the test plants nothing"
-
-
-def replayed(ranks: Ranks) -> None:
-    """Tell the same message again."""
-    ranks.all_gather_object("once")
-    if ranks.rank == 1:
-        ranks._messages.count -= 1
-    ranks.all_gather_object("once")
-
-
-def test_a_message_is_valid_once() -> None:
-    assert all(isinstance(each, RankError) for each in on_ranks(2, replayed))
-
-
-def test_the_first_rank_does_not_wait_for_one_that_ended() -> None:
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_of_torch, "MEET_LIMIT_S", 0.2)
     listener, cpu = socket.create_server(("127.0.0.1", 0)), torch.device("cpu")
-    port = listener.getsockname()[1]
     with pytest.raises(RankError, match="ended before it was ready"):
-        Ranks.join(0, 2, port=port, device=cpu, key=b"", listener=listener, can_come=lambda: False)
+        Ranks.join(0, 2, port=listener.getsockname()[1], device=cpu, listener=listener)
 
 
 class Interrupting(Reporter):
@@ -769,12 +731,20 @@ def ran(
         patched.setattr(tiny, "write", lambda *_: None)  # transformers would write on the first rank alone
         fake = serving.enter_context(runner(folder / str(ranks.rank), patched)())
         publish = fake.mode.publish
-        fake.mode.publish = lambda update: replace(publish(update), pause_s=float(ranks.rank))  # type: ignore[method-assign]
+
+        @contextmanager
+        def slower(update: Update) -> Iterator[Window]:
+            with publish(update) as window:
+                yield window
+            window.times = replace(window.times, pause_s=float(ranks.rank))
+
+        fake.mode.publish = slower  # type: ignore[method-assign]
         place, config = folder / "run", fake.config(save_path=folder / "saved", **choices)
         made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
         ranks.all_gather_object(None)
         heard = reporter if ranks.is_rank_zero else Reporter()
-        return trainer.train(config, Letters(), made or RunDirectory.join(place), heard, resume=resume, ranks=ranks)
+        run = made or RunDirectory.join(place)
+        return Run(config, Letters(), run, heard, resume=resume, ranks=ranks).train()
 
 
 def test_ranks_end_after_the_same_step_although_their_times_differ(models: Path) -> None:
@@ -794,7 +764,7 @@ def baseline(ranks: Ranks, folder: Path) -> float | None:
     with pytest.MonkeyPatch.context() as patched:
         own = RunDirectory.first_evaluation
         patched.setattr(RunDirectory, "first_evaluation", lambda run: own(run) if ranks.is_rank_zero else None)
-        patched.setattr(Trainer, "resume", lambda trainer, _: setattr(trainer, "_begun_at", 1))
+        patched.setattr(Run, "_load", lambda run: setattr(run, "_begun_at", 1))
         found = Found(folder, Progress(step=1, weight_version=3, problems_drawn=2, run_dir=folder))
         return ran(ranks, folder, Reporter(), {"eval_samples": 1}, found).reward_before
 
@@ -833,10 +803,8 @@ def test_an_interrupt_while_a_checkpoint_is_saved_leaves_no_rank_waiting(models:
 def dies(ranks: Ranks, folder: Path, where: str) -> Any:
     """End one rank while the weights are rescued."""
     if ranks.rank == 1:
-        owner, name = {"before it tells": (trainer.Trainer, "_is_torn"), "as it saves": (trainer.Trainer, "_save")}[
-            where
-        ]
-        setattr(owner, name, lambda *_: os._exit(1))
+        name = {"before it tells": "is_torn", "as it saves": "save"}[where]
+        setattr(Checkpoints, name, lambda *_: os._exit(1))
     return ran(ranks, folder, Interrupting(), {"eval_interval": 1, "eval_samples": 1, "training_steps": 9})
 
 

@@ -1,10 +1,9 @@
 """The first problems are tried before anything starts: prompts that cannot be encoded, scores that always fail."""
 
-import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from bridge.config import TaskConfig
+from bridge.agents import stream
+from bridge.config import TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
-from bridge.rollouts import rehearsal
-from bridge.scoring.score import FailedScore, Score, Scores
+from bridge.scoring.score import Scores
 from bridge.types import Problem
+from bridge.types import Task as BridgeTask
 from bridge.weights import skeleton
 from tests.models import tiny
 from tests.unit import scores_sample
@@ -57,7 +57,8 @@ def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, *
     """Return the logged lines."""
     chosen = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
     told: list[str] = []
-    rehearsal.check(str(model), chosen, task, recipe or (lambda: task), told.append)
+    given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
+    stream.rehearse(TrainConfig(model_name=str(model), task=chosen), given, told.append)
     return told
 
 
@@ -142,24 +143,5 @@ def test_faults_of_several_kinds_or_that_are_allowed_are_told(model: Path) -> No
 def test_a_score_that_takes_its_time_is_judged_in_training(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rehearsal, "LIMIT_S", 1.0)
+    monkeypatch.setattr(stream, "LIMIT_S", 1.0)
     assert tried(model, Task(), partial(Hanging, tmp_path / "log"), reward_timeout_s=1000) == []
-
-
-def test_the_scores_are_closed_when_the_first_one_is_enough() -> None:
-    closed = []
-
-    async def scores() -> AsyncGenerator[Score | FailedScore, None]:
-        try:
-            yield Score(reward=1.0)
-            yield Score(reward=1.0)
-        finally:
-            await asyncio.sleep(0)  # as a trajectory that gives its process back
-            closed.append(True)
-
-    async def failures() -> list[FailedScore]:
-        found = await rehearsal._failures(scores())
-        assert closed, "asyncio.run would close it, and print a traceback"
-        return found
-
-    assert asyncio.run(failures()) == []

@@ -7,8 +7,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from bridge.rollouts import chat_request, responses_api
-from bridge.rollouts.chat_request import Refusal
+from bridge.agents import chat_request, responses_api
+from bridge.agents.chat_request import Refusal
 
 ADD = {"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object"}, "strict": True}
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 3}'}
@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a hosted tool": ({"input": "x", "tools": [{"type": "web_search"}]}, "tools has one of the type web_search"),
     "a picture": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input has a part of the type input_image, expected text",
+        "a message has a part of the type input_image, expected text",
     ),
     "an item of another kind": ({"input": [{"type": "item_reference", "id": "x"}]}, "input has an item of the type i"),
     "logprobs": ({"input": "x", "include": ["message.output_text.logprobs"]}, "logprobs are not supported"),
@@ -113,7 +113,7 @@ def test_an_answer_is_a_response_and_a_stream_of_the_same(case: str) -> None:
     message, reason, kinds = ANSWERS[case]
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
     usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
-    made = responses_api.as_response({"input": "x", "tools": [ADD]}, {"choices": [choice], "usage": usage})
+    made = responses_api.as_document({"input": "x", "tools": [ADD]}, {"choices": [choice], "usage": usage})
     found = Response.model_validate(made)
     assert [item.type for item in found.output] == kinds
     assert found.output_text == (message["content"] or "")
@@ -121,7 +121,7 @@ def test_an_answer_is_a_response_and_a_stream_of_the_same(case: str) -> None:
         "incomplete" if reason == "length" else "completed",
         7,
     )
-    lines = responses_api.as_stream(made).split("\n\n")[:-1]
+    lines = responses_api.as_stream(made, {}).split("\n\n")[:-1]
     events = [TypeAdapter(ResponseStreamEvent).validate_json(line.partition("data: ")[2]) for line in lines]
     assert [line.partition("\n")[0] for line in lines] == [f"event: {event.type}" for event in events]
     assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -17,7 +18,7 @@ import pytest
 from bridge.config import SamplingConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
-from bridge.rollouts import event_loop
+from bridge.rollouts.event_loop import EventLoop
 from bridge.rollouts.openai_api import RequestFailed
 from bridge.rollouts.sampler import FIRST_WAIT_S, WAIT_LIMIT_S, Sampler, wait_s
 from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, next_of
@@ -459,12 +460,52 @@ def test_an_interrupt_leaves_no_request_running_and_the_sampler_usable(number: s
 
 
 @pytest.mark.usefixtures("quiet")
-def test_an_interrupt_before_the_first_step_leaves_nothing_that_nobody_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "_handlers", lambda: interrupt(signal.SIGINT))
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_interrupt_before_a_task_closes_its_coroutine(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
     coroutine = asyncio.sleep(0)
-    with sampler() as ours, pytest.raises(KeyboardInterrupt):
-        ours.run(coroutine)
-    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+    with sampler() as ours:
+        if not is_first:
+            ours.run(asyncio.sleep(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(EventLoop, "_begin", lambda *_: interrupt(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                ours.run(coroutine)
+        assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+        assert ours.run(asyncio.sleep(0, 3)) == 3
+
+
+@pytest.mark.usefixtures("quiet")
+def test_tasks_run_on_while_the_caller_computes() -> None:
+    happened = threading.Event()
+
+    async def later() -> None:
+        await asyncio.sleep(0.01)
+        happened.set()
+
+    async def leave() -> None:
+        tasks.append(asyncio.create_task(later()))
+
+    tasks: list[Any] = []
+    with sampler() as ours:
+        ours.run(leave())
+        assert happened.wait(60), "nobody waits in `run` meanwhile"
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_call_is_made_in_the_thread_that_waits() -> None:
+    async def called(call: Callable[[], Any]) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        return await ours.call_here(call)
+
+    with sampler() as ours:
+        assert ours.run(called(threading.current_thread)) is threading.main_thread()
+        with pytest.raises(ZeroDivisionError):
+            ours.run(called(lambda: 1 / 0))
+        with pytest.raises(KeyboardInterrupt):
+            ours.run(called(lambda: interrupt(signal.SIGINT)))
+        with pytest.raises(SystemExit):
+            ours.run(called(lambda: sys.exit(3)))
+        assert ours.run(called(lambda: 7)) == 7, "the loop outlives all of them"
 
 
 @pytest.mark.usefixtures("quiet")

@@ -9,8 +9,8 @@ import pytest
 
 from bridge.core.foreign_code import foreign_code
 from bridge.errors import RewardError
-from bridge.scoring.score import FailedScore, FailedScores, Origin, Score, score_one
-from bridge.scoring.wire import HEADER, Answer, BadAnswerError, CannotScore, packed, read
+from bridge.scoring.score import FailedScore, FailedScores, Host, Origin, Score
+from bridge.scoring.worker import Answer, BadAnswerError, CannotScore, read, written
 from bridge.types import Problem
 from tests.unit.scores_sample import Several
 
@@ -19,7 +19,7 @@ TASK = "import json\nclass Task:\n    def score(self, problem, completion):\n   
 
 
 def scored(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> Score | FailedScore:
-    return score_one(scores, Origin.of(scores), problem, completion)
+    return Host(scores).score(problem, completion)
 
 
 def fault(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> FailedScore:
@@ -174,9 +174,7 @@ def test_a_list_is_a_reward_per_turn_and_each_is_a_finite_number() -> None:
     ],
 )
 def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: Answer) -> None:
-    frame = packed(3, answer)
-    assert HEADER.unpack(frame[: HEADER.size]) == (len(frame) - HEADER.size,)
-    assert read(frame[HEADER.size :]) == (3, answer)
+    assert read(written(3, answer)) == (3, answer)
 
 
 @pytest.mark.parametrize(

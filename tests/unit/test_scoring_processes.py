@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from bridge.errors import RewardError
 from bridge.scoring import worker_process
 from bridge.scoring.score import FailedScore, Score, Scores
 from bridge.scoring.scorer import Scorer
-from bridge.scoring.wire import question
+from bridge.scoring.worker import pickled
 from bridge.types import Problem
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Sample
@@ -35,6 +36,7 @@ PROGRAM = """
 import asyncio
 import sys
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bridge.scoring.scorer import Scorer
@@ -396,7 +398,7 @@ def test_a_connection_that_is_closed_before_the_answer_is_read_ends_the_process_
         process = subprocess.Popen(command, cwd=ROOT, pass_fds=given, stderr=subprocess.PIPE, text=True)
     with ours:
         ours.settimeout(PATIENCE_S)
-        ours.sendall(question(partial(Sample, tmp_path / "log")))
+        Connection(os.dup(ours.fileno())).send_bytes(pickled(partial(Sample, tmp_path / "log")))
         ours.recv(1, socket.MSG_PEEK)  # the answer is there, and stays unread
     _, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")

@@ -11,6 +11,7 @@ import pytest
 
 import bridge
 from bridge.errors import UsageError
+from bridge.processes import PLAIN
 
 
 @pytest.mark.parametrize("choices", [{"max_modellen": 8}, {"max_model_len": -1}])
@@ -21,3 +22,14 @@ def test_a_choice_that_is_refused_leaves_no_folder(
     with pytest.raises(UsageError), bridge.serve(tmp_path, **choices):
         pass
     assert not [*tmp_path.glob("bridge-serve-*")]
+
+
+def test_notes_go_to_stderr_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    PLAIN.note("vLLM\x1b[31m is ready", style="yellow")
+    with PLAIN.waiting("starting vLLM") as detail:
+        detail("loading")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "\x1b" not in err
+    assert err.splitlines()[-1] == "starting vLLM ..."
+    assert len(err.splitlines()) == 2

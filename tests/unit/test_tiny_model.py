@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from bridge.rollouts.conversation import Conversation
-from bridge_cli import tiny_model
+from bridge.agents.conversation import Conversation
+from bridge_cli.demo_model import CALL, TINY_RECIPE, write_tiny
 from bridge_cli.main import answer
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.write(tmp_path_factory.mktemp("made") / "tiny", num_steps=2)
+    short = {name: {**part, "num_steps": 1} if isinstance(part, dict) else part for name, part in TINY_RECIPE.items()}
+    return write_tiny(tmp_path_factory.mktemp("made") / "tiny", recipe=short)
 
 
 def test_it_reads_every_printable_text_as_it_is(made: Path) -> None:
@@ -28,7 +29,7 @@ def test_its_template_keeps_turns_and_writes_calls(made: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(made)
     schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     conversation = Conversation(tokenizer, str(made), tools=[schema])
-    call = tokenizer(f"{tiny_model.CALL[0]}12{tiny_model.CALL[1]}30{tiny_model.CALL[2]}<eos>")["input_ids"]
+    call = tokenizer(f"{CALL[0]}12{CALL[1]}30{CALL[2]}<eos>")["input_ids"]
     (found,) = conversation.calls(call)
     assert (found.name, found.arguments) == ("add", {"a": 12, "b": 30})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2="}]

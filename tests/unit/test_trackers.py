@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import math
 import sys
@@ -12,27 +11,25 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.run import trackers
-from bridge.run.metrics import Evaluation, StepMetrics, declared
+from bridge.run import reporting
+from bridge.run.metric_table import METRICS
+from bridge.run.metrics import RECORDED, Evaluation, StepMetrics
+from bridge.run.reporting import Trackers
 from bridge.run.run_directory import RunDirectory
-from bridge.run.trackers import Trackers
 from bridge.types import Completion, Group
-
-NOT_DRAWN = {"lag_shares", "step", "rollouts", "device", "reward_parts", "logprob_diff_histogram"}
-"""Fields that are not a single number."""
+from tests import metrics_table
 
 
 def metrics(step: int, **changed: Any) -> StepMetrics:
-    names = [each.name for each in dataclasses.fields(StepMetrics)]
     known: dict[str, Any] = {"step": step, "rollouts": "0a1b", "device": "cpu", "reward_parts": {"exact": 0.25}}
     known |= {"logprob_diff_histogram": (0.5, 0.25, 0, 0, 0, 0, 0, 0.25), "tokens_generated": 12, "rollout_s": 3.0}
-    return StepMetrics(**(dict.fromkeys(names, 0.5) | known | changed))
+    return StepMetrics(dict.fromkeys(RECORDED, 0.5) | {"lag_shares": (1.0,)} | known | changed)
 
 
 def evaluation(step: int) -> Evaluation:
     return Evaluation(
         step=step, weight_version=step, reward_mean=0.75, reward_std=0.5, reward_parts={"exact": 0.5}, unscored=0,
-        num_problems=8, completion_tokens_mean=4.0, truncated_share=0.0, seconds=1.0,
+        num_problems=8, completion_tokens_mean=4.0, truncated_share=0.0, seconds=1.0, pass_at_k={},
     )  # fmt: skip
 
 
@@ -116,7 +113,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(*packages: str, wandb: FakeWandb | None = None) -> FakeWandb:
         fake = wandb or FakeWandb()
         FakeWriter.made = []
-        monkeypatch.setattr(trackers, "is_installed", lambda package: package in packages)
+        monkeypatch.setattr(reporting, "is_installed", lambda package: package in packages)
         tensorboard = ModuleType("torch.utils.tensorboard")
         tensorboard.SummaryWriter = FakeWriter  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
@@ -132,22 +129,25 @@ def config(**choices: Any) -> TrainConfig:
     return TrainConfig.of(model_name="m", start_command="TOKEN=secret vllm serve {model}", mode="none", **choices)
 
 
-def test_every_figure_of_a_step_has_a_curve_of_its_own() -> None:
-    names = [each.curve for each in declared(StepMetrics).values()]
-    assert declared(StepMetrics).keys() == {each.name for each in dataclasses.fields(StepMetrics)} - NOT_DRAWN
-    assert len(set(names)) == len(names)
-    assert all(names)
-    values = metrics(1, fence_pause_s=0.004, groups_in_flight=0).curves()
+def test_every_number_of_a_step_has_a_curve_of_its_own() -> None:
+    curves = [METRICS[name].curve for name in RECORDED if name in METRICS]
+    assert len(set(curves)) == len(curves)
+    assert [name for name in RECORDED if name in METRICS and not METRICS[name].curve] == ["lag_shares"]
+    values = metrics(1, fence_pause_s=0.004, groups_in_flight=0, my_ratio=0.75).curves()
     assert (values["fence/pause_ms"], values["rollout/tokens_per_s"], values["reward/part/exact"]) == (4.0, 4.0, 0.25)
+    assert (values["loss/my_ratio"], values["fence/total_ms"]) == (0.75, 1004.0)
     shares = {name: value for name, value in values.items() if name.startswith("logprob_diff_share/")}
     assert [*shares][:1] + [*shares][-1:] == ["logprob_diff_share/below_0.001", "logprob_diff_share/from_1"]
     assert (len(shares), sum(shares.values())) == (8, 1.0)
-
-
-def test_what_is_no_number_is_not_drawn() -> None:
     values = metrics(1, logprob_diff_mean=math.nan, grad_norm=math.inf).curves()
     assert not {"mismatch/logprob_diff_mean", "train/grad_norm"} & set(values)
     assert all(map(math.isfinite, values.values()))
+
+
+def test_docs_list_every_metric() -> None:
+    page = metrics_table.PAGE.read_text()
+    assert page == metrics_table.replaced(page), "python -m tests.metrics_table rewrites it"
+    assert page.count("| `") > len(METRICS)
 
 
 def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on() -> None:
@@ -186,28 +186,28 @@ def test_tensorboard_is_used_where_it_is_installed_and_not_refused(tmp_path: Pat
     run = RunDirectory(tmp_path)
     for packages, choice, is_used in ((["tensorboard"], None, 1), (["tensorboard"], False, 0), ([], None, 0)):
         installed(*packages)
-        with trackers.of(config(tensorboard=choice), run) as tracked:
+        with reporting.trackers_of(config(tensorboard=choice), run) as tracked:
             tracked.phase("rollouts")
             assert len(FakeWriter.made) == is_used
 
 
 def test_a_run_that_does_not_begin_leaves_no_trace(tmp_path: Path, installed: Any) -> None:
     fake = installed("tensorboard", "wandb")
-    with trackers.of(config(wandb=True), RunDirectory(tmp_path)):
+    with reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path)):
         pass
     assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_only_rank_0_draws_curves(tmp_path: Path, installed: Any) -> None:
     fake = installed("tensorboard", "wandb")
-    with trackers.of(config(wandb=True), RunDirectory(tmp_path, is_writer=False)) as tracked:
+    with reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path, is_writer=False)) as tracked:
         tracked.step(metrics(1), groups())
     assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_tensorboard_gets_every_curve_and_drops_what_a_resumed_run_lost(tmp_path: Path, installed: Any) -> None:
     installed("tensorboard")
-    with trackers.of(config(), RunDirectory(tmp_path), first_step=3) as tracked:
+    with reporting.trackers_of(config(), RunDirectory(tmp_path), first_step=3) as tracked:
         tracked.step(metrics(3), groups("# not *markdown*"))
     (writer,) = FakeWriter.made
     assert (writer.folder, writer.purge_step, writer.closed) == (str(tmp_path / "tensorboard"), 3, True)
@@ -225,25 +225,25 @@ def test_what_is_asked_for_and_not_installed_is_refused_with_what_to_install(
     package: str, tmp_path: Path, installed: Any
 ) -> None:
     installed()
-    trackers.check(config())
+    reporting.check_trackers(config())
     with pytest.raises(UsageError, match="not installed") as refused:
-        trackers.check(config(**{package: True}))
+        reporting.check_trackers(config(**{package: True}))
     assert refused.value.remedy == f"pip install {package}, or leave --{package} out"
     with pytest.raises(UsageError):
-        trackers.of(config(**{package: True}), RunDirectory(tmp_path))
+        reporting.trackers_of(config(**{package: True}), RunDirectory(tmp_path))
 
 
 def test_a_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bridge_tracker_of_nobody").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not trackers.is_installed("bridge_tracker_of_nobody")
-    assert trackers.is_installed("torch")
+    assert not reporting.is_installed("bridge_tracker_of_nobody")
+    assert reporting.is_installed("torch")
 
 
 def test_wandb_goes_on_with_the_run_that_the_directory_knows(tmp_path: Path, installed: Any) -> None:
     fake = installed("wandb")
     for first_step in (1, 2):
-        with trackers.of(config(wandb=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
+        with reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
             tracked.step(metrics(first_step), groups("<b>5"))
     first, second = fake.chosen
     assert first["id"] == second["id"] == (tmp_path / "wandb_id").read_text().strip()
@@ -263,7 +263,7 @@ def test_wandbs_own_variables_have_the_last_word(
     own = {"WANDB_PROJECT": "p", "WANDB_NAME": "n", "WANDB_DIR": "/d", "WANDB_RUN_ID": "i"}
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    trackers.of(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
+    reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
     (chosen,) = fake.chosen
     assert [chosen[name] for name in ("project", "name", "dir", "id")] == ["p", "n", "/d", "i"]
 
@@ -273,7 +273,7 @@ def test_what_was_asked_for_and_cannot_begin_stops_the_run_and_closes_the_others
 ) -> None:
     installed("tensorboard", "wandb", wandb=FakeWandb(RuntimeError("No API key configured")))
     with pytest.raises(UsageError, match="Weights & Biases cannot be used: RuntimeError: No API key") as refused:
-        trackers.of(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
+        reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
     assert "--wandb" in refused.value.remedy
     assert [writer.closed for writer in FakeWriter.made] == [True]
 
@@ -284,7 +284,7 @@ def test_what_nobody_asked_for_and_cannot_begin_is_told_of(
     told: list[str] = []
     installed("tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    trackers.of(config(), RunDirectory(tmp_path, echo=told.append)).step(metrics(1), groups())
+    reporting.trackers_of(config(), RunDirectory(tmp_path, echo=told.append)).step(metrics(1), groups())
     assert len(told) == 1
     assert told[0].startswith("TensorBoard cannot be used: ModuleNotFoundError")
 
@@ -293,7 +293,7 @@ def test_what_is_written_is_what_tensorboard_reads(tmp_path: Path) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     def write(first_step: int, rewards: Sequence[float]) -> None:
-        with trackers.of(config(tensorboard=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
+        with reporting.trackers_of(config(tensorboard=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
             for step, reward in enumerate(rewards, first_step):
                 tracked.step(metrics(step, reward_mean=reward), groups())
 

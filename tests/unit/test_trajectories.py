@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,16 @@ import psutil
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from bridge.agents.conversation import Call
+from bridge.agents.stream import open_stream
+from bridge.agents.trajectories import DEEPEST, as_turn
 from bridge.config import TrainConfig
 from bridge.learn import samples
 from bridge.learn.policy_loss import LossSpec
 from bridge.ranks.world import ALONE, Ranks
-from bridge.rollouts.conversation import Call
 from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.problems import endless
 from bridge.rollouts.sampler import CALL_SEEDS
-from bridge.rollouts.trajectories import DEEPEST, as_turn
 from bridge.run import measuring
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
@@ -119,8 +119,7 @@ def spoken(
             one["kept"] = [(0.001 * place, place + 1) for place in range(len(ids))]
         return document
 
-    recipe = None if config.task.reward_processes == 0 else partial(registry.scorer, config.task)
-    stream = EnvironmentStream(config, environment, told.append, recipe=recipe, ranks=ranks)
+    stream = open_stream(config, environment, told.append, ranks=ranks)
     with serving(openai(bend, is_bridge=True, max_model_len=max_model_len)) as server, closing(stream):
         stream.served(Endpoint(url=server.url), 3)
         yield Rolled(stream, server.asked, tokenizer, said, told)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checks import environment, result, sharing
-from bridge.checks.result import Check
+from bridge import checks
+from bridge.checks import Check, hardware, software
 from tests import troubleshooting
 from tests.troubleshooting import FINDINGS, PAGE, page
 
 ROOT = Path(__file__).parents[2]
 CHECKS = [*sorted((ROOT / "bridge" / "checks").glob("*.py")), ROOT / "cli" / "bridge_cli" / "doctor.py"]
-OTHERS = {"result.py", "verify.py"}
+OTHERS = {"__init__.py", "verify.py"}
 REPORTS = {"failed", "warned", "judged"}
 
 
@@ -33,7 +33,7 @@ def test_the_page_has_every_finding_of_every_check(monkeypatch: pytest.MonkeyPat
 
     def record(check: Check) -> None:
         frame = sys._getframe(1)
-        while frame.f_code.co_filename in ("<string>", result.__file__) and frame.f_back:
+        while frame.f_code.co_filename in ("<string>", checks.__file__) and frame.f_back:
             frame = frame.f_back
         if check.status in ("WARN", "FAIL"):
             seen.add((frame.f_code.co_filename, frame.f_lineno))
@@ -53,8 +53,8 @@ def test_the_page_has_every_finding_of_every_check(monkeypatch: pytest.MonkeyPat
 
 def test_every_variable_and_every_cause_is_on_the_page() -> None:
     text = PAGE.read_text()
-    assert [rule.name for rule in environment.RULES if f"### {rule.name}\n" not in text] == []
-    causes = [meaning for _, meaning, _ in (*sharing.SURE, *sharing.LIKELY)]
+    assert [rule.name for rule in software.RULES if f"### {rule.name}\n" not in text] == []
+    causes = [meaning for _, meaning, _ in (*hardware.SURE, *hardware.LIKELY)]
     assert [meaning for meaning in causes if meaning not in text] == []
 
 

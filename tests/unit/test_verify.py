@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bridge.checks import verify
-from bridge.checks.result import Check
+from bridge.checks import Check, verify
 from bridge.checks.verify import Served
 from bridge.config import SamplingConfig
 from bridge.rollouts.sampler import Sampler
@@ -73,7 +72,7 @@ def test_one_copy_passes_and_a_parameter_elsewhere_fails(attached: AttachedModel
     assert "256 bytes" in verify.bytes_allocated(attached).found
 
 
-def test_marks_pass_through_one_copy_both_ways_and_are_put_back(server: ToyServer, attached: AttachedModel) -> None:
+def test_marks_pass_both_ways_and_are_put_back(server: ToyServer, attached: AttachedModel) -> None:
     before = copied(server)
     client = FakeClient(server.tensors)
     assert statuses(verify.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
@@ -89,7 +88,7 @@ def test_marks_do_not_reach_a_second_copy(server: ToyServer, attached: AttachedM
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
 
 
-def test_one_parameter_that_is_not_shared_is_enough_to_fail(server: ToyServer, attached: AttachedModel) -> None:
+def test_one_unshared_parameter_fails(server: ToyServer, attached: AttachedModel) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     client = FakeClient({**server.tensors, name: server.tensors[name].clone()})
     written, read, _ = verify.markers(attached, cast(BridgeClient, client))
@@ -98,7 +97,7 @@ def test_one_parameter_that_is_not_shared_is_enough_to_fail(server: ToyServer, a
     assert f"{total - 1} of {total}" in written.found
 
 
-def test_a_mark_is_never_the_value_that_was_there(server: ToyServer, attached: AttachedModel) -> None:
+def test_mark_differs_from_the_value_before(server: ToyServer, attached: AttachedModel) -> None:
     for tensor in server.tensors.values():
         tensor.view(-1)[:] = 1.0
     for index, (name, view) in enumerate(server.manifest.shard(0).param_mappings.items()):
@@ -109,7 +108,7 @@ def test_a_mark_is_never_the_value_that_was_there(server: ToyServer, attached: A
     assert written.found.startswith("0 of")
 
 
-def test_marks_are_put_back_when_the_server_fails_in_between(server: ToyServer, attached: AttachedModel) -> None:
+def test_marks_are_put_back_if_the_server_fails(server: ToyServer, attached: AttachedModel) -> None:
     class Gone(FakeClient):
         def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
             raise ConnectionError
@@ -120,9 +119,7 @@ def test_marks_are_put_back_when_the_server_fails_in_between(server: ToyServer, 
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
 
 
-def test_beside_a_trainer_values_are_compared_and_nothing_is_written(
-    server: ToyServer, attached: AttachedModel
-) -> None:
+def test_beside_a_trainer_nothing_is_written(server: ToyServer, attached: AttachedModel) -> None:
     before, total = copied(server), len(server.manifest.shard(0).param_mappings)
 
     class ReadOnly(FakeClient):
@@ -139,16 +136,14 @@ def test_beside_a_trainer_values_are_compared_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(("status", "after", "told"), [("PASS", 4, "PASS"), ("FAIL", 3, "FAIL"), ("FAIL", 4, "SKIP")])
-def test_what_a_trainer_published_meanwhile_is_no_failure(status: Any, after: int, told: str) -> None:
+def test_publication_meanwhile_is_no_failure(status: Any, after: int, told: str) -> None:
     check = Check(name="log-probabilities", status=status, found="0.2", expected="0.05", remedy="attach again")
     found = verify.unless_updated(check, 3, after)
     assert found.status == told
     assert "0.2" in found.found
 
 
-def test_checksums_agree_with_one_copy_and_name_the_first_that_does_not(
-    server: ToyServer, attached: AttachedModel
-) -> None:
+def test_checksums_name_the_first_that_differs(server: ToyServer, attached: AttachedModel) -> None:
     theirs = {name: digest(tensor) for name, tensor in server.tensors.items()}
     assert verify.digests(attached, theirs).status == "PASS"
     changed = verify.digests(attached, {**theirs, "model.norm.weight": "0" * 16})
@@ -177,14 +172,15 @@ def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: 
         return {"choices": [{**one, "logprobs": {"token_logprobs": logprobs}} for one in choices]}
 
     with serving(openai(bend)) as http, Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
-        check = verify.logprobs(attached, sampler, Endpoint(url=http.url))
+        groups = verify.sample(sampler, Endpoint(url=http.url), attached.model.config.vocab_size)
+        check = verify.logprobs(verify.logprob_diffs(attached.model, groups))
     assert check.status == status, check.found
     assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")
     assert len(answers) == verify.NUM_PROMPTS
     assert all(max(prompt) < tiny.VOCABULARY for prompt in answers)
 
 
-def test_replicas_that_differ_are_named_with_the_tensor_and_the_server() -> None:
+def test_replicas_that_differ_are_named() -> None:
     equal = {path: Served(3, {"a": "1", "b": "2"}) for path in map(Path, "xyz")}
     assert verify.replicas([*equal], equal.__getitem__).status == "PASS"
     other = equal | {Path("y"): Served(3, {"a": "1", "b": "3"})}

@@ -13,11 +13,9 @@ import torch
 
 from bridge.errors import UsageError
 from bridge.passes.cut_layers import summed
-from bridge.ranks.watch import FAILED, PERIOD_S, Watch, failure
+from bridge.ranks.watch import FAILED, PERIOD_S, Watch
 from bridge.ranks.world import Ranks
 from tests.unit.several_ranks import on_ranks
-
-KEY = b"of the run"
 
 
 def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
@@ -142,22 +140,22 @@ def broken(connection: socket.socket, *, within_s: float) -> bool:
 )
 def test_an_exchange_is_broken_off_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pair], cause: str) -> None:
     ((one, other), (its, gone)), store, work = pairs, Store(), Endless()
-    watch = Watch(store, torch.device("cpu"), 0, lambda: 7, KEY)
+    watch = Watch(store, torch.device("cpu"), 0, lambda: 7)
     watch.add(None, {one.fileno(), its.fileno()})
     watch.start()
     watch.wait(work, (0, 1))
     work.ends = cause.endswith("done")
     if cause.startswith("failed"):
         phase = {"failed": 7, "failed before": 6, "failed elsewhere": 5}[cause]
-        Watch(store, torch.device("cpu"), 2, lambda: 7, KEY).failed()
-        Watch(store, torch.device("cpu"), 1, lambda: phase, KEY).failed()
+        Watch(store, torch.device("cpu"), 2, lambda: 7).failed()
+        Watch(store, torch.device("cpu"), 1, lambda: phase).failed()
     if cause.startswith("noise"):  # of somebody who can reach the store, and does not know the key
-        for noise in (b"garbage", b"7", b"", b"\xff", failure(b"guessed", 1, 7).encode(), failure(KEY, 2, 7).encode()):
+        for noise in (b"garbage", b"", b"\xff", b"77"):
             store[f"{FAILED}1"] = noise
             assert not watch.is_lost({1})
     if cause == "noise, failed":
         time.sleep(2 * PERIOD_S)
-        Watch(store, torch.device("cpu"), 1, lambda: 7, KEY).failed()
+        Watch(store, torch.device("cpu"), 1, lambda: 7).failed()
     if cause.startswith("ended"):
         gone.close()
     assert broken(other, within_s=6 * PERIOD_S) is (cause in {"failed", "ended", "noise, failed"})
@@ -167,11 +165,11 @@ def test_an_exchange_is_broken_off_if_another_rank_cannot_take_part(pairs: tuple
 def test_a_watch_outlives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
     ((one, other), _), store = pairs, Store()
     store[f"{FAILED}1"] = None  # type: ignore[assignment]
-    watch = Watch(store, torch.device("cpu"), 0, lambda: 7, KEY)
+    watch = Watch(store, torch.device("cpu"), 0, lambda: 7)
     watch.add(None, {one.fileno()})
     watch.wait(Endless(), (0, 1))
     watch.start()
     time.sleep(2 * PERIOD_S)
-    Watch(store, torch.device("cpu"), 1, lambda: 7, KEY).failed()
+    Watch(store, torch.device("cpu"), 1, lambda: 7).failed()
     assert broken(other, within_s=6 * PERIOD_S)
     watch.close()

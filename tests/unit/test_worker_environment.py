@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from bridge.agents.tools import Tools
 from bridge.core import private
 from bridge.errors import UsageError
 from bridge.scoring.scorer import Scorer
-from bridge.scoring.tools import Tools
 from tests.unit.test_scoring_processes import LIMIT_S, PROBLEM, scoring
 from tests.unit.tools_sample import Bench
 

@@ -15,21 +15,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from bridge.config import TrainConfig
-from bridge.core.interrupt import acting_interrupt
 from bridge.errors import ServerUnreachableError
 from bridge.modes.mode import RunContext, ServerProcess
 from bridge.passes import preparation
+from bridge.ranks.world import ALONE
 from bridge.rollouts.problems import WINDOW
 from bridge.run import checkpoint, trainer
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import FenceTimes, Update
+from bridge.server.fence import FenceTimes, Update, Window
 from bridge.types import Problem
 from bridge.weights import model_folder
-from bridge.weights.attach import attach
-from bridge.weights.opened_model import OpenedModel
+from bridge.weights.attach import OpenedModel, attach
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Asked, serving
@@ -69,6 +68,21 @@ class Killed(BaseException):
     """The process was killed: nothing more is written."""
 
 
+class FakeWindow(Window):
+    prepare_s = 0.0
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__(0.0, None, ALONE)
+        self._calls = calls
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        self._calls.append("prepare")
+        self.prepare_s = 0.125
+        with super().preparing():
+            yield
+
+
 @dataclass
 class FakeMode:
     """Only writes, and counts that as publishing."""
@@ -104,22 +118,21 @@ class FakeMode:
             layer.mlp.register_forward_hook(lambda _module, _given, made: functional.dropout(made, self.dropout))
         return attached.opened()
 
-    def publish(self, update: Update) -> FenceTimes:
+    @contextmanager
+    def publish(self, update: Update) -> Iterator[Window]:
         self.last_checkpoints.append(update.last_checkpoint)
         self.before_pause(self.version)
         if update.sleep:
             self.calls.append("sleep")
-        if update.prepare is not None:
-            self.calls.append("prepare")
-            with acting_interrupt():
-                update.prepare()
-        update.write()
+        window = FakeWindow(self.calls)
+        yield window
         self.before_publish(self.version)
         self._num_published += 1
         self.version += self._num_published % self.interval == 0
         self.calls.append("publish")
-        prepare_s = 0.0 if update.prepare is None else 0.125
-        return FenceTimes(version=self.version, pause_s=0.25, prepare_s=prepare_s, write_s=0.5, publish_s=1.0)
+        window.times = FenceTimes(
+            version=self.version, pause_s=0.25, prepare_s=window.prepare_s, write_s=0.5, publish_s=1.0
+        )
 
     def catch_up(self) -> None:
         self.calls.append("catch up")
@@ -170,9 +183,8 @@ class Run:
             (self.told_before if line.startswith("the server was trained before") else self.told).append(line)
 
         run = RunDirectory.create(self.folder / "run", environment="letters", echo=tell)
-        return trainer.train(
-            self.config(**choices), environment or Letters(), run, Listener(self._report), process=engine
-        )
+        reporter = Listener(self._report)
+        return trainer.Run(self.config(**choices), environment or Letters(), run, reporter, process=engine).train()
 
     def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
@@ -180,7 +192,7 @@ class Run:
         assert found is not None
         run = RunDirectory.reopen(found.progress.run_dir, found.progress.step)
         problems = environment or Letters()
-        return trainer.train(self.config(**choices), problems, run, Listener(self._report), resume=found)
+        return trainer.Run(self.config(**choices), problems, run, Listener(self._report), resume=found).train()
 
     def config(self, **choices: Any) -> TrainConfig:
         fixed: dict[str, Any] = {

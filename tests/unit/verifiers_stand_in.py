@@ -3,11 +3,12 @@
 Its environments are named after what they do.
 """
 
+import contextlib
 import json
 import os
-import socket
 import sys
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 NUM_TASKS = 150
@@ -49,9 +50,10 @@ class Host:
 
 def main() -> None:
     host: Any = None
-    with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rw") as stream:
-        for line in stream:
-            request = json.loads(line)
+    connection = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError):
+        while True:
+            request = json.loads(connection.recv_bytes())
             try:
                 if request["method"] == "load":
                     host, found = Host(**request["given"]), None
@@ -60,8 +62,7 @@ def main() -> None:
                 answer = {"result": found}
             except (RuntimeError, ValueError) as error:
                 answer = {"error": str(error), "refused": isinstance(error, ValueError)}
-            stream.write(json.dumps(answer) + "\n")
-            stream.flush()
+            connection.send_bytes(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from markupsafe import Markup
 from bridge import __version__
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
-from bridge.run.run_directory import RunDirectory
-from bridge_cli.report import charts, samples
+from bridge.run.metric_table import METRICS
+from bridge_cli.report.charts import Artist, Drawing, charts
 from bridge_cli.report.record import Column, Run, visible
 from bridge_cli.steps import duration
 
@@ -29,53 +28,22 @@ MOST_EVENTS = 200
 GENERATOR = "bridge report"
 PLACES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
 """Choices that differ between any two runs."""
+END = ("reward_before", "reward_after", "weight_bytes_copied", "weight_bytes")
+"""Keys of the summary that are shown."""
+OVER_RUN: Mapping[str, Callable[[Column], Any]] = {"total": np.sum, "median": np.median, "largest": np.max}
 Choice = tuple[str, str, str, str]
 """Flag, value, default and meaning."""
-Choices = tuple[list[Choice], list[Choice]]
-"""Those that differ from their defaults, and the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """A run as the page shows it."""
-
-    name: str
-    run: Run
-    status: tuple[str, str]
-    """In a word, and in a sentence."""
-    figures: Mapping[str, tuple[str, float | None]]
-    """Name in `--json` -> title and value."""
-    samples: samples.Samples
-    choices: Mapping[str, Choices]
-    """Heading -> the choices of the trainer, and those of the server."""
-    notes: Sequence[str]
-
-    @property
-    def values(self) -> dict[str, float | None]:
-        """Return the values of the figures."""
-        return {key: value for key, (_, value) in self.figures.items()}
-
-
-def view(name: str, run: Run, *, num_runs: int = 1) -> View:
-    """Return what is shown of one of `num_runs` runs, which share the room for completions."""
-    notes = [*run.notes]
-    picked = samples.read(RunDirectory(run.path).rollouts, notes, longest=samples.LONGEST_TEXT // num_runs)
-    return View(
-        name=name, run=run, status=_status(run), figures=figures(run), samples=picked, notes=notes,
-        choices={"": choices(run.config, TrainConfig, run.derived),
-                 "The server": choices(run.server, ServeConfig, run.derived)},
-    )  # fmt: skip
-
-
-def html(views: Sequence[View]) -> str:
+def html(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of several side by side."""
-    results = {"status": [each.status[0] for each in views]}
-    results |= {title: [shown(each.values[key]) for each in views] for key, (title, _) in views[0].figures.items()}
-    artist = charts.Artist({each.name: each.run for each in views})
-    sections = {
-        title: [drawing for chart in group for drawing in artist.drawings(chart)]
-        for title, group in charts.sections(each.run for each in views).items()
-    }
+    every = [figures(run) for run in runs]
+    results = {"status": [status(run)[0] for run in runs]}
+    results |= {title: [shown(each[key][1]) for each in every] for key, (title, _) in every[0].items()}
+    artist = Artist({run.name: run for run in runs})
+    sections: dict[str, list[Drawing]] = {}
+    for chart in charts(runs):
+        sections.setdefault(chart.section, []).extend(artist.drawings(chart))
     plots: dict[str, Any] = {
         drawing.title: drawing.plot for group in sections.values() for drawing in group if drawing.plot
     }
@@ -90,13 +58,15 @@ def html(views: Sequence[View]) -> str:
         loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         finalize=lambda value: visible(value) if type(value) is str else value,
     )  # fmt: skip
-    environment.filters |= {"shown": shown, "duration": duration, "as_text": as_text, "messages": messages}
+    environment.filters |= {
+        each.__name__: each for each in (shown, duration, as_text, messages, status, choices, values)
+    }
     return environment.get_template("report.html.j2").render(
-        views=views, sections=sections, divs={title: Markup(div) for title, div in divs.items()},  # noqa: S704
+        views=runs, sections=sections, divs={title: Markup(div) for title, div in divs.items()},  # noqa: S704
         script=Markup(script), style=Markup((TEMPLATE / "report.css").read_text()),  # noqa: S704
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:",
         generator=GENERATOR, version=__version__, now=datetime.now().astimezone(), most_events=MOST_EVENTS,
-        differing=differing([each.run.config for each in views]), results=results,
+        differing=differing([run.config for run in runs]), results=results,
     )  # fmt: skip
 
 
@@ -104,48 +74,56 @@ def figures(run: Run) -> dict[str, tuple[str, float | None]]:
     """Return the numbers that sum up a run."""
     rewards, published = run.column("reward_mean"), run.column("fence_publish_s")
     few = max(1, min(20, len(rewards) // 10))
-    names = ("reward_before", "reward_after", "weight_bytes_copied", "weight_bytes")
-    ends = {name: value for name in names if isinstance(value := run.summary.get(name), int | float)}
+    ends = {name: value for name in END if isinstance(value := run.summary.get(name), int | float)}
     before, after = ends.get("reward_before"), ends.get("reward_after")
     if run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
         before = first["reward_mean"] if first["step"] < run.steps[0] else None
         after = last["reward_mean"] if last["step"] >= run.steps[0] else None
-    fence_ms = run.column("fence_s")[~(published <= 0)] * 1e3  # of the steps that were published
     copied = ends.get("weight_bytes", ends.get("weight_bytes_copied"))
+    fence_ms = run.column("fence_s")[~(published <= 0)] * 1e3  # of the steps that were published
     return {
-        "reward_first": ("reward, first steps", _of(np.mean, rewards[:few])),
-        "reward_last": ("reward, last steps", _of(np.mean, rewards[-few:])),
-        "held_out_before": ("held-out reward, before", before),
-        "held_out_after": ("held-out reward, last", after),
-        "steps": ("steps", float(len(run.steps))),
-        "tokens_generated": ("tokens generated", _of(np.sum, run.column("tokens_generated"))),
-        "unscored": ("unscored completions", _of(np.sum, run.column("unscored"))),
-        "retries": ("retried requests", _of(np.sum, run.column("retries"))),
-        "training_s": ("time in steps, s", _of(np.sum, run.column("step_s"))),
-        "step_s": ("time per step, median, s", _of(np.median, run.column("step_s"))),
-        "fence_ms": ("fence, median, ms", _of(np.median, fence_ms)),
-        "fence_p90_ms": ("fence, 90th percentile, ms", _of(lambda known: np.quantile(known, 0.9), fence_ms)),
-        "tokens_per_s": ("tokens generated per second, median", _of(np.median, run.column("generated_per_s"))),
-        "logprob_diff_mean": ("|Δ log-probability|, median, nats", _of(np.median, run.column("logprob_diff_mean"))),
-        "logprob_diff_max": ("|Δ log-probability|, largest, nats", _of(np.max, run.column("logprob_diff_max"))),
-        "peak_memory_gib": ("peak memory of the trainer, GiB", _of(np.max, run.column("peak_memory_gib"))),
-        "weight_bytes": ("weights beside the server's, bytes", copied),
+        "reward_first": ("Reward, first steps", _of(np.mean, rewards[:few])),
+        "reward_last": ("Reward, last steps", _of(np.mean, rewards[-few:])),
+        "held_out_before": ("Held-out reward, before", before),
+        "held_out_after": ("Held-out reward, last", after),
+        "steps": ("Steps", float(len(run.steps))),
+        "training_s": ("Time in steps, s", _of(np.sum, run.column("step_s"))),
+        "fence_ms": ("Fence, median, ms", _of(np.median, fence_ms)),
+        "fence_p90_ms": ("Fence, 90th percentile, ms", _of(lambda known: np.quantile(known, 0.9), fence_ms)),
+        **{
+            metric.name: (
+                ", ".join(filter(None, (metric.title, metric.over_run, metric.unit))),
+                _of(OVER_RUN[metric.over_run], run.column(metric.name)),
+            )
+            for metric in METRICS.values()
+            if metric.over_run
+        },
+        "weight_bytes": ("Weights beside the server's, bytes", copied),
     }
 
 
-def choices(config: Mapping[str, Any], kind: type[Config], derived: Collection[str] = ()) -> Choices:
-    """Return the choices that differ from their defaults, and the others with those that were `derived`."""
-    changed, unchanged = list[Choice](), list[Choice]()
-    for name, value in config.items():
-        known, default, about = kind.choices().get(name), "–", "This version of Bridge does not know it."
-        if known is not None:
-            about = known.info.description or ""
-            if not known.info.is_required():
-                default = "derived" if name in derived else _written(known.info.default)
-        written = _written(value)
-        (unchanged if name in derived or written == default else changed).append((flag(name), written, default, about))
-    return changed, unchanged
+def values(run: Run) -> dict[str, Any]:
+    """Return the status and the figures of a run, as data."""
+    return {"status": status(run)[0]} | {key: value for key, (_, value) in figures(run).items()}
+
+
+def choices(run: Run) -> dict[str, tuple[list[Choice], list[Choice]]]:
+    """Return the choices of the trainer and of the server: those that differ from their defaults, and the others."""
+    tables: dict[str, tuple[list[Choice], list[Choice]]] = {}
+    given: list[tuple[str, type[Config], Mapping[str, Any]]]
+    given = [("", TrainConfig, run.config), ("The server", ServeConfig, run.server)]
+    for title, kind, config in given:
+        changed, unchanged = tables.setdefault(title, ([], []))
+        for name, value in config.items():
+            known, default, about = kind.choices().get(name), "–", "This version of Bridge does not know it."
+            if known is not None:
+                about = known.info.description or ""
+                if not known.info.is_required():
+                    default = "derived" if name in run.derived else _written(known.info.default)
+            is_default = name in run.derived or _written(value) == default
+            (unchanged if is_default else changed).append((flag(name), _written(value), default, about))
+    return tables
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -184,7 +162,7 @@ def shown(value: object, digits: int = 4) -> str:
     return f"{rounded / size:,.10g}{letter}"
 
 
-def _status(run: Run) -> tuple[str, str]:
+def status(run: Run) -> tuple[str, str]:
     planned = run.config.get("training_steps")
     done = f"step {run.steps[-1]:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")
     if run.summary:

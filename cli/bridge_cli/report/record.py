@@ -1,18 +1,18 @@
 """Read a run directory: finished, running or killed, and written by any version of Bridge."""
 
-import dataclasses
 import io
 import json
 import re
 import shlex
 import unicodedata
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,23 +20,13 @@ from numpy.typing import NDArray
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, mark, private
 from bridge.errors import UsageError
-from bridge.run.metrics import StepMetrics
+from bridge.run.metric_table import METRICS
+from bridge.run.metrics import RECORDED, StepMetrics
+from bridge.run.rollout_record import cut
 from bridge.run.run_directory import RunDirectory
 
 Column = NDArray[np.float64]
 """One value per step; NaN where it is missing."""
-MOST_LAGS = 9
-FENCE = ("fence_pause_s", "fence_write_s", "fence_publish_s")
-SUMS = {
-    "fence_s": FENCE,
-    "step_s": ("rollout_s", "train_s", *FENCE),
-    "clipped_share": ("clipped_low_share", "clipped_high_share"),
-    "older_share": tuple(f"lag_shares/{lag}" for lag in range(1, MOST_LAGS)),
-    "logprob_diff_large_share": tuple(f"logprob_diff_histogram/{index}" for index in (5, 6, 7)),
-}
-"""Derived column -> the columns it adds up."""
-RATES = {"generated_per_s": ("tokens_generated", "sampling_s"), "trained_per_s": ("tokens_trained", "train_s")}
-"""Derived column -> amount and seconds."""
 CLOCK_SLACK_S = 60.0
 """Tolerance between the time of an event and the time of the metrics file."""
 ENGINE_VERSION = re.compile(rb"LLM engine \(v(\d[\w.+]*)")
@@ -46,6 +36,14 @@ KEPT = "\n\t\u200c\u200d"
 """Invisible characters that stay: white space, and what joins letters and emoji."""
 LONGEST_INT = 18
 """Digits. Longer integers are read as text: no float holds them exactly, and the longest fit into none."""
+NUM_PROBLEMS, NUM_STEPS = 3, 12
+"""How many recurring problems to follow, and how many steps to show."""
+FEWEST_STEPS = 4
+"""A problem that occurs in fewer steps is not followed."""
+LONGEST_TEXT = 12_000
+"""Characters; longer texts are cut in the middle, because answers are at the end."""
+SHORTEST_TURN = 300
+"""Characters of a turn that are shown, however many there are."""
 
 
 class Event(NamedTuple):
@@ -61,8 +59,9 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run directory without its completions (`samples.py`). Whatever it lacks is empty here."""
+    """A run directory. Whatever it lacks is empty here."""
 
+    name: str
     path: Path
     steps: list[int]
     columns: Mapping[str, Column]
@@ -79,6 +78,7 @@ class Run:
     """The device, vLLM's version, and when the oldest and the newest file were written; empty where unknown."""
     holder: str | None
     """Pid of the process that is working in the directory."""
+    samples: "Samples"
     notes: list[str]
     """What is missing or damaged."""
 
@@ -87,8 +87,8 @@ class Run:
         return self.columns.get(name, np.full(len(self.steps), np.nan))
 
 
-def read(path: Path) -> Run:
-    """Read the run directory `path`.
+def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
+    """Read the run directory `path`, one of `num_runs`, which share the room for completions.
 
     Raises:
         UsageError: `path` is not a run directory, or has no complete step.
@@ -107,13 +107,13 @@ def read(path: Path) -> Run:
         raise UsageError(f"{path}: {files.metrics.name} has no complete step", remedy="wait for the first step")
     steps = sorted(rows)
     columns = _columns([rows[step] for step in steps])
-    config, server, summary = (_document(each, notes) for each in (files.config, files.server_config, files.summary))
+    config, server, summary = (_document(file, notes) for file in (files.config, files.server_config, files.summary))
     choices = private.shown(TrainConfig.written(config))
     evaluated = [row for _, row in json_objects(files.evaluations, notes, has_step)]
-    found = {row["step"]: row for row in evaluated if isinstance(row.get("reward_mean"), int | float)}
-    notes += _missing(files, rows.values(), choices, has_evaluations=bool(found))
+    evaluations = {row["step"]: row for row in evaluated if isinstance(row.get("reward_mean"), int | float)}
+    notes += _missing(files, rows.values(), choices, has_evaluations=bool(evaluations))
     dated = (files.server_config, files.config, files.metrics, files.evaluations, files.summary)
-    times = sorted(datetime.fromtimestamp(each.stat().st_mtime) for each in dated if each.is_file())
+    times = sorted(datetime.fromtimestamp(file.stat().st_mtime) for file in dated if file.is_file())
     with files.server_log.open("rb") if files.server_log.is_file() else io.BytesIO() as log:
         version = ENGINE_VERSION.search(log.read(LOG_START_BYTES))
     about = {
@@ -122,8 +122,10 @@ def read(path: Path) -> Run:
         "written": f"{times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M}",
     }
     return Run(
-        path=path, steps=steps, columns=columns, config=choices, notes=notes, about=about,
-        evaluations=[found[step] for step in sorted(found)], holder=claim.holder(path.stat().st_ino),
+        name=name, path=path, steps=steps,
+        samples=samples(files.rollouts, notes, longest=LONGEST_TEXT // num_runs),
+        columns=columns, config=choices, notes=notes, about=about,
+        evaluations=[evaluations[step] for step in sorted(evaluations)], holder=claim.holder(path.stat().st_ino),
         server=private.shown(ServeConfig.written(server)),
         derived=[*(config.get("derived") or ()), *(server.get("derived") or ())],
         events=list(_events(files, steps, columns)),
@@ -177,49 +179,25 @@ def visible(text: str) -> str:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    columns: dict[str, Column] = {}
+    columns: dict[str, Column] = defaultdict(lambda: np.full(len(rows), np.nan))
     for index, row in enumerate(rows):
-        for name, value in _flat(row):
-            if isinstance(value, int | float):
-                columns.setdefault(name, np.full(len(rows), np.nan))[index] = value
-    for name, parts in SUMS.items():
-        if found := [columns[part] for part in parts if part in columns]:
-            columns[name] = np.where(np.isnan(found).all(axis=0), np.nan, np.nansum(found, axis=0))
-    columns |= _sampling(columns)
-    for name, (amount, seconds) in RATES.items():
-        if amount in columns and seconds in columns:
-            columns[name] = columns[amount] / np.where(columns[seconds] > 0, columns[seconds], np.nan)
-    return columns
-
-
-def _sampling(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the time in which tokens were sampled: whole steps, if groups are in flight throughout."""
-    if "rollout_s" not in columns:
-        return {}
-    streams = columns["groups_in_flight"] > 0 if "groups_in_flight" in columns else False
-    pauses = columns["fence_prepare_s"] > 0 if "fence_prepare_s" in columns else False
-    return {"sampling_s": np.where(streams & np.logical_not(pauses), columns["step_s"], columns["rollout_s"])}
-
-
-def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in row.items():
-        items = dict(enumerate(value)) if isinstance(value, list) else value
-        yield from ((f"{name}/{key}", each) for key, each in (items.items() if isinstance(items, dict) else ()))
-        yield name, value
+        for metric, item, value in StepMetrics(row).numbers():
+            columns[f"{metric.name}/{item}" if item else metric.name][index] = value
+    return {**columns}
 
 
 def _document(path: Path, notes: list[str]) -> dict[str, Any]:
-    found = json_object(path.read_bytes()) if path.is_file() else {}
-    if found is None:
+    document = json_object(path.read_bytes()) if path.is_file() else {}
+    if document is None:
         notes.append(f"{path.name} is not a JSON object and was skipped")
-    return found or {}
+    return document or {}
 
 
 def _missing(
     files: RunDirectory, rows: Collection[Mapping[str, Any]], config: Mapping[str, Any], *, has_evaluations: bool
 ) -> Iterator[str]:
     is_loop = mark.kind_of(files.path) == "loop"  # which logs what it likes, and has no evaluations of Bridge's
-    known = [field.name for field in dataclasses.fields(StepMetrics) if field.type in (int, float) and not is_loop]
+    known = [name for name in RECORDED if name in METRICS and METRICS[name].items is None and not is_loop]
     if absent := [name for name in known if not any(name in row for row in rows)]:
         yield f"no step has {', '.join(absent)}: another version of Bridge wrote {files.metrics.name}"
     if not files.config.is_file():
@@ -249,3 +227,87 @@ def _events(files: RunDirectory, steps: Sequence[int], columns: Mapping[str, Col
         elif time and ends[0] - CLOCK_SLACK_S <= time.timestamp() <= ends[-1] + CLOCK_SLACK_S:
             step = steps[min(bisect_left(ends, time.timestamp()), len(steps) - 1)]
         yield Event(time, rest, step, is_estimate=not named)
+
+
+class Samples(NamedTuple):
+    """Completions of one run."""
+
+    series: Sequence[Mapping[str, Any]] = ()
+    """A `problem`, and what is shown of each of its `steps`; or, with an empty problem, the steps of a run."""
+    num_groups: int = 0
+    num_steps: int = 0
+
+
+def samples(path: Path, notes: list[str], *, longest: int = LONGEST_TEXT) -> Samples:
+    """Pick completions from `rollouts.jsonl`: of problems that recur during the run, else of steps spread over it.
+
+    The file is not loaded as a whole. Damaged lines are noted.
+    """
+    groups: list[tuple[int, int, int]] = []
+    for offset, row in json_objects(path, notes, _is_group):
+        if groups and row["step"] < groups[-1][0]:  # the run resumed from a checkpoint and repeated these steps
+            del groups[bisect_left(groups, (row["step"],)) :]
+        groups.append((row["step"], offset, hash(json.dumps(row["problem"].get("prompt")))))
+    if not groups:
+        return Samples()
+    problems: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    every_step: dict[int, list[int]] = defaultdict(list)
+    for step, offset, problem in groups:
+        problems[problem][step].append(offset)
+        every_step[step].append(offset)
+    half = (groups[-1][0] - groups[0][0]) / 2
+    recurring = [steps for steps in problems.values() if len(steps) >= FEWEST_STEPS and max(steps) - min(steps) >= half]
+    followed = sorted(recurring, key=len, reverse=True)[:NUM_PROBLEMS]
+    with path.open("rb") as file:
+        series = [_series(file, offsets, longest) for offsets in followed or [every_step]]
+    if not followed:
+        series = [{**series[0], "problem": {}}]
+    return Samples(series, len(groups), len(every_step))
+
+
+def _is_group(row: Mapping[str, Any]) -> bool:
+    """Return whether a line has what the page shows of a group, in the right types."""
+    parts = [row.get("completions"), row.get("unscored", [])]  # runs of earlier versions have none
+    are_lists = all(isinstance(part, list) and all(isinstance(one, dict) for one in part) for part in parts)
+    if not (are_lists and has_step(row) and isinstance(row.get("problem"), dict)):
+        return False
+    return all(isinstance(one.get("reward"), int | float | None) for one in row["completions"])
+
+
+def _series(file: BinaryIO, offsets: Mapping[int, list[int]], longest: int) -> dict[str, Any]:
+    numbers = list(offsets)
+    if len(numbers) > NUM_STEPS:
+        numbers = [numbers[round(index * (len(numbers) - 1) / (NUM_STEPS - 1))] for index in range(NUM_STEPS)]
+    steps = []
+    for number in numbers:
+        rows = []
+        for offset in offsets[number]:
+            file.seek(offset)
+            rows.append(_bounded(json_object(file.readline()), longest))
+        steps.append({"number": number, **_step(rows)})
+    return {"problem": rows[-1]["problem"], "steps": steps}
+
+
+def _step(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the rewards of a step, and its best, median, worst and first unscored completion."""
+    every, unscored = (
+        [one | {"problem": row["problem"], "label": "unscored"} for row in rows for one in row.get(kind, [])]
+        for kind in ("completions", "unscored")
+    )
+    scored = sorted((one for one in every if one.get("reward") is not None), key=lambda one: one["reward"])
+    rewards = [one["reward"] for one in scored]
+    picked = {"best": -1, "median": len(scored) // 2, "worst": 0}
+    if len(scored) < 3:
+        del picked["median"]
+    if len(set(rewards)) < 2:
+        picked = {"all rewards equal": 0} if scored else {}
+    shown = [scored[index] | {"label": label} for label, index in picked.items()]
+    return {"rewards": rewards, "num_unscored": len(unscored), "completions": shown + unscored[:1]}
+
+
+def _bounded(row: Any, longest: int) -> Any:
+    """Return a group whose texts are cut; the turns of a completion share the limit of one text."""
+    for one in (*row["completions"], *row.get("unscored", ())):
+        if (turns := one.get("turns")) and isinstance(turns, list):
+            one["turns"] = cut(turns, max(longest // len(turns), SHORTEST_TURN))
+    return cut(row, longest)

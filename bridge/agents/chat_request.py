@@ -1,0 +1,202 @@
+"""Requests for a chat completion by an agent: what is read, ignored and refused, and how they are answered.
+
+Source: the reference of OpenAI's API, `POST /v1/chat/completions`.
+"""
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.core.foreign_code import shortened
+from bridge.rollouts.problems import LONE_SURROGATE
+from bridge.types import Completion
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
+"""Fields that would change the distribution that is learned from: the run's own settings win."""
+WITHOUT_EFFECT = (
+    "model", "user", "store", "metadata", "parallel_tool_calls", "stream_options", "service_tier", "reasoning_effort",
+    "verbosity", "safety_identifier", "prompt_cache_key",
+)  # fmt: skip
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
+    "stream": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+}  # fmt: skip
+"""Field -> its values that can be had."""
+READ = ("messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Role in a request -> role for the chat template; templates do not know `developer`."""
+
+
+class Refusal(Exception):  # noqa: N818  the agent gets it, as the protocol has it
+    """A request that is answered by an error."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """What a request for one turn asks."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """As the chat template gets them."""
+    tools: tuple[Mapping[str, Any], ...]
+    max_tokens: int | None
+    ignored: tuple[str, ...]
+    """Fields about sampling that it sets."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn, in the order in which vLLM looks for them."""
+    forces_call: bool = False
+    """Whether it demands a tool call, whatever the model writes."""
+
+    def stop_in(self, said: Completion) -> str:
+        """Return the text of `stop` that ended a turn; empty if none did.
+
+        vLLM ends a turn at the first token that completes one of them, so an earlier token completed none.
+        """
+        return next((text for text in self.stop if text in said.text), "") if said.finish_reason == "stop" else ""
+
+
+def as_chat(body: Any) -> Any:
+    """Return a request as one for a chat completion, as `responses_api.as_chat` does."""
+    return body
+
+
+def as_document(body: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer as the one to `body`."""
+    named = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.get("model")}
+    return {**named, "object": "chat.completion", **answer}
+
+
+def as_stream(document: Mapping[str, Any], body: Mapping[str, Any]) -> str:
+    """Return an answer as a stream of events: everything in one chunk, then the usage if requested, then the end."""
+    (choice,) = document["choices"]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    chunk = {**document, "object": "chat.completion.chunk"}
+    usage = chunk.pop("usage")
+    own = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}
+    chunks = [{**chunk, "choices": [own]}]
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        chunks.append({**chunk, "choices": [], "usage": usage})
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in chunks) + "data: [DONE]\n\n"
+
+
+def read(body: Any) -> ChatRequest:
+    """Return what a request asks."""
+    if not isinstance(body, dict):
+        raise Refusal("the request is no JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    _check_fields(given)
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refusal("messages is empty, or no list")
+    read_messages = tuple(_message(message) for message in messages)
+    if read_messages[-1]["role"] == "assistant":
+        raise Refusal("the last message is the assistant's, expected one that it answers")
+    tools = given.get("tools", [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refusal("tools is no list of objects")
+    choice = given.get("tool_choice", "auto")
+    _check_tool_choice(choice, tools)
+    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+    return ChatRequest(
+        messages=read_messages,
+        tools=tuple(tools) if choice != "none" else (),
+        max_tokens=min(limits, default=None),
+        ignored=tuple(name for name in SAMPLING if name in given),
+        stop=_stop(given.get("stop") or []),
+        forces_call=choice not in ("auto", "none"),
+    )
+
+
+def _check_fields(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            raise Refusal(
+                f"{name}={shortened(json.dumps(value))} is not supported while a run is recorded for training"
+            )
+        if name not in {*NEUTRAL, *SAMPLING, *WITHOUT_EFFECT, *READ}:
+            raise Refusal(f"the field {name} is not supported")
+        if name in ("max_tokens", "max_completion_tokens") and (type(value) is not int or value < 1):
+            raise Refusal(f"{name} is no positive number")
+
+
+def _check_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    if choice in ("auto", "none") or (choice == "required" and tools):
+        return
+    if choice == "required":
+        raise Refusal('tool_choice="required" needs tools, and the request has none')
+    try:
+        name = choice["function"]["name"]
+        names = [tool["function"]["name"] for tool in tools]
+    except (KeyError, TypeError) as error:
+        shown = shortened(json.dumps(choice))
+        raise Refusal(f"tool_choice={shown} is not supported, expected auto, none, required or a function") from error
+    if name not in names:
+        raise Refusal(f"tool_choice names {shortened(repr(name))}, which is not a tool of the request")
+
+
+def _stop(given: Any) -> tuple[str, ...]:
+    """Return the texts that end a turn, without those that no model can write."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise Refusal(f"stop={shortened(json.dumps(given))} is neither a text nor a list of texts")
+    return tuple(text for text in texts if not LONE_SURROGATE.search(text))
+
+
+def key(message: Mapping[str, Any]) -> str:
+    """Return what makes a message the same as another: its role, its text and its calls."""
+    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
+    return json.dumps([message["role"], content, calls, message.get("tool_call_id")], sort_keys=True)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    try:
+        role, content = ROLES[message["role"]], text_of(message.get("content"))
+        made: dict[str, Any] = {"role": role, "content": content}
+        if role == "assistant" and message.get("tool_calls"):
+            made["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        kept = {"assistant": "reasoning_content", "tool": "tool_call_id"}.get(role, "name")
+        return made | ({kept: message[kept]} if isinstance(message.get(kept), str) else {})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Refusal(f"a message cannot be read: {shortened(repr(message))}") from error
+
+
+def text_of(content: Any, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a message, whose parts are of these kinds."""
+    if isinstance(content, list):
+        if other := [str(part.get("type")) for part in content if part.get("type") not in kinds]:
+            raise Refusal(f"a message has a part of the type {shortened(other[0])}, expected text")
+        return "\n".join(text_of(part["text"]) for part in content)
+    if not isinstance(content, str | None):
+        raise TypeError(content)
+    return content or ""
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, as chat templates expect them."""
+    arguments = call["function"]["arguments"]
+    with contextlib.suppress(ValueError):  # an agent may write anything
+        arguments = json.loads(arguments)
+    return {
+        "type": "function",
+        "id": str(call["id"]),
+        "function": {"name": call["function"]["name"], "arguments": arguments},
+    }
+
+
+def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return what makes tools the same as others: chat templates write their keys in the given order, too."""
+    return json.dumps(tools)

@@ -1,0 +1,320 @@
+"""Conversations as token ids: what stands between two turns of the model, and which tools a turn calls.
+
+What the model sampled is decoded to be read, and never encoded again. Between two turns stands what the chat template
+puts there: it renders a made-up conversation, of which everything behind the model's turn is taken. That is right only
+if the template renders earlier turns the same whatever follows them. With tools of Bridge's own, `Conversation` proves
+it before a run starts; an agent may send any messages, so there it is checked for each request.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Literal, NoReturn
+
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from bridge.core.foreign_code import said, shortened
+from bridge.errors import UsageError
+
+FORMATS: Mapping[str, re.Pattern[str]] = {
+    "hermes": re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL),
+    "mistral": re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL),
+    "llama": re.compile(r"^\s*(?:<\|python_tag\|>)?(\{.*\})\s*$", re.DOTALL),
+}
+"""Ways to write calls as JSON, each an object or a list of them; a template's own rendering shows which one it uses."""
+ENDS = {"hermes": re.compile(r"\}\s*</tool_call>")}
+"""What a call ends with: behind the last one, each `<tool_call>` that nothing ends would be a search to the end."""
+ARGUMENTS = ("arguments", "parameters")
+"""Names of the arguments in these objects."""
+THOUGHT_ENDS = "</think>"
+THOUGHT = f"<think>\nI see.\n{THOUGHT_ENDS}"
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
+"""What a template starts a turn with when thinking is off."""
+NUM_PROVEN_TURNS = 3
+SHOWN = 40
+"""Characters of a rendering on each side of a difference."""
+MOST_ROLES = 20
+"""How many roles an error names, of the messages that a template rejects."""
+KEEPS_TURNS = (
+    "give the model a chat template that keeps earlier turns unchanged, as chat_template.jinja in its folder: TRL ships"
+    " some in trl/chat_templates/*_training.jinja"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a tool."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = "call00000"
+    """As the model wrote it; some templates expect nine letters and digits."""
+
+    def as_message(self) -> dict[str, Any]:
+        return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": dict(self.arguments)}}
+
+    def answered(self, content: str) -> dict[str, Any]:
+        return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": content}
+
+
+PROBE = Call(name="look_up", arguments={"number": 7})
+USER = {"role": "user", "content": "What do you see?"}
+
+
+class Conversation:
+    """A model's chat template, proven to leave earlier turns unchanged."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model_name: str,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        answers: Literal["tool", "user"] | None = "tool",
+        **template: Any,
+    ) -> None:
+        """Prove it for turns that are answered by messages of the role `answers`; None: `following` checks each.
+
+        `tools` are the JSON schemas of the tools. `template` is given to the chat template.
+        """
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self.template = {**template, **({"tools": list(tools)} if tools else {})}
+        """What the chat template gets beside the messages."""
+        if tokenizer.chat_template is None:
+            self._refuse("is missing: its tokenizer has none", "use a model with a chat template")
+        self._end = self._end_of_turn()
+        self._end_id: int = tokenizer.convert_tokens_to_ids(self._end)
+        self._stops = {self._end_id, *(stops := stop_ids(tokenizer, model_name))}
+        if self._end_id not in stops:
+            self._refuse(
+                f"ends a turn with {self._end!r}, at which the server does not stop",
+                f"add {self._end_id} to eos_token_id in the model's generation_config.json",
+            )
+        self._format = ""
+        if answers is not None:
+            self._prove(answers)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Conversation":
+        """Return a copy with other tools, unchecked."""
+        other = copy(self)
+        other.template = {**self.template, "tools": list(tools)}
+        other._format = other._format_of([PROBE])
+        return other
+
+    def calls(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
+        return self.read(token_ids)[1]
+
+    def read(self, token_ids: Sequence[int], *, until: str = "") -> tuple[str, tuple[Call, ...]]:
+        """Return the text of a sampled turn without its calls, and the calls: none if any of them cannot be read.
+
+        Both are read up to the text `until`, unless it is empty.
+        """
+        kept = [token for token in token_ids if token not in self._stops]
+
+        def decoded(**how: bool) -> str:
+            text: str = self._tokenizer.decode(kept, clean_up_tokenization_spaces=False, **how)
+            return text.partition(until)[0] if until else text
+
+        text = decoded()
+        if not (calls := parsed(text, self._format)):
+            return decoded(skip_special_tokens=True), ()
+        thought, end, rest = text.rpartition(THOUGHT_ENDS)
+        called = _called(rest, self._format)
+        return thought + end + FORMATS[self._format].sub("", called) + rest[len(called) :], calls
+
+    def between(self, calls: Sequence[Call], answers: Sequence[Mapping[str, Any]], last: int) -> tuple[int, ...]:
+        """Return the tokens from the end of a turn with these `calls`, over the `answers`, to the start of the next.
+
+        `last` is the last token that was sampled: the end of the turn is added unless it is one.
+        """
+        _, behind = self._split([USER], made_up(calls), answers)
+        return self._ended(behind, last)
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Return the tokens of a conversation up to the start of the model's turn; UsageError as `between`."""
+        return tuple(self._tokenizer(self._rendered(messages, is_open=True), add_special_tokens=False)["input_ids"])
+
+    def following(
+        self, history: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]], last: int
+    ) -> tuple[int, ...] | None:
+        """Return the tokens from the end of the last turn of `history`, over `added`, to the start of the next.
+
+        Sampled turns in `history` are `made_up`. `last` as in `between`. None: the template renders something before
+        that end differently once `added` follows.
+        """
+        before, whole = self._rendered(history[:-1], is_open=True), self._rendered([*history, *added], is_open=True)
+        said, end, behind = whole[len(before) :].partition(self._end)
+        thought = THOUGHT.removeprefix("<think>\n" if before.rstrip().endswith("<think>") else "")
+        is_kept = said.lstrip().startswith(thought) or THOUGHT not in history[-1]["content"]
+        if not whole.startswith(before) or not end or not is_kept:
+            return None
+        added_ids = self._encoded(behind)
+        together = self._tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
+        is_cut_alike = added_ids[0] == self._end_id and tuple(together[-len(added_ids) :]) == added_ids
+        return self._ended(behind, last) if is_cut_alike else None
+
+    @property
+    def changes_turns(self) -> str:
+        """What to note when `following` returns None."""
+        return (
+            f"the chat template of {self._model_name} changes an earlier turn once an agent's next messages follow:"
+            f" from there on its turns are a sequence of their own; {KEEPS_TURNS}"
+        )
+
+    def _ended(self, behind: str, last: int) -> tuple[int, ...]:
+        token_ids = self._encoded(behind)
+        return token_ids[1:] if last in self._stops else token_ids
+
+    def _encoded(self, behind: str) -> tuple[int, ...]:
+        """Return the token ids of the end of a turn and what stands behind it."""
+        return tuple(self._tokenizer(self._end + behind, add_special_tokens=False)["input_ids"])
+
+    def _end_of_turn(self) -> str:
+        text = "I see."
+        whole = self._rendered([USER, {"role": "assistant", "content": text}])
+        behind = whole[whole.rfind(text) + len(text) :]
+        special = {*self._tokenizer.all_special_tokens, *map(str, self._tokenizer.added_tokens_decoder.values())}
+        ends: list[str] = [token for token in special if token and behind.startswith(token)]
+        if not ends:
+            self._refuse(f"ends a turn with {shortened(repr(behind))}, expected a special token", KEEPS_TURNS)
+        return max(ends, key=len)
+
+    def _prove(self, answers: Literal["tool", "user"]) -> None:
+        """Render conversations of several turns, with and without thoughts, each beside its beginnings."""
+        begun = self._rendered([USER], is_open=True).rstrip()
+        thinks = THOUGHT_ENDS in str(self._tokenizer.chat_template) and not begun.endswith(THOUGHT_ENDS)
+        calls = [PROBE] if answers == "tool" else []
+        answer = PROBE.answered("It is 8.") if calls else {"role": "user", "content": "It is 8."}
+        expected = THOUGHT.removeprefix("<think>\n" if begun.endswith("<think>") else "")
+        _, behind = self._split([USER], _turn(calls), [answer])
+        if calls:
+            self._format = self._format_of(calls)
+        if "It is 8." not in behind:
+            self._refuse(f"does not render messages of the role {answers}", "use a model that was trained with tools")
+        for thoughts in product(["", THOUGHT] if thinks else [""], repeat=NUM_PROVEN_TURNS):
+            history = [USER]
+            for thought in thoughts:
+                turn = _turn(calls, thought)
+                said, rest = self._split(history, turn, [answer])
+                if thought and not said.lstrip().startswith(expected):
+                    self._refuse_difference(said, expected)
+                if rest != behind:
+                    self._refuse_difference(rest, behind)
+                history += [turn, answer]
+        whole = self._tokenizer.apply_chat_template(
+            history, add_generation_prompt=True, tokenize=True, return_dict=False, **self.template
+        )
+        added = self._encoded(behind)
+        if added[0] != self._end_id or tuple(whole[-len(added) :]) != added:
+            self._refuse("is tokenized differently when it is cut at the end of a turn", KEEPS_TURNS)
+
+    def _format_of(self, calls: Sequence[Call]) -> str:
+        """Return the format in which the template writes calls."""
+        before = EMPTY_THOUGHT.sub("", self._rendered([USER], is_open=True))
+        whole = self._rendered([USER, _turn(calls)])
+        said = EMPTY_THOUGHT.sub("", whole[len(before) :]).partition(self._end)[0]
+        read = [name for name in FORMATS if [(call.name, call.arguments) for call in parsed(said, name)]
+                == [(call.name, call.arguments) for call in calls]]  # fmt: skip
+        if not read:
+            self._refuse(
+                f"writes a call of a tool as {shortened(repr(said))}, which Bridge cannot read",
+                "use a model whose calls are JSON, as those of Qwen 2.5 and 3, Llama 3 and Mistral",
+            )
+        return read[0]
+
+    def _split(
+        self, history: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, str]:
+        """Return how a turn that follows `history` is rendered, and what stands behind its end token."""
+        before = self._rendered(history, is_open=True)
+        whole = self._rendered([*history, turn, *answers], is_open=True)
+        if not whole.startswith(before):
+            self._refuse_difference(whole, before)
+        said, end, behind = whole[len(before) :].partition(self._end)
+        if not end:
+            self._refuse(f"does not end this turn with {self._end!r}: {shortened(repr(said))}", KEEPS_TURNS)
+        return said, behind
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=is_open, tokenize=False, **self.template
+            )
+        except Exception as error:  # noqa: BLE001  a template computes with the messages, and may raise anything
+            roles = ", ".join(message["role"] for message in messages[:MOST_ROLES])
+            self._refuse(
+                f"rejects messages of the roles {roles}: {type(error).__name__}{said(error)}",
+                "use a model trained with tools",
+            )
+        return encodable(text)
+
+    def _refuse_difference(self, found: str, expected: str) -> NoReturn:
+        index = len(os.path.commonprefix([found, expected]))  # noqa: RUF071  the first difference
+        shown = [repr(text[max(index - SHOWN, 0) : index + SHOWN]) for text in (expected, found)]
+        self._refuse(f"changes an earlier turn once another follows: {shown[0]} becomes {shown[1]}", KEEPS_TURNS)
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise UsageError(f"the chat template of {self._model_name} {what}", remedy=remedy)
+
+
+def encodable(text: str) -> str:
+    """Return `text` with a replacement character for each half of a surrogate pair, which JSON may hold alone."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def parsed(text: str, form: str) -> tuple[Call, ...]:
+    """Return the calls in the text of a turn, written as in `FORMATS`; none if any of them cannot be read."""
+    try:
+        return tuple(_calls(_called(text.rpartition(THOUGHT_ENDS)[2], form), FORMATS[form])) if form else ()
+    except Exception:  # noqa: BLE001  a model may write anything
+        return ()
+
+
+def _called(text: str, form: str) -> str:
+    """Return the beginning of `text` that holds all of its calls."""
+    if form not in ENDS:
+        return text
+    return text[: max((end.end() for end in ENDS[form].finditer(text)), default=0)]
+
+
+def _calls(text: str, form: re.Pattern[str]) -> Iterator[Call]:
+    number = 0
+    for written in form.findall(text):
+        content = json.loads(written)
+        for one in content if isinstance(content, list) else [content]:
+            given: Any = next((one[name] for name in ARGUMENTS if name in one), {})
+            arguments, call_id = json.loads(given) if isinstance(given, str) else given, one.get("id")
+            if not isinstance(one["name"], str) or not isinstance(arguments, dict):
+                raise TypeError(one)
+            known = call_id if isinstance(call_id, str) and re.fullmatch(r"\w{9}", call_id) else f"call{number:05d}"
+            yield Call(name=one["name"], arguments=arguments, id=known)
+            number += 1
+
+
+def made_up(calls: Sequence[Call], *, has_thought: bool = False) -> dict[str, Any]:
+    """Return a turn with calls of the same tools, in place of a sampled one, which might hold the end's text."""
+    known = [replace(call, arguments={}) if call.name.isidentifier() else PROBE for call in calls]
+    return _turn(known, THOUGHT if has_thought else "")
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:
+    """Return the tokens at which vLLM stops: the tokenizer's, and those of the model's generation configuration."""
+    try:
+        config = GenerationConfig.from_pretrained(model_name)
+    except OSError:
+        config = AutoConfig.from_pretrained(model_name)  # vLLM derives the other from it
+    ids = config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
+    return {token for token in stops if token is not None}
+
+
+def _turn(calls: Sequence[Call], thought: str = "") -> dict[str, Any]:
+    content = f"{thought}\n\n" if thought else ""
+    if not calls:
+        return {"role": "assistant", "content": f"{content}I see."}
+    return {"role": "assistant", "content": content, "tool_calls": [call.as_message() for call in calls]}

@@ -1,0 +1,205 @@
+"""An OpenAI-compatible server on loopback, inside the trainer, with a base URL for each run of an agent.
+
+It runs in the event loop of the sampler. A `stream` is one chunk. A request without the URL of a run is refused before
+its body is read.
+
+Not covered: what a request means (`chat_request.py`), and what it becomes (`runs.py`).
+"""
+
+import asyncio
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from bridge.agents import chat_request, responses_api
+from bridge.agents.chat_request import Refusal
+
+KEPT_S = 3600
+"""How long a connection without requests is kept: an agent's tools may take long."""
+CLOSING_S = 1
+ACCEPTED_AT_ONCE = 64
+"""Connections that the event loop accepts before it looks at any of them."""
+QUEUED = 2048
+"""Connections that wait in the kernel."""
+BODY_LIMIT_BYTES = 128 * 2**20
+"""Largest body. A conversation of a million tokens takes some 8 MiB."""
+BODY_LIMIT_S = 60.0
+"""Longest wait for the whole body."""
+ENDED = "this run has ended, or never was"
+APIS: Mapping[str, ModuleType] = {"chat/completions": chat_request, "responses": responses_api}
+"""Route -> its protocol: a request as one for a chat completion, and the answer as a document or a stream."""
+EXPECTED = f"expected {' or '.join(f'POST {route}' for route in APIS)} or GET models"
+ENDS_CONNECTION = (404, 405, 408, 413)
+"""Statuses of requests whose body was not read: it may still arrive."""
+Document = Mapping[str, Any]
+Answer = Callable[[Any], Awaitable[Document]]
+"""A request for a chat completion -> the fields `choices` and `usage`; it may raise a Refusal."""
+
+
+@dataclass(eq=False)
+class _Run:
+    answer: Answer
+    tasks: set[asyncio.Task[Document]] = field(default_factory=set)
+
+
+class Recorder:
+    """The server; used from one event loop, in which it starts with the first run."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._runs: dict[str, _Run] = {}
+        self._socket: socket.socket | None = None
+        self._server: uvicorn.Server
+        self._starting = asyncio.Lock()
+
+    @asynccontextmanager
+    async def run(self, answer: Answer) -> AsyncIterator[str]:
+        """Answer the requests of one run by `answer`, at the base URL that this yields.
+
+        At the end, those that are still unanswered get an error.
+        """
+        async with self._starting:
+            port = await self._started()
+        name, run = secrets.token_hex(16), _Run(answer)
+        self._runs[name] = run
+        try:
+            yield f"http://127.0.0.1:{port}/{name}/v1"
+        finally:
+            del self._runs[name]
+            for task in run.tasks:
+                task.cancel()
+            await asyncio.gather(*run.tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._socket is not None:
+            self._server.force_exit = True  # wait for nobody
+            await self._server.shutdown([self._socket])
+            self._socket = None
+
+    async def _started(self) -> int:
+        if self._socket is None:
+            listener = socket.create_server(("127.0.0.1", 0))
+            config = uvicorn.Config(
+                self._application(), lifespan="off", ws="none", http="h11", log_config=None, access_log=False,
+                proxy_headers=False, date_header=False, server_header=False, timeout_keep_alive=KEPT_S,
+                timeout_graceful_shutdown=CLOSING_S, backlog=ACCEPTED_AT_ONCE,
+            )  # fmt: skip
+            config.load()
+            self._server = uvicorn.Server(config)
+            self._server.lifespan = config.lifespan_class(config)
+            await self._server.startup([listener])  # `serve` would take the signals
+            listener.listen(QUEUED)  # asyncio takes one number for both
+            self._socket = listener
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def _application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/{run}/v1/{route:path}", self._answered, methods=["POST"]),
+                Route("/{run}/v1/models", self._models, methods=["GET"]),
+            ],
+            exception_handlers={Refusal: _refused, HTTPException: _not_found},
+        )
+
+    async def _models(self, request: Request) -> Response:
+        self._run_of(request)
+        model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "bridge"}
+        return _response(json.dumps({"object": "list", "data": [model]}))
+
+    async def _answered(self, request: Request) -> Response:
+        route = request.path_params["route"]
+        self._run_of(request)
+        if (api := APIS.get(route)) is None:
+            raise Refusal(f"there is no POST {route} here, {EXPECTED}", status=404)
+        body = await _body(request)
+        try:
+            asked = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise Refusal("the request is no JSON") from error
+        run = self._run_of(request)  # it may have ended while the body arrived
+        document = api.as_document(asked, await _in_time(run, api.as_chat(asked), request))
+        try:
+            if asked.get("stream"):
+                return _response(api.as_stream(document, asked), "text/event-stream")
+            return _response(json.dumps(document))
+        except (
+            RecursionError
+        ) as error:  # the answer repeats a field that is nested more deeply than JSON can be written
+            raise Refusal("the request is nested too deeply") from error
+
+    def _run_of(self, request: Request) -> _Run:
+        if (run := self._runs.get(request.path_params["run"])) is None:
+            raise Refusal(ENDED, status=404)
+        return run
+
+
+async def _body(request: Request) -> bytes:
+    length = request.headers.get("content-length", "")
+    num_bytes, pieces = int(length) if length.isdecimal() else 0, list[bytes]()
+    try:
+        async with asyncio.timeout(BODY_LIMIT_S):
+            if num_bytes <= BODY_LIMIT_BYTES:
+                stream = request.stream()
+                async with aclosing(stream):
+                    async for piece in stream:
+                        pieces.append(piece)
+                        num_bytes = max(num_bytes, sum(map(len, pieces)))
+                        if num_bytes > BODY_LIMIT_BYTES:
+                            break
+    except TimeoutError as error:
+        raise Refusal(f"the body did not arrive within {BODY_LIMIT_S:g} s", status=408) from error
+    except ClientDisconnect as error:
+        raise Refusal("nobody waits for the answer", status=499) from error
+    if num_bytes > BODY_LIMIT_BYTES:
+        raise Refusal(f"the body is larger than {BODY_LIMIT_BYTES // 2**20} MiB", status=413)
+    return b"".join(pieces)
+
+
+async def _in_time(run: _Run, asked: Any, request: Request) -> Document:
+    """Answer as long as the run lasts, and somebody waits."""
+    made: Any = run.answer(asked)
+    task: asyncio.Task[Document] = asyncio.create_task(made)
+    disconnected = asyncio.ensure_future(request.receive())  # the body is read
+    run.tasks.add(task)
+    try:
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refusal("nobody waits for the answer", status=499)
+        if task.cancelled():
+            raise Refusal(ENDED, status=410)
+        return task.result()
+    finally:
+        run.tasks.discard(task)
+        task.cancel()
+        disconnected.cancel()
+
+
+def _response(text: str, kind: str = "application/json", *, status: int = 200) -> Response:
+    headers = {"x-should-retry": "false"} | ({"connection": "close"} if status in ENDS_CONNECTION else {})
+    return Response(text.encode(), status, headers, kind)
+
+
+async def _refused(_: Request, refusal: Exception) -> Response:
+    assert isinstance(refusal, Refusal)
+    error = {"message": refusal.message, "type": "invalid_request_error", "param": None, "code": None}
+    return _response(json.dumps({"error": error}), status=refusal.status)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    refusal = Refusal(f"there is no {request.method} {request.url.path} here, {EXPECTED}", status=error.status_code)
+    return await _refused(request, refusal)

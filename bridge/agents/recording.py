@@ -1,0 +1,181 @@
+"""What an agent's run has said, from requests that each hold a whole conversation.
+
+A request whose messages begin with a conversation that was answered continues its tokens. Any other begins a sequence
+of its own: another agent of the same run, a history that was edited or shortened, or a chat template that changes
+earlier turns. So do all but the first of several requests that continue the same turn; they share what comes before,
+and each turn is trained on in one sequence.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from bridge.agents import chat_request
+from bridge.agents.chat_request import ChatRequest
+from bridge.agents.conversation import THOUGHT_ENDS, Call, Conversation, made_up
+from bridge.agents.trajectories import Written, as_turn, shallow
+from bridge.types import Completion
+
+THOUGHT_BEGINS = "<think>"
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Turn:
+    """One turn of the model."""
+
+    request: "TurnRequest"
+    said: Completion
+    key: tuple[str, ...]
+    """The tools, and each message up to this turn's own: what another request has to begin with to continue it."""
+    calls: tuple[Call, ...]
+    history: tuple[Mapping[str, Any], ...]
+    """The same messages for the chat template, with made-up turns in place of those that were sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TurnRequest:
+    """A request for a turn, as tokens."""
+
+    chat: ChatRequest
+    before: Turn | None
+    """The turn that it continues."""
+    added: tuple[int, ...]
+    """The tokens that it adds to it; without one, the whole prompt."""
+    messages: tuple[Mapping[str, Any], ...]
+    """Those that it adds."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Return the turns before it, the first one first."""
+        turns, turn = list[Turn](), self.before
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.request.before
+        return turns[::-1]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Return every token that the model reads."""
+        pieces = [(*turn.request.added, *turn.said.token_ids) for turn in self.turns]
+        return (*(token for piece in pieces for token in piece), *self.added)
+
+    @property
+    def num_behind_prompt(self) -> int:
+        first = next((turn.request for turn in self.turns), self)
+        return len(self.token_ids) - len(first.added)
+
+
+class Recording:
+    """The turns of one run."""
+
+    def __init__(self, conversation: Callable[[Tools], Conversation], note: Callable[[str], None]) -> None:
+        """`conversation` returns that of the model with these tools; `note` gets each warning."""
+        self.turns: list[Turn] = []
+        """In the order of their answers."""
+        self._conversation = conversation
+        self._note = note
+        self._call_numbers = count()
+        self._known: dict[tuple[str, ...], Turn] = {}
+
+    def begin(self, chat: ChatRequest) -> TurnRequest:
+        """Return a request as tokens: those of the turn that it continues, exactly, and what it adds."""
+        conversation, messages = self._conversation(chat.tools), chat.messages
+        ends = [index for index, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+        end = max(ends, default=0)
+        before = self._known.get(_key(chat, messages[:end])) if end else None
+        if before is not None:
+            last = (before.said.token_ids or (-1,))[-1]
+            added = conversation.following(before.history, messages[end:], last)
+            if added is not None:
+                return TurnRequest(chat=chat, before=before, added=added, messages=messages[end:])
+            self._note(conversation.changes_turns)
+        return TurnRequest(chat=chat, before=None, added=conversation.prompt(messages), messages=messages)
+
+    def add(self, request: TurnRequest, said: Completion) -> dict[str, Any]:
+        """Record the answer to a request, and return it as a message.
+
+        A text of the request's `stop` that ended it is left out of its text; its tokens stay, as they were sampled.
+        """
+        until = request.chat.stop_in(said)
+        said = replace(said, text=said.text.partition(until)[0]) if until else said
+        text, calls = self._conversation(request.chat.tools).read(said.token_ids, until=until)
+        if said.finish_reason != "stop":
+            text, calls = said.text, ()
+        calls = tuple(self._named(index, call) for index, call in enumerate(calls))
+        message = as_message(text, calls)
+        own: dict[str, Any] = {"role": "assistant", "content": message["content"] or ""}
+        if calls:
+            own["tool_calls"] = [call.as_message() for call in calls]
+        shown = made_up(calls, has_thought=THOUGHT_ENDS in text)
+        past = request.before.history if request.before else ()
+        turn = Turn(
+            request=request,
+            said=said,
+            key=_key(request.chat, (*request.chat.messages, own)),
+            calls=calls,
+            history=(*past, *request.messages, shown),
+        )
+        self.turns.append(turn)
+        self._known[turn.key] = turn
+        return message
+
+    def sequences(self) -> list[Written]:
+        """Return the token sequences of the run; each turn is sampled in one of them, and read in the others."""
+        continued = {turn.request.before for turn in self.turns}
+        seen, sequences = set[Turn](), list[Written]()
+        for last in (turn for turn in self.turns if turn not in continued):
+            turns = [*last.request.turns, last]
+            own = [turn for turn in turns if turn not in seen]
+            written = Written(prompt=own[0].request.token_ids)
+            for turn in turns:
+                written.transcript += map(_read, turn.request.messages)
+                if turn in seen:
+                    written.transcript.append(as_turn(turn.said.text, turn.calls))
+                    continue
+                if turn is not own[0]:
+                    written.add_answers(turn.request.added)
+                written.add_turn(turn.said, turn.calls)
+            seen.update(turns)
+            sequences.append(written)
+        return sequences
+
+    def _named(self, index: int, call: Call) -> Call:
+        """Return a call with an id that no other of the run has, unless the model wrote one."""
+        is_numbered = call.id == f"call{index:05d}"
+        return replace(call, id=f"call{next(self._call_numbers):05d}") if is_numbered else call
+
+
+def _read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of a request for a transcript."""
+    entry = {"role": message["role"], "text": message["content"]}
+    if calls := message.get("tool_calls"):
+        entry["tool_calls"] = [{"id": call["id"], **shallow(call["function"])} for call in calls]
+    if "tool_call_id" in message:
+        entry["id"] = message["tool_call_id"]
+    return entry
+
+
+def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """Return a turn as the protocol's message, its thought apart from its text."""
+    thought, end, rest = text.rpartition(THOUGHT_ENDS)
+    if not end and text.lstrip().startswith(THOUGHT_BEGINS):
+        thought, end, rest = text, THOUGHT_ENDS, ""  # it was cut
+    content = rest.strip() if end or calls else rest
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if end:
+        message["reasoning_content"] = thought.strip().removeprefix(THOUGHT_BEGINS).strip()
+    if calls:
+        message["tool_calls"] = [_written(call) for call in calls]
+    return message
+
+
+def _written(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _key(chat: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return (chat_request.tools_key(chat.tools), *map(chat_request.key, messages))

@@ -1,0 +1,206 @@
+"""OpenAI's Responses API, translated to and from requests for a chat completion.
+
+A request holds the whole conversation, as the OpenAI Agents SDK sends it by default. Nothing is stored, so a request
+that refers to an earlier response is refused, and so are tools that run on OpenAI's servers.
+
+Source: the reference of OpenAI's API, `POST /v1/responses`, and `openai.types.responses` of openai 3.57.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bridge.agents.chat_request import Refusal, text_of
+from bridge.core.foreign_code import said, shortened
+
+SAME = ("model", "temperature", "top_p", "top_logprobs", "tool_choice", "stream", "user", "metadata", "store")
+"""Fields that mean the same in a request for a chat completion."""
+WITHOUT_EFFECT = (
+    "include", "truncation", "reasoning", "parallel_tool_calls", "service_tier", "safety_identifier", "stream_options",
+    "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+)  # fmt: skip
+STORED = ("previous_response_id", "conversation", "prompt")
+READ = ("input", "instructions", "tools", "text", "max_output_tokens", "background")
+TEXT_PARTS = ("input_text", "output_text", "text")
+Item = Mapping[str, Any]
+
+
+def as_chat(body: Any) -> dict[str, Any]:
+    """Return the same request for a chat completion."""
+    if not isinstance(body, dict):
+        raise Refusal("the request is no JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        _check_fields(given)
+        return _chat(given)
+    except Refusal:
+        raise
+    except Exception as error:  # an agent may send anything
+        raise Refusal(f"the request cannot be read: {type(error).__name__}{said(error)}") from error
+
+
+def _chat(given: Item) -> dict[str, Any]:
+    chat: dict[str, Any] = {name: given[name] for name in SAME if name in given}
+    chat["messages"] = _messages(given)
+    if given.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in given["tools"]]
+    if isinstance(choice := given.get("tool_choice"), dict) and choice.get("type") == "function":
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    if "format" in given.get("text", {}):
+        chat["response_format"] = given["text"]["format"]
+    if "max_output_tokens" in given:
+        chat["max_completion_tokens"] = given["max_output_tokens"]
+    return chat
+
+
+def as_document(body: Item, answer: Item) -> dict[str, Any]:
+    """Return the answer to a request for a chat completion as that to `body`, of which it was made."""
+    (choice,) = answer["choices"]
+    is_cut, usage = choice["finish_reason"] == "length", answer["usage"]
+    return {
+        "id": _id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "model": body.get("model") or "",
+        "output": list(_items(choice["message"], "incomplete" if is_cut else "completed")),
+        "instructions": body.get("instructions"),
+        "tools": body.get("tools") or [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": True,
+        "metadata": body.get("metadata"),
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def as_stream(response: Item, _: Item) -> str:
+    """Return a response as a stream of events, with each text in one piece."""
+    written = (
+        f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': number})}\n\n"
+        for number, event in enumerate(_events(response))
+    )
+    return "".join(written)
+
+
+def _check_fields(given: Item) -> None:
+    for name in STORED:
+        if name in given:
+            raise Refusal(f"{name} is not supported, because nothing is stored: send the whole conversation as input")
+    if given.get("background"):
+        raise Refusal("background=true is not supported while a run is recorded for training")
+    if "message.output_text.logprobs" in given.get("include", ()):
+        raise Refusal("logprobs are not supported while a run is recorded for training")
+    if unknown := given.keys() - {*SAME, *WITHOUT_EFFECT, *READ}:
+        raise Refusal(f"the field {min(unknown)} is not supported")
+
+
+def _messages(given: Item) -> list[dict[str, Any]]:
+    """Return the conversation as messages: the items of one turn of the model become one message."""
+    instructions, items = given.get("instructions"), given["input"]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    turn: dict[str, Any] | None = None
+    for item in items:
+        if (message := _message(item)) is not None:
+            turn = None
+            messages.append(message)
+            continue
+        if turn is None or (_is_text(item) and turn.keys() & {"content", "tool_calls"}):
+            turn = {"role": "assistant"}
+            messages.append(turn)
+        _add(turn, item)
+    return messages
+
+
+def _message(item: Item) -> dict[str, Any] | None:
+    """Return an item as a message; None if it is a part of a turn of the model."""
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"], TEXT_PARTS)}
+    if kind in ("function_call", "reasoning") or _is_text(item):
+        return None
+    if kind != "message":
+        raise Refusal(f"input has an item of the type {shortened(str(kind))}, expected messages and function calls")
+    return {"role": item["role"], "content": text_of(item["content"], TEXT_PARTS)}
+
+
+def _is_text(item: Item) -> bool:
+    is_message: bool = item.get("type", "message") == "message"
+    return is_message and item["role"] == "assistant"
+
+
+def _add(turn: dict[str, Any], item: Item) -> None:
+    """Add an item of the model to its turn."""
+    if item.get("type") == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+    elif item.get("type") == "reasoning":
+        turn["reasoning_content"] = "\n".join(part["text"] for part in item.get("content") or item.get("summary") or [])
+    else:
+        turn["content"] = text_of(item["content"], TEXT_PARTS)
+
+
+def _tool(tool: Item) -> dict[str, Any]:
+    if tool["type"] != "function":
+        raise Refusal(f"tools has one of the type {shortened(str(tool['type']))}, expected functions of the agent")
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _items(message: Item, status: str) -> Iterator[dict[str, Any]]:
+    """Yield a turn of the model as items: its thought, its text, and its calls."""
+    if thought := message.get("reasoning_content"):
+        parts = [{"type": "reasoning_text", "text": thought}]
+        yield {"type": "reasoning", "id": _id("rs"), "summary": [], "content": parts, "status": status}
+    calls: Sequence[Item] = message.get("tool_calls", ())
+    if message["content"] or not calls:
+        text = message["content"] or ""
+        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        yield {"type": "message", "id": _id("msg"), "role": "assistant", "status": status, "content": [part]}
+    for call in calls:
+        yield {"type": "function_call", "id": _id("fc"), "call_id": call["id"], **call["function"], "status": status}
+
+
+def _events(response: Item) -> Iterator[dict[str, Any]]:
+    nothing_yet: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    begun = {**response, **nothing_yet}
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for index, item in enumerate(response["output"]):
+        at = {"output_index": index}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield {"type": "response.output_item.added", **at, "item": {**item, **empty}}
+        yield from ({**event, **at, "item_id": item["id"]} for event in _pieces(item))
+        yield {"type": "response.output_item.done", **at, "item": item}
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+def _pieces(item: Item) -> Iterator[dict[str, Any]]:
+    """Yield the events of one item's text, without the item."""
+    if item["type"] == "function_call":
+        kind, arguments = "response.function_call_arguments", item["arguments"]
+        yield {"type": f"{kind}.delta", "delta": arguments}
+        yield {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
+        return
+    (part,) = item["content"]
+    at, kind = {"content_index": 0}, f"response.{part['type']}"
+    logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+    yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+    yield {"type": f"{kind}.delta", **at, "delta": part["text"], **logprobs}
+    yield {"type": f"{kind}.done", **at, "text": part["text"], **logprobs}
+    yield {"type": "response.content_part.done", **at, "part": part}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"

@@ -1,0 +1,240 @@
+"""Runs of an agent that gets its turns from an OpenAI-compatible base URL, many at once.
+
+Each request becomes tokens by what is recorded of its run (`recording.py`), and is sampled like any prompt.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from bridge.agents import chat_request
+from bridge.agents.chat_request import Refusal
+from bridge.agents.conversation import Conversation
+from bridge.agents.recorder import Document, Recorder
+from bridge.agents.recording import Recording, Tools, TurnRequest, as_message
+from bridge.agents.trajectories import TrajectorySampler, Written, pinned
+from bridge.config import TrainConfig
+from bridge.config.choices import flag
+from bridge.core.foreign_code import said
+from bridge.errors import UsageError
+from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.stream import Servers
+from bridge.scoring.score import FailedScore, Score, failed
+from bridge.scoring.scorer import Scorer, Trajectory
+from bridge.types import Completion, Problem
+
+Result = TypeVar("Result")
+Sample = Callable[[int, TurnRequest, int], Awaitable[Completion]]
+"""The number of the turn, the request as tokens and how many it may become -> the turn."""
+Room = Callable[[TurnRequest], Awaitable[int]]
+"""A request as tokens -> the tokens that may follow."""
+NUM_KEPT = 256
+"""Sets of tools for which the chat template is prepared."""
+REHEARSED_TURNS = 8
+"""Turns of a rehearsed agent, after which it gets none."""
+
+
+class AgentRuns(TrajectorySampler):
+    """Runs the agents of one environment."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        scorer: Scorer,
+        note: Callable[[str], None],
+    ) -> None:
+        """Check the model's chat template."""
+        super().__init__(config, tokenizer, sampler, scorer)
+        self._note = note
+        self._recorder = Recorder(config.model_name)
+        self._conversation = conversations(tokenizer, config.model_name, **config.task.chat_template_kwargs)
+
+    def check_prompt(self, problem: Problem) -> None:
+        """Check nothing: an agent makes prompts of its own."""
+
+    async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
+        """Score a run whose agent gets the same made-up completion in each turn."""
+        ids = (*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id)
+        said = Completion(token_ids=ids, logprobs=(0.0,) * len(ids), text=text, finish_reason="stop")
+
+        async def room(_: TurnRequest) -> int:
+            return sys.maxsize
+
+        async def sample(*_: Any) -> Completion:
+            return said
+
+        async with self._scorer.trajectory(problem) as trajectory:
+            recording = Recording(self._conversation, lambda _: None)  # nothing of it is trained on
+            run = Run(recording, sample, room, max_turns=REHEARSED_TURNS, note=lambda _: None)
+            return await scored(run, self._recorder, trajectory, problem)
+
+    async def close(self) -> None:
+        await self._recorder.close()
+
+    async def _trajectory(
+        self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
+    ) -> tuple[list[Written], Score | FailedScore]:
+        async def room(request: TurnRequest) -> int:
+            most = await self._sampler.longest(pinned(servers, number))
+            left = self._config.sampling.longest - request.num_behind_prompt
+            return left if most is None else min(left, most - len(request.token_ids))
+
+        async def sample(turn: int, request: TurnRequest, max_tokens: int) -> Completion:
+            with trajectory.held():
+                return await self._turn(
+                    servers, request.token_ids, seed=seed, number=number, turn=turn, stop=request.chat.stop,
+                    max_tokens=max_tokens, **params,
+                )  # fmt: skip
+
+        async with self._scorer.trajectory(problem) as trajectory:
+            recording = Recording(self._conversation, self._note)
+            run = Run(recording, sample, room, max_turns=self._config.rollouts.max_turns, note=self._note)
+            result = await scored(run, self._recorder, trajectory, problem)
+            return run.written(), result
+
+
+def conversations(
+    tokenizer: PreTrainedTokenizerBase, model_name: str, **template: Any
+) -> Callable[[Tools], Conversation]:
+    """Return what finds the model's conversation with any tools."""
+    without = Conversation(tokenizer, model_name, answers=None, **template)
+
+    @lru_cache(NUM_KEPT)
+    def conversation(tools: str) -> Conversation:
+        return without.with_tools(json.loads(tools))
+
+    return lambda tools: conversation(chat_request.tools_key(tools)) if tools else without
+
+
+async def scored(run: "Run", recorder: Recorder, trajectory: Trajectory, problem: Problem) -> Score | FailedScore:
+    """Let the agent run to its end, and return its reward."""
+    async with recorder.run(run.answer) as base_url:
+        result = await run.unless_it_fails(trajectory.run(base_url))
+    if run.unreadable:
+        return failed(problem, "", run.unreadable, run.unreadable)
+    turns = run.recording.turns
+    if isinstance(result, FailedScore):  # many clients raise when they get a truncated turn
+        is_truncated = bool(turns) and result.is_raised and run.is_truncated
+        return await trajectory.score(turns[-1].said.text) if is_truncated else result
+    if not turns:
+        kind = "the agent's run ended without a turn of the model: it requested none from its base_url"
+        return failed(problem, "", kind, kind)
+    return result if isinstance(result, Score) else await trajectory.score(turns[-1].said.text)
+
+
+class Run:
+    """One run: answers its requests one by one, within its limits."""
+
+    def __init__(
+        self, recording: Recording, sample: Sample, room: Room, *, max_turns: int, note: Callable[[str], None]
+    ) -> None:
+        self.recording = recording
+        self._sample = sample
+        self._room = room
+        self._max_turns = max_turns
+        self._note = note
+        self._num_turns = 0
+        """Requests that were sampled."""
+        self._num_limited = 0
+        """Requests beyond a limit."""
+        self.unreadable = ""
+        """Why a sampled turn could not be recorded; empty: all were."""
+        self._fault: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def answer(self, body: Any) -> Document:
+        """Answer a request."""
+        try:
+            request = self._as_tokens(body)
+        except Refusal:
+            raise
+        except UsageError as error:
+            raise Refusal(error.message) from error
+        except Exception as error:  # an agent may send anything
+            raise Refusal(f"the request cannot be read: {type(error).__name__}{said(error)}") from error
+        try:
+            completion = await self._sampled(request)
+        except Exception as error:  # not the agent's fault: whoever waits for the run gets it
+            if not self._fault.done():
+                self._fault.set_exception(error)
+            raise Refusal("the model cannot be sampled from", status=500) from error
+        if completion is None:
+            return self._limited(request)
+        try:
+            return _document(request, completion, self.recording.add(request, completion))
+        except Exception as error:  # a model may say anything
+            self.unreadable = f"a turn of the model cannot be read: {type(error).__name__}{said(error)}"
+            raise Refusal(self.unreadable) from error
+
+    def _as_tokens(self, body: Any) -> TurnRequest:
+        """Return a request as tokens; it may raise anything."""
+        chat = chat_request.read(body)
+        if chat.ignored:
+            self._note(
+                f"an agent sets {', '.join(chat.ignored)} in a request, which is ignored: its turns are sampled, and"
+                f" learned from, with the run's own settings ({flag('temperature')} and others)"
+            )
+        if chat.forces_call:
+            self._note(
+                "an agent forces a call by tool_choice in a request, which is ignored: its turns are sampled and"
+                " trained on as the model writes them, and a turn without a call reaches the agent as text"
+            )
+        return self.recording.begin(chat)
+
+    async def _sampled(self, request: TurnRequest) -> Completion | None:
+        """Return the model's turn; None at a limit of the run."""
+        room = await self._room(request)
+        if room < 1 or self._num_turns >= self._max_turns:
+            return None
+        self._num_turns += 1
+        return await self._sample(self._num_turns - 1, request, min(room, request.chat.max_tokens or room))
+
+    async def unless_it_fails(self, result: Awaitable[Result]) -> Result:
+        """Return a result, or raise what went wrong with a request meanwhile."""
+        task = asyncio.ensure_future(result)
+        try:
+            await asyncio.wait({task, self._fault}, return_when=asyncio.FIRST_COMPLETED)
+            return self._fault.result() if self._fault.done() else task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit of the run was reached, or the last turn was truncated."""
+        turns = self.recording.turns
+        return bool(self._num_limited) or (bool(turns) and turns[-1].said.finish_reason == "length")
+
+    def written(self) -> list[Written]:
+        """Return its sequences; the first one says why the run ended."""
+        sequences = self.recording.sequences() or [Written()]
+        if self.is_truncated:
+            sequences[0].finish_reason = "length"
+        elif self.recording.turns:
+            sequences[0].finish_reason = self.recording.turns[-1].said.finish_reason
+        return sequences
+
+    def _limited(self, request: TurnRequest) -> Document:
+        """Answer that a limit is reached: by an empty turn, which ends most agents, and at last by an error."""
+        self._num_limited += 1
+        if self._num_limited > self._max_turns:
+            raise Refusal(
+                f"this run is at a limit: --max-turns {self._max_turns}, or --max-new-tokens for each of its sequences"
+            )
+        empty = Completion(token_ids=(), logprobs=(), text="", finish_reason="length")
+        return _document(request, empty, as_message("", ()))
+
+
+def _document(request: TurnRequest, completion: Completion, message: dict[str, Any]) -> Document:
+    reason = "tool_calls" if message.get("tool_calls") else "stop" if completion.finish_reason == "stop" else "length"
+    num_read, num_said = len(request.token_ids), len(completion.token_ids)
+    return {
+        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+        "usage": {"prompt_tokens": num_read, "completion_tokens": num_said, "total_tokens": num_read + num_said},
+    }

@@ -1,0 +1,267 @@
+"""Trajectories of a model that calls tools: turns sampled one after the other, for many problems at once.
+
+A trajectory is one completion: every token behind the prompt, of which `sampled` marks those of the model. Each turn
+sends the server all tokens so far, exactly as they were sampled.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from bridge.agents.conversation import Call, Conversation, encodable
+from bridge.config import TrainConfig
+from bridge.core.together import together
+from bridge.errors import RewardError, UsageError
+from bridge.rollouts.problems import encode
+from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.servers import Server
+from bridge.rollouts.stream import Sampled, Servers
+from bridge.scoring.score import FailedScore, Score, failed
+from bridge.scoring.scorer import Scorer, Trajectory
+from bridge.types import Completion, FinishReason, Problem, Task
+
+NOT_SAMPLED = 0.0, 0
+"""What filters kept for a token that is only read: nothing looks at it."""
+SEQUENCE_BREAK = "\n---\n"
+"""Between the texts of the sequences of one trajectory."""
+DEEPEST = 32
+"""Levels of a call's arguments in a transcript."""
+
+
+@dataclass(kw_only=True)
+class Written:
+    """What a trajectory holds so far."""
+
+    prompt: tuple[int, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    kept: list[tuple[float, int]] = field(default_factory=list)
+    """Empty without filters."""
+    transcript: list[dict[str, Any]] = field(default_factory=list)
+    """Each turn and each answer, as in `Completion`."""
+    last: str = ""
+    """The text of the last turn."""
+    tool_errors: int = 0
+    finish_reason: FinishReason = "abort"
+
+    def add_turn(self, said: Completion, calls: Sequence[Call] = ()) -> None:
+        self.token_ids += said.token_ids
+        self.logprobs += said.logprobs
+        self.versions += said.versions or [None] * len(said.token_ids)
+        self.sampled += [True] * len(said.token_ids)
+        self.kept += said.kept
+        self.transcript.append({**as_turn(said.text, calls), "tokens": len(said.token_ids)})
+        self.last = said.text
+        self.finish_reason = said.finish_reason
+
+    def add_answers(self, token_ids: Sequence[int]) -> None:
+        count = len(token_ids)
+        self.token_ids += token_ids
+        self.logprobs += [math.nan] * count
+        self.versions += [None] * count
+        self.sampled += [False] * count
+        self.kept += [NOT_SAMPLED] * count if self.kept else []
+
+    def completion(self, start: int) -> Completion:
+        """Return it as a completion of a prompt that ends before place `start` of its own."""
+        rest = self.prompt[start:]
+        lines = [f"{entry.get('name', entry['role'])}: {entry['text']}" for entry in self.transcript]
+        return Completion(
+            token_ids=(*rest, *self.token_ids),
+            logprobs=(*(math.nan for _ in rest), *self.logprobs),
+            text=encodable("\n".join(lines)),
+            transcript=tuple(self.transcript),
+            finish_reason=self.finish_reason,
+            versions=(*(None for _ in rest), *self.versions),
+            sampled=(*(False for _ in rest), *self.sampled),
+            kept=(*(NOT_SAMPLED for _ in rest), *self.kept) if self.kept else (),
+            tool_errors=self.tool_errors,
+        )
+
+
+class TrajectorySampler:
+    """Samples completions of several turns; a subclass says what stands between the turns."""
+
+    is_chat = True
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        scorer: Scorer,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._sampler = sampler
+        self._scorer = scorer
+
+    async def group(
+        self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
+    ) -> Sampled:
+        """Return trajectories; every turn has a seed of its own, by its trajectory and its number.
+
+        The prompt is what all of them begin with: each may add something else to it.
+        """
+        first = index * num_samples
+        return joined(
+            await together(
+                self._trajectory(servers, problem, seed=seed, number=first + sample, **params)
+                for sample in range(num_samples)
+            )
+        )
+
+    async def close(self) -> None:
+        """Close nothing."""
+
+    async def _trajectory(
+        self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
+    ) -> tuple[Sequence[Written], Score | FailedScore]:
+        """Return the sequences of one trajectory, and its reward."""
+        raise NotImplementedError
+
+    async def _turn(
+        self, servers: Servers, token_ids: Sequence[int], *, seed: int, number: int, turn: int, **params: Any
+    ) -> Completion:
+        """Sample a turn of the trajectory `number`."""
+        (completion,) = await self._sampler.one(
+            [pinned(servers, number)],
+            tuple(token_ids),
+            num_samples=1,
+            seed=seed,
+            index=number * self._config.rollouts.max_turns + turn,
+            **params,
+        )
+        return completion
+
+
+def pinned(servers: Servers, number: int) -> Server:
+    """Return the same server in every turn of a trajectory: it has the prefix in its cache."""
+    listed = servers()
+    return listed[number % len(listed)]
+
+
+class Trajectories(TrajectorySampler):
+    """Runs the trajectories of an environment with tools."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        scorer: Scorer,
+    ) -> None:
+        """Prove the model's chat template."""
+        super().__init__(config, tokenizer, sampler, scorer)
+        template = config.task.chat_template_kwargs
+        self._conversation = Conversation(tokenizer, config.model_name, tools=task.schemas, **template)
+
+    def check_prompt(self, problem: Problem) -> None:
+        self._prompt(problem, "")
+
+    async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
+        """Score a trajectory that calls no tool."""
+        async with self._scorer.trajectory(problem) as tools:
+            begun = await tools.begin()
+            return begun if isinstance(begun, FailedScore) else await tools.score(text)
+
+    async def _trajectory(
+        self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
+    ) -> tuple[Sequence[Written], Score | FailedScore]:
+        written = Written()
+        async with self._scorer.trajectory(problem) as tools:
+            begun = await tools.begin()
+            if isinstance(begun, FailedScore):
+                return [written], begun
+            try:
+                written.prompt = self._prompt(problem, begun.text)
+            except RewardError as error:
+                fault = failed(problem, "", "what reset returned does not fit into the prompt", error.message)
+                return [written], fault
+            longest, max_turns = self._config.sampling.longest, self._config.rollouts.max_turns
+            for turn in range(max_turns):
+                said = await self._turn(
+                    servers, (*written.prompt, *written.token_ids), seed=seed, number=number, turn=turn,
+                    max_tokens=longest - len(written.token_ids), **params,
+                )  # fmt: skip
+                calls = self._conversation.calls(said.token_ids) if said.finish_reason == "stop" else ()
+                written.add_turn(said, calls)
+                added = await self._answered(problem, written, said, calls, tools)
+                if isinstance(added, FailedScore):
+                    return [written], added
+                if not added:
+                    break
+                if turn + 1 == max_turns or len(written.token_ids) + len(added) >= longest:
+                    written.finish_reason = "length"
+                    break
+                written.add_answers(added)
+            return [written], await tools.score(written.last)
+
+    async def _answered(
+        self, problem: Problem, written: Written, said: Completion, calls: Sequence[Call], tools: Trajectory
+    ) -> Sequence[int] | FailedScore:
+        """Return the tokens between this turn and the next; none if the turn is the last, because it calls no tool."""
+        answers = []
+        for call in calls:
+            reply = await tools.call(call.name, call.arguments)
+            if isinstance(reply, FailedScore):
+                return reply
+            written.tool_errors += reply.is_error
+            message = {"role": "tool", "name": call.name, "id": call.id, "text": reply.text}
+            written.transcript.append({**message, "is_error": True} if reply.is_error else message)
+            answers.append(call.answered(reply.text))
+        try:
+            return self._conversation.between(calls, answers, said.token_ids[-1]) if calls else ()
+        except UsageError as error:  # the template does not take what a tool answered
+            return failed(problem, said.text, "the chat template rejects a tool's answer", error.message)
+
+    def _prompt(self, problem: Problem, added: str) -> tuple[int, ...]:
+        return encode(self._tokenizer, as_chat(problem, encodable(added)), **self._conversation.template)
+
+
+def as_turn(text: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """Return a turn of the model for a transcript."""
+    written = [{"id": call.id, "name": call.name, "arguments": shallow(call.arguments)} for call in calls]
+    return {"role": "assistant", "text": text, **({"tool_calls": written} if written else {})}
+
+
+def shallow(value: Any, levels: int = DEEPEST) -> Any:
+    """Return a JSON value with an ellipsis for what lies deeper: neither pickle nor JSON takes any depth."""
+    if isinstance(value, Mapping):
+        return {name: shallow(inner, levels - 1) for name, inner in value.items()} if levels else "…"
+    if isinstance(value, list):
+        return [shallow(inner, levels - 1) for inner in value] if levels else "…"
+    return value
+
+
+def as_chat(problem: Problem, added: str = "") -> Problem:
+    """Return `problem` with chat messages as its prompt, and `added` at the end of the last one."""
+    prompt: Any = problem["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    last = {**messages[-1], "content": messages[-1]["content"] + added}
+    made: Any = {**problem, "prompt": [*messages[:-1], last]}
+    changed: Problem = made
+    return changed
+
+
+def joined(trajectories: Sequence[tuple[Sequence[Written], Score | FailedScore]]) -> Sampled:
+    """Return what all sequences begin with, a completion for each trajectory's sequences, and the rewards."""
+    prompt = _shared([written.prompt for sequences, _ in trajectories for written in sequences if written.prompt])
+    completions = []
+    for sequences, _ in trajectories:
+        first, *others = (written.completion(len(prompt)) for written in sequences)
+        text = SEQUENCE_BREAK.join(completion.text for completion in (first, *others))
+        completions.append(replace(first, text=text, others=tuple(others)) if others else first)
+    return Sampled(prompt, completions, [result for _, result in trajectories])
+
+
+def _shared(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return what all prompts begin with; nothing if there are none."""
+    return tuple(os.path.commonprefix(prompts))  # noqa: RUF071  it takes any sequences

@@ -1,0 +1,131 @@
+"""How a choice is declared: once, for the help, the docs, `bridge init`, `--resume` and every refusal."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from bridge.errors import UsageError
+
+HINTS: Mapping[str, str] = {
+    name: meaning
+    for meaning, names in tomllib.loads(Path(__file__).with_name("borrowed.toml").read_text()).items()
+    for name in names
+}
+"""TRL's and verl's name of something that is not the same here, or not there -> what to do."""
+
+Only = tuple[str, tuple[str, ...]]
+"""A switch, and its values with which a choice has an effect."""
+
+
+class NoEffectError(ValueError):
+    """A choice that another one switches off."""
+
+    def __init__(self, message: str, *, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class Choice(NamedTuple):
+    """Where a choice lies in a configuration, and its declaration; a section declares the rest for its fields."""
+
+    path: tuple[str, ...]
+    """Section, if it is in one, and field."""
+    info: FieldInfo
+    """Type, default and description."""
+    panel: str = ""
+    """Panel of the help text; empty: the first one."""
+    position: int = 0
+    """Position in the panel, among choices in the order of their declaration."""
+    only: Only | None = None
+    """What it depends on, if it has no effect by itself."""
+    synonyms: tuple[str, ...] = ()
+    """Its other names in the help text."""
+    borrowed: tuple[str, ...] = ()
+    """TRL's and verl's names of exactly the same, which work as its own."""
+    counts_updates: str = ""
+    """That of its borrowed names which counts optimizer steps, where this choice counts batches."""
+    identifies: bool = False
+    """Whether `--resume` looks for a run with the same value."""
+
+
+def declare(default: Any = ..., **declared: Any) -> Any:
+    """Declare a field: `declared` has fields of `Choice`, and what pydantic's `Field` takes."""
+    about = {name: declared.pop(name) for name in Choice._fields if name in declared}
+    return Field(default, json_schema_extra=about, **declared)
+
+
+class Section(BaseModel):
+    """The choices of one concern, frozen; unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    prefix: ClassVar[str] = ""
+    """Prefix of the fields' keys: `alpha` of a section with the prefix `lora_` has the key `lora_alpha`."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Field -> its key, where the prefix does not give it."""
+    tells_places: ClassVar[bool] = False
+    """Whether a wrong choice is reported by the caller, who knows where it was made."""
+    panel: ClassVar[str] = ""
+    common: ClassVar[Mapping[str, Any]] = {}
+    """What the section declares for its fields."""
+
+    def __init_subclass__(cls, *, prefix: str = "", renamed: Mapping[str, str] | None = None, **common: Any) -> None:
+        super().__init_subclass__()
+        cls.prefix = prefix
+        cls.renamed = renamed or {}
+        cls.panel = common.get("panel", "")
+        cls.common = common
+
+    if not TYPE_CHECKING:  # or the types of the fields would be lost
+
+        def __init__(self, **choices):
+            try:
+                super().__init__(**choices)
+            except ValidationError as error:
+                if self.tells_places:
+                    raise
+                raise _in_one_line(type(self), error.errors()[0]) from error
+
+        __init__.__pydantic_base_init__ = True  # sections inside a configuration are built without it
+
+    @classmethod
+    def key(cls, field: str) -> str:
+        """Return the flat name of a field."""
+        return cls.renamed.get(field, cls.prefix + field)
+
+    @classmethod
+    def declared(cls, *sections: str) -> dict[str, Choice]:
+        """Return the choices of this section by key, if it lies in `sections` of a configuration."""
+        return {
+            cls.key(name): Choice((*sections, name), info, **{**cls.common, **_about(info)})
+            for name, info in cls.model_fields.items()
+        }
+
+
+def hint(name: str) -> str | None:
+    """Return what to do instead of what is not ours, given by name, by flag or by verl's path; None: no idea."""
+    return HINTS.get(name.lstrip("-").replace("-", "_").rpartition(".")[2])
+
+
+def _about(info: FieldInfo) -> dict[str, Any]:
+    return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+
+
+def _in_one_line(cls: type[Section], fault: Any) -> UsageError:
+    """Return the error for a wrong choice of a program, such as `SamplingConfig(max_tokens=5)`."""
+    name, known = str(fault["loc"][0]) if fault["loc"] else "", list(cls.model_fields)
+    if fault["type"] == "extra_forbidden":
+        same = [field for field, info in cls.model_fields.items() if name in _about(info).get("borrowed", ())]
+        near = [*same, *difflib.get_close_matches(name, known, n=1)]
+        remedy = f"did you mean {near[0]}?" if near else f"the choices are {', '.join(known)}"
+        return UsageError(f"{cls.__name__} has no choice {name!r}", remedy=remedy)
+    message = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    return UsageError(
+        f"{cls.__name__}: {name} {message.replace('should', 'must', 1)}, found {fault['input']!r}",
+        remedy=f"help(bridge.{cls.__name__}) has every choice and its default",
+    )

@@ -1,0 +1,260 @@
+"""Choices of a training run by concern, and those of a server."""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from bridge.config.choices import Config
+from bridge.config.declaration import Section, declare
+from bridge.config.optimizers import OptimizerName
+from bridge.config.rollouts import EVALUATION, RolloutConfig
+from bridge.core.address import Host
+
+DEFAULT_PORT = 9001
+MEMORY = "Memory"
+RISING = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
+"""Schedules with a warmup."""
+LOSS_NAMES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo")
+"""The published losses."""
+AdvantageScale = Literal["group", "batch", "none", "leave_one_out"]
+
+
+class ServeConfig(Config):
+    """How the patched vLLM is started."""
+
+    model: str = declare(synonyms=("model_name",), borrowed=("model_name_or_path",))
+    """Model to serve: a folder or a hub name."""
+    port: int = declare(DEFAULT_PORT, ge=1, le=65535, panel="Server", synonyms=("vllm_port",))
+    """TCP port of the server."""
+    host: Host = declare("127.0.0.1", panel="Server")
+    """Address to listen on (default: reachable from this machine only)."""
+    device: Literal["auto", "cpu", "cuda"] = declare("auto", position=3)
+    """Device vLLM runs on; `auto` uses a GPU if there is one."""
+    gpu_memory_utilization: float | None = declare(
+        None, gt=0, lt=1, panel=MEMORY, borrowed=("vllm_gpu_memory_utilization",)
+    )
+    """Fraction of GPU memory for vLLM (default: what leaves room for the trainer)."""
+    max_model_len: int | None = declare(None, ge=1, panel=MEMORY, borrowed=("vllm_max_model_length",))
+    """Longest sequence, prompt plus completion, in tokens (default: the model's own limit)."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = declare("auto", panel=MEMORY)
+    """Data type of the weights; `auto` takes the model configuration's."""
+    tensor_parallel_size: int = declare(
+        1, ge=1, panel=MEMORY, borrowed=("vllm_tensor_parallel_size", "tensor_model_parallel_size")
+    )
+    """Number of GPUs that share one copy of the weights; `bridge run` trains them with a process for each."""
+    max_lora_rank: int | None = declare(None, ge=1, panel="Mode lora_only", position=1)
+    """Largest LoRA rank the server accepts (default: no adapters)."""
+    vllm_config_path: Path | None = declare(None, panel="Server")
+    """Where to write the manifest, a file or a folder (default: $LOGDIR, else the current folder)."""
+
+
+class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
+    """The policy loss and the correction for the mismatch between vLLM and the trainer."""
+
+    name: str = "dapo"
+    """Policy loss: `dapo`, `grpo`, `dr_grpo`, `gspo`, `cispo` or `rloo` as published, or your own,
+    `file.py:function`; the choices below override parts of it."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    """Average over all tokens, over completions after the tokens of each, or over a constant (default: the loss's own;
+    `token_mean` for your own)."""
+    clip_low: float | None = declare(None, gt=0, lt=1, borrowed=("clip_ratio_low",), only=("loss", LOSS_NAMES))
+    """Clip the probability ratio below 1 - clip_low (default: the loss's own)."""
+    clip_high: float | None = declare(
+        None, gt=0, borrowed=("epsilon_high", "clip_ratio_high"), only=("loss", LOSS_NAMES)
+    )
+    """Clip the probability ratio above 1 + clip_high (default: the loss's own)."""
+    clip_dual: float | None = declare(
+        None, gt=1, borrowed=("delta", "clip_ratio_c"), only=("loss", ("dapo", "grpo", "dr_grpo", "gspo", "rloo"))
+    )
+    """Clip the probability ratio of tokens with a negative advantage above this, such as 3 (default: no such clip)."""
+    ratio_level: Literal["token", "sequence"] | None = declare(
+        None, borrowed=("importance_sampling_level",), only=("loss", LOSS_NAMES)
+    )
+    """Compute probability ratios per token or per sequence (default: the loss's own)."""
+    advantage_scale: AdvantageScale | None = None
+    """Divide advantages by the standard deviation of the group, of the batch, or by 1; `leave_one_out` subtracts the
+    mean of the group's other rewards instead of the mean of all (default: the loss's own)."""
+    mask_truncated: bool = declare(False, borrowed=("mask_truncated_completions",))
+    """Leave truncated completions out of the loss."""
+    top_entropy: float = declare(1.0, gt=0, le=1, borrowed=("top_entropy_quantile",))
+    """Give an advantage only to this share of an update's tokens, those where the policy's entropy is highest; below 1,
+    this takes another forward pass."""
+    kl_coef: float = declare(0.0, ge=0, borrowed=("kl_loss_coef",))
+    """Weight of the KL divergence from a frozen reference."""
+    kl_in_reward: bool = False
+    """Subtract the KL divergence from the reward of each token, instead of adding it to the loss."""
+    reference_model: str | None = declare(None, only=("mode", ("shared_vllm", "none")))
+    """Frozen reference model, loaded beside the trained one; `lora_only` uses its own base instead."""
+    mismatch: Literal["truncate", "mask", "none"] = "truncate"
+    """Importance-sampling correction where vLLM and the trainer disagree on a token's probability: truncate its weight
+    (TIS), mask the token outside the bounds (IcePop), or none."""
+    mismatch_level: Literal["token", "sequence"] | None = declare(None, only=("mismatch", ("truncate", "mask")))
+    """Correct each token by its own weight, or each sequence by the product of its tokens' weights (default: `token`;
+    `sequence` to truncate where the probability ratio is the sequence's)."""
+    mismatch_low: float = Field(default=0.5, ge=0, lt=1)
+    """Smallest trainer-to-vLLM ratio of a token or sequence that `--mismatch mask` keeps."""
+    mismatch_high: float | None = Field(default=None, gt=1)
+    """Largest importance weight, or largest ratio kept (default: 2 for `truncate`, 5 for `mask`)."""
+    mismatch_alarm: float = Field(default=0.1, gt=0)
+    """Warn when the mean absolute log-prob mismatch of a step exceeds this, in nats."""
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_loss(cls, name: str) -> str:
+        if name not in LOSS_NAMES and not re.fullmatch(r".+\.py:\w+", name):
+            raise ValueError(f"must be one of {', '.join(LOSS_NAMES)}, or path/to/file.py:function")
+        return name
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is a function in a file of the user's."""
+        return self.name not in LOSS_NAMES
+
+
+class OptimizerConfig(Section, panel="Optimizer", renamed={"name": "optimizer", "offload": "offload_optimizer"}):
+    """The optimizer and the updates that it takes on each batch."""
+
+    name: OptimizerName = declare("adamw", position=1)
+    """AdamW with moments in float32, bf16, 8 or 4 bits; all but the last keep an exact float32 master."""
+    lr: float | None = declare(None, gt=0, borrowed=("learning_rate",))
+    """Learning rate (default: 1e-6, or 1e-5 for an adapter)."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
+    """How the learning rate changes from update to update, as in transformers."""
+    warmup_steps: int = declare(0, ge=0, borrowed=("lr_warmup_steps",), only=("lr_scheduler_type", RISING))
+    """Steps (batches, not updates) during which the learning rate rises from 0 to --lr."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of all trained parameters, including norms and biases."""
+    beta1: float = declare(0.9, ge=0, lt=1, borrowed=("adam_beta1",))
+    """Decay of the first moment."""
+    beta2: float | None = declare(None, ge=0, lt=1, borrowed=("adam_beta2",))
+    """Decay of the second moment (default: 0.999, or 0.99 with bf16 moments, which cannot decay more slowly)."""
+    max_grad_norm: float = declare(1.0, gt=0, borrowed=("grad_clip", "clip_grad"))
+    """Clip gradients to this global norm."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Mini-batches per batch; each takes one optimizer step."""
+    passes_per_batch: int = declare(1, ge=1, borrowed=("num_iterations", "ppo_epochs"))
+    """Epochs over each batch."""
+    offload: bool = declare(False, position=1)
+    """Keep the optimizer state and a float32 master in host memory, and step there."""
+    gradient_release: bool = declare(False, position=1)
+    """Step each parameter inside the fence as soon as its gradient is ready, then free the gradient."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Return the number of updates that are planned for each batch."""
+        return self.updates_per_batch * self.passes_per_batch
+
+
+class ComputeConfig(Section, panel=MEMORY):
+    """How forward and backward passes are computed."""
+
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens per forward and backward pass (default: as many as fit in free memory)."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass (default: only when too few tokens fit without)."""
+    compile_layers: bool | None = None
+    """Compile the model's layers, which adds about a minute to the first step (default: on a GPU)."""
+    liger_kernel: bool = False
+    """Use Liger kernels for the layers that have them (GPU only)."""
+
+
+class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)), prefix="lora_"):
+    """The adapter of mode `lora_only`."""
+
+    r: int = declare(16, ge=1, borrowed=("lora_rank",))
+    """Rank of the adapter."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale the adapter's output by lora_alpha / lora_r."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapter's input during training only; requires one update per batch."""
+    target_modules: str = "all-linear"
+    """Modules that get an adapter: suffixes of their names, separated by commas; `all-linear` is all but the head."""
+    handover: Literal["memory", "disk"] = "memory"
+    """How vLLM gets the adapter: trained in vLLM's own slot, or saved and loaded by the server."""
+
+
+class PublishingConfig(
+    Section, panel="Mode none", only=("mode", ("none",)), renamed={"restart_interval": "vllm_restart_interval"}
+):
+    """How new weights reach the server."""
+
+    kv_sleep: Literal["auto", "always", "never"] = declare(
+        "auto", panel=MEMORY, only=("mode", ("shared_vllm", "lora_only"))
+    )
+    """Free vLLM's KV cache during training; `auto` does so when training needs the memory."""
+    in_flight: Literal["keep", "wait", "abort"] = declare("keep", panel="Server", position=1, only=None)
+    """What an update does with other clients' in-flight requests: keep, drain or abort them."""
+    in_flight_kv: Literal["auto", "keep", "recompute"] = declare(
+        "auto", panel=RolloutConfig.panel, only=("mode", ("shared_vllm", "lora_only"))
+    )
+    """What becomes of the KV cache of in-flight requests at an update: keep it, or recompute it under the new weights;
+    `auto` keeps it with --max-staleness."""
+    pause_while_training: bool | None = declare(
+        None, panel=RolloutConfig.panel, only=("mode", ("shared_vllm", "lora_only"))
+    )
+    """Stop sampling while a step is computed, so that sampling and training never share the GPU (default: on a GPU,
+    with --max-staleness)."""
+    restart_interval: int = Field(default=1, ge=1)
+    """Steps between two reloads of the server."""
+    reload: Literal["restart", "in-place"] = "restart"
+    """How the server loads a checkpoint: by a restart, or in place if it shares its weights."""
+    start_command: str | None = None
+    """Command that starts the server, with `{model}` for the model's folder; Bridge starts, restarts and stops it."""
+
+
+class ServerConfig(Section, panel="Server", prefix="vllm_"):
+    """Where the server is."""
+
+    port: int | None = declare(None, ge=1, le=65535, synonyms=("port",))
+    """Port of the server (default: the manifest's)."""
+    host: Host = "127.0.0.1"
+    """Host of the server, if it differs from the manifest's."""
+    config_path: Path | None = None
+    """Path of the manifest (default: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge)."""
+
+    def url(self, exported: str | None = None) -> str:
+        """Return the server's URL: the manifest's, with the parts that were chosen replaced."""
+        scheme, _, address = (exported or f"http://{self.host}:{DEFAULT_PORT}").partition("://")
+        if self.port is None and "host" not in self.model_fields_set:
+            return f"{scheme}://{address}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port or address.rpartition(':')[2]}"
+
+
+class CheckpointConfig(Section, panel=EVALUATION, position=2):
+    """Which checkpoints are saved, and where."""
+
+    save_path: Path | None = declare(None, panel="", position=2)
+    """Folder for checkpoints, `step_N/` or `adapter_step_N/` (default: `checkpoints/` in the run directory)."""
+    save_interval: int = declare(0, ge=0, borrowed=("save_steps", "save_freq"), counts_updates="save_steps")
+    """Save every N steps (default: only after the last step, which is always saved)."""
+    keep_last: int = declare(0, ge=0, borrowed=("save_total_limit",))
+    """Keep only the newest N checkpoints of this run (default: all)."""
+    save_optimizer: bool = True
+    """Save what a run needs to resume with each checkpoint: 10 bytes per trained parameter with `adamw`."""
+
+
+class EvaluationConfig(Section, panel=EVALUATION, prefix="eval_"):
+    """Evaluation on held-out problems."""
+
+    samples: int = Field(default=0, ge=0)
+    """Completions per held-out problem, before and after training (default: no evaluation)."""
+    interval: int = declare(0, ge=0, borrowed=("eval_steps", "test_freq"), counts_updates="eval_steps")
+    """Evaluate every N steps as well (default: only before and after training)."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature of evaluations; 0 takes the likeliest tokens (default: --temperature)."""
+    pass_reward: float = 1.0
+    """Least reward of a completion that passes, in pass@k."""
+
+
+class TrackingConfig(Section, panel=EVALUATION, position=4):
+    """What is recorded of a run."""
+
+    save_rollouts: bool = True
+    """Write every completion, its turns and its rewards to `rollouts.jsonl` in the run directory."""
+    tensorboard: bool | None = None
+    """Write TensorBoard files to the run directory (default: if TensorBoard is installed)."""
+    wandb: bool = False
+    """Log to Weights & Biases."""

@@ -1,0 +1,160 @@
+"""The batch of one step: its samples, what is computed for them, and the figures of the step.
+
+Shape suffixes: N rows (positions that predict a sampled token).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from bridge.config import OptimizerConfig
+from bridge.learn import samples
+from bridge.learn.mismatch import Mismatch, Tally, share
+from bridge.learn.policy_loss import LossSpec, means
+from bridge.passes.packing import MicroBatch, Sample
+from bridge.ranks.world import Ranks
+from bridge.types import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """The figures of one step."""
+
+    loss: float
+    """Mean over the updates."""
+    grad_norm: float
+    """Global norm of the gradient before it is clipped, mean over the updates."""
+    lr: float
+    """Learning rate of the first update."""
+    entropy: float
+    """Mean entropy of the policy at the sampled tokens, before the first update, in nats."""
+    mismatch: Mismatch
+    """Between the server and the trainer, before the first update."""
+    loss_metrics: Mapping[str, float]
+    """The loss's own: means over the tokens of all updates."""
+    num_tokens: int
+    """Sampled tokens that were trained on."""
+    balance: float
+    """Tokens of the busiest replica over the mean; NaN for one."""
+    num_updates: int
+    num_skipped: int
+    """Updates that were skipped because their gradient was not finite: the first of them ends its step."""
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Return the figures by their names in `metrics.jsonl`."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "updates": self.num_updates,
+            "skipped_updates": self.num_skipped,
+            "entropy": self.entropy,
+            **self.loss_metrics,
+            "logprob_diff_mean": self.mismatch.mean,
+            "logprob_diff_max": self.mismatch.max,
+            "logprob_diff_histogram": self.mismatch.histogram,
+            "corrected_share": self.mismatch.changed_share,
+            "importance_weight": self.mismatch.weight_mean,
+            "effective_share": self.mismatch.effective_share,
+            "tokens_trained": self.num_tokens,
+            "rank_token_balance": self.balance,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What is trained on in one step: of this rank's replica, unless something else is said."""
+
+    mini_batches: Sequence[list[Sample]] = ()
+    """For each update, the samples to train on."""
+    only_ranked: Sequence[list[Sample]] = ()
+    """For each update, the samples without a gradient whose tokens are ranked by entropy with the others."""
+    num_tokens: int = 0
+    """Sampled tokens of all replicas."""
+    balance: float = math.nan
+    """Tokens of the busiest replica over the mean; NaN for one."""
+    num_before: int = 0
+    """Planned updates of all steps before."""
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Group], spec: LossSpec, ranks: Ranks, choices: OptimizerConfig, *, longest: int, step: int
+    ) -> Self:
+        """Turn groups into samples, cut them into updates, and keep this replica's share; UsageError: as `samples`."""
+        updates = samples.mini_batches(groups, spec, num_updates=choices.updates_per_batch, max_new_tokens=longest)
+        trained = [mini_batch for mini_batch, _ in updates]
+        return cls(
+            mini_batches=[samples.dealt(mini_batch, ranks) for mini_batch in trained],
+            only_ranked=[samples.dealt(only_ranked, ranks) for _, only_ranked in updates],
+            num_tokens=sum(sample.num_trained for mini_batch in trained for sample in mini_batch),
+            balance=samples.busiest(trained, ranks.dp_size),
+            num_before=(step - 1) * choices.updates_per_step,
+        )
+
+
+@dataclass(kw_only=True)
+class Pass:
+    """One micro-batch, and its log-probabilities from before the first update of the batch, once they are computed."""
+
+    batch: MicroBatch
+    old_logprobs_N: Tensor | None = None
+    """The trainer's."""
+    reference_logprobs_N: Tensor | None = None
+    """The frozen reference's."""
+    entropies_N: Tensor | None = None
+    """The trainer's, if its most uncertain tokens are chosen."""
+
+    @property
+    def entropies(self) -> Tensor:
+        assert self.entropies_N is not None, "it looked ahead"
+        return self.entropies_N
+
+
+@dataclass(kw_only=True)
+class Computed:
+    """What was computed for a batch so far."""
+
+    entropy: Tensor
+    """Sum of the entropies of the policy before the first update."""
+    loss_sums: Tensor
+    """For each metric of the loss, its sum over tokens and their number."""
+    tally: Tally
+    passes: list[list[Pass]] = field(default_factory=list)
+    """For each update."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Of every update, and of one that was skipped."""
+    norms: list[float] = field(default_factory=list)
+    """The same of the gradients' norms."""
+    num_updates: int = 0
+    """Updates that were taken."""
+    is_prepared: bool = False
+    is_written: bool = False
+
+    @classmethod
+    def nothing(cls, device: torch.device, num_metrics: int) -> Self:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        loss_sums = torch.zeros(num_metrics, 2, dtype=torch.float64, device=device)
+        return cls(entropy=zero, loss_sums=loss_sums, tally=Tally.zero(device))
+
+    def figures(self, batch: Batch, ranks: Ranks, lr: float, loss_metrics: Sequence[str]) -> Learnt:
+        """Wait for the device, and return the figures of all ranks; the loss has metrics of these names."""
+        num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
+        losses = ranks.all_reduce_dp(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
+        tallies = ranks.one_per_replica(ranks.all_gather_object(self.tally.cpu()))
+        return Learnt(
+            loss=sum(losses.tolist()) / max(num_taken, 1),
+            grad_norm=sum(self.norms[:num_taken]) / max(num_taken, 1),
+            lr=lr,
+            entropy=share(ranks.all_reduce_dp(self.entropy).item(), batch.num_tokens),
+            mismatch=sum(tallies, Tally.zero(torch.device("cpu"))).read(),
+            loss_metrics=means(dict(zip(loss_metrics, ranks.all_reduce_dp(self.loss_sums), strict=True))),
+            num_tokens=batch.num_tokens,
+            balance=batch.balance,
+            num_updates=self.num_updates,
+            num_skipped=sum(not math.isfinite(norm) for norm in self.norms),
+        )

@@ -1,0 +1,320 @@
+"""`lora_only`: an adapter beside a frozen base. Its handover is by memory (`LoraMemory`) or by disk (`LoraDisk`).
+
+By memory, the adapter's tensors are vLLM's slot, and to publish is to pass the fence. By disk, each adapter is saved,
+and the server loads it through vLLM's own route. That works with any vLLM, and pauses nothing: every version has its
+own name, and in-flight requests keep the adapter that they named.
+
+Not covered: how the server keeps the slot in place (`patches/bridge_patches/placement.py`).
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bridge.errors import AttachError, ManifestError, UsageError
+from bridge.modes.mode import Mode
+from bridge.modes.shared_vllm import PatchedServer, manifest_of
+from bridge.server import fence, manifest
+from bridge.server.client import BridgeClient, VllmClient, max_model_len
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import Update, Window
+from bridge.server.manifest import LoraSlot, Manifest
+from bridge.server.protocol import ADAPTER
+from bridge.weights import loaded, model_folder
+from bridge.weights.adapter import Adapter, Matrices
+from bridge.weights.attach import RESTART, AttachedModel, OpenedModel, attach, attach_again, open_handles
+
+
+class _LoraMode(Mode):
+    """A mode that trains and saves an adapter."""
+
+    checkpoint_prefix = "adapter_step_"
+    _adapter: Adapter
+
+    def _add_adapter(self, base: OpenedModel) -> OpenedModel:
+        """Add a new adapter to the base, and return the model with the adapter as what is trained."""
+        config = self._config
+        self._adapter = Adapter(
+            base.model, config.lora, seed=config.seed, base_name=config.model_name, cuts=base.cuts,
+            tp_group=self._run.ranks.tp_group,
+        )  # fmt: skip
+        return replace(base, lr_factors=self._adapter.lr_factors(), cuts=self._adapter.cuts)
+
+    def save(self, folder: Path) -> None:
+        self._adapter.save(folder)
+        model_folder.copy_tokenizer(self._config.model_name, folder)
+
+
+class LoraMemory(_LoraMode, PatchedServer):
+    """An adapter in a slot of one live server, trained on that server's base, by a process for each part of it."""
+
+    writes = "adapter"
+
+    def _connect(self) -> None:
+        try:
+            exported = manifest.load(self._config.server.config_path)
+        except ManifestError as error:
+            if self._config.server.config_path is not None:
+                raise
+            raise UsageError(
+                f"--lora-handover memory trains the adapter in vLLM's own memory, and {error.message}",
+                remedy="bridge serve-vllm --max-lora-rank R on this host, or --lora-handover disk",
+            ) from error
+        self._take_lease(manifest_of(self._config.server, self._config.model_name, exported))
+        self.version = self._status.version
+
+    def open(self) -> OpenedModel:
+        """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
+        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
+        opened = self._add_adapter(self.attach())
+        self._move_in(takeover=self._run.resumes)
+        self._run.note("the base is the server's own, 0 bytes of it here")
+        return opened
+
+    @contextmanager
+    def publish(self, update: Update) -> Iterator[Window]:
+        """Let the block write inside the fence; before any checkpoint, the first adapter repairs a torn server."""
+        repair = update.last_checkpoint or self._run.scratch / ADAPTER
+        with super().publish(replace(update, last_checkpoint=repair)) as window:
+            yield window
+
+    def pass_on(self) -> None:
+        self._adapter.pass_on()
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        self._adapter.check(checkpoint)  # before the server pauses
+        with self.overwriting(checkpoint, version):
+            self._adapter.load(checkpoint)
+
+    def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the base class's
+        """Restart the dead server with the base, and move the adapter, which this process still has, into a slot again.
+
+        The servers of other ranks get the next version, too.
+        """
+        is_lost = self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.has_lost(self.client))
+        if is_lost:
+            self.restart(self._config.model_name)
+        version = self._newest() + 1
+        if is_lost:
+            self._move_in(takeover=True, version=version)
+        else:
+            self.publish_as(version)
+
+    def _move_in(self, *, takeover: bool, version: int | None = None) -> None:
+        """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
+        ranks, ours = self._run.ranks, self._adapter.modules
+        ranks.tp_group.run_on_all(self._refuse_unfit_slots)
+        ranks.tp_group.run_on_all(self._hand_over if ranks.is_tp_rank_zero else self._adapter.pass_on)
+        number = ranks.tp_group.run_on_rank_zero(self._seat)
+        slots = ranks.tp_group.run_on_all(lambda: self._open_slots(number))
+        with self.publish(Update(takeover=takeover, version=version)), torch.no_grad():
+            for name, slot in slots.items():
+                for here, there in ((ours[name].lora_a, slot.lora_a), (ours[name].lora_b, slot.lora_b)):
+                    there.copy_(here)
+                    here.data = there.data
+
+    def _hand_over(self) -> None:
+        self._run.saved(ADAPTER, self._adapter.save)
+
+    def _seat(self) -> int:
+        """Let the server load what was saved, and return the slot's number."""
+        try:
+            return self.client.seat_adapter(self._run.scratch / ADAPTER)
+        except AttachError:
+            self._run.discard(ADAPTER)
+            raise
+
+    def _refuse_unfit_slots(self) -> None:
+        slots, rank = self._slots, self._config.lora.r
+        if not slots:
+            raise AttachError(
+                "the server takes no adapters, or none whose slots can be shared",
+                remedy=f"bridge serve-vllm --max-lora-rank {rank}, without --fully-sharded-loras",
+            )
+        missing = sorted(self._adapter.modules.keys() - slots.keys())
+        if missing:
+            raise AttachError(
+                f"vLLM has no slot that can be shared for {len(missing)} modules, the first: {missing[0]}",
+                remedy="leave them out with --lora-target-modules, or --lora-handover disk",
+            )
+        slot_rank = next(iter(slots.values())).lora_a.shape[2]
+        if slot_rank != rank:
+            raise AttachError(
+                f"the server's slots have rank {slot_rank}, and the adapter has rank {rank}, expected the same",
+                remedy=f"--lora-r {slot_rank}; or bridge serve-vllm --max-lora-rank {rank}, if vLLM has slots of that"
+                " rank; or --lora-handover disk",
+            )
+        odd = [name for name, ours in self._adapter.modules.items() if not _fits(slots[name], ours)]
+        if odd:
+            raise ManifestError(
+                f"the slots of {len(odd)} modules have other shapes than the weights that they are for, the first:"
+                f" {odd[0]}: the manifest was edited",
+                remedy=RESTART,
+            )
+
+    def _open_slots(self, number: int) -> dict[str, Matrices]:
+        opened = dict[str, Matrices]()
+        for name, ours in self._adapter.modules.items():
+            handles = {"a": self._slots[name].lora_a, "b": self._slots[name].lora_b}
+            slot = open_handles(handles, self._attached.device)
+            opened[name] = Matrices(nn.Parameter(slot["a"][number, 0]), nn.Parameter(slot["b"][number, 0]))
+            if not _hold(opened[name], ours):
+                raise AttachError(
+                    "the server's slot does not hold the adapter that it has loaded", remedy="restart the server"
+                )
+        return opened
+
+    @property
+    def _slots(self) -> Mapping[str, LoraSlot]:
+        return self._attached.shard.lora_slots
+
+
+class LoraDisk(_LoraMode):
+    """An adapter that one server loads again and again, and that nothing pauses for."""
+
+    version = -1
+
+    def _connect(self) -> None:
+        self._why_copied = ""
+        """Why the base is a second copy."""
+        self._exported = self._find_manifest()
+        self._attached: AttachedModel | None = None
+        self._served: list[str] = []
+        """Adapters that the server has, the oldest first."""
+        self._client = self._open_client()
+        self.max_model_len = max_model_len(self._client.url) if self._exported is None else self._exported.max_model_len
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The server and the newest adapter, whose name contains the version."""
+        model = f"{ADAPTER}-{self.version}"
+        return Endpoint(url=self._client.url, model=model, version=self.version, starts=self._num_starts)
+
+    def open(self) -> OpenedModel:
+        """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter."""
+        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
+        base = self._open_base()
+        opened = self._add_adapter(base)
+        self._serve_first()
+        if self._attached is not None:
+            self._run.note("the base is the server's own, 0 bytes of it here")
+        else:
+            size = f"{base.weight_bytes / 2**30:.2f} GiB on {base.device}"
+            self._run.note(f"the base is a second copy, {size}: {self._why_copied}")
+        return replace(opened, weight_bytes=base.weight_bytes + self._adapter.num_bytes())
+
+    def publish(self, update: Update) -> AbstractContextManager[Window]:
+        """Let the block write without a pause, and the server load the result."""
+        assert not update.sleep, "nothing pauses the server, so nothing would wake it"
+        return fence.run(update, lambda: self._serve_next(self.version + 1), ranks=self._run.ranks)
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        self._adapter.load(checkpoint)
+        self._serve_next(max(version, self.version + 1))
+
+    def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the base class's
+        """Restart the dead server with the base, and let it load the adapter, which this process still has.
+
+        The servers of other ranks load it as the next version, too.
+        """
+        newest = max(self._run.ranks.all_gather_object(self.version))  # others may have served what this one did not
+        if not self._run.has_lost(self._client):
+            self._serve_next(newest + 1)
+            return
+        self.version = newest
+        self._client.close()
+        self._run.restart_server(self._config.model_name)
+        self._num_starts += 1
+        if self._exported is not None:  # the new server has another token
+            self._exported = manifest.load(self._config.server.config_path)
+            if self._attached is not None:
+                self._attached = attach_again(self._attached, self._exported)
+        self._client = self._open_client()
+        self._serve_first()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _find_manifest(self) -> Manifest | None:
+        """Return the manifest of the server, if there is one; one that the user named has to be usable."""
+        server, model_name = self._config.server, self._config.model_name
+        if server.config_path is not None:
+            return manifest_of(server, model_name)
+        try:
+            exported = manifest.load()
+        except ManifestError as error:
+            self._why_copied = error.message
+            return None
+        url = server.url(exported.url)
+        if url != exported.url:
+            self._why_copied = f"the manifest found here is of the server at {exported.url}, not {url}"
+            return None
+        return manifest_of(server, model_name, exported)
+
+    def _open_client(self) -> VllmClient:
+        """Connect to the server, and take its lease if it has one; AttachError: another trainer has it."""
+        exported, timeout_s = self._exported, self._config.sampling.request_timeout_s
+        if exported is None:
+            return VllmClient(self._config.server.url(), timeout_s=timeout_s)
+        client = BridgeClient(exported, timeout_s=timeout_s, url=self._config.server.url(exported.url))
+        fence.when_free(lambda: client.take_lease(self._run.name))
+        return client
+
+    def _open_base(self) -> OpenedModel:
+        server_class = ""
+        if self._exported is not None:
+            server_class = self._exported.shard(0).model_class
+            try:
+                self._attached = attach(self._exported)
+            except AttachError as error:
+                self._why_copied = error.message
+            else:
+                return self._attached.opened()
+        name, device = self._config.model_name, self._config.trainer_device
+        return loaded.load(name, device=device, max_model_len=self.max_model_len, server_class=server_class)
+
+    def _serve_first(self) -> None:
+        """Let the server load the adapter in place of what an earlier run left; AttachError: the server is torn."""
+        if isinstance(self._client, BridgeClient) and self._exported is not None:
+            self._client.status().refuse_torn()  # resuming does not repair it: nothing is written in place
+            if self._exported.shard(0).lora_slots:  # an earlier run may have trained in one of them
+                self._client.release_adapter()
+        self._client.unload_earlier_adapters()
+        self._served.clear()
+        shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there
+        self._serve(self.version + 1)
+
+    def _serve_next(self, version: int) -> int:
+        """Let the server load the adapter, then drop the versions that no request in flight may name any more."""
+        self._serve(version)
+        while len(self._served) > 1 + self._config.rollouts.max_staleness:  # vLLM may read a file later than it loads
+            before = self._served.pop(0)
+            self._client.unload_adapter(before)
+            self._run.discard(before)
+        return version
+
+    def _serve(self, version: int) -> None:
+        folder = self._run.saved(f"{ADAPTER}-{version}", self._adapter.save)
+        try:
+            self._client.load_adapter(folder.name, folder)
+        except UsageError:  # a refused run leaves nothing behind
+            self._run.discard(folder.name)
+            raise
+        self._served.append(folder.name)
+        self.version = version
+
+
+def _fits(slot: LoraSlot, ours: Matrices) -> bool:
+    pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
+    return all(there.shape[2:] == here.shape for there, here in pairs)
+
+
+def _hold(slot: Matrices, ours: Matrices) -> bool:
+    """Compare up to rounding: B is divided by the scaling on saving, and multiplied by it on loading."""
+    pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
+    return all(torch.allclose(one.float(), other.float(), rtol=1 / 64, atol=1e-6) for one, other in pairs)

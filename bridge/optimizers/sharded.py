@@ -1,0 +1,190 @@
+"""The base of both AdamWs, whose state lies beside the weights (`split_adamw.py`) or in host memory (`offload.py`).
+
+Several ranks share the work (ZeRO, in place): each has the state of its part of every slab's rows. `exchange` gives it
+the sum of all gradients for them; `step` updates them, and gathers everybody's rows into everybody's weights. So each
+element is computed once and copied, and replicas are equal by construction. The ranks that share are peers: they hold
+the same part of the weights.
+
+Shape suffixes: R blocks, B elements of a block.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bridge.optimizers.gradients import NOTHING, Alike, counted, norm_of
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.optimizers.slabs import Slab, slabs
+from bridge.optimizers.split_master import Kind
+from bridge.ranks.world import ALONE, Ranks
+
+
+class ShardedOptimizer(InPlaceOptimizer):
+    """An optimizer whose state lies in slabs, of which several ranks each have their rows."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        *,
+        kind: Kind,
+        ranks: Ranks = ALONE,
+        alike: Alike = NOTHING,
+        state_device: torch.device | None = None,
+        **hyperparameters: Any,
+    ) -> None:
+        """Lay out the state; it lies on `state_device`, or beside the weights."""
+        super().__init__(params, **{"betas": (0.9, kind.beta2), **hyperparameters})
+        self._world = ranks
+        self._ranks = ranks.dp_group
+        self.kind = kind
+        self._alike = alike
+        self._device = next(iter(self._steps)).device
+        self._slabs = slabs(kind, self.param_groups, ranks=self._ranks, alike=alike, device=state_device)
+        self._places = {
+            member.parameter: (slab, index) for slab in self._slabs for index, member in enumerate(slab.members)
+        }
+        self._sums: dict[Slab, Tensor] = {}
+        """Of several ranks: the summed gradients [R, B] of this rank's rows, since `exchange`."""
+        self._summed: set[Tensor] = set()
+        """Parameters that had a gradient on any rank."""
+        self._gathered: tuple[Slab, dict[str, Tensor]] | None = None
+        """The whole state of the slab whose parts were read last."""
+
+    def allocate(self) -> None:
+        for slab in self._slabs:
+            slab.allocate()
+
+    def global_norm(self) -> float:
+        if self._world.world_size == 1:
+            return super().global_norm()
+        return math.sqrt(float(self._world.all_reduce(self._squares())))
+
+    def _squares(self) -> Tensor:
+        """Return the sum of the squares of this rank's gradients, without those that another part counts."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._ranks.world_size == 1:
+            own = [(each.grad, each, factor) for each, factor in self._factors.items() if each.grad is not None]
+            norm = norm_of((counted(grad, self._alike.get(each, ())), factor) for grad, each, factor in own)
+            return squares + norm**2
+        for slab, sum_RB in self._sums.items():
+            factors = {self._factors[member.parameter] for member in slab.members}
+            assert len(factors) == 1, factors
+            squares_of_slab = self._counted(slab, sum_RB).square().sum(dtype=torch.float64)
+            squares += (squares_of_slab * factors.pop() ** 2).to(self._device)
+        return squares
+
+    def _counted(self, slab: Slab, sum_RB: Tensor) -> Tensor:
+        """Return this rank's summed gradients of a slab with zeros where another part counts them."""
+        block = slab.kind.moments.block
+        for member in slab.members:
+            rows, others = slab.own(member), self._alike.get(member.parameter)
+            if rows and others:
+                held = slab.held(rows)
+                kept_RB = counted(sum_RB[held], others, (rows.start - member.rows.start) * block)
+                sum_RB = torch.cat([sum_RB[: held.start], kept_RB, sum_RB[held.stop :]])
+        return sum_RB
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Give each rank the sum of its peers' gradients of its rows, in float32, and drop the gradients.
+
+        A parameter without a gradient on this rank has zeros.
+        """
+        if self._ranks.world_size == 1:
+            return
+        self._drop_sums()
+        widths = {None: 0, torch.bfloat16: 1, torch.float32: 2}
+        own = [widths[None if each.grad is None else each.grad.dtype] for each in self._places]
+        dtypes = dict(zip(self._places, self._ranks.all_reduce_max(own), strict=True))
+        for slab in self._slabs:
+            width = max(dtypes[member.parameter] for member in slab.members)
+            if width == 0:
+                continue
+            dtype = torch.float32 if width == widths[torch.float32] else torch.bfloat16
+            self._sums[slab] = self._sum(slab, dtype)
+        self._summed = {parameter for parameter, width in dtypes.items() if width}
+
+    def _sum(self, slab: Slab, dtype: torch.dtype) -> Tensor:
+        """Return the sum [R, B] of all ranks' gradients of this rank's rows, sent as `dtype`; drop the gradients."""
+
+        def gradient(parameter: Tensor) -> Tensor:
+            if parameter.grad is None:
+                return torch.zeros_like(parameter, dtype=dtype)
+            return parameter.grad.to(dtype)
+
+        sum_RB = self._ranks.reduce_scatter(slab.whole(gradient)[1])
+        for member in slab.members:
+            member.parameter.grad = None
+        return sum_RB
+
+    def _drop_sums(self) -> None:
+        self._sums = {}
+        self._summed = set()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._drop_sums()
+        super().zero_grad(set_to_none)
+
+    @property
+    def changed_weight_share(self) -> float:
+        if self._world.world_size == 1:
+            return super().changed_weight_share
+        changed = self._changed().to(self._device)
+        held = changed.new_tensor(sum(parameter.numel() for parameter in self._steps))
+        return int(self._world.all_reduce(changed)) / int(self._world.all_reduce_tp(held))
+
+    def parts(self, parameter: Tensor) -> dict[str, Tensor]:
+        slab, index = self._places[parameter]
+        slab.allocate()
+        if self._ranks.world_size == 1:
+            return slab.parts(slab.members[index], slab.state)
+        if self._gathered is None or self._gathered[0] is not slab:
+            self._gathered = None
+            self._gathered = slab, {name: self._ranks.all_gather(part) for name, part in slab.state.items()}
+        parts = slab.parts(slab.members[index], self._gathered[1])
+        later = [member.parameter for member in slab.members[index + 1 :]]
+        if not later or (self._steps[parameter] and not any(self._steps[each] for each in later)):
+            self._gathered = None  # as large as the state of several ranks; without an update, a parameter has none
+        return parts
+
+    def reset(self, num_updates: Mapping[Tensor, int]) -> None:
+        self._gathered = None
+        super().reset(num_updates)
+
+    def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
+        slab, index = self._places[parameter]
+        slab.allocate()
+        self._gathered = None
+        for name, part in parts.items():
+            slab.put(slab.members[index], name, part)
+
+    def _state(self) -> Iterable[Tensor]:
+        return [tensor for slab in self._slabs for tensor in slab.state.values()]
+
+    def _ready(self) -> list[tuple[Slab, list[int]]]:
+        """Return the members, slab by slab, that have a gradient; of several ranks, on any of them."""
+        places = [place for parameter, place in self._places.items() if self._has_gradient(parameter)]
+        return [(slab, [index for _, index in each]) for slab, each in groupby(places, key=lambda place: place[0])]
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        return parameter in self._summed if self._ranks.world_size > 1 else parameter.grad is not None
+
+    def _count(self, stepped: Iterable[tuple[Slab, Sequence[int]]]) -> None:
+        """Count an update of these members, and drop the summed gradients."""
+        for slab, indices in stepped:
+            for index in indices:
+                self._steps[slab.members[index].parameter] += 1
+        self._drop_sums()
+
+    @contextmanager
+    def _rows_of_all(self, slab: Slab, tensor_of: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """Yield the weights [ranks * rows of each, B] of a slab; then write every rank's own rows into all weights."""
+        whole, weight_RB = slab.whole(tensor_of)
+        yield weight_RB
+        self._ranks.all_gather_into(weight_RB)
+        whole.put_back(weight_RB[: slab.num_rows], tensor_of)

@@ -1,0 +1,132 @@
+"""The memory of a forward and backward pass, measured instead of modeled.
+
+Two passes of different sizes give the memory of a token. A GPU's allocator reports its peak. A CPU's does not: there,
+what autograd keeps is counted tensor by tensor, plus three layers' share for the temporaries of a backward pass.
+"""
+
+import gc
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bridge.core.memory import left_bytes
+from bridge.passes import layers
+from bridge.passes.logprobs import BLOCK_LOGITS, model_logprobs
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.preparation import first_trained
+
+PROBES, PROBE_LENGTH = (1_024, 2_048), 512
+"""Tokens of the two measured passes, and of each of their sequences."""
+CPU_PROBES, CPU_PROBE_LENGTH = (64, 128), 32
+"""The same on a CPU, where a pass takes long and counting is exact."""
+LIVE_LAYERS = 3
+"""Layers whose recomputed activations and gradients a backward pass holds at once on a CPU."""
+CPU_LOGITS_BYTES = 3 * 4 * BLOCK_LOGITS["cpu"]
+"""Float32 logits of one block of the vocabulary, and what is computed from them."""
+
+
+def free_memory(model: PreTrainedModel) -> float:
+    """Return the bytes that are free, those that a GPU's allocator holds unused included."""
+    if model.device.type == "cpu":
+        return float(left_bytes())
+    unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    return float(torch.cuda.mem_get_info(model.device)[0] + unused)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The memory of a forward and backward pass."""
+
+    fixed_bytes: float
+    token_bytes: float
+
+    @classmethod
+    def of(cls, measured: Sequence[tuple[int, int]]) -> Self:
+        """Return the line through two measurements of (tokens, bytes)."""
+        (few, low), (many, high) = sorted(measured)
+        token_bytes = max((high - low) / (many - few), 1.0)
+        return cls(fixed_bytes=max(low - few * token_bytes, 0.0), token_bytes=token_bytes)
+
+    def tokens_in(self, free_bytes: float) -> int:
+        return max(0, int((free_bytes - self.fixed_bytes) / self.token_bytes))
+
+
+def measure_cost(model: PreTrainedModel, temperature: float) -> Cost:
+    """Run passes of two sizes, without leaving a gradient, and return their cost.
+
+    The random state is restored afterwards: a resumed run measures at another time.
+    """
+    on_cpu = model.device.type == "cpu"
+    with torch.random.fork_rng(devices=[] if on_cpu else [model.device]):
+        return _cost_on_cpu(model, temperature) if on_cpu else cost_on_gpu(model, temperature)
+
+
+def cost_on_gpu(model: PreTrainedModel, temperature: float) -> Cost:
+    return Cost.of([(tokens, _peak_bytes(model, tokens, temperature)) for tokens in PROBES])
+
+
+def _peak_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
+    part = _example(model, num_tokens, PROBE_LENGTH)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    logprobs_N, _ = model_logprobs(model, part, temperature)
+    torch.autograd.grad(logprobs_N.sum(), first_trained(model))
+    return int(torch.cuda.max_memory_allocated(model.device) - before)
+
+
+def _cost_on_cpu(model: PreTrainedModel, temperature: float) -> Cost:
+    """Count what autograd keeps, and the temporaries: some layers of what it would keep without recomputing."""
+    recomputed = [layer for layer in layers.decoder_layers(model) if getattr(layer, "gradient_checkpointing", False)]
+    kept = [_kept_bytes(model, tokens, temperature) for tokens in CPU_PROBES]
+    for layer in recomputed:
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    plain = [_kept_bytes(model, tokens, temperature) for tokens in CPU_PROBES] if recomputed else kept
+    for layer in recomputed:
+        layer.gradient_checkpointing = True  # type: ignore[assignment]
+    share = LIVE_LAYERS / max(len(layers.decoder_layers(model)), 1)
+    totals = [some + int(share * all_) for some, all_ in zip(kept, plain, strict=True)]
+    found = Cost.of(list(zip(CPU_PROBES, totals, strict=True)))
+    return Cost(fixed_bytes=found.fixed_bytes + CPU_LOGITS_BYTES, token_bytes=found.token_bytes)
+
+
+def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, each storage once, without the weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            kept[place] = tensor  # held, so that no other tensor gets its place
+        return tensor
+
+    part = _example(model, num_tokens, CPU_PROBE_LENGTH)
+    with (
+        torch.compiler.set_stance("force_eager"),  # a compiled layer would be compiled anew under the hooks
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        model_logprobs(model, part, temperature)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _example(model: PreTrainedModel, num_tokens: int, length: int) -> MicroBatch:
+    zeros = (0.0,) * (length - 1)
+    sample = Sample(
+        prompt_token_ids=(1,), token_ids=(1,) * len(zeros), sampled_logprobs=zeros, advantages=zeros, weight=0.0
+    )
+    (part,) = packs([sample] * (num_tokens // length), max_tokens=num_tokens, device=model.device)
+    return part
+
+
+def let_go(error: BaseException, device: torch.device) -> None:
+    """Free what a failed pass still holds: its frames live as long as its error."""
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,152 @@
+"""The setups that `bridge plan` considers, the most precise first, how each fits, and its command."""
+
+import shlex
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import flag
+from bridge.config.optimizers import OPTIMIZERS
+from bridge.errors import UsageError
+from bridge.planning import memory
+from bridge.planning.memory import GIB, SERVERS_GPU, Need
+from bridge.planning.model_size import ModelSize
+
+Choices = Mapping[str, Any]
+SETUPS = tuple(
+    {"optimizer": name, "offload_optimizer": offloaded, "gradient_release": released}
+    for has_master, released, offloaded in product((True, False), (False, True), (False, True))
+    for name, spec in OPTIMIZERS.items()
+    if spec.has_master == has_master and (spec.offloaded_by or not offloaded)
+)
+"""Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
+alone; then a state on the GPU before one on the host."""
+ANOTHER_GPU = "cuda:1"
+PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
+    ({"mode": "shared_vllm"}, SETUPS),
+    ({"mode": "lora_only"}, ({"lora_handover": "memory"}, {"lora_handover": "disk"})),
+    ({"mode": "none", "trainer_device": "auto"}, SETUPS),
+    ({"mode": "none", "trainer_device": ANOTHER_GPU}, SETUPS),
+)
+"""Mode and device of the trainer, with the setups there."""
+VARIED = {field for place, ways in PLACES for choices in (place, *ways) for field in choices}
+
+
+class Limits(NamedTuple):
+    """The available memory, and the least KV cache."""
+
+    gpu_bytes: float
+    host_bytes: float  # infinite if unknown
+    kv_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One setup, and how it fits; sizes in GiB."""
+
+    mode: str
+    trainer_device: str
+    name: str  # its optimizer, or how its adapter is published, and other options
+    flags: tuple[str, ...]  # the flags that choose it
+    verdict: str  # `fits`, `fits asleep` (the KV cache sleeps while training) or `does not fit`
+    lacking_gib: float  # missing on the GPU or in host memory; 0: it fits
+    weights_gib: float  # vLLM's weights and the trainer's own, on one device or two
+    gradients_gib: float  # as many gradients as exist at once, in bf16
+    sums_gib: float  # what float32 sums would add; 0: an update has too few micro-batches for them
+    state_gib: float
+    host_gib: float  # of all replicas: the optimizer's state, and all that a trainer on the host holds
+    activations_gib: float  # of the smallest micro-batch worth training with, recomputed layer by layer
+    rest_gib: float  # contexts, vLLM's buffers and graphs, and temporaries
+    kv_awake_gib: float  # left for a KV cache that is always awake
+    kv_asleep_gib: float | None  # left for one that sleeps while training; None: this mode does not allow it
+    kv_tokens: int  # of the KV cache of the verdict
+
+
+def plan_rows(
+    size: ModelSize, config: TrainConfig, limits: Limits, modes: Collection[str], num_gpus: int, num_parts: int
+) -> list[Row]:
+    """Return every setup in one of `modes` that agrees with the choices given in `config`, the most precise first.
+
+    `config.gpus` servers have `num_gpus` GPUs each; with several `num_parts`, their memory is trained.
+    """
+    given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
+    setups = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
+    agreeing = [
+        {**choices, **given}
+        for choices in setups
+        if _can_train(choices, config.replicas, num_parts) and all(_agree(choices, *item) for item in given.items())
+    ]
+    if config.replicas > 1:
+        agreeing = [choices for choices in agreeing if choices.get("trainer_device") != ANOTHER_GPU]
+    if not agreeing:
+        flags = " ".join(part for item in given.items() for part in _flag(*item))
+        raise UsageError(f"no setup has all of {flags}", remedy="omit one of these flags")
+    return [_row(size, config.changed(**choices), choices, limits, num_gpus) for choices in agreeing]
+
+
+def _can_train(choices: Choices, replicas: int, num_parts: int) -> bool:
+    """Return whether a setup can train so many replicas, each in so many parts."""
+    released, offloaded = choices.get("gradient_release", False), choices.get("offload_optimizer", False)
+    if num_parts > 1:
+        return not released and (choices["mode"] == "shared_vllm" or choices.get("lora_handover") == "memory")
+    return replicas == 1 or not (released and offloaded)
+
+
+def _agree(choices: Choices, field: str, value: Any) -> bool:
+    """Return whether `choices` leave the field open or have this value; all devices but vLLM's count as one."""
+    if field == "trainer_device":
+        return (value in SERVERS_GPU) == (choices.get(field, "auto") in SERVERS_GPU)
+    return bool(choices.get(field, value) == value)
+
+
+def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits, num_gpus: int) -> Row:
+    need = Need.of(size, config, gpu_bytes=limits.gpu_bytes, num_ranks=num_gpus)
+    least_kv = limits.kv_tokens * need.kv_per_token
+    fit = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
+    awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
+    lacking = max(fit.lacking, need.host - limits.host_bytes, 0)
+    kind = config.lora.handover if config.mode == "lora_only" else config.optimizer.name
+    offloaded = ", offloaded" if config.optimizer.offload else ""
+    return Row(
+        mode=config.mode,
+        trainer_device=config.trainer_device,
+        name=kind + offloaded + (", released" if config.optimizer.gradient_release else ""),
+        flags=tuple(part for item in choices.items() for part in _flag(*item)),
+        verdict="does not fit" if lacking else "fits asleep" if fit.asleep else "fits",
+        lacking_gib=lacking / GIB,
+        weights_gib=(need.served + need.own) / GIB,
+        gradients_gib=need.gradients / GIB,
+        sums_gib=need.sums / GIB,
+        state_gib=need.state / GIB,
+        host_gib=need.host / GIB,
+        activations_gib=need.least_activations / GIB,
+        rest_gib=(need.engine + memory.CONTEXT_BYTES + need.temporaries) / GIB,
+        kv_awake_gib=awake.kv / GIB,
+        kv_asleep_gib=asleep.kv / GIB if need.can_sleep else None,
+        kv_tokens=int(fit.kv / need.kv_per_token),
+    )
+
+
+def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) -> str:
+    """Return the command that trains as in `row`, with every other choice given in `config`."""
+    parts = ["bridge", "run", "--model", serve.model, *row.flags]
+    in_parts = serve.tensor_parallel_size > 1
+    parts += ["--tensor-parallel-size", str(serve.tensor_parallel_size)] if in_parts else []
+    parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.publishing.kv_sleep)
+    for key in sorted(config.choices().keys() - VARIED - {"model_name", "kv_sleep"}):
+        parts += _flag(key, config.get(key)) if config.was_given(key) else ()
+    parts += ["--rendezvous", "HOST:PORT"] if config.hosts > 1 and config.rendezvous is None else []
+    longest = serve.max_model_len or size.max_tokens or 0
+    if longest > row.kv_tokens:  # vLLM does not start if its KV cache cannot hold one sequence
+        longest = max(2 ** (row.kv_tokens.bit_length() - 1), memory.sequence_tokens(config))
+    parts += ["--max-model-len", str(longest)] if longest != size.max_tokens else []
+    return shlex.join(parts)
+
+
+def _flag(key: str, value: Any) -> tuple[str, ...]:
+    """Return the flag of a choice and its value; empty for the default."""
+    if value == TrainConfig.default(key):
+        return ()
+    return (flag(key) if value else flag(f"no_{key}"),) if isinstance(value, bool) else (flag(key), str(value))

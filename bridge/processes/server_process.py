@@ -1,0 +1,240 @@
+"""A server that we start, watch, restart with other weights, and stop with everything that it started.
+
+vLLM's API server outlives an engine that was killed (seen with 0.32), and a server that hangs answers nothing: a
+trainer's call to either would wait for its whole time limit. A watchdog kills such a server.
+
+Not covered: servers that somebody else started, and an engine that hangs behind an API server that answers:
+`--request-timeout-s` limits the calls to both.
+"""
+
+import contextlib
+import http
+import http.client
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from bridge.core.interrupt import acting_interrupt, deferred_interrupt
+from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
+from bridge.processes import PLAIN, Output, children, server_log
+from bridge.processes.children import Child
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.start_checks import check_port
+from bridge.server import api_key, manifest
+
+START_LIMIT_S = 1800.0
+STOP_GRACE_S = 15.0
+START_GRACE_S = 2.0
+"""A server that is starting or has died has nothing to lose; vLLM 0.32 ignores SIGTERM while its engine starts."""
+ASK_LIMIT_S = 2.0
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
+
+SLICE_S = 0.25
+"""Silence is counted in slices of this length: one that the whole machine slept through counts once."""
+READ_LIMIT_S = 5.0
+"""Longest wait for the rest of an answer that has begun."""
+PERIOD_S = 1.0
+"""Between two questions of the watchdog."""
+PATIENCE = 3
+"""Bad answers in a row until the server is killed."""
+HANG_LIMIT_S = 60.0
+"""Silence after one question until the server is killed; on two busy cores an answer takes seconds."""
+
+
+class StartedServer:
+    """One server at a time, on one port; implements `bridge.modes.mode.ServerProcess`."""
+
+    def __init__(
+        self,
+        command: ServerCommand,
+        log: Path,
+        *,
+        limit_s: float = START_LIMIT_S,
+        hang_limit_s: float = HANG_LIMIT_S,
+        output: Output = PLAIN,
+    ) -> None:
+        self._command = command
+        self._log = log
+        self._host = reachable(command.host)
+        self._limit_s = limit_s
+        self._hang_limit_s = hang_limit_s
+        self._output = output
+        self._server: Child | None = None
+        self._is_ready = False
+        self._watchdog = contextlib.ExitStack()
+        self._verdict = ""
+        """Why the watchdog killed the server; empty: it did not."""
+        self._restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process, if there is one."""
+        return self._server.process.pid if self._server else None
+
+    @contextlib.contextmanager
+    def running(self, check_abort: Callable[[], None] = lambda: None) -> Iterator["StartedServer"]:
+        """Serve for as long as the context lasts; the server is ready when it begins and gone when it ends.
+
+        `check_abort` is called while it starts, and may raise to end that.
+        """
+        try:
+            self._start(None, check_abort)
+            yield self
+        except ServerUnreachableError as error:
+            if str(self._log) in error.remedy:
+                raise
+            if self._server is None or self._server.is_alive():
+                remedy = f"{error.remedy} (its log: {self._log})"
+                raise ServerUnreachableError(error.message, remedy=remedy) from error
+            raise self._died(self._server) from error
+        finally:
+            self._stop()
+
+    def restart(self, model: str | Path) -> None:
+        """Stop what is left of the server, start it with the weights of `model`, and wait until it is ready."""
+        with acting_interrupt():  # nothing is half-written while a server starts
+            self._stop()
+            self._restarts += 1
+            self._start(model)
+
+    def _start(self, model: str | Path | None, check_abort: Callable[[], None] = lambda: None) -> None:
+        check_port(self._command.host, self._command.port)
+        server_log.begin(self._log, "started" if model is None else f"restarted with {model}")
+        with deferred_interrupt():  # a process that we lose track of is never stopped
+            self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
+        route = self._wait(self._server, check_abort)
+        self._is_ready = True
+        self._watchdog.enter_context(self._watched(self._server, route))
+
+    def _stop(self) -> None:
+        """Stop the watchdog, then the server, if there is one."""
+        server, self._server = self._server, None
+        serves = server is not None and self._is_ready and server.is_alive()
+        try:
+            self._watchdog.close()
+            self._is_ready = False
+            self._verdict = ""
+        finally:
+            if server is not None:
+                children.stop(server, grace_s=STOP_GRACE_S if serves else START_GRACE_S)
+                if self._command.awaited_manifest is not None:
+                    manifest.remove_own(self._command.awaited_manifest, server.identity)
+
+    @contextlib.contextmanager
+    def _watched(self, server: Child, route: str) -> Iterator[None]:
+        """Kill `server` from a thread if it loses its engine or hangs, for as long as the context lasts."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(server, route, over), name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _watch(self, server: Child, route: str, over: threading.Event) -> None:
+        bad = 0
+        while not over.wait(PERIOD_S) and server.is_alive():
+            answer = health(self._host, self._command.port, route, limit_s=self._hang_limit_s, is_over=over.is_set)
+            bad = bad + 1 if answer == "unwell" else 0
+            if bad < PATIENCE and answer != "silent":
+                continue
+            if over.is_set() or not server.is_alive():  # it is being stopped, or has ended
+                return
+            self._verdict = "lost its engine" if bad else f"gave no answer for {self._hang_limit_s:g} s"
+            stopped = f"vLLM (pid {server.process.pid}) {self._verdict}: it was stopped"
+            self._output.note(f"{stopped}; its log is {self._log}", style="yellow")
+            children.kill(server)
+            return
+
+    def _wait(self, server: Child, check_abort: Callable[[], None]) -> str:
+        """Wait until `server` is ready, and return the route that reports its health."""
+        began = time.monotonic()
+
+        def progress(elapsed: float) -> None:
+            check_abort()
+            detail(f"{elapsed:.0f} s  {server_log.progress(self._log)}")
+
+        what = "restarting" if self._restarts else "starting"
+        with self._output.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
+            route = children.wait_until(
+                server, lambda: self._answering(server), limit_s=self._limit_s, progress=progress
+            )
+        if route is not None:
+            self._output.note(f"vLLM is ready after {time.monotonic() - began:.0f} s")
+            return route
+        if not server.is_alive():
+            raise self._died(server)
+        last = server_log.last_line(self._log)
+        raise ServerUnreachableError(
+            f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {last}",
+            remedy=f"read {self._log}, run bridge doctor, or allow more time with --start-limit-s",
+        )
+
+    def _answering(self, server: Child) -> str | None:
+        """Return the route on which this very server reports that it is well; None while it does not."""
+        path = self._command.awaited_manifest
+        try:
+            if path is not None and manifest.read(path).server != server.identity:
+                return None
+        except (FileNotFoundError, ManifestError):
+            return None
+        for route in self._command.routes:
+            if health(self._host, self._command.port, route, limit_s=ASK_LIMIT_S) == "well":
+                return route
+        return None
+
+    def _died(self, server: Child) -> BridgeError:
+        """Return the error of a server that ended or was killed."""
+        if refused := server_log.own_error(self._log):
+            return refused
+        how = self._verdict
+        if not how:
+            code = server.exit_code()
+            assert code is not None, "it has ended"
+            how = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        before = f", restarted {self._restarts} times," if self._restarts > 1 else ""
+        return ServerUnreachableError(
+            f"vLLM (pid {server.process.pid}){before} {how}: {server_log.root_error(self._log)}",
+            remedy=f"bridge doctor, or read {self._log}",
+        )
+
+
+def reachable(host: str) -> str:
+    """Return the address at which a server that listens on `host` answers."""
+    return LOOPBACKS.get(host, host)
+
+
+def health(
+    host: str, port: int, route: str = "/health", *, limit_s: float, is_over: Callable[[], bool] = lambda: False
+) -> Literal["well", "unwell", "silent"]:
+    """Ask a server once, and wait up to `limit_s` seconds for the answer, or until `is_over`.
+
+    `unwell`: another status than 200, or nobody listens; `silent`: no answer in time.
+    """
+    connection = http.client.HTTPConnection(host, port, timeout=SLICE_S)
+    with contextlib.closing(connection):
+        try:
+            for _ in range(1 + round(limit_s / SLICE_S)):
+                if is_over():
+                    break
+                if connection.sock is None:
+                    with contextlib.suppress(TimeoutError):  # a busy server's queue of connections may be full
+                        connection.request("GET", route, headers=api_key.headers())
+                elif _is_readable(connection.sock):
+                    connection.sock.settimeout(READ_LIMIT_S)
+                    return "well" if connection.getresponse().status == http.HTTPStatus.OK else "unwell"
+        except (OSError, http.client.HTTPException):
+            return "unwell"
+    return "silent"
+
+
+def _is_readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(SLICE_S * 1e3))

@@ -1,0 +1,142 @@
+"""What is checked before a server starts: the software, the model, the port and the manifest's path."""
+
+import contextlib
+import errno
+import os
+import random
+import socket
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from bridge.checks import model as model_checks
+from bridge.checks import software
+from bridge.config import ServeConfig
+from bridge.core.process import boot_id
+from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
+from bridge.processes import PLAIN, Output, accelerator
+from bridge.server import manifest
+
+PORTS = range(20000, 32768)
+"""Ports below Linux's default range for outgoing connections (`net.ipv4.ip_local_port_range`)."""
+
+
+def check_software(device: Literal["auto", "cpu", "cuda"]) -> None:
+    """Check what `bridge doctor` checks of the software that vLLM cannot start without."""
+    chosen, _ = accelerator.choose(device)
+    if fault := software.obstacle(chosen):
+        assert fault.remedy is not None, "a failed check has one"
+        raise IncompatibleVersionError(
+            f"{fault.name}: {fault.found}", remedy=f"{fault.remedy}; all checks: bridge doctor"
+        )
+
+
+def check_model(model: str, *, shares_weights: bool = True) -> None:
+    """Check that `model` exists, as a folder or on the hub, and that Bridge can serve it."""
+    from bridge.core import hub
+
+    folder = Path(model).expanduser()  # vLLM would take a missing folder for a name on the hub
+    if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
+        found = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
+        remedy = "give the folder of a Hugging Face model, or its name on the hub"
+        raise UsageError(f"--model {model}: {found}", remedy=remedy)
+    config = model_checks.read(model)
+    if config is None and not folder.is_dir():
+        hub.fetch_config(model)
+        config = model_checks.read(model)
+    if config is None:
+        if folder.is_dir():
+            raise UsageError(f"--model {model}: its config.json describes no model", remedy="download or copy it again")
+        return
+    mode = model_checks.SHARED if shares_weights else model_checks.NONE
+    obstacles = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
+    for obstacle in obstacles or model_checks.unbuildable(model, config):
+        raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
+
+
+def check_length(config: ServeConfig) -> None:
+    """Check that vLLM has RoPE frequencies for the longest sequence."""
+    limit = model_checks.dynamic_limit(model_checks.read(config.model))
+    if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
+        found = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
+        raise UsageError(
+            f"--model {config.model} has dynamic RoPE: vLLM has the frequencies of {limit} tokens, {found} is longer",
+            remedy=f"--max-model-len {limit}",
+        )
+
+
+def check_port(host: str, port: int, *, flag: str = "--port") -> None:
+    """Check that a server can listen on `port` of `host`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except PermissionError as error:
+        raise UsageError(f"port {port} is reserved for root", remedy=f"choose 1024 or higher with {flag}") from error
+    except socket.gaierror as error:
+        raise UsageError(f"--host {host} does not resolve: {error.strerror}", remedy="--host 127.0.0.1") from error
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
+        remedy = f"choose another with {flag}, such as {free_port(host)}"
+        raise UsageError(f"port {port} is taken{holder(port)}", remedy=remedy) from error
+
+
+def free_port(host: str) -> int:
+    """Return a port on which nothing listens, and which no outgoing connection gets before vLLM binds it."""
+    draw = random.SystemRandom()  # processes that start together should not draw the same
+    for port in draw.sample(PORTS, len(PORTS)):
+        try:
+            with socket.create_server((host, port)):
+                return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"all ports from {PORTS.start} to {PORTS.stop - 1} of {host} are in use")
+
+
+def clear_manifest(path: Path, output: Output = PLAIN) -> None:
+    """Remove a stale manifest: once `path` exists, the new server can be attached to."""
+    if not os.path.lexists(path):
+        return
+    manifest.refuse_other_file(path)
+    try:
+        existing = manifest.read(path)
+        manifest.check_server(existing, path)
+    except ManifestError as error:
+        _refuse_out_of_sight(path)
+        output.note(f"replacing the manifest of a server that is gone: {error.message}", style="yellow")
+        path.unlink()
+        return
+    raise UsageError(
+        f"{path} belongs to a live server: pid {existing.server.pid} at {existing.url}",
+        remedy=f"attach to it, stop it (kill {existing.server.pid}), or choose another path with --vllm-config-path",
+    )
+
+
+def _refuse_out_of_sight(path: Path) -> None:
+    """Refuse a manifest whose server may be alive on another host or in another container."""
+    try:
+        existing = manifest.read(path)
+    except ManifestError:  # of another version
+        return
+    is_here = existing.boot_id == boot_id()
+    if existing.server.is_visible() if is_here else existing.host == socket.gethostname():
+        return
+    where = "another container" if is_here else f"host {existing.host}"
+    raise UsageError(
+        f"{path} belongs to a server on {where}, which may be alive (pid {existing.server.pid} there)",
+        remedy=f"choose another path with --vllm-config-path or, if that server is gone: rm {path}",
+    )
+
+
+def holder(port: int) -> str:
+    """Return which process listens on `port`; empty if that is not visible."""
+    with contextlib.suppress(psutil.Error):
+        for listener in psutil.net_connections("tcp"):
+            address = listener.laddr
+            if listener.status == psutil.CONN_LISTEN and address and address.port == port and listener.pid:
+                return f" by pid {listener.pid} ({psutil.Process(listener.pid).name()})"
+    return ""

@@ -1,0 +1,256 @@
+"""vLLM's own flags (after `--`): those that Bridge refuses, those that it adds, and why.
+
+Not covered: what only shows once the model is loaded, such as a quantized checkpoint: the patches refuse that by name.
+Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.26 to 0.33.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bridge.checks import model as model_checks
+from bridge.checks.software import Device
+from bridge.config import ServeConfig, TrainConfig
+from bridge.errors import UsageError
+from bridge.processes import accelerator
+
+SHORT_NAMES: Mapping[str, str] = {
+    "-q": "--quantization", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size", "-dpl": "--data-parallel-size-local", "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank", "-dph": "--data-parallel-hybrid-lb", "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb", "-asc": "--api-server-count", "-n": "--nnodes",
+    "-sc": "--speculative-config", "-ep": "--enable-expert-parallel", "-cc": "--compilation-config",
+    "-O": "--optimization-level",
+}  # fmt: skip
+SHARED_NAMES = {"--device", "--max-lora-rank"}
+"""Flags of ours that mean the same as vLLM's: they may also come after --."""
+PLAIN_FORMATS = {
+    "auto", "hf", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors", "runai_streamer"
+}  # fmt: skip
+REFUSED_VARIABLES: Mapping[str, str] = {
+    "VLLM_USE_RUST_FRONTEND": "that front end loads no endpoint plugin, so nothing would write the manifest",
+    "VLLM_SERVER_DEV_MODE": "its development routes pause, resume and call the engine beside the fence",
+}
+"""Environment variable -> why vLLM cannot run with it."""
+OFF = ("", "0")
+WEIGHTLESS_DRAFTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that have no weights."""
+EXACT_REJECTION = ("standard", "block")
+"""Ways of rejecting drafts that keep the model's distribution; vLLM's third one, `synthetic`, is for benchmarks."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why one flag is refused."""
+
+    reason: str
+    """What it would break."""
+    allowed: Callable[[str], bool] = lambda _: False
+    """Returns whether a value does no harm."""
+    any_server: bool = False
+    """Whether a server that shares nothing is refused too."""
+
+
+def _at_most(limit: float) -> Callable[[str], bool]:
+    return lambda value: re.fullmatch(r"[0-9.]+", value) is not None and float(value) <= limit
+
+
+def _drafts_without_weights(value: str) -> bool:
+    """Return whether the JSON of a speculation names a method that reads its drafts from the tokens themselves."""
+    try:
+        chosen = json.loads(value)
+    except json.JSONDecodeError:
+        return False
+    is_exact = isinstance(chosen, dict) and chosen.get("rejection_sample_method", "standard") in EXACT_REJECTION
+    return is_exact and chosen.get("method") in WEIGHTLESS_DRAFTS and not chosen.get("model")
+
+
+_QUANTIZED = "quantized weights are not the bytes that a trainer updates"
+_OFFLOADED = "offloaded weights live in host memory and are copied to the GPU for each use"
+_REFUSED: Mapping[tuple[str, ...], Refusal] = {
+    ("--quantization",): Refusal(_QUANTIZED, {"none", "None"}.__contains__),
+    ("--quantization-config",): Refusal(_QUANTIZED),
+    ("--load-format",): Refusal("this loader maps or repacks the weights differently", PLAIN_FORMATS.__contains__),
+    ("--worker-extension-cls",): Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
+    ("--worker-cls",): Refusal("Bridge's patches fit only vLLM's own workers"),
+    ("--weight-transfer-config",): Refusal("a second way of writing weights would race with the fence"),
+    ("--pipeline-parallel-size",): Refusal("a pipeline stage holds only some layers; a trainer needs all", _at_most(1)),
+    ("--data-parallel-size", "--data-parallel-size-local"): Refusal(
+        "every data-parallel replica has its own weights, and a trainer would train one", _at_most(1)
+    ),
+    (
+        "--data-parallel-rank", "--data-parallel-start-rank", "--data-parallel-hybrid-lb",
+        "--data-parallel-external-lb", "--data-parallel-multi-port-external-lb",
+    ): Refusal("one server must own every weight; data-parallel replicas have their own"),
+    ("--nnodes",): Refusal("memory is shared within one host", _at_most(1)),
+    ("--enable-expert-parallel", "--enable-eplb", "--enable-elastic-ep"): Refusal(
+        "experts are moved and repacked while serving, so their addresses change"
+    ),
+    ("--moe-backend",): Refusal("its kernels read repacked experts", {"auto", "triton"}.__contains__),
+    ("--speculative-config", "--speculative-model", "--spec-model", "--spec-method"): Refusal(
+        "a draft model is a second set of weights, which would not be trained; exact without one:"
+        """ --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'""",
+        _drafts_without_weights,
+    ),
+    ("--cpu-offload-gb", "--offload-group-size"): Refusal(_OFFLOADED, _at_most(0)),
+    ("--offload-backend",): Refusal(_OFFLOADED),
+    ("--api-server-count",): Refusal("the fence's version and the manifest belong to one API server", _at_most(1)),
+    ("--headless",): Refusal("without its API server nothing answers the trainer", any_server=True),
+    ("--grpc", "--uds", "--ssl-keyfile", "--ssl-certfile"): Refusal(
+        "the trainer reaches the server over plain HTTP on its port", any_server=True
+    ),
+    ("--config",): Refusal("the flags in that file could not be checked; give them after --", any_server=True),
+}  # fmt: skip
+REFUSED: Mapping[str, Refusal] = {flag: refusal for flags, refusal in _REFUSED.items() for flag in flags}
+"""vLLM's flag -> why it cannot be combined with one copy."""
+LOGPROBS_MODE = ("--logprobs-mode", "processed_logprobs")
+"""The trainer compares with the distribution that was sampled from, after temperature."""
+WORKER_EXTENSION = ("--worker-extension-cls", "bridge_patches.worker.BridgeWorker")
+NO_PAGES = ("--allowed-origins", "[]")
+"""No web page of another host may send requests, whatever the default of this version of vLLM allows."""
+SLEEP_MODE = "--enable-sleep-mode"
+"""Lets vLLM free its KV cache while a trainer needs the memory; costs nothing until then."""
+CHOOSES_SLEEP = {SLEEP_MODE, "--no-enable-sleep-mode", "--kv-transfer-config"}
+"""With one of these the user decides; 0.33 refuses to start with it and a KV connector that cannot sleep."""
+MOE_BACKEND = ("--moe-backend", "triton")
+"""Its kernels read experts as they are loaded; those that vLLM prefers on some GPUs repack them."""
+PIECEWISE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "PIECEWISE"}')
+"""Leaves attention out of CUDA graphs. With a sliding window in every layer, shorter than --max-model-len, the full
+graphs of vLLM 0.33 on an H200 decoded 0.8 nats a token away from what it computes without graphs; pieces: 0.008."""
+CHOOSES_GRAPHS = {PIECEWISE_GRAPHS[0], "--enforce-eager", "--optimization-level"}
+"""With one of these the user decides."""
+RESHAPING = ("--logits-processors", "--watermark-config")
+"""They change what every request samples from; no request can turn them off."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's sizes of an adapter slot."""
+
+
+def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True) -> None:
+    """Refuse what would break one copy, or a server that no trainer can reach, all at once."""
+    if flags and not flags[0].startswith("-"):
+        raise UsageError(
+            f"unexpected argument {flags[0]!r}", remedy="give the model as --model, and vLLM's own flags after --"
+        )
+    ours = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields} - SHARED_NAMES
+    faults = []
+    for name, value in _pairs(flags):
+        if name in ours:
+            faults.append(f"{name} after --: it is a flag of bridge serve-vllm, give it before --")
+        meant = [other for other in REFUSED if len(name) > 5 and other.startswith(name)]  # argparse takes abbreviations
+        refused = name if name in REFUSED else next(iter(meant), "")
+        why = REFUSED.get(refused)
+        if why is not None and (shares_weights or why.any_server) and not why.allowed(value):
+            faults.append(f"{f'{refused} {value}'.strip()}: {why.reason}")
+    if shares_weights:
+        values = {name: environment.get(name, "") for name in REFUSED_VARIABLES}
+        faults += [f"{name}={value}: {REFUSED_VARIABLES[name]}" for name, value in values.items() if value not in OFF]
+    if faults:
+        what = "one copy of the weights" if shares_weights else "a trainer"
+        raise UsageError("; ".join(faults), remedy=f"leave it out: it does not work with {what}")
+
+
+def names(flags: Sequence[str]) -> set[str]:
+    """Return the long names of the given flags."""
+    return {name for name, _ in _pairs(flags)}
+
+
+def value(flags: Sequence[str], name: str) -> str:
+    """Return the value of flag `name`, the first of several; empty if it is not given."""
+    return next((value for found, value in _pairs(flags) if found == name), "")
+
+
+@dataclass
+class Added:
+    """What Bridge adds to a command."""
+
+    argv: list[str] = field(default_factory=list)
+    """Flags of vLLM."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of vLLM."""
+    notes: list[str] = field(default_factory=list)
+    """What a user would not expect, and why, a line each."""
+
+
+def added(
+    config: ServeConfig,
+    flags: Sequence[str],
+    device: Device,
+    outer: Mapping[str, str],
+    *,
+    shares_weights: bool,
+    trainer: TrainConfig,
+) -> Added:
+    """Return what lets `trainer` use the server: its log-probabilities, its weights and its memory."""
+    given, on_gpu, extra = names(flags), device == "cuda", Added()
+    model = model_checks.read(config.model) if on_gpu else None
+    if config.gpu_memory_utilization:
+        extra.argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+    elif on_gpu and "--kv-cache-memory-bytes" not in given:
+        derived = accelerator.derive(
+            config.model,
+            gpu_bytes=min(accelerator.gpu_memory_bytes()),
+            tensor_parallel_size=config.tensor_parallel_size,
+            trainer=trainer,
+            max_model_len=config.max_model_len,
+        )
+        extra.argv += ["--gpu-memory-utilization", str(derived.share)]
+        extra.notes.append(f"--gpu-memory-utilization {derived.share}: {derived.reason}")
+    extra.argv += LOGPROBS_MODE if LOGPROBS_MODE[0] not in given else ()
+    if shares_weights:
+        extra.argv += WORKER_EXTENSION
+        extra.argv += NO_PAGES if NO_PAGES[0] not in given else ()
+        extra.argv += [SLEEP_MODE] if on_gpu and given.isdisjoint(CHOOSES_SLEEP) else []  # no such mode on a CPU
+        extra.argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
+    why = "it changes what is sampled, which the trainer cannot reproduce: importance weights and KL are off"
+    extra.notes += [f"{flag}: {why}" for flag in RESHAPING if flag in given]
+    window = model_checks.window(model, config.max_model_len)
+    if window is not None and given.isdisjoint(CHOOSES_GRAPHS):
+        extra.argv += PIECEWISE_GRAPHS
+        why = f"every layer's window, {window:,} tokens, may be shorter than a sequence: vLLM's full CUDA graphs err"
+        extra.notes.append(f"{' '.join(PIECEWISE_GRAPHS)}: {why}")
+    if config.max_lora_rank is not None:
+        _add_adapters(extra, config.max_lora_rank, given)
+    if not on_gpu:
+        _add_cpu(extra, config, outer)
+    return extra
+
+
+def _add_adapters(extra: Added, rank: int, given: set[str]) -> None:
+    """Let the server take one adapter of `rank` at a time."""
+    size = next((size for size in RANKS if size >= rank), None)
+    if size is None:
+        raise UsageError(
+            f"--max-lora-rank {rank}: vLLM takes adapters up to rank {RANKS[-1]}",
+            remedy=f"--lora-r {RANKS[-1]}, or train all weights with --mode shared_vllm",
+        )
+    if size != rank and "--max-lora-rank" not in given:
+        extra.notes.append(f"--max-lora-rank {size}: vLLM's smallest slot that takes rank {rank}")
+    for flag, *values in (["--enable-lora"], ["--max-lora-rank", str(size)], ["--max-loras", "1"]):
+        extra.argv += [flag, *values] if flag not in given else []
+    extra.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+
+
+def _add_cpu(extra: Added, config: ServeConfig, outer: Mapping[str, str]) -> None:
+    """Give vLLM on a CPU little memory for KV, and each rank its own cores, which it cannot tell apart on one node."""
+    derived = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if config.tensor_parallel_size > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        each = max(1, len(cores) // config.tensor_parallel_size)
+        groups = [cores[rank * each : (rank + 1) * each] for rank in range(config.tensor_parallel_size)]
+        derived["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+    unset = {name: value for name, value in derived.items() if not outer.get(name)}
+    extra.environment |= unset
+    extra.notes += [f"{name}={value}: not set, derived" for name, value in unset.items()]
+
+
+def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (long name, value or an empty string) of every flag."""
+    for place, flag in enumerate(flags):
+        if re.match(r"--?[A-Za-z]", flag):
+            name, _, value = flag.partition("=")
+            name = name.partition(".")[0]
+            name = SHORT_NAMES.get(name.rstrip("0123456789"), name.replace("_", "-"))
+            following = flags[place + 1] if place + 1 < len(flags) else ""
+            yield name, value or ("" if following.startswith("-") else following)

@@ -1,0 +1,92 @@
+"""Make the process groups of a run: meet at a store, and open the connections between the ranks."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bridge.errors import RankError
+
+OBJECT_LIMIT = timedelta(hours=24)
+"""Longest wait for another rank's object: that rank may be starting a server or sampling."""
+DEVICE_LIMIT = timedelta(minutes=5)
+"""Longest wait for a tensor of another rank."""
+MEET_LIMIT_S = 600.0
+"""Longest wait for all ranks."""
+SILENCE_S = 30
+"""A connection to a host that lost its power is given up after this time; gloo alone would wait for its timeout."""
+POLL_S = 0.1
+
+
+def meet(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    device: torch.device,
+    listener: socket.socket | None,
+) -> tuple[Any, set[int]]:
+    """Make the default group, and return a store for the watch and the group's connections.
+
+    Raises:
+        RankError: another rank did not come.
+    """
+    is_server, on_gpu = listener is not None, device.type == "cuda"
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, world_size, is_server, DEVICE_LIMIT, wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )  # fmt: skip
+    store.set(str(rank), "")
+    deadline = time.monotonic() + MEET_LIMIT_S
+    while not store.check([*map(str, range(world_size))]):
+        if time.monotonic() > deadline:
+            raise RankError("another rank ended before it was ready", remedy="its output says why")
+        time.sleep(POLL_S)
+    before = sockets()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=DEVICE_LIMIT,
+        device_id=device if on_gpu else None,
+    )
+    own = dist.TCPStore(host, port, world_size, False, DEVICE_LIMIT, wait_for_workers=False)  # type: ignore[attr-defined]
+    return own, sockets() - before
+
+
+def object_group(members: Sequence[int] | None) -> dist.ProcessGroup:
+    """Make the group for the objects of these ranks; None: all ranks."""
+    ranks = None if members is None else [*members]
+    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=OBJECT_LIMIT)
+    return group
+
+
+@contextmanager
+def noticing_silence() -> Iterator[None]:
+    """Let the kernel end every connection made in the block whose other side does not answer for `SILENCE_S`."""
+    before = sockets()
+    yield
+    for descriptor in sockets() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+
+
+def sockets() -> set[int]:
+    """Return the descriptors of this process that are sockets."""
+    descriptors = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if str(descriptor.readlink()).startswith("socket:"):
+                descriptors.add(int(descriptor.name))
+    return descriptors

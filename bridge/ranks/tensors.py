@@ -1,0 +1,114 @@
+"""Tensors that ranks exchange: as bytes, because neither NCCL nor gloo takes every dtype.
+
+Sums are added up in the order of the ranks, so that no result depends on a library's algorithm.
+
+Shape suffixes: R blocks, B elements of a block.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bridge.errors import BridgeError, RankError
+from bridge.ranks.messages import gather_bytes
+from bridge.ranks.outcome import OF_TENSORS
+from bridge.ranks.watch import Watch
+
+
+class Tensors:
+    """What one rank exchanges with the others of its group."""
+
+    def __init__(self, rank: int, world_size: int, tp_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.tp_size = tp_size
+        self.is_broken = False
+        """Whether a rank exited: the others cannot agree on anything any more."""
+        self._tensors: dist.ProcessGroup | None = None
+        """torch's group for tensors; None: the default group."""
+        self._watch: Watch | None = None
+        self._all: Any = self
+        """This process among all ranks of the run."""
+        self._members: Sequence[int] = range(world_size)
+        """The group's ranks, by their numbers among all."""
+
+    def all_reduce(self, numbers: Tensor) -> Tensor:
+        """Return the sum of every rank's `numbers`, added up in the order of the ranks."""
+        return numbers if self.world_size == 1 else sum_in_order(self._of_every_rank(numbers))
+
+    def all_reduce_dp(self, numbers: Tensor) -> Tensor:
+        """Return the sum of every replica's `numbers`, in the order of the replicas."""
+        return numbers if self.world_size == 1 else sum_in_order(self._of_every_rank(numbers)[:: self.tp_size])
+
+    def all_reduce_tp(self, numbers: Tensor) -> Tensor:
+        """Return the sum of the `numbers` of the ranks of one replica; every replica has the same."""
+        return numbers if self.tp_size == 1 else sum_in_order(self._of_every_rank(numbers)[: self.tp_size])
+
+    def _of_every_rank(self, numbers: Tensor) -> Tensor:
+        return self.all_gather(numbers.reshape(1, -1).contiguous()).view(self.world_size, *numbers.shape)
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        """Return every rank's tensor of this shape [R, ...] after each other: [ranks * R, ...]."""
+        whole = mine.new_empty((self.world_size * len(mine), *mine.shape[1:]))
+        self._exchange(gather_bytes, _bytes(whole), _bytes(mine))
+        return whole
+
+    def all_gather_into(self, whole: Tensor) -> None:
+        """Fill `whole` [ranks * R, ...] in place, of which every rank has filled its own R rows."""
+        count = len(whole) // self.world_size
+        self._exchange(gather_bytes, _bytes(whole), _bytes(whole[self.rank * count : (self.rank + 1) * count]))
+
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """Return the sum over the ranks of this rank's rows of `whole` [ranks * R, ...], as float32 [R, ...].
+
+        Each rank receives its rows from all others, in their own dtype, and adds them up.
+        """
+        received = torch.empty_like(whole)
+        self._exchange(dist.all_to_all_single, _bytes(received), _bytes(whole))
+        return sum_in_order(received.view(self.world_size, -1, *whole.shape[1:]))
+
+    def _exchange(self, act: Callable[..., Any], received: Tensor, sent: Tensor) -> None:
+        """Exchange tensors with every rank."""
+        watch = self._all._watch
+        assert watch is not None, "a single rank exchanges nothing"
+        try:
+            with self._errors_of_torch():
+                watch.wait(act(received, sent, group=self._tensors, async_op=True), self._members)
+        except RankError as error:
+            setattr(error, OF_TENSORS, True)
+            raise
+
+    @contextmanager
+    def _errors_of_torch(self) -> Iterator[None]:
+        """Turn torch's error about a rank that exited into a RankError."""
+        world = self._all
+        try:
+            yield
+        except RankError:
+            world.is_broken = True
+            raise
+        except RuntimeError as error:
+            if isinstance(error, BridgeError | torch.OutOfMemoryError):
+                raise
+            world.is_broken = True
+            reason = str(error).partition(". This is")[0].splitlines()[0]
+            raise RankError(
+                f"rank {world.rank} of {world.world_size} lost another rank: {reason}",
+                remedy="continue with --resume; the rank that ended first says why",
+            ) from error
+
+
+def sum_in_order(tensors: Tensor) -> Tensor:
+    """Add up tensors [ranks, ...] in their order, in float32 at least."""
+    total = tensors[0].float() if tensors.dtype == torch.bfloat16 else tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,302 @@
+"""Every metric, declared once in `CHARTS`: what it means, its unit, and where it is shown.
+
+The declaration drives `metrics.jsonl`, `evaluations.jsonl`, `--stop-at`, trackers, the live view, `bridge report` and
+the table in docs/looking.md. A new metric is one row here and one value where it is measured. A metric of a loss that
+nobody declared is recorded and shown under its own name.
+
+Not covered: measuring (`measuring.py`), the records (`metrics.py`).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+from bridge.types import LOGPROB_DIFF_EDGES
+
+SCALES = {"%": 100.0, "ms": 1e3}
+"""Unit -> factor from the recorded number to the displayed one; 1 for other units."""
+
+
+Derive = Callable[[Mapping[str, Any]], float]
+"""Computes a metric from a record."""
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number(record: Mapping[str, Any], name: str) -> float:
+    """Return a number of a record; NaN if it is missing or anything else."""
+    return value if is_number(value := record.get(name)) else math.nan
+
+
+def known_sum(values: Iterable[Any]) -> float:
+    """Return the sum of the numbers among the values; NaN if there are none."""
+    known = [value for value in values if is_number(value) and not math.isnan(value)]
+    return sum(known) if known else math.nan
+
+
+def total(*names: str) -> Derive:
+    return lambda record: known_sum(record.get(name) for name in names)
+
+
+def sum_of_items(name: str, first: int, end: int | None = None) -> Derive:
+    """Return the sum of some items of a list."""
+    return lambda record: known_sum(value[first:end] if isinstance(value := record.get(name), list | tuple) else ())
+
+
+def per_second(amount: str, seconds: str) -> Derive:
+    return lambda record: number(record, amount) / (number(record, seconds) or math.nan)
+
+
+def _sampling_s(record: Mapping[str, Any]) -> float:
+    """Return the seconds in which the tokens were sampled: the whole step, if groups are in flight throughout."""
+    is_throughout = record.get("groups_in_flight") and not record.get("fence_prepare_s")
+    return number(record, "step_s" if is_throughout else "rollout_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """The declaration of one metric."""
+
+    name: str
+    """Key in `metrics.jsonl`, if `derive` is not set."""
+    title: str
+    about: str = ""
+    """For the docs."""
+    unit: str = ""
+    """Of the displayed number: `s`, `ms`, `%`, `nats`, `tokens`, `GiB`, `versions`."""
+    label: str = ""
+    """Legend in its chart; empty: `title`."""
+    curve: str = ""
+    """Curve in TensorBoard and Weights & Biases, or its prefix if there are several; empty: none."""
+    held_out: str = ""
+    """The same for evaluations; empty: evaluations do not have this metric."""
+    items: tuple[str, ...] | None = None
+    """A list or mapping: the names of the items in order, "" for those not displayed; empty: the mapping's keys."""
+    over_run: Literal["", "total", "median", "largest"] = ""
+    """How the values of all steps are summed up in a report; empty: they are not."""
+    live: bool = False
+    """Whether the live view shows it."""
+    derive: Derive | None = None
+    """Computes it from a record; None: it is recorded."""
+
+    @property
+    def scale(self) -> float:
+        return SCALES.get(self.unit, 1.0)
+
+
+class Chart(NamedTuple):
+    """What one chart of a report shows: metrics of one unit."""
+
+    section: str
+    title: str
+    about: str
+    metrics: tuple[Metric, ...]
+    kind: Literal["plain", "smooth", "log", "stacked", "ramp"] = "smooth"
+    """`stacked`: the first metric is the sum of the others. `ramp`: the same, in the order of colors."""
+    also: tuple[str, ...] = ()
+    """Names of metrics that another chart declares."""
+
+
+LEARNING, ENGINES, TIME = "Learning", "Two engines, one policy", "Time and memory"
+BINS = (*(f"below_{edge:g}" for edge in LOGPROB_DIFF_EDGES), f"from_{LOGPROB_DIFF_EDGES[-1]:g}")
+"""Bins of `logprob_diff_histogram`; each begins where the previous one ends."""
+LARGE_BIN, MOST_LAGS = 5, 9
+FENCE = ("fence_pause_s", "fence_write_s", "fence_publish_s")
+CHARTS = (
+    Chart("", "Mean reward", "Of each step's completions, and of the held-out problems.", (
+        Metric(name="reward_mean", title="Mean reward", label="reward", curve="reward/mean",
+               held_out="held_out/reward_mean", live=True,
+               about="Mean reward of the step's completions, sampled before the update. With --skip-without-signal,"
+               " this and the other metrics of the completions include the replaced groups."),
+    )),
+    Chart(LEARNING, "Parts of the reward", "Mean of each part, before its weight.", (
+        Metric(name="reward_parts", title="Parts of the reward", items=(), curve="reward/part/",
+               held_out="held_out/part/", about="Mean of each part of the reward, before its weight, by its name."),
+    )),
+    Chart(LEARNING, "Spread of the reward", "Standard deviation over the completions.", (
+        Metric(name="reward_std", title="Reward deviation", label="spread", curve="reward/std",
+               held_out="held_out/reward_std", about="Standard deviation of the same rewards."),
+    )),
+    Chart(LEARNING, "Groups without a signal", "All rewards of the group are equal.", (
+        Metric(name="no_signal_share", title="Groups without signal", unit="%", label="groups",
+               curve="reward/no_signal_share",
+               about="Share of the groups that teach nothing because all their rewards are equal, replaced ones"
+               " included."),
+    )),
+    Chart(LEARNING, "Completion length", "Mean over the completions.", (
+        Metric(name="completion_tokens_mean", title="Completion length", unit="tokens", label="tokens",
+               curve="rollout/completion_tokens", held_out="held_out/completion_tokens",
+               about="Mean length of the completions."),
+    )),
+    Chart(LEARNING, "Truncated completions", "Stopped by --max-new-tokens.", (
+        Metric(name="truncated_share", title="Truncated completions", unit="%", label="truncated",
+               curve="rollout/truncated_share", held_out="held_out/truncated_share",
+               about="Share of the completions that reached the length limit."),
+    )),
+    Chart(LEARNING, "Turns", "Of the model in each completion, with tools; and calls that failed.", (
+        Metric(name="turns_mean", title="Turns", label="turns", curve="rollout/turns", held_out="held_out/turns",
+               about="Mean number of the model's turns in a completion; null without tools."),
+        Metric(name="tool_errors", title="Failed tool calls", label="failed calls", curve="rollout/tool_errors",
+               held_out="held_out/tool_errors", about="Tool calls that raised; null without tools."),
+    ), "plain"),
+    Chart(LEARNING, "Entropy", "Mean over the sampled tokens, before the update.", (
+        Metric(name="entropy", title="Entropy", unit="nats", label="entropy", curve="train/entropy",
+               about="Mean entropy of the policy at the sampled tokens, before the update; over what top-k, top-p and"
+               " min-p kept."),
+    )),
+    Chart(LEARNING, "KL from the reference", "Mean over the tokens.", (
+        Metric(name="kl", title="KL from the reference", unit="nats", label="KL", curve="train/kl", live=True,
+               about="Mean KL divergence from the reference over the tokens; 0 without a reference."),
+    )),
+    Chart(LEARNING, "Clipped tokens", "Past the clip: the policy has moved far enough.", (
+        Metric(name="clipped_share", title="Tokens clipped", unit="%", label="all",
+               derive=total("clipped_low_share", "clipped_high_share")),
+        Metric(name="clipped_low_share", title="Tokens clipped low", unit="%", label="low",
+               curve="train/clipped_low_share",
+               about="Share of the tokens with a ratio below the clip range and a negative advantage; with `cispo`, any"
+               " advantage."),
+        Metric(name="clipped_high_share", title="Tokens clipped high", unit="%", label="high",
+               curve="train/clipped_high_share",
+               about="Share of the tokens with a ratio above the clip range and a positive advantage, or above"
+               " --clip-dual and a negative one; with `cispo`, any advantage."),
+    )),
+    Chart(LEARNING, "Gradient norm", "Before clipping, mean over the updates.", (
+        Metric(name="grad_norm", title="Gradient norm", label="norm", curve="train/grad_norm",
+               about="Global norm of the gradient before it is clipped, mean over the step's updates."),
+    )),
+    Chart(LEARNING, "Learning rate", "Of the first update of each step.", (
+        Metric(name="lr", title="Learning rate", label="rate", curve="train/lr",
+               about="Learning rate of the step's first update; with a schedule, every update may have another."),
+    ), "plain"),
+    Chart(LEARNING, "Policy loss", "Says little by itself: it need not fall.", (
+        Metric(name="loss", title="Policy loss", label="loss", curve="train/loss",
+               about="Policy loss, mean over the step's updates."),
+    )),
+    Chart(LEARNING, "Changed weights", "Weights whose bytes the step changed.", (
+        Metric(name="changed_weight_share", title="Weights changed", unit="%", label="changed",
+               curve="train/changed_weight_share", about="Share of the weights whose bytes this step changed."),
+    )),
+    Chart(LEARNING, "Updates", "Per batch; skipped if the gradient was not finite.", (
+        Metric(name="updates", title="Updates", label="updates", curve="train/updates",
+               about="Optimizer steps; fewer than configured if there was nothing to learn or a gradient was not"
+               " finite."),
+        Metric(name="skipped_updates", title="Skipped updates", label="skipped", curve="train/skipped_updates",
+               about="Updates that were skipped because their gradient was not finite."),
+    ), "plain"),
+    Chart(LEARNING, "Unscored, retried", "Completions without a reward, and retried requests.", (
+        Metric(name="unscored", title="Unscored completions", label="unscored", curve="reward/unscored",
+               held_out="held_out/unscored", over_run="total", live=True,
+               about="Completions that were left out because scoring failed."),
+        Metric(name="retries", title="Retried requests", label="retried", curve="rollout/retries", over_run="total",
+               about="Requests that were retried."),
+    ), "plain"),
+    Chart(ENGINES, "|Δ log-probability|", "vLLM against the trainer, on the trained tokens, before the update.", (
+        Metric(name="logprob_diff_mean", title="|Δ log-probability|", unit="nats", label="mean", over_run="median",
+               curve="mismatch/logprob_diff_mean", live=True,
+               about="Mean of |log-prob of vLLM - log-prob of the trainer| over the tokens trained on, before the"
+               " update; null if nothing is trained on because no group's rewards differ."),
+        Metric(name="logprob_diff_max", title="|Δ log-probability|, max", unit="nats", label="max",
+               over_run="largest", curve="mismatch/logprob_diff_max", live=True,
+               about="Largest of the same differences."),
+    ), "log"),
+    Chart(ENGINES, "Tokens by |Δ log-probability|", "Share of the tokens in each range.", (
+        Metric(name="logprob_diff_large_share", title="Tokens of a large mismatch", unit="%",
+               label=f"{LOGPROB_DIFF_EDGES[LARGE_BIN - 1]:g} nats and more",
+               derive=sum_of_items("logprob_diff_histogram", LARGE_BIN)),
+        Metric(name="logprob_diff_histogram", title="Tokens by mismatch", unit="%", items=BINS,
+               curve="logprob_diff_share/",
+               about="Share of the tokens in each bin of the same differences, from 0.001 nats to 1 nat and more."),
+    ), "ramp"),
+    Chart(ENGINES, "Importance weights", "Mean, and effective sample size: both are 1 if the engines agree.", (
+        Metric(name="importance_weight", title="Importance weight", label="mean", curve="mismatch/importance_weight",
+               about="Mean importance weight of the tokens, 1 where vLLM and the trainer agree."),
+        Metric(name="effective_share", title="Effective sample size", label="effective share",
+               curve="mismatch/effective_share",
+               about="Effective sample size of the importance weights over the number of tokens."),
+    )),
+    Chart(ENGINES, "Corrected tokens", "Importance weight truncated, or token masked.", (
+        Metric(name="corrected_share", title="Tokens corrected", unit="%", label="tokens",
+               curve="mismatch/corrected_share",
+               about="Share of the tokens whose importance weight was truncated, or that were masked."),
+    )),
+    Chart(ENGINES, "Staleness", "Age of the weights that sampled the tokens.", (
+        Metric(name="staleness", title="Staleness", unit="versions", label="oldest", curve="rollout/staleness",
+               live=True,
+               about="Versions published between the sampling of a token and the step that trains on it, at most. Over"
+               " the tokens whose version is known; null when none is."),
+        Metric(name="staleness_mean", title="Staleness, mean", unit="versions", label="mean",
+               curve="rollout/staleness_mean", about="Mean of the same over these tokens."),
+    ), "plain"),
+    Chart(ENGINES, "Tokens by age", "Share of the tokens that are so many versions old.", (
+        Metric(name="older_share", title="Tokens of older weights", unit="%", label="1 and more",
+               derive=sum_of_items("lag_shares", 1, MOST_LAGS)),
+        Metric(name="lag_shares", title="Tokens by age", unit="%", items=("", *map(str, range(1, MOST_LAGS))),
+               about="Share of these tokens that are 0, 1, 2, ... versions old."),
+    ), "stacked"),
+    Chart(ENGINES, "Groups in flight", "Begun and not trained on; replaced ones had no signal.", (
+        Metric(name="groups_in_flight", title="Groups in flight", label="in flight", curve="rollout/groups_in_flight",
+               live=True,
+               about="Groups begun and not trained on, while this step was computed."),
+        Metric(name="skipped_groups", title="Groups replaced", label="replaced", curve="rollout/skipped_groups",
+               about="Groups without signal that were replaced by others, with --skip-without-signal."),
+    ), "plain"),
+    Chart(TIME, "Where a step's time goes", "Waiting for rollouts, forward and backward passes, fence.", (
+        Metric(name="step_s", title="Time of a step", unit="s", label="in all", over_run="median",
+               derive=total("rollout_s", "train_s", *FENCE)),
+        Metric(name="rollout_s", title="Rollouts", unit="s", label="rollouts", curve="rollout/seconds", live=True,
+               about="Time spent waiting for groups that are sampled and scored."),
+        Metric(name="train_s", title="Training", unit="s", label="training", curve="train/seconds", live=True,
+               about="Time spent on forward and backward passes."),
+    ), "stacked", also=("fence_s",)),
+    Chart(TIME, "The fence", "The server generates nothing meanwhile.", (
+        Metric(name="fence_s", title="Fence", unit="ms", label="fence", curve="fence/total_ms", live=True,
+               derive=total(*FENCE)),
+        Metric(name="fence_pause_s", title="Pause", unit="ms", label="pause", curve="fence/pause_ms",
+               about="Time until the server was paused and its devices idle; 0 in modes that pause nothing."),
+        Metric(name="fence_write_s", title="Write", unit="ms", label="write", curve="fence/write_ms",
+               about="Time until the optimizer had written and its device was idle."),
+        Metric(name="fence_publish_s", title="Publish", unit="ms", label="publish", curve="fence/publish_ms",
+               about="Time until the server generated with the new weights: after the fence, a load from disk, or a"
+               " restart. 0 if the step was not published: mode `none` publishes every `vllm_restart_interval` steps."),
+    ), "stacked"),
+    Chart(TIME, "Tokens per second", "Generated while they are sampled, trained during the passes.", (
+        Metric(name="tokens_per_s", title="Tokens generated per second", label="generated", over_run="median",
+               curve="rollout/tokens_per_s", live=True, derive=per_second("tokens_generated", "sampling_s")),
+        Metric(name="trained_per_s", title="Tokens trained on per second", label="trained",
+               derive=per_second("tokens_trained", "train_s")),
+    )),
+    Chart(TIME, "Tokens per step", "Those without an advantage, or masked, are not trained on.", (
+        Metric(name="tokens_generated", title="Tokens generated", label="generated", curve="rollout/tokens",
+               over_run="total", about="Sampled tokens of the step, those of replaced groups included."),
+        Metric(name="tokens_trained", title="Tokens trained on", label="trained", curve="train/tokens",
+               about="Sampled tokens that were trained on; the others had no advantage, were masked, or are of replaced"
+               " groups."),
+    )),
+    Chart(TIME, "Balance of the ranks", "Tokens of the busiest rank over the mean: the others wait for it.", (
+        Metric(name="rank_token_balance", title="Tokens of the busiest rank over the mean", label="busiest",
+               curve="train/rank_token_balance", live=True,
+               about="Tokens of the rank that trains on most of them over the mean of the ranks; null with one rank."),
+    ), "plain"),
+    Chart(TIME, "Peak memory of the trainer", "Of the GPU; on a CPU, of the process.", (
+        Metric(name="peak_memory_gib", title="Peak memory of the trainer", unit="GiB", label="peak",
+               over_run="largest", curve="memory/peak_gib", live=True,
+               about="Peak memory of the trainer so far: on the GPU, or of the process on the CPU."),
+    ), "plain"),
+)  # fmt: skip
+NOT_CHARTED = (
+    Metric(name="weight_version", title="Version", curve="train/weight_version",
+           about="Version that this step published, or that sampled the completions of an evaluation."),
+    Metric(name="fence_prepare_s", title="Passes in the fence", unit="ms", curve="fence/prepare_ms",
+           about="Part of `train_s` during which the server was paused, by choice or because its KV cache slept."),
+    Metric(name="sampling_s", title="Time of sampling", unit="s", derive=_sampling_s),
+    Metric(name="seconds", title="Time of an evaluation", unit="s", held_out="held_out/seconds",
+           about="Time spent sampling and scoring an evaluation."),
+    Metric(name="num_problems", title="Held-out problems", about="Held-out problems of an evaluation."),
+    Metric(name="pass_at_k", title="pass@k", items=(), held_out="held_out/pass_at_",
+           about="Of an evaluation: share of the problems that at least one of k completions passes, estimated from all"
+           " completions."),
+)  # fmt: skip
+METRICS = {metric.name: metric for metric in (*(m for chart in CHARTS for m in chart.metrics), *NOT_CHARTED)}

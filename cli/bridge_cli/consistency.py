@@ -1,0 +1,100 @@
+"""What must be equal on all hosts of one run: it is compared once, before anything is started.
+
+Not covered: the weights, which are compared once they are served (`bridge/modes/shared_vllm.py`).
+"""
+
+import hashlib
+import json
+import platform
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import bridge
+from bridge.checks import model, software
+from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import Config, flag
+from bridge.core import private
+from bridge.errors import UsageError
+
+if TYPE_CHECKING:
+    from bridge.ranks.world import Ranks
+
+Facts = Mapping[str, str]
+"""What must be equal, by its name in messages."""
+HOST = "host"
+OWN = {
+    "run_dir", "save_path", "resume", "restarts", "rendezvous", "port", "host", "vllm_port", "vllm_host", "server_url",
+    "vllm_config_path",
+}  # fmt: skip
+"""Choices that may differ: those of the first host count, or each has its own."""
+REMEDY = "install the same versions, and start the same command with the same files on each host"
+LONGEST = 60
+"""Characters of a value in the message."""
+
+
+def check(ranks: "Ranks", train: TrainConfig, serve: ServeConfig, vllm_flags: Sequence[str]) -> None:
+    """Compare all hosts with the first one; called by all ranks.
+
+    Raises:
+        UsageError: one differs.
+    """
+    first, *others = ranks.run_and_gather(lambda: facts(train, serve, vllm_flags))
+    if differing := next(filter(None, (difference(first, other) for other in others)), None):
+        raise UsageError(differing, remedy=REMEDY)
+
+
+def facts(train: TrainConfig, serve: ServeConfig, vllm_flags: Sequence[str]) -> Facts:
+    """Return what must be equal on all hosts, the most general first."""
+    known = {HOST: socket.gethostname(), **dict(_software())}
+    for config in (train, serve):
+        known |= dict(_choices(config))
+    known["vLLM's flags"] = " ".join(private.shown_arguments(vllm_flags))
+    return known | dict(_files(train))
+
+
+def difference(ours: Facts, theirs: Facts) -> str | None:
+    """Return the first difference in one line; None if there is none."""
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        one, other = (_short(each.get(name, "nothing")) for each in (ours, theirs))
+        if name != HOST and ours.get(name) != theirs.get(name):
+            return f"the hosts differ in {name}: {one} on {ours[HOST]}, {other} on {theirs.get(HOST, 'another')}"
+    return None
+
+
+def _software() -> Iterator[tuple[str, str]]:
+    yield "the version of Bridge", bridge.__version__
+    yield "the version of Python", ".".join(platform.python_version_tuple()[:2])
+    for name in ("torch", "transformers"):
+        yield f"the version of {name}", metadata.version(name)
+    yield "the version of vLLM", " and ".join(map(" ".join, software.installed_vllm().items()))
+
+
+def _choices(config: Config) -> Iterator[tuple[str, str]]:
+    for key in config.choices():
+        if key not in OWN:
+            yield flag(key), str(config.get(key))
+
+
+def _files(train: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Yield a digest of each file that a choice names."""
+    for name in filter(None, (train.model_name, train.loss.reference_model)):
+        weights: Any = sorted((path.name, path.stat().st_size) for path in Path(name).glob("*.safetensors"))
+        described = json.dumps([model.read(name), weights], default=str, sort_keys=True)
+        yield f"the files of {name}", _digest(described.encode())
+    task = train.task
+    rewards = [item.strip().partition("=")[0] for item in (task.reward or "").split(",")]
+    code = [name.rpartition(":")[0] for name in (task.environment, *rewards)]
+    for file in map(Path, filter(None, dict.fromkeys([*code, task.data, task.eval_data]))):
+        if file.is_file():
+            yield f"the file {file}", _digest(file.read_bytes())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

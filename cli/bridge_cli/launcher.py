@@ -1,0 +1,289 @@
+"""Start, number, watch and restart the ranks of a run on this host, by TorchElastic.
+
+Each rank is a process with this process's command line (`rank.main`). It exits with 0 unless a restart could help:
+only when a rank or a host was lost does TorchElastic see a failure, and restart all ranks from the newest checkpoint.
+
+On one host the ranks meet through a file, so that nobody else can reach them. Several hosts meet at --rendezvous, at
+torch's own store, which trusts everything that reaches it.
+
+Source: "Elastic Agent" and "Rendezvous" in PyTorch's documentation; setsid(2).
+"""
+
+import ipaddress
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from bridge.config import TrainConfig
+from bridge.core.interrupt import SIGNALS
+from bridge.errors import BridgeError, RankError, UsageError
+from bridge.processes import children
+from bridge.ranks.groups import noticing_silence
+from bridge.ranks.world import INTERFACES, LOOPBACK
+from bridge_cli import console, ending
+from bridge_cli.layout import Layout
+from bridge_cli.rank import MAIN, OF_ELASTIC
+
+RUN_ID = "bridge"
+LIMIT_S = 600
+"""Longest wait for all hosts."""
+END_LIMIT_S = 3600
+"""Longest wait for ranks that end, and save what they have; a second Ctrl-C reaches them, too."""
+EXIT_LIMIT_S = 30.0
+"""Longest wait for the other hosts after the last rank of this one ended."""
+POLL_S = 0.1
+EXAMPLE = "such as --rendezvous 10.0.0.1:29400"
+
+
+class Agent(LocalElasticAgent):
+    """TorchElastic's supervisor of the ranks of this host, which lets ranks end by themselves once one has failed.
+
+    They notice a lost rank, and the first one saves the weights of the last step.
+    """
+
+    def __init__(self, spec: WorkerSpec, scratch: Path, hosts: int) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), exit_barrier_timeout=EXIT_LIMIT_S)
+        self._scratch = scratch
+        self._hosts = hosts
+        self._killed: dict[int, int] = {}
+        """Number of each rank that a signal ended by itself -> the signal."""
+
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """Return the process of every rank, in their order."""
+        found = getattr(self._pcontext, "subprocess_handlers", {})
+        return [found[number].proc for number in sorted(found)]
+
+    def has_finished(self) -> bool:
+        """Return whether no rank was lost, and all have ended."""
+        codes = [process.poll() for process in self.processes()]
+        return bool(codes) and not any(code is None or code for code in codes)
+
+    def loss(self) -> RankError:
+        """Return why ranks were lost, and where the output is."""
+        workers = self.get_worker_group().workers
+        for local_rank, number in self._killed.items():
+            worker, log = workers[local_rank], (self._scratch / f"{local_rank}.log").resolve()
+            where = f"its output is in {log}" if local_rank else "its output is above"
+            return RankError(
+                f"rank {worker.global_rank} of {worker.world_size} was ended by {signal.Signals(number).name}",
+                remedy=f"continue with --resume; {where}",
+            )
+        for report in sorted(self._scratch.glob("*.json")):
+            if message := (found := json.loads(report.read_text())).get("message"):
+                return RankError(message, remedy=found["remedy"])
+        logs = ", ".join(str(log.resolve()) for log in sorted(self._scratch.glob("*.log")))
+        return RankError("a rank failed", remedy=f"its traceback is above, or in its log: {logs}")
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._killed.clear()
+        for report in [*self._scratch.glob("*.json"), *self._scratch.glob("*.joined")]:
+            report.unlink()
+        if self._hosts == 1:
+            super()._rendezvous(worker_group)
+            return
+        with console.waiting(f"waiting for the {self._hosts} hosts of the run"):
+            super()._rendezvous(worker_group)
+        number: Any = worker_group.group_rank
+        if number:
+            console.note(f"host {number + 1} of {self._hosts}; the first one reports")
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = {local_rank: process.poll() for local_rank, process in enumerate(self.processes())}
+        if any(codes.values()):
+            self._killed = {local_rank: -code for local_rank, code in codes.items() if code and code < 0}
+            self._let_end()
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        left = f"{self._remaining_restarts} restarts left"
+        console.note(f"{self.loss().message}; restarting from the newest checkpoint, {left}")
+        super()._restart_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals | None = None, *_: object, **__: object) -> None:
+        """End the ranks: after a signal, by sending it to them; else they have to end by themselves."""
+        came: SignalException | None = None
+        while self._pcontext is not None:
+            try:
+                if death_sig is None:
+                    self._let_end()
+                self._pcontext.close(death_sig or signal.SIGTERM, END_LIMIT_S)
+                break
+            except SignalException as another:
+                came = came if death_sig else another
+                death_sig = another.sigval
+        if came is not None:
+            raise came
+
+    def _let_end(self) -> None:
+        """Wait for all ranks, if all have met: one that still waits for another has nothing to save."""
+        deadline = time.monotonic() + END_LIMIT_S
+        while time.monotonic() < deadline:
+            running = [number for number, process in enumerate(self.processes()) if process.poll() is None]
+            if not running or not all((self._scratch / f"{number}.joined").exists() for number in running):
+                return
+            time.sleep(POLL_S)
+
+
+def launch(train: TrainConfig, layout: Layout) -> int:
+    """Run the ranks of this host, and return the exit code of the run.
+
+    Raises:
+        UsageError: the hosts did not meet.
+        RankError: a rank or a host was lost more often than --restarts.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="bridge-"))
+    began, handler = time.monotonic(), None
+    try:
+        with noticing_silence():
+            handler = get_rendezvous_handler(_rendezvous(train, scratch))
+        agent = Agent(_spec(train, layout, handler, scratch), scratch, train.hosts)
+        _prepare_elastic()
+        try:
+            result = agent.run()
+        except RendezvousError:
+            if not agent.processes():
+                raise
+            result = None
+        if (result is None or result.is_failed()) and not agent.has_finished():
+            raise agent.loss()
+        return int(json.loads((scratch / "0.json").read_text())["code"])
+    except SignalException as error:
+        handler = None  # as torch does: other hosts may go on without this one
+        return 128 + error.sigval
+    except RendezvousError as error:
+        raise _not_met(train, error, time.monotonic() - began) from error
+    finally:
+        if handler is not None:
+            handler.shutdown()
+        if all(log.is_symlink() or not log.stat().st_size for log in scratch.glob("*.log")):
+            shutil.rmtree(scratch)
+
+
+def _spec(train: TrainConfig, layout: Layout, handler: Any, scratch: Path) -> WorkerSpec:
+    variables = {name: os.environ[name] for name in OF_ELASTIC if name in os.environ}
+    if interface := _interface(train):
+        variables |= {name: os.environ.get(name, interface) for name in INTERFACES}
+    settings = {
+        "tp_size": layout.tp_size, "device": layout.device, "gpus": layout.gpus, "scratch": str(scratch),
+        "variables": variables,
+    }  # fmt: skip
+    leash = "-I", "-S", str(children.LEASH), str(os.getpid())  # a rank ends with this process, however that ends
+    python = sys.executable, "-P", "-c", MAIN
+    return WorkerSpec(
+        role="rank",
+        local_world_size=len(layout.gpus),
+        entrypoint=sys.executable,
+        args=(*leash, *python, json.dumps(settings), *ending.GIVEN.get()),
+        rdzv_handler=handler,
+        max_restarts=train.restarts,
+        monitor_interval=POLL_S,
+    )
+
+
+def _prepare_elastic() -> None:
+    """Let TorchElastic act on the signals that end a run, and print nothing."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    acting = [number for number in SIGNALS if number != signal.SIGQUIT and signal.getsignal(number) != signal.SIG_IGN]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in acting)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the store of lost ranks is not used again
+
+
+def _rendezvous(train: TrainConfig, scratch: Path) -> RendezvousParameters:
+    """Return how the hosts meet: the first one, whose address sorts before the others' names, has --rendezvous."""
+    options: dict[str, Any] = {"join_timeout": LIMIT_S, "read_timeout": LIMIT_S}
+    if train.hosts == 1:
+        options |= {"store_type": "file", "local_addr": LOOPBACK}
+        return RendezvousParameters("c10d", str(scratch / "rendezvous"), RUN_ID, 1, 1, **options)
+    host, port = address(train)
+    is_host = _can_listen(host, port)
+    options |= {"is_host": is_host, "local_addr": host if is_host else f"~{socket.gethostname()}"}
+    return RendezvousParameters("c10d", f"{host}:{port}", RUN_ID, train.hosts, train.hosts, **options)
+
+
+def address(train: TrainConfig) -> tuple[str, int]:
+    """Return the host and the port of --rendezvous.
+
+    Raises:
+        UsageError: it is missing, or other hosts cannot reach it.
+    """
+    host, colon, port = (train.rendezvous or "").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        found = "none was given" if train.rendezvous is None else f"found {train.rendezvous}"
+        raise UsageError(
+            f"--hosts {train.hosts} needs --rendezvous HOST:PORT, {found}",
+            remedy=f"give an address of one of the hosts and a free port there, {EXAMPLE}",
+        )
+    try:
+        resolved = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
+    except socket.gaierror as error:
+        raise UsageError(
+            f"--rendezvous {train.rendezvous}: there is no host {host}: {error.strerror}",
+            remedy=f"give the address of one of the hosts, {EXAMPLE}",
+        ) from error
+    ip = ipaddress.ip_address(str(resolved).partition("%")[0])
+    if ip.is_unspecified or (ip.is_loopback and host not in (str(ip), "localhost")):
+        raise UsageError(
+            f"--rendezvous {train.rendezvous} is {ip} on this host, where no other host can reach it",
+            remedy=f"give the address of one of the hosts, {EXAMPLE}",
+        )
+    return host, int(port)
+
+
+def _can_listen(host: str, port: int) -> bool:
+    """Return whether this host has that address, and nobody listens there yet.
+
+    Raises:
+        UsageError: the port is reserved for root.
+    """
+    family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        socket.create_server(place[:2], family=family).close()
+    except PermissionError as error:
+        raise UsageError(f"port {port} is reserved for root", remedy="choose 1024 or higher") from error
+    except OSError:
+        return False
+    return True
+
+
+def _interface(train: TrainConfig) -> str | None:
+    """Return the network interface on which this host's ranks reach the others; None if it is not known."""
+    if train.hosts == 1:
+        return "lo"
+    family, *_, place = socket.getaddrinfo(*address(train), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing, and chooses a route
+        own = str(probe.getsockname()[0])
+    named = (
+        name for name, addresses in psutil.net_if_addrs().items() if any(each.address == own for each in addresses)
+    )
+    return next(named, None)
+
+
+def _not_met(train: TrainConfig, error: RendezvousError, seconds: float) -> BridgeError:
+    reason = f"not all {train.hosts} hosts came within {seconds:.0f} s"
+    if not isinstance(error, RendezvousTimeoutError):
+        reason = f"no host of the run answers there: {error.__cause__ or error}".splitlines()[0]
+    return UsageError(
+        f"--rendezvous {train.rendezvous}: {reason}",
+        remedy="start the same command on each host, and see that they can reach this address and port",
+    )

@@ -1,0 +1,132 @@
+"""One rank of a run, as the launcher starts it: a process with the command line that a person gave.
+
+Not covered: how ranks are started and restarted (`launcher.py`), what each does (`ranks.py`).
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.errors import RankError
+from bridge.processes.leash import PR_SET_PDEATHSIG
+from bridge_cli import ending, signals
+from bridge_cli.layout import VISIBLE
+
+if TYPE_CHECKING:
+    from bridge.ranks.world import Ranks
+
+MAIN = "from bridge_cli.rank import main; main()"
+OF_ELASTIC = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+}  # fmt: skip
+"""Variables that TorchElastic or the launcher sets: vLLM and other libraries would take them for their own."""
+LOST = 1
+"""Exit code of a rank that lost another one: TorchElastic restarts all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This process as a rank that the launcher started."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    tp_size: int
+    device: str
+    address: str
+    port: int
+    """Where the ranks meet; the first one listens."""
+    scratch: Path
+    """A folder of the launcher's, for reports."""
+
+    @classmethod
+    def of_elastic(cls, settings: dict[str, Any]) -> "Place":
+        """Take the variables that TorchElastic set out of the environment."""
+        names = [name for name in os.environ if name in OF_ELASTIC or name.startswith("TORCHELASTIC_")]
+        variables = {name: os.environ.pop(name) for name in names}
+        local_rank = int(variables["LOCAL_RANK"])
+        gpus = settings["gpus"][local_rank]
+        os.environ.update(settings["variables"] | ({} if gpus is None else {VISIBLE: gpus}))
+        return cls(
+            rank=int(variables["RANK"]), world_size=int(variables["WORLD_SIZE"]), local_rank=local_rank,
+            tp_size=settings["tp_size"], device=settings["device"], address=variables["MASTER_ADDR"],
+            port=int(variables["MASTER_PORT"]), scratch=Path(settings["scratch"]),
+        )  # fmt: skip
+
+    @property
+    def run_dir(self) -> Path:
+        """A link to the run directory, for a restart."""
+        return self.scratch / "run"
+
+    def keep(self, run_dir: Path) -> None:
+        """Let ranks that are restarted resume the run in `run_dir`."""
+        if not self.run_dir.is_symlink():
+            self.run_dir.symlink_to(run_dir.absolute())
+
+    def join(self) -> "Ranks":
+        import torch
+
+        from bridge.ranks.world import Ranks
+
+        device = torch.device(self.device)
+        if self.device == "cuda":
+            device = torch.device("cuda", self.rank % self.tp_size)
+            torch.cuda.set_device(device)
+        listener = socket.create_server((self.address, self.port)) if self.rank == 0 else None
+        ranks = Ranks.join(
+            self.rank, self.world_size, tp_size=self.tp_size, host=self.address, port=self.port, device=device,
+            listener=listener,
+        )  # fmt: skip
+        (self.scratch / f"{self.local_rank}.joined").touch()
+        return ranks
+
+    def log_to(self, path: Path, *, moves: bool = False) -> None:
+        """Write the output of this rank to `path`; `moves`: with that so far."""
+        log = self.scratch / f"{self.local_rank}.log"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with path.open("ab") as output:
+            if moves:
+                with log.open("rb") as before:
+                    shutil.copyfileobj(before, output)
+                log.unlink()
+                log.symlink_to(path.absolute())
+            os.dup2(output.fileno(), sys.stdout.fileno())
+            os.dup2(output.fileno(), sys.stderr.fileno())
+
+    def report(self, code: int, error: RankError | None = None) -> None:
+        """Let the launcher know how this rank ended."""
+        lost = {} if error is None else {"message": error.message, "remedy": error.remedy}
+        (self.scratch / f"{self.local_rank}.json").write_text(json.dumps({"code": code, **lost}))
+
+
+PLACE: ContextVar[Place | None] = ContextVar("PLACE", default=None)
+"""None: this process was started by a person."""
+
+
+def main() -> None:
+    """Run the command that the launcher was given, as one of its ranks, and exit."""
+    from bridge_cli import main as command
+
+    # SIGTERM at the launcher's death would be an interrupt, on which all ranks agree; this host is lost
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    settings, arguments = json.loads(sys.argv[1]), sys.argv[2:]
+    place = Place.of_elastic(settings)
+    if place.local_rank:
+        place.log_to(place.scratch / f"{place.local_rank}.log")
+    sys.excepthook = command.report_bug
+    on_signal = signals.prepare()
+    PLACE.set(place)
+    if place.run_dir.exists():
+        arguments = ending.changed(arguments, {"run_dir": str(place.run_dir.resolve())})
+    place.report(on_signal.exit_code(command.answer(arguments)))

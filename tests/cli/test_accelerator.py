@@ -1,0 +1,157 @@
+"""vLLM's share of a GPU, derived from what the trainer beside it needs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import ServeConfig, TrainConfig
+from bridge.errors import UsageError
+from bridge.planning.model_size import ModelSize
+from bridge.processes import accelerator
+from bridge.processes.accelerator import MemoryShare
+from tests.models.sizes import folder_of, qwen2
+
+GIB = 2**30
+
+
+def share_of(
+    tmp_path: Path,
+    *,
+    size: str = "7B",
+    gib: float = 140,
+    ranks: int = 1,
+    max_model_len: int | None = None,
+    **choices: Any,
+) -> MemoryShare:
+    folder = tmp_path / size
+    if not folder.exists():
+        folder_of(qwen2(size), folder)
+    return accelerator.derive(
+        str(folder),
+        gpu_bytes=int(gib * GIB),
+        tensor_parallel_size=ranks,
+        trainer=TrainConfig.model_validate({"model_name": "m", **choices}),
+        max_model_len=max_model_len,
+    )
+
+
+def test_the_trainer_gets_what_vllm_does_not_need(tmp_path: Path) -> None:
+    found = share_of(tmp_path)
+    kv = 32768 * 57344 / GIB
+    assert 14.2 + 4.5 + kv < found.share * 140 < 14.2 + 5 + 2 * kv + 2
+    assert found.reason == ("7.62B parameters: of 140 GiB training needs 87, and at least 3 for activations")
+
+
+def test_a_longer_sequence_gets_a_larger_share(tmp_path: Path) -> None:
+    shares = [share_of(tmp_path, max_model_len=tokens).share for tokens in (1024, 32768, 131072)]
+    assert shares == sorted(shares)
+    assert shares[2] * 140 > 14.2 + 4.5 + 131072 * 57344 / GIB
+
+
+def test_an_adapter_leaves_more_and_a_second_copy_less(
+    tmp_path: Path,
+) -> None:
+    small: dict[str, Any] = {"micro_batch_tokens": 4096, "gradient_checkpointing": True}
+    adapter, full, copy = (share_of(tmp_path, mode=mode, **small) for mode in ("lora_only", "shared_vllm", "none"))
+    assert copy.share < full.share < adapter.share
+    assert full.share - copy.share == pytest.approx(14.2 / 140, abs=0.011)
+
+
+@pytest.mark.parametrize(
+    ("choices", "needs"),
+    [
+        ({}, 87),
+        ({"optimizer": "adamw-bf16"}, 59),
+        ({"optimizer": "adamw-8bit"}, 45),
+        ({"offload_optimizer": True}, 16),
+        ({"offload_optimizer": True, "gradient_release": True}, 3),
+        ({"mode": "none"}, 101),
+        ({"reference_model": "r", "kl_coef": 0.1}, 101),
+    ],
+)
+def test_what_training_needs_follows_its_choices(tmp_path: Path, choices: dict[str, Any], needs: int) -> None:
+    assert f"training needs {needs}, " in share_of(tmp_path, **choices).reason
+
+
+def test_a_run_that_fits_only_asleep_gets_the_larger_share(tmp_path: Path) -> None:
+    found = share_of(tmp_path, size="32B", offload_optimizer=True)
+    assert found.share == 0.9
+    assert found.reason.endswith("while the KV cache sleeps")
+    awake = share_of(tmp_path, size="32B", offload_optimizer=True, kv_sleep="never")
+    assert awake.share < 0.65
+    assert "more than there is: see bridge plan" in awake.reason
+
+
+def test_a_sleeping_kv_cache_gets_what_training_leaves(tmp_path: Path) -> None:
+    always = share_of(tmp_path, kv_sleep="always")
+    assert always.share * 140 + 71 + 0.5 == pytest.approx(140, abs=1.5), "the optimizer's state stays"
+    assert always.reason.endswith("while the KV cache sleeps")
+
+
+def test_a_model_too_large_to_train_still_gets_what_vllm_needs(tmp_path: Path) -> None:
+    found = share_of(tmp_path, size="14B", gib=80)
+    assert found.share * 80 > 27.5 + 4
+    assert "more than there is: see bridge plan" in found.reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_trainer_on_another_device_leaves_vllm_the_gpu(tmp_path: Path, device: str) -> None:
+    found = share_of(tmp_path, mode="none", trainer_device=device)
+    assert found == MemoryShare(0.9, "the trainer is on another device")
+
+
+def test_split_weights_are_trained_split(tmp_path: Path) -> None:
+    assert "training needs 44, " in share_of(tmp_path, ranks=2).reason
+    assert "training needs 101, " in share_of(tmp_path, ranks=2, mode="none").reason
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
+def test_the_gpus_of_a_replica_are_counted_once(tmp_path: Path, mode: str) -> None:
+    given: dict[str, Any] = {"ranks": 2, "mode": mode, "gib": 24, "batch_size": 256}
+    assert share_of(tmp_path, gpus=2, **given) == share_of(tmp_path, **given)
+
+
+def test_a_model_of_unknown_size_gets_a_default_share() -> None:
+    found = accelerator.derive("org/name-of-none", gpu_bytes=80 * GIB, tensor_parallel_size=1)
+    assert found.share == accelerator.UNKNOWN_SHARE
+    assert "is not known before it is loaded" in found.reason
+
+
+def test_the_reason_is_one_line_whatever_is_derived(tmp_path: Path) -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"mode": "lora_only"},
+        {"mode": "none"},
+        {"optimizer": "adamw-4bit", "gradient_release": True},
+    ]
+    for choices in ways:
+        for gib in (16, 24, 80, 180):
+            found = share_of(tmp_path, gib=gib, **choices)
+            assert "\n" not in found.reason
+            assert 0 < found.share <= 0.9
+
+
+def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
+    assert accelerator.expected(ServeConfig(model="m")).mode == "shared_vllm"
+    adapter = accelerator.expected(ServeConfig(model="m", max_lora_rank=64))
+    assert (adapter.mode, adapter.lora.r) == ("lora_only", 64)
+
+
+@pytest.mark.parametrize(
+    ("choices", "each"), [({}, 12), ({"gradient_release": True}, 16), ({"gpus": 4, "batch_size": 32}, 12)]
+)
+def test_an_offloaded_state_beyond_the_host_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], each: int
+) -> None:
+    """All GPUs of a host hold it once."""
+    model = str(folder_of(qwen2("7B"), tmp_path / "model"))
+    needed = each * ModelSize.of(model).num_params
+    trainer = TrainConfig.model_validate({"model_name": model, "offload_optimizer": True, **choices})
+    monkeypatch.setattr(accelerator, "left_bytes", lambda: needed - GIB)
+    with pytest.raises(UsageError, match=f"takes {needed / GIB:.1f} GiB of this host's memory"):
+        accelerator.check_host(trainer)
+    accelerator.check_host(trainer.changed(model_name="org/name-of-none"))
+    monkeypatch.setattr(accelerator, "left_bytes", lambda: needed + GIB)
+    accelerator.check_host(trainer)
+    accelerator.check_host(TrainConfig.of(model_name=model))

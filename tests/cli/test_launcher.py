@@ -1,0 +1,323 @@
+"""How the launcher starts, restarts and ends ranks, with small programs in the place of trainers.
+
+Not covered: whole runs (`tests/cpu/test_gpus.py`, `tests/cpu/test_hosts.py`), NCCL.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge_cli import launcher
+
+LIMIT_S = 120.0
+LAUNCHER = """
+import json, sys
+from bridge.config import TrainConfig
+from bridge.errors import BridgeError
+from bridge_cli import console, ending, launcher, signals
+from bridge_cli.layout import Layout
+
+launcher.MAIN, choices, count, folder = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+ending.GIVEN.set(("run", "--note", folder))
+signals.prepare()
+try:
+    sys.exit(launcher.launch(TrainConfig.of(model_name="m", **choices), Layout(1, "cpu", [None] * count)))
+except BridgeError as error:
+    console.fault(error.message, error.remedy)
+    sys.exit(error.exit_code)
+"""
+RANK = """
+import os, signal, socket, sys, time
+from pathlib import Path
+from bridge.errors import BridgeError, RankError, UsageError
+from bridge_cli import console, main, rank, ranks
+
+def answer(arguments):
+    place = rank.PLACE.get()
+    folder = Path(arguments[arguments.index("--note") + 1])
+    resumes = "--resume" in arguments
+    try:
+        with ranks.joined(None, None) as world:
+            world.run_on_rank_zero(lambda: place.keep(folder))
+            (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
+            act(world, folder, resumes, arguments)
+    except BridgeError as error:
+        console.fault(error.message, error.remedy)
+        return error.exit_code
+    except KeyboardInterrupt:
+        console.note("interrupted")
+        return 130
+    return 0
+
+def hang(world):
+    while True:
+        time.sleep(0.05)
+        world.check_abort()
+
+def act(world, folder, resumes, arguments):
+BODY
+main.answer = answer
+rank.main()
+"""
+
+
+def rank(body: str) -> str:
+    """Return the program of a rank that does `body`."""
+    return RANK.replace("BODY", "\n".join(f"    {line}" for line in body.strip().splitlines()))
+
+
+WRITES = """
+variables = [name for name in os.environ if "RANK" in name or "ELASTIC" in name or "MASTER" in name]
+told = world.all_gather_object((world.rank, socket.gethostname()))
+(folder / f"{world.rank}.out").write_text(repr([told, variables, resumes]))
+print(f"rank {world.rank} was here", flush=True)
+"""
+DISAGREES = """
+def fail():
+    if world.rank == 1:
+        raise UsageError("no room", remedy="make some")
+world.run_on_all(fail)
+"""
+IS_KILLED = """
+if world.rank == 1 and not resumes:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    world.barrier()
+    world.barrier()
+except RankError:
+    time.sleep(1)
+    (folder / "saved").touch()
+    raise
+(folder / f"{world.rank}.resumed").write_text(" ".join(arguments))
+"""
+WAITS = """
+world.run_on_all(lambda: hang(world))
+"""
+SAVES = """
+try:
+    world.run_on_all(lambda: hang(world))
+except KeyboardInterrupt:
+    (folder / f"{world.rank}.saving").touch()
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        (folder / f"{world.rank}.stopped").touch()
+    raise
+"""
+
+
+@pytest.fixture(autouse=True)
+def _none_is_left() -> Iterator[None]:
+    """Kill the launchers of a test that failed; their ranks end with them."""
+    yield
+    while RUNNING:
+        process = RUNNING.pop()
+        process.kill()
+        process.wait()
+
+
+RUNNING: list[subprocess.Popen[bytes]] = []
+
+
+class Launched:
+    """A launcher in a process of its own."""
+
+    def __init__(self, folder: Path, body: str, *, count: int = 2, inside: Sequence[str] = (), **choices: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        given = json.dumps({"gpus": count, "batch_size": 16, "group_size": 4, **choices})
+        argv = [*inside, sys.executable, "-c", LAUNCHER, rank(body), given, str(count), str(folder)]
+        with (folder / "launcher.out").open("ab") as output:
+            self.process = subprocess.Popen(argv, stdout=output, stderr=output, env=dict(os.environ), cwd=folder)
+        RUNNING.append(self.process)
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "launcher.out").read_text()
+
+    def code(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+    def wait_for(self, *names: str) -> None:
+        wait_until(lambda: all((self.folder / name).exists() for name in names) or self.process.poll() is not None)
+        assert self.process.poll() is None, self.output
+
+    def tree(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_each_rank_runs_the_command_and_sees_no_variable_of_torchs(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, WRITES)
+    assert launched.code() == 0, launched.output
+    told = [(number, socket.gethostname()) for number in range(2)]
+    assert [(tmp_path / f"{number}.out").read_text() for number in range(2)] == [repr([told, [], False])] * 2
+    assert "rank 0 was here" in launched.output
+    assert "rank 1 was here" not in launched.output
+
+
+def test_an_error_of_one_rank_is_the_runs_and_is_not_restarted(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, DISAGREES, restarts=2)
+    assert launched.code() == UsageError.exit_code
+    assert launched.output.count("error: no room") == 1
+    assert "restarting" not in launched.output
+    assert "Traceback" not in launched.output
+
+
+def test_a_killed_rank_is_named_once_the_others_have_saved(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, IS_KILLED)
+    assert launched.code() == 1
+    assert (tmp_path / "saved").exists()
+    assert launched.output.count("error: ") == 1
+    assert "error: rank 1 of 2 was ended by SIGKILL" in launched.output
+    assert "Traceback" not in launched.output
+
+
+def test_a_killed_rank_restarts_all_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, IS_KILLED, restarts=1)
+    assert launched.code() == 0, launched.output
+    assert "rank 1 of 2 was ended by SIGKILL; restarting from the newest checkpoint, 0 restarts left" in launched.output
+    for number in range(2):
+        resumed = (tmp_path / f"{number}.resumed").read_text().split()
+        assert resumed == ["run", "--note", str(tmp_path), "--resume", "--run-dir", str(tmp_path)]
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, WAITS)
+    launched.wait_for("0.pid", "1.pid")
+    tree = launched.tree()
+    launched.process.kill()
+    launched.process.wait()
+    assert not psutil.wait_procs(tree, timeout=30)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_interrupts_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    launched = Launched(tmp_path, WAITS, restarts=1)
+    launched.wait_for("0.pid", "1.pid")
+    launched.process.send_signal(number)
+    assert launched.code() == 128 + number, launched.output
+    assert launched.output.count("interrupted") == 1
+    assert "Traceback" not in launched.output
+
+
+def test_a_second_interrupt_reaches_ranks_that_save(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, SAVES)
+    launched.wait_for("0.pid", "1.pid")
+    launched.process.send_signal(signal.SIGINT)
+    launched.wait_for("0.saving", "1.saving")
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.code() == 128 + signal.SIGINT
+    assert {path.name for path in tmp_path.glob("*.stopped")} == {"0.stopped", "1.stopped"}
+
+
+Networks = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+@pytest.fixture
+def networks() -> Iterator[Networks]:
+    """Two network namespaces with a cable between them; the beginnings of commands that run inside."""
+    names = [f"bridge-{os.getpid()}-{number}" for number in range(2)]
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    first, second = (("ip", "netns", "exec", name) for name in names)
+    yield first, second
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+PLACE = "10.77.0.2:29400"
+"""The second network's: its address sorts after the first one's."""
+
+
+def test_two_hosts_meet_and_the_one_with_the_rendezvous_is_first(networks: Networks, tmp_path: Path) -> None:
+    hosts = [
+        Launched(tmp_path / str(number), WRITES, count=1, inside=inside, hosts=2, rendezvous=PLACE)
+        for number, inside in enumerate(networks)
+    ]
+    assert [host.code() for host in hosts] == [0, 0], hosts[0].output + hosts[1].output
+    assert (tmp_path / "1" / "0.out").exists()
+    assert (tmp_path / "0" / "1.out").exists()
+    assert "host 2 of 2; the first one reports" in hosts[0].output
+
+
+def test_a_lost_host_ends_the_other_or_is_waited_for(networks: Networks, tmp_path: Path) -> None:
+    def start(number: int, restarts: int) -> Launched:
+        body = "if world.broadcast_object(resumes):\n    return\n" + WAITS
+        return Launched(
+            tmp_path / str(number), body, count=1, inside=networks[number], hosts=2, rendezvous=PLACE, restarts=restarts
+        )
+
+    for restarts in (0, 1):
+        hosts = [start(number, restarts) for number in (0, 1)]
+        hosts[1].wait_for("0.pid")
+        hosts[0].wait_for("1.pid")
+        hosts[0].process.kill()
+        if restarts:
+            (tmp_path / "0" / "1.pid").unlink()
+            other = start(0, restarts)
+            assert hosts[1].code() == 0, hosts[1].output
+            assert other.code() == 0, other.output
+            assert "restarting from the newest checkpoint, 0 restarts left" in hosts[1].output
+        else:
+            assert hosts[1].code() == 1
+            assert "error: rank 0 of 2 lost another rank" in hosts[1].output or "stopped" in hosts[1].output
+        assert "Traceback" not in hosts[1].output
+        for number in (0, 1):
+            for path in (tmp_path / str(number)).glob("*.pid"):
+                path.unlink()
+
+
+@pytest.mark.parametrize("given", [None, "gpu-1", "gpu-1:", ":29400", "gpu-1:0", "gpu-1:99999", "gpu-1:http"])
+def test_a_rendezvous_without_host_or_port_is_refused(given: str | None) -> None:
+    with pytest.raises(UsageError, match="--hosts 2 needs --rendezvous HOST:PORT"):
+        launcher.address(TrainConfig.of(model_name="m", hosts=2, rendezvous=given))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("0.0.0.0:29400", "is 0.0.0.0 on this host"),
+        ("no-such-host.invalid:29400", "there is no host no-such-host.invalid"),
+    ],
+)
+def test_an_address_that_no_other_host_can_use_is_refused(given: str, found: str) -> None:
+    with pytest.raises(UsageError, match=found):
+        launcher.address(TrainConfig.of(model_name="m", hosts=2, rendezvous=given))
+
+
+def test_a_name_of_the_loopback_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    with pytest.raises(UsageError, match=r"gpu-1:29400 is 127\.0\.1\.1 on this host, where no other"):
+        launcher.address(TrainConfig.of(model_name="m", hosts=2, rendezvous="gpu-1:29400"))

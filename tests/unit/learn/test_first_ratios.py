@@ -1,0 +1,137 @@
+"""With unchanged weights the probability ratios are 1 in every update, however the layers are compiled."""
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from bridge.learn import learner, policy_loss
+from bridge.learn.batch import Learnt
+from bridge.learn.policy_loss import LOSSES
+from bridge.passes import layers, logprobs
+from bridge.passes.packing import MicroBatch
+from bridge.types import Completion, Group
+from tests.models import tiny
+from tests.unit.learn.test_learner import Descent, updated
+
+LENGTHS = (60, 52, 71, 66)
+
+
+@pytest.fixture(autouse=True)
+def _no_code_of_other_tests() -> None:
+    torch._dynamo.reset()
+
+
+class Still(Descent):
+    """Takes no step, so that every ratio must be 1."""
+
+    def _step(self, norm: float, max_norm: float) -> None: ...
+
+
+def model(**changes: int) -> PreTrainedModel:
+    config = tiny.llama()
+    config.update({"num_hidden_layers": 1, "initializer_range": 0.08} | changes)
+    torch.manual_seed(7)
+    return LlamaForCausalLM(config).bfloat16().eval()
+
+
+def groups(lengths: Sequence[int] = LENGTHS) -> list[Group]:
+    """Return two groups without the server's log-probabilities, as only the trainer's own are compared."""
+    torch.manual_seed(3)
+    made = []
+    for _ in range(2):
+        prompt, *completions = (
+            tuple(torch.randint(3, tiny.VOCABULARY, (length,)).tolist()) for length in (5, *lengths)
+        )
+        rows = tuple(
+            Completion(
+                token_ids=ids, logprobs=(math.nan,) * len(ids), text="", finish_reason="stop", versions=(0,) * len(ids)
+            )
+            for ids in completions
+        )
+        made.append(
+            Group(problem={"prompt": "?"}, prompt_token_ids=prompt, completions=rows, rewards=(0.0, 1.0, 2.0, 3.0))
+        )
+    return made
+
+
+def learnt(**choices: Any) -> Learnt:
+    fixed = {"batch_size": 8, "updates_per_batch": 2, "make_optimizer": Still}
+    return updated(model(), groups(), **fixed | choices)
+
+
+def log_ratios(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Collect each micro-batch's log ratios."""
+    seen: list[Tensor] = []
+    original = policy_loss.policy_loss
+
+    def noting(logprobs_N: Tensor, old_logprobs_N: Tensor, batch: MicroBatch, *rest: Any) -> Any:
+        seen.append((logprobs_N - old_logprobs_N).detach())
+        return original(logprobs_N, old_logprobs_N, batch, *rest)
+
+    monkeypatch.setattr(learner, "policy_loss", noting)
+    return seen
+
+
+def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    """Compile as inductor does: without gradients, code is fused differently, and so rounds differently."""
+    if torch.is_grad_enabled():
+        return graph
+    return lambda *inputs: [
+        x * (1 + 2**-7) if torch.is_tensor(x) and x.is_floating_point() else x for x in graph(*inputs)
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: function)  # the real compiler is slow
+    seen = log_ratios(monkeypatch)
+    for loss, updates, passes in [("gspo", 1, 1), ("gspo", 1, 2), *((loss, 2, 2) for loss in LOSSES)]:
+        seen.clear()
+        found = learnt(
+            loss=loss, compile_layers=True, updates_per_batch=updates, passes_per_batch=passes, micro_batch_tokens=150
+        )
+        assert found.num_updates == updates * passes
+        assert len(seen) == 4 * passes
+        assert not any(log_ratios_N.any() for log_ratios_N in seen), (loss, updates, passes)
+        assert (found.loss_metrics["clipped_low_share"], found.loss_metrics["clipped_high_share"]) == (0, 0)
+
+
+def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ratios are 1 whatever the kernels do: the same numbers are on both sides."""
+    original, calls = logprobs.model_logprobs, [0]
+
+    def noisy(*given: Any) -> tuple[Tensor, Tensor]:
+        calls[0] += 1
+        logprobs_N, entropies_N = original(*given)
+        return logprobs_N + torch.randn_like(logprobs_N), entropies_N
+
+    monkeypatch.setattr(learner, "model_logprobs", noisy)
+    seen = log_ratios(monkeypatch)
+    learnt(loss="gspo", updates_per_batch=2)
+    assert calls == [3]
+    assert not seen[0].any()
+
+
+def test_a_pass_for_entropies_has_the_code_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
+    seen = log_ratios(monkeypatch)
+    found = learnt(compile_layers=True, updates_per_batch=1, top_entropy=0.5)
+    assert found.num_updates == len(seen) == 1
+    assert not seen[0].any()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for it with g++")
+@pytest.mark.timeout(600)
+def test_gspo_keeps_its_gradient_with_compiled_layers() -> None:
+    plain, compiled = (learnt(loss="gspo", compile_layers=compiles) for compiles in (False, True))
+    assert (compiled.loss_metrics["clipped_low_share"], compiled.loss_metrics["clipped_high_share"]) == (0, 0)
+    assert compiled.grad_norm == pytest.approx(plain.grad_norm, rel=0.02)

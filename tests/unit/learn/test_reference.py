@@ -1,0 +1,303 @@
+"""The frozen reference: a disabled adapter, a model beside the trained one, and every reason for a refusal."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.learn.reference import Reference, adapter_off, check, open_reference
+from bridge.passes import preparation
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import Kept, MicroBatch, Sample, packs
+from bridge.weights import loaded
+from bridge.weights.adapter import Adapter
+from tests.models import tiny
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 19).view(2, 8)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def check_of(config: TrainConfig) -> None:
+    check(config.model_name, config.loss.reference_model)
+
+
+def opened(config: TrainConfig, *model: Any, **server: Any) -> Reference | None:
+    has_adapter = config.mode == "lora_only"
+    return open_reference(config.loss, config.compute, *model, has_adapter=has_adapter, **server)
+
+
+def base(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(7)
+    config = tiny.llama()
+    config.initializer_range = 0.08
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def config_of(**choices: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"model_name": "tiny"} | choices)
+
+
+def filled(model: PreTrainedModel, **choices: Any) -> Adapter:
+    """Put an adapter into `model` that changes its output."""
+    adapter = Adapter(model, config_of(mode="lora_only", lora_r=8, **choices).lora, seed=0, base_name="base")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for matrices in adapter.modules.values():
+            for matrix in (matrices.lora_a, matrices.lora_b):
+                matrix.copy_(torch.randn(matrix.shape, generator=generator) * 0.1)
+    return adapter
+
+
+def as_in_a_slot(adapter: Adapter) -> None:
+    """Let the matrices lie inside larger tensors, as in vLLM's slots."""
+    for matrices in adapter.modules.values():
+        for matrix in (matrices.lora_a, matrices.lora_b):
+            slots = torch.zeros(3, 1, *matrix.shape, dtype=matrix.dtype)
+            slots[1, 0] = matrix.detach()
+            matrix.data = slots[1, 0]
+
+
+def note(line: str) -> None:
+    assert line
+
+
+def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def micro_batch() -> MicroBatch:
+    rows = [
+        Sample(
+            prompt_token_ids=(3, 4, 5 + length),
+            token_ids=tuple(range(10, 10 + length)),
+            sampled_logprobs=(-1.0,) * length,
+            advantages=(1.0,) * length,
+            weight=1.0,
+        )
+        for length in (2, 5)
+    ]
+    (batch,) = packs(rows, max_tokens=100, device=CPU)
+    return batch
+
+
+def logprobs(model: PreTrainedModel) -> Tensor:
+    return model_logprobs(model, micro_batch(), 0.7)[0].detach()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_switched_off_an_adapter_leaves_the_base_bit_for_bit(dtype: torch.dtype) -> None:
+    model, alone = base(dtype), base(dtype)
+    as_in_a_slot(filled(model, lora_dropout=0.5))
+    with torch.no_grad():
+        without, before = alone(IDS).logits, [parameter.clone() for parameter in model.parameters()]
+        with adapter_off(model):
+            assert torch.equal(model(IDS).logits, without)
+        assert not torch.equal(model(IDS).logits, without)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_a_reference_is_not_filtered() -> None:
+    batch = micro_batch()
+    kept = Kept(torch.full((len(batch.rows_N),), 1e9), torch.ones(len(batch.rows_N)))
+    reference = Reference(model=base())
+    assert torch.equal(reference.logprobs(replace(batch, kept=kept), 0.7), reference.logprobs(batch, 0.7))
+
+
+def test_training_goes_on_as_if_nothing_had_happened() -> None:
+    model = base()
+    as_in_a_slot(filled(model))
+    before = trained(model)
+    places = {name: parameter.data_ptr() for name, parameter in before.items()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    calls: list[str] = []
+    for name, parameter in before.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+    with torch.no_grad(), adapter_off(model):
+        model(IDS)
+    after = trained(model)
+    assert len(before) == 28
+    assert after.keys() == before.keys()
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert {name: parameter.data_ptr() for name, parameter in after.items()} == places
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    model(IDS).logits.square().mean().backward()
+    assert sorted(calls) == sorted(before)
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in after.values())
+
+
+def test_the_adapter_can_be_off_between_two_passes() -> None:
+    gradients = []
+    for asked in (False, True):
+        model = base()
+        filled(model)
+        loss = model(IDS).logits.square().mean()
+        if asked:
+            with torch.no_grad(), adapter_off(model):
+                model(IDS)
+        loss.backward()
+        gradients.append([parameter.grad for parameter in trained(model).values()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True) if one is not None)
+    assert all(one is not None and other is not None for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.slow
+def test_compiled_layers_follow_the_adapters_switch() -> None:
+    model = base()
+    without = model(IDS).logits
+    filled(model)
+    expected = model(IDS).logits.detach()
+    counters = torch._dynamo.utils.counters["stats"]
+    num_graphs = []
+    try:
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+        for _ in range(3):
+            assert torch.equal(model(IDS).logits, expected)
+            with torch.no_grad(), adapter_off(model):
+                assert torch.equal(model(IDS).logits, without)
+            num_graphs.append(counters["unique_graphs"])
+    finally:
+        torch.compiler.reset()
+    assert num_graphs[0] > 0
+    assert len(set(num_graphs)) == 1
+
+
+def test_an_error_leaves_the_adapter_on() -> None:
+    model = base()
+    filled(model)
+    names, logits = trained(model).keys(), model(IDS).logits
+    with pytest.raises(IndexError), adapter_off(model):
+        model(torch.tensor([[10_000]]))
+    assert trained(model).keys() == names
+    assert torch.equal(model(IDS).logits, logits)
+
+
+def test_an_adapters_reference_is_its_base() -> None:
+    model = base()
+    alone = logprobs(model)
+    filled(model)
+    asked = opened(config_of(mode="lora_only", kl_coef=0.1), model, CPU, note)
+    assert isinstance(asked, Reference)
+    assert asked.model is model
+    found = asked.logprobs(micro_batch(), 0.7)
+    assert not found.requires_grad
+    assert torch.equal(found, alone)
+    assert (logprobs(model) - alone).abs().max() > 0.1
+    assert not torch.allclose(asked.logprobs(micro_batch(), 1.0), alone)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.write(tiny.llama(), tmp_path / "model")
+
+
+def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    asked = opened(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
+    assert asked is not None
+    assert {parameter.dtype for parameter in asked.model.parameters()} == {model.dtype}
+    preparation.prepare(model, config_of().compute, note)
+    before = logprobs(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    found = asked.logprobs(micro_batch(), 0.7)
+    assert not found.requires_grad
+    assert torch.equal(found, before)
+    assert not torch.allclose(logprobs(model), before)
+
+
+def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    asked = opened(config_of(kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
+    assert asked is not None
+    assert {parameter.dtype for parameter in asked.model.parameters()} == {model.dtype}
+    assert all(parameter.requires_grad for parameter in model.parameters())  # this one is unchanged
+
+
+def test_without_a_divergence_there_is_no_reference() -> None:
+    for mode in ("shared_vllm", "lora_only", "none"):
+        check_of(config_of(mode=mode))
+        assert opened(config_of(mode=mode), base(), CPU, note) is None
+
+
+def test_an_adapter_needs_no_other_reference() -> None:
+    check_of(config_of(mode="lora_only", kl_coef=0.1))
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "none"])
+def test_a_model_that_is_overwritten_is_no_reference_of_itself(mode: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config_of(mode=mode, kl_coef=0.1)
+    assert "overwrites the only copy" in str(caught.value)
+    assert "name one with --reference-model, or use --mode lora_only" in str(caught.value)
+
+
+def test_a_reference_that_nobody_asks_for_is_refused() -> None:
+    with pytest.raises(ValidationError, match="--kl-in-reward has no effect: --kl-coef, its weight, is 0"):
+        config_of(mode="lora_only", kl_in_reward=True)
+    with pytest.raises(ValidationError, match="--kl-coef is 0"):
+        config_of(reference_model="tiny")
+
+
+@pytest.mark.parametrize("given", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_a_divergence_in_the_reward_refuses_filters(given: dict[str, float]) -> None:
+    (key, value), *_ = given.items()
+    message = f"--kl-in-reward cannot be combined with --{key.replace('_', '-')} {value:g}: the reference is not"
+    with pytest.raises(ValidationError, match=message):
+        config_of(mode="lora_only", kl_coef=0.1, kl_in_reward=True, **given)
+    config_of(mode="lora_only", kl_coef=0.1, **given)
+
+
+def refusal(**choices: Any) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        check_of(config_of(kl_coef=0.1, **choices))
+    assert "\n" not in caught.value.message + caught.value.remedy
+    return caught.value
+
+
+def test_a_reference_with_the_same_vocabulary_is_accepted(folder: Path, tmp_path: Path) -> None:
+    other = tiny.write(tiny.qwen2(), tmp_path / "other")
+    check_of(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(other)))
+
+
+def test_a_reference_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    longer = tiny.write(tiny.llama(302), tmp_path / "longer")
+    error = refusal(model_name=str(folder), reference_model=str(longer))
+    assert "302 rows, expected 301; 1 tokens differ, the first: " in error.message
+
+
+def test_a_reference_with_other_token_ids_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    path = other / "tokenizer.json"
+    document = json.loads(path.read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
+    path.write_text(json.dumps(document))
+    error = refusal(model_name=str(folder), reference_model=str(other))
+    assert "2 tokens differ, the first: '0'" in error.message
+
+
+def test_a_reference_that_does_not_exist_is_refused(folder: Path, tmp_path: Path) -> None:
+    assert "absent" in refusal(model_name=str(folder), reference_model=str(tmp_path / "absent")).message
+
+
+def test_a_reference_too_large_is_refused_before_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(loaded, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(UsageError, match="GiB are free") as caught:
+        opened(config_of(kl_coef=0.1, reference_model=str(folder)), base(), CPU, note)
+    assert "--reference-model" in caught.value.message
+    assert "--mode lora_only" in caught.value.remedy

@@ -1,0 +1,159 @@
+"""Both hand-overs of `lora_only` with a fake server that accepts adapters."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bridge.config import TrainConfig
+from bridge.modes import way_of
+from bridge.modes.lora import LoraDisk, LoraMemory
+from bridge.modes.mode import RunContext
+from bridge.ranks.world import ALONE, Ranks
+from bridge.server import manifest as manifests
+from bridge.server.fence import FenceTimes, Update
+from bridge.server.manifest import Manifest
+from bridge.weights.attach import OpenedModel
+from tests.fenced import publish
+from tests.models import tiny
+from tests.unit import toy_server
+from tests.unit.http_server import HttpServer, serving
+from tests.unit.modes.lora_server import SLOT, LoraServer
+from tests.unit.toy_server import ToyServer
+
+RANK = 4
+EARLIER = ["bridge-adapter-3", "mine"]
+"""Adapters left by an earlier run and served by another user."""
+
+
+@dataclass
+class FakeProcess:
+    """Starts a new server: new memory, no adapters, version 0, and a new manifest in the same file."""
+
+    world: "World"
+    started: list[str | Path] = field(default_factory=list)
+
+    def restart(self, model: str | Path) -> None:
+        self.started.append(model)
+        server = self.world.server
+        server.toy = toy_server.with_slots(toy_server.serve(tiny.llama(), Path(model)), RANK)
+        server.adapters.clear()
+        server.refuses.clear()
+        server.version = 0
+        self.world.export(token="new")
+
+
+@dataclass
+class Running:
+    mode: LoraMemory | LoraDisk
+    opened: OpenedModel
+    world: "World"
+
+    def adapter(self) -> dict[str, Tensor]:
+        return {name: self.opened.model.get_parameter(name).detach().clone() for name in self.opened.lr_factors}
+
+    def write(self) -> None:
+        """Change the adapter, and record the write."""
+        self.world.server.calls.append("write")
+        with torch.no_grad():
+            for name in self.opened.lr_factors:
+                self.opened.model.get_parameter(name).add_(0.25)
+
+    def publish(self, prepare: Callable[[], object] | None = None, **choices: Any) -> FenceTimes:
+        return publish(self.mode.publish(Update(**choices)), self.write, prepare)
+
+    def calls(self, action: Callable[[], object]) -> list[str]:
+        """Return the requests that `action` sent."""
+        self.world.server.calls.clear()
+        action()
+        return self.world.server.calls
+
+    def base_is_the_servers(self) -> bool:
+        """Return whether the base model shares the server's memory."""
+        base = self.opened.model.get_submodule("model.layers.0.mlp.down_proj").base_layer.weight
+        return _sees(self.world.server.toy.tensors["model.layers.0.mlp.down_proj.weight"], base)
+
+    def adapter_is_in_the_slot(self) -> bool:
+        """Return whether every matrix lies in the server's slot."""
+        found = []
+        for name, (a, b) in self.world.server.toy.slots.items():
+            module: Any = self.opened.model.get_submodule(name)
+            pairs = (a, module.lora_A["default"].weight), (b, module.lora_B["default"].weight)
+            found += [torch.equal(there[SLOT, 0], here) and _sees(there[SLOT, 0], here) for there, here in pairs]
+        return all(found)
+
+
+def _sees(whole: Tensor, part: Tensor) -> bool:
+    """Return whether a value written to `whole` shows up in `part`; the value is restored."""
+    with torch.no_grad():
+        before = whole[0, 0].item()
+        whole[0, 0] = before + 1
+        seen = part[0, 0].item() == whole[0, 0].item()
+        whole[0, 0] = before
+    return seen and bool(part[0, 0].item() == before)
+
+
+@dataclass
+class World:
+    """A folder with the manifest of a live server, as a trainer sees it."""
+
+    server: LoraServer
+    http: HttpServer
+    folder: Path
+    notes: list[str] = field(default_factory=list)
+    ranks: Ranks = ALONE
+
+    @property
+    def port(self) -> int:
+        return int(self.http.url.rpartition(":")[2])
+
+    @property
+    def scratch(self) -> Path:
+        return self.folder / "run" / "served"
+
+    def export(self, **changes: Any) -> Manifest:
+        exported = self.server.toy.edited(url=self.http.url, **changes)
+        manifests.write(exported, self.folder / manifests.MANIFEST_NAME)
+        return exported
+
+    def made(self, handover: str, *, resumes: bool = False, **choices: Any) -> LoraMemory | LoraDisk:
+        fixed = {"model_name": self.server.toy.manifest.model, "mode": "lora_only", "lora_r": RANK}
+        config = TrainConfig.of(**fixed | {"lora_handover": handover} | choices)
+        context = RunContext(
+            name="runs/ours", scratch=self.scratch, note=self.notes.append, resumes=resumes, process=FakeProcess(self),
+            ranks=self.ranks,
+        )  # fmt: skip
+        mode = way_of(config)(config, context)
+        assert isinstance(mode, LoraMemory | LoraDisk)
+        return mode
+
+    def opened(self, handover: str, *, resumes: bool = False, **choices: Any) -> Running:
+        mode = self.made(handover, resumes=resumes, **choices)
+        return Running(mode, mode.open(), self)
+
+    def scratch_folders(self) -> list[str]:
+        return sorted(path.name for path in self.scratch.iterdir()) if self.scratch.exists() else []
+
+    def serve_earlier(self) -> None:
+        self.server.adapters.update({name: {} for name in EARLIER})
+
+
+def weight_bytes(toy: ToyServer) -> int:
+    return sum(parameter.nbytes for parameter in toy.reference.parameters())
+
+
+@contextmanager
+def world_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Run a fake server; once exported, its manifest is found from the current folder."""
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("LOGDIR", raising=False)
+    monkeypatch.setattr(manifests, "DEFAULT_FOLDER", folder / "default")
+    toy = toy_server.with_slots(toy_server.serve(tiny.llama(), folder / "model"), RANK)
+    server = LoraServer(toy)
+    with serving(server) as http:
+        yield World(server, http, folder)

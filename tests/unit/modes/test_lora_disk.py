@@ -1,0 +1,204 @@
+"""`lora_only --lora-handover disk`: the base it trains on, and how the server gets each version.
+
+Not covered: what both hand-overs have in common (`test_lora_memory.py`).
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bridge.core.interrupt import deferred_interrupt
+from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UnsupportedModelError, UsageError
+from tests.models import tiny
+from tests.unit.checks_sample import dead_server
+from tests.unit.http_server import Answer, as_json, serving
+from tests.unit.modes.lora_runs import World, weight_bytes, world_in
+from tests.unit.modes.lora_server import LoraServer
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with world_in(tmp_path, monkeypatch) as world:
+        yield world
+
+
+def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -> str:
+    """Check that it is refused with `words`, and return the hint."""
+    with pytest.raises(kind, match=words) as caught:
+        world.opened("disk", **choices)
+    return caught.value.remedy
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_each_version_has_a_name_and_replaces_the_last(world: World, stock: bool) -> None:
+    if not stock:
+        world.export()
+    world.serve_earlier()
+    choices: dict[str, Any] = {"vllm_port": world.port} if stock else {}
+    running = world.opened("disk", **choices)
+    server, mode = world.server, running.mode
+    asked = ["GET models"] if stock else ["POST lease", "GET status", "DELETE adapter"]
+    assert server.calls == [*asked, "GET models", "POST unload_lora_adapter", "POST load_lora_adapter"]
+    assert list(server.adapters) == ["mine", "bridge-adapter-0"]
+    assert (mode.version, mode.can_sleep) == (0, False)
+    assert running.calls(running.publish) == ["write", "POST load_lora_adapter", "POST unload_lora_adapter"]
+    assert (mode.version, mode.endpoint.model, mode.endpoint.version) == (1, "bridge-adapter-1", 1)
+    assert list(server.adapters) == ["mine", "bridge-adapter-1"]
+    assert world.scratch_folders() == ["bridge-adapter-1"]
+    stored = server.adapters["bridge-adapter-1"]
+    for name, matrix in running.adapter().items():
+        scaling = 8 if "lora_B" in name else 1
+        assert torch.equal(stored[f"base_model.model.{name.replace('.default', '')}"] * scaling, matrix)
+
+
+def test_beside_a_manifest_the_adapter_alone_lies_here(world: World) -> None:
+    world.export()
+    running = world.opened("disk")
+    assert running.opened.weight_bytes == sum(tensor.nbytes for tensor in running.adapter().values()) > 0
+    assert running.base_is_the_servers()
+    assert not running.adapter_is_in_the_slot()
+    assert world.notes == ["the base is the server's own, 0 bytes of it here"]
+
+
+def test_without_a_manifest_the_base_is_a_second_copy(world: World) -> None:
+    running = world.opened("disk", vllm_port=world.port)
+    adapter_bytes = sum(tensor.nbytes for tensor in running.adapter().values())
+    assert running.opened.weight_bytes == weight_bytes(world.server.toy) + adapter_bytes
+    assert not running.base_is_the_servers()
+    assert world.notes[0].startswith("the base is a second copy, 0.00 GiB on cpu: no manifest")
+    assert list(world.server.adapters) == ["bridge-adapter-0"]
+
+
+def test_a_second_copy_follows_the_servers_length(world: World) -> None:
+    frequencies = tiny.with_longrope(Path(world.server.toy.manifest.model), 64)
+    refused(world, UsageError, "the server reports none", vllm_port=world.port)
+    world.server.refuses["GET models"] = as_json({"data": [{"id": "tiny", "max_model_len": 65}]})
+    running = world.opened("disk", vllm_port=world.port)
+    torch.testing.assert_close(running.opened.model.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_a_second_copy_with_other_positions_is_refused(world: World) -> None:
+    tiny.with_longrope(Path(world.server.toy.manifest.model), 64)
+    world.export(max_model_len=65, model_class="TransformersForCausalLM")
+    refused(world, UnsupportedModelError, "vLLM runs it as TransformersForCausalLM")
+
+
+def test_a_base_that_cannot_be_attached_is_loaded(world: World) -> None:
+    world.export(tp_degree=2)
+    running = world.opened("disk")
+    assert running.opened.weight_bytes > weight_bytes(world.server.toy)
+    assert "second copy" in world.notes[0]
+    assert "tensor-parallel size 2" in world.notes[0]
+
+
+def test_a_stale_manifest_does_not_stop_a_stock_server(world: World) -> None:
+    world.export(server=dead_server())
+    world.opened("disk", vllm_port=world.port)
+    assert "is stale" in world.notes[0]
+    assert "GET status" not in world.server.calls
+
+
+def test_another_servers_manifest_is_not_used(world: World) -> None:
+    world.export()
+    with serving(LoraServer(replace(world.server.toy))) as other:
+        running = world.opened("disk", vllm_port=int(other.url.rpartition(":")[2]))
+        assert not running.base_is_the_servers()
+        assert running.mode.endpoint.url == other.url
+    assert f"the manifest found here is of the server at {world.http.url}" in world.notes[0]
+    assert world.server.calls == []
+
+
+def test_a_step_computes_while_the_server_generates(world: World) -> None:
+    world.export()
+    running = world.opened("disk")
+    world.server.calls.clear()
+    times = running.publish(prepare=lambda: world.server.calls.append("prepare"))
+    assert world.server.calls[:3] == ["prepare", "write", "POST load_lora_adapter"]
+    assert times.pause_s == 0 < times.prepare_s
+
+
+def test_an_interrupt_acts_at_once_before_the_adapter_changes(world: World) -> None:
+    world.export()
+    running = world.opened("disk")
+    world.server.calls.clear()
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        running.publish(prepare=lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert world.server.calls == []
+
+
+def test_a_checkpoint_comes_back_as_its_version_or_the_next(world: World) -> None:
+    world.export()
+    running = world.opened("disk")
+    folder = world.folder / "adapter_step_1"
+    folder.mkdir()
+    running.mode.save(folder)
+    for version, expected in ((7, 7), (3, 8)):
+        running.mode.restore(folder, version=version)
+        assert running.mode.version == expected
+        assert list(world.server.adapters) == world.scratch_folders() == [f"bridge-adapter-{expected}"]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_torn_server_is_refused_before_anything_changes(world: World, resumes: bool) -> None:
+    world.export()
+    world.server.state = "torn"
+    remedy = refused(world, AttachError, "the adapter may be half-written", resumes=resumes)
+    assert remedy.startswith("bridge restore ADAPTER")
+    assert world.server.calls == ["POST lease", "GET status"]
+    assert world.scratch_folders() == []
+
+
+def test_a_server_without_adapters_is_refused(world: World) -> None:
+    world.export()
+    world.server.refuses["POST load_lora_adapter"] = Answer('{"detail":"Not Found"}', 404)
+    hint = refused(world, UsageError, "does not accept the adapter: 404")
+    assert "bridge serve-vllm --max-lora-rank" in hint
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in hint
+    assert not world.scratch.exists()
+
+
+@pytest.mark.parametrize("answer", [Answer("engine dead", 500), None])
+@pytest.mark.parametrize("call", ["GET models", "POST load_lora_adapter"])
+def test_a_server_that_is_unwell_is_no_fault_of_the_users(world: World, call: str, answer: Answer | None) -> None:
+    world.export()
+    mode = world.made("disk")
+    world.server.refuses[call] = answer
+    with pytest.raises(ServerUnreachableError, match="does not answer as expected"):
+        mode.open()
+    assert mode.version == -1
+
+
+def test_a_failed_version_is_published_without_a_second_write(world: World) -> None:
+    world.export()
+    running = world.opened("disk")
+    world.server.refuses["POST load_lora_adapter"] = None
+    with pytest.raises(ServerUnreachableError):
+        running.publish()
+    assert running.mode.version == 0
+    assert list(world.server.adapters) == ["bridge-adapter-0"]
+    del world.server.refuses["POST load_lora_adapter"]
+    running.publish()
+    assert (running.mode.version, world.scratch_folders()) == (1, ["bridge-adapter-1"])
+
+
+def test_a_second_copy_survives_a_restart_of_the_server(world: World) -> None:
+    world.export(tp_degree=2)
+    running = world.opened("disk")
+    before = running.adapter()
+    running.mode.revive(None)
+    statuses = [asked for asked in world.http.asked if asked.path == "/bridge/status"]
+    assert [asked.headers["authorization"] for asked in statuses] == ["Bearer secret", "Bearer new"]
+    assert not running.base_is_the_servers()
+    assert all(torch.equal(before[name], value) for name, value in running.adapter().items())
+
+
+def test_closing_leaves_the_adapter_served(world: World) -> None:
+    world.export()
+    world.opened("disk").mode.close()
+    assert list(world.server.adapters) == ["bridge-adapter-0"]

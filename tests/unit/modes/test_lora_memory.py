@@ -1,0 +1,322 @@
+"""`lora_only --lora-handover memory`: where base and adapter lie, and the order of requests to the server.
+
+Not covered: the adapter itself (`tests/unit/weights/test_adapter.py`).
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from bridge.errors import AttachError, BridgeError, ManifestError, ServerUnreachableError, UsageError
+from bridge.ranks.world import Ranks
+from bridge.server.client import BridgeClient
+from tests.models import tiny
+from tests.unit import toy_server
+from tests.unit.http_server import as_json
+from tests.unit.modes.lora_runs import RANK, World, world_in
+from tests.unit.modes.lora_server import refusal
+from tests.unit.several_ranks import on_ranks
+from tests.unit.toy_server import FILLER, ToyServer
+
+HANDOVERS = pytest.mark.parametrize("handover", ["memory", "disk"])
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with world_in(tmp_path, monkeypatch) as world:
+        yield world
+
+
+def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -> str:
+    """Check that it is refused with `words`, and return the hint."""
+    with pytest.raises(kind, match=words) as caught:
+        world.opened("memory", **choices)
+    return caught.value.remedy
+
+
+def test_opening_unloads_earlier_adapters_and_fills_the_slot(world: World) -> None:
+    world.export()
+    world.serve_earlier()
+    running = world.opened("memory")
+    server = world.server
+    assert server.calls == [
+        "POST lease", "GET models", "POST unload_lora_adapter", "POST adapter", "POST pause", "POST publish",
+    ]  # fmt: skip
+    assert list(server.adapters) == ["mine"]
+    assert server.bodies["POST adapter"]["name"] == "bridge-adapter" == running.mode.endpoint.model
+    assert (server.bodies["POST pause"]["writes"], server.bodies["POST pause"]["sleep"]) == ("adapter", False)
+    assert running.mode.version == server.version == 5
+    assert running.mode.endpoint.version is None  # the server reports it
+    assert running.adapter_is_in_the_slot()
+
+
+def test_the_base_is_the_servers_and_nothing_lies_here(world: World) -> None:
+    world.export()
+    running = world.opened("memory")
+    assert running.opened.weight_bytes == 0
+    assert running.base_is_the_servers()
+    assert world.notes == ["the base is the server's own, 0 bytes of it here"]
+
+
+@HANDOVERS
+def test_the_adapter_alone_is_trained_and_the_base_is_frozen(world: World, handover: str) -> None:
+    world.export()
+    running = world.opened(handover)
+    trained = {name for name, parameter in running.opened.model.named_parameters() if parameter.requires_grad}
+    assert trained == running.opened.lr_factors.keys()
+    assert all("lora_" in name for name in trained)
+
+
+def test_the_other_slots_are_left_alone(world: World) -> None:
+    world.export()
+    world.opened("memory").publish()
+    others = [side[0, 0] for pair in world.server.toy.slots.values() for side in pair]
+    assert len(others) == 28
+    assert all((side == FILLER).all() for side in others)
+
+
+def test_a_step_writes_between_pause_and_publish(world: World, tmp_path: Path) -> None:
+    world.export()
+    running = world.opened("memory", in_flight="abort")
+    last = tmp_path / "adapter_step_1"
+    assert running.calls(lambda: running.publish(last_checkpoint=last)) == ["POST pause", "write", "POST publish"]
+    assert running.mode.version == 6
+    pause = world.server.bodies["POST pause"]
+    assert (pause["in_flight"], pause["writes"], pause["takeover"]) == ("abort", "adapter", False)
+    assert pause["last_checkpoint"] == str(last)
+    assert running.adapter_is_in_the_slot()
+
+
+def test_a_step_may_use_the_sleeping_kv_caches_memory(world: World) -> None:
+    world.export()
+    running = world.opened("memory")
+    assert running.mode.can_sleep
+    calls = running.calls(lambda: running.publish(prepare=lambda: world.server.calls.append("prepare"), sleep=True))
+    assert calls == ["POST pause", "prepare", "write", "POST publish"]
+    assert world.server.bodies["POST pause"]["sleep"] is True
+
+
+def test_the_first_adapter_repairs_before_a_checkpoint(world: World) -> None:
+    world.export()
+    running = world.opened("memory")
+    before = running.adapter()
+    running.publish()
+    named = Path(world.server.bodies["POST pause"]["last_checkpoint"])
+    assert named == world.scratch / "bridge-adapter"
+    stored = load_file(named / "adapter_model.safetensors")
+    for name, a in before.items():
+        if "lora_A" in name:
+            assert torch.equal(stored[f"base_model.model.{name.replace('.default', '')}"], a)
+
+
+@HANDOVERS
+def test_a_checkpoint_comes_back_here_and_in_the_server(world: World, handover: str) -> None:
+    world.export()
+    running = world.opened(handover)
+    running.publish()
+    saved, folder = running.adapter(), world.folder / "adapter_step_1"
+    folder.mkdir()
+    running.mode.save(folder)
+    assert AutoTokenizer.from_pretrained(folder).eos_token == "<eos>"
+    running.publish()
+    running.mode.restore(folder, version=40)
+    assert all(torch.equal(saved[name], value) for name, value in running.adapter().items())
+    assert running.mode.version == 40
+    if handover == "memory":
+        assert running.adapter_is_in_the_slot()
+    else:
+        assert list(world.server.adapters) == world.scratch_folders() == ["bridge-adapter-40"]
+
+
+def test_a_checkpoint_is_restored_on_a_torn_server(world: World) -> None:
+    world.export()
+    running = world.opened("memory")
+    folder = world.folder / "adapter_step_1"
+    folder.mkdir()
+    running.mode.save(folder)
+    world.server.state = "torn"
+    assert running.calls(lambda: running.mode.restore(folder, version=9)) == ["POST pause", "POST publish"]
+    assert (running.mode.version, world.server.status().state) == (9, "serving")
+    assert world.server.bodies["POST pause"]["last_checkpoint"] == str(folder)
+
+
+def test_a_misfitting_adapter_is_refused_before_a_pause(world: World) -> None:
+    world.export()
+    running = world.opened("memory")
+    folder = world.folder / "adapter_step_1"
+    folder.mkdir()
+    running.mode.save(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    world.server.calls.clear()
+    with pytest.raises(UsageError):
+        running.mode.restore(folder, version=1)
+    assert world.server.calls == []
+
+
+def test_a_torn_server_is_refused_with_the_fix(world: World) -> None:
+    world.export()
+    world.server.state = "torn"
+    assert refused(world, AttachError, "the adapter may be half-written").startswith("bridge restore ADAPTER")
+
+
+def test_a_run_that_resumes_repairs_a_torn_adapter(world: World) -> None:
+    world.export()
+    world.server.state = "torn"
+    world.opened("memory", resumes=True)
+    assert world.server.status().state == "serving"
+    assert world.server.bodies["POST pause"]["takeover"] is True
+
+
+def test_a_run_that_resumes_does_not_repair_torn_weights(world: World) -> None:
+    world.export()
+    world.server.state, world.server.writes = "torn", "weights"
+    refused(world, AttachError, "the weights may be half-written", resumes=True)
+
+
+def test_slots_of_another_rank_are_refused(world: World) -> None:
+    world.export()
+    hint = refused(world, AttachError, f"slots have rank {RANK}, and the adapter has rank 2", lora_r=2)
+    for way_out in (f"--lora-r {RANK};", "bridge serve-vllm --max-lora-rank 2", "--lora-handover disk"):
+        assert way_out in hint
+    assert world.server.calls == ["POST lease"]
+    assert world.scratch_folders() == []
+
+
+def test_slots_of_other_shapes_are_refused(world: World) -> None:
+    slots = world.server.toy.manifest.shard(0).lora_slots
+    first, other = (f"model.layers.0.self_attn.{name}" for name in ("k_proj", "q_proj"))
+    world.export(lora_slots={**slots, first: slots[other]})
+    refused(world, ManifestError, rf"1 modules have other shapes than the weights .* the first: {first}")
+    assert world.server.calls == ["POST lease"]
+
+
+def test_a_module_without_slot_is_refused_by_name(world: World) -> None:
+    world.server.toy = toy_server.with_slots(world.server.toy, RANK, without="down_proj")
+    world.export()
+    hint = refused(world, AttachError, r"no slot .* 2 modules, the first: model\.layers\.0\.mlp\.down_proj")
+    assert "--lora-target-modules" in hint
+    assert world.server.calls == ["POST lease"]
+
+
+def test_a_server_without_slots_is_refused(world: World) -> None:
+    toy = world.server.toy
+    world.server.toy = ToyServer(toy.edited(lora_slots={}), toy.tensors, toy.reference)
+    world.export()
+    hint = refused(world, AttachError, "takes no adapters, or none whose slots can be shared")
+    assert hint == f"bridge serve-vllm --max-lora-rank {RANK}, without --fully-sharded-loras"
+
+
+def test_an_adapter_that_the_server_refuses_leaves_no_trace(world: World) -> None:
+    world.export()
+    world.server.refuses["POST adapter"] = as_json({"error": "no room", "remedy": "make some"}, 409)
+    assert refused(world, AttachError, "no room") == "make some"
+    assert not world.scratch.exists()
+
+
+def test_a_slot_with_other_contents_is_refused(world: World) -> None:
+    world.export()
+    world.server.seats = lambda value: 2 * value
+    refused(world, AttachError, "does not hold the adapter")
+    assert "POST pause" not in world.server.calls
+
+
+def test_a_base_that_cannot_be_attached_is_refused(world: World) -> None:
+    world.export(tp_degree=2)
+    refused(world, ManifestError, "tensor-parallel size 2")
+    assert world.server.calls == ["POST lease"]
+
+
+def test_no_manifest_is_refused_with_both_ways_out(world: World) -> None:
+    hint = refused(world, UsageError, "trains the adapter in vLLM's own memory, and no manifest")
+    assert "bridge serve-vllm --max-lora-rank" in hint
+    assert "--lora-handover disk" in hint
+
+
+@HANDOVERS
+def test_a_second_trainer_is_refused_before_loading(
+    world: World, monkeypatch: pytest.MonkeyPatch, handover: str
+) -> None:
+    world.export()
+    world.server.refuses["POST lease"] = refusal("another trainer is updating this server", "wait")
+    for way in ("shared_vllm.attach", "lora.attach", "lora.loaded.load"):
+        monkeypatch.setattr(f"bridge.modes.{way}", lambda *_, **__: pytest.fail("the base is there"))
+    with pytest.raises(AttachError, match="another trainer is updating this server"):
+        world.opened(handover)
+    assert world.server.calls == ["POST lease"]
+
+
+@HANDOVERS
+def test_the_lease_is_returned_even_if_nothing_was_opened(world: World, handover: str) -> None:
+    world.export()
+    mode = world.made(handover)
+    assert world.server.bodies["POST lease"]["run"] == "runs/ours"
+    mode.close()
+    assert world.server.calls == ["POST lease", "DELETE lease"]
+
+
+@HANDOVERS
+def test_a_named_manifest_that_is_missing_is_an_error(world: World, handover: str) -> None:
+    world.export()
+    with pytest.raises(ManifestError, match="no manifest at"):
+        world.made(handover, vllm_config_path=world.folder / "elsewhere.json")
+    assert world.server.calls == []
+
+
+@HANDOVERS
+def test_another_model_than_the_one_served_is_refused(world: World, handover: str) -> None:
+    exported = world.export()
+    shutil.copytree(exported.model, world.folder / "other")
+    with pytest.raises(ManifestError, match=f"the server serves {exported.model}"):
+        world.made(handover, model_name=str(world.folder / "other"))
+    assert world.server.calls == []
+
+
+@HANDOVERS
+def test_parameters_survive_a_restart_of_the_server(world: World, handover: str) -> None:
+    world.export()
+    running = world.opened(handover)
+    running.publish()
+    before, parameters, version = running.adapter(), dict(running.opened.model.named_parameters()), running.mode.version
+    running.mode.revive(None)
+    assert dict(running.opened.model.named_parameters()).keys() == parameters.keys()
+    assert all(running.opened.model.get_parameter(name) is old for name, old in parameters.items())
+    assert all(torch.equal(before[name], value) for name, value in running.adapter().items())
+    assert running.base_is_the_servers()
+    assert running.mode.version == version + 1
+    assert running.publish().version == running.mode.version == version + 2
+    if handover == "memory":
+        assert running.adapter_is_in_the_slot()
+    else:
+        assert list(world.server.adapters) == world.scratch_folders() == [f"bridge-adapter-{version + 2}"]
+
+
+def revived(ranks: Ranks, folder: Path, handover: str) -> tuple[int, int]:
+    """Lose the second rank's server before it publishes; return the versions then and after the next step."""
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
+        patched.setattr(tiny, "write", lambda _, own: own)  # transformers would write on the first rank alone
+        patched.setattr(BridgeClient, "digests", lambda *_: {})
+        world = stack.enter_context(world_in(folder / str(ranks.rank), patched))
+        world.ranks = ranks
+        world.export()
+        running = world.opened(handover)
+        if ranks.rank == 1:
+            world.server.refuses |= dict.fromkeys(("POST publish", "POST load_lora_adapter", "GET models"))
+        with pytest.raises(ServerUnreachableError):
+            running.publish()
+        running.mode.revive(None)
+        assert running.adapter_is_in_the_slot() or handover == "disk"
+        return running.mode.version, running.publish().version
+
+
+@pytest.mark.parametrize(("handover", "version"), [("memory", 7), ("disk", 2)])
+def test_all_servers_serve_one_version_after_one_died(tmp_path: Path, handover: str, version: int) -> None:
+    for rank in range(2):
+        tiny.write(tiny.llama(), tmp_path / str(rank) / "model")
+    assert on_ranks(2, revived, tmp_path, handover) == [(version, version + 1)] * 2

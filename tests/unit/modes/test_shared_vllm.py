@@ -1,0 +1,246 @@
+"""The mode `shared_vllm`: which server it uses, and which version it knows."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.core.process import ProcessIdentity
+from bridge.errors import AttachError, ManifestError, ServerUnreachableError
+from bridge.modes.mode import Mode, RunContext
+from bridge.modes.none import InPlace
+from bridge.modes.shared_vllm import SharedVllm
+from bridge.ranks.world import Ranks
+from bridge.server import manifest as manifests
+from bridge.server.fence import Update
+from bridge.server.protocol import Status
+from tests.fenced import publish
+from tests.models import tiny
+from tests.unit import toy_server
+from tests.unit.checks_sample import manifest
+from tests.unit.http_server import Answer, Asked, HttpServer, as_json, serving
+from tests.unit.several_ranks import on_ranks
+from tests.unit.toy_server import ToyServer
+
+RUN = RunContext(name="runs/ours", scratch=Path("/nonexistent"), note=lambda _: None)
+
+
+class FakeRoutes:
+    """Counts versions as a server does."""
+
+    def __init__(self, **status: Any) -> None:
+        self.version = 7
+        self.status = {"state": "serving", "can_sleep": True} | status
+
+    def __call__(self, asked: Asked) -> Answer:
+        self.version += asked.path == "/bridge/publish"
+        fixed = {"model": "tiny", "version": self.version, "server": ProcessIdentity.current()}
+        return as_json(Status.model_validate(fixed | self.status).model_dump())
+
+
+def config(server: HttpServer, folder: Path, **choices: object) -> TrainConfig:
+    path = folder / manifests.MANIFEST_NAME
+    manifests.write(manifest(url=server.url), path)
+    return TrainConfig.model_validate({"model_name": "tiny", "vllm_config_path": path, **choices})
+
+
+def paths(server: HttpServer) -> list[str]:
+    return [asked.path.removeprefix("/bridge/") for asked in server.asked]
+
+
+def test_the_version_is_known_from_start_to_end(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        mode = SharedVllm(config(server, tmp_path, in_flight="abort"), RUN)
+        assert (mode.version, mode.endpoint.url) == (7, server.url)
+        assert publish(mode.publish(Update())).version == mode.version == 8
+        mode.close()
+    assert paths(server) == ["lease", "pause", "publish", "lease"]
+    assert server.asked[1].body["in_flight"] == "abort"
+
+
+def test_an_interrupt_in_the_fence_waits_for_the_version(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        mode = SharedVllm(config(server, tmp_path), RUN)
+        with pytest.raises(KeyboardInterrupt):
+            publish(mode.publish(Update()), lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert mode.version == 8
+        mode.close()
+
+
+def test_preparing_inside_the_fence_has_the_kv_caches_memory(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        mode = SharedVllm(config(server, tmp_path), RUN)
+        seen: list[list[str]] = []
+        with mode.publish(Update(sleep=True)) as window:
+            with window.preparing():
+                seen.append(paths(server))
+            seen.append(paths(server))
+        times = window.times
+        assert mode.can_sleep
+        assert times.version == mode.version == 8
+        mode.close()
+    assert seen == [["lease", "pause"]] * 2
+    assert server.asked[1].body["sleep"] is True
+
+
+def test_what_fails_before_writing_leaves_the_version_as_it_was(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        mode = SharedVllm(config(server, tmp_path), RUN)
+        fenced = mode.publish(Update())
+        with pytest.raises(KeyboardInterrupt):
+            publish(fenced, lambda: pytest.fail("written"), prepare=lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert mode.version == 7
+        mode.close()
+    assert paths(server) == ["lease", "pause", "resume", "lease"]
+
+
+def test_a_server_tells_that_it_cannot_free_its_kv_cache(tmp_path: Path) -> None:
+    with serving(FakeRoutes(can_sleep=False)) as server:
+        mode = SharedVllm(config(server, tmp_path), RUN)
+        assert not mode.can_sleep
+        mode.close()
+
+
+@pytest.mark.parametrize(("resume", "writes"), [(False, "weights"), (False, "adapter"), (True, "adapter")])
+def test_a_torn_server_is_refused_unless_the_run_resumes(tmp_path: Path, resume: bool, writes: str) -> None:
+    torn = {"state": "torn", "writes": writes}
+    with serving(FakeRoutes(**torn)) as server:
+        with pytest.raises(AttachError, match=r"may be half-written.* after version 7"):
+            SharedVllm(config(server, tmp_path), replace(RUN, resumes=resume))
+        assert paths(server) == ["lease", "lease"]
+
+
+def test_a_run_that_goes_on_takes_torn_weights(tmp_path: Path) -> None:
+    with serving(FakeRoutes(state="torn")) as server:
+        SharedVllm(config(server, tmp_path), replace(RUN, resumes=True)).close()
+
+
+class FakeProcess:
+    """A new server in place of the old one, with its own memory and manifest."""
+
+    def __init__(self, toy: ToyServer, url: str, path: Path) -> None:
+        self._toy, self._url, self._path = toy, url, path
+        self.started_with: list[str] = []
+
+    def restart(self, model: str | Path) -> None:
+        self.started_with.append(str(model))
+        manifests.write(self._toy.edited(url=self._url, token="new"), self._path)
+
+
+def test_after_a_restart_parameters_are_the_new_servers(tmp_path: Path) -> None:
+    old, new = (toy_server.serve(tiny.llama(), tmp_path / name) for name in ("model", "new"))
+    path = tmp_path / manifests.MANIFEST_NAME
+    with serving(FakeRoutes()) as server, serving(FakeRoutes(can_sleep=False)) as other:
+        manifests.write(old.edited(url=server.url), path)
+        chosen = {"model_name": old.manifest.model, "vllm_config_path": path}
+        process = FakeProcess(new, other.url, path)
+        mode = SharedVllm(TrainConfig.model_validate(chosen), replace(RUN, process=process))
+        norm = mode.open().model.get_parameter("model.norm.weight")
+        mode.revive(None)
+        new.tensors["model.norm.weight"].fill_(5)
+        assert (norm == 5).all()
+        assert (mode.version, mode.endpoint.url, mode.can_sleep) == (8, other.url, False)
+        mode.close()
+    assert process.started_with == [old.manifest.model]
+    assert paths(other) == ["lease", "pause", "publish", "lease"]
+    assert other.asked[1].body["takeover"] is True
+    assert other.asked[2].body["version"] == 8
+    assert {asked.headers["authorization"] for asked in other.asked} == {"Bearer new"}
+
+
+def test_another_model_is_refused_before_any_request(tmp_path: Path) -> None:
+    with (
+        serving(FakeRoutes()) as server,
+        pytest.raises(ManifestError, match="serves tiny, expected big"),
+    ):
+        SharedVllm(config(server, tmp_path, model_name="big"), RUN)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("with_host", [True, False])
+def test_a_given_port_overrules_the_manifests_address(tmp_path: Path, with_host: bool) -> None:
+    with serving(FakeRoutes()) as server, serving(FakeRoutes()) as other:
+        port = int(other.url.rpartition(":")[2])
+        choices = {"vllm_port": port, **({"vllm_host": "127.0.0.1"} if with_host else {})}
+        mode = SharedVllm(config(server, tmp_path, **choices), RUN)
+        assert mode.endpoint.url == other.url
+        mode.close()
+    assert server.asked == []
+
+
+def test_a_given_host_keeps_the_manifests_port(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        mode = SharedVllm(config(server, tmp_path, vllm_host="localhost"), RUN)
+        assert mode.endpoint.url == server.url.replace("127.0.0.1", "localhost")
+        mode.close()
+
+
+@pytest.mark.parametrize("mode", [SharedVllm, InPlace])
+def test_beside_another_trainer_it_does_not_start(tmp_path: Path, mode: Callable[..., Mode]) -> None:
+    words = "another trainer (pid 4711, run runs/first) is updating this server"
+    with serving(lambda _: as_json({"error": words, "remedy": "wait"}, 409)) as server:
+        choices = config(server, tmp_path, mode="none", reload="in-place") if mode is InPlace else None
+        with pytest.raises(AttachError) as refused:
+            mode(choices or config(server, tmp_path), RUN)
+    assert (refused.value.message, paths(server)) == (words, ["lease"])
+
+
+def test_each_update_names_the_version_it_follows(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        mode = SharedVllm(config(server, tmp_path), RUN)
+        for _ in range(2):
+            publish(mode.publish(Update()))
+        mode.close()
+    pauses, publications = ([a.body for a in server.asked if a.path.endswith(way)] for way in ("pause", "publish"))
+    assert [body["version"] for body in pauses] == [7, 8]
+    assert [body["after"] for body in publications] == [7, 8]
+
+
+def test_a_server_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server:
+        pass
+    with pytest.raises(ServerUnreachableError):
+        SharedVllm(config(server, tmp_path), RUN)
+
+
+class Restarted(FakeRoutes):
+    """A server that publishes under the version that it gets, unless it is already past that."""
+
+    def __call__(self, asked: Asked) -> Answer:
+        if asked.path == "/bridge/publish":
+            self.version = max(self.version, (asked.body.get("version") or 0) - 1)
+        return super().__call__(asked)
+
+
+def revived(ranks: Ranks, folder: Path) -> tuple[int, int]:
+    """Lose the second rank's server before it publishes; return the versions known and served in the end."""
+    routes, own = Restarted(), folder / str(ranks.rank)
+    own.mkdir()
+    with serving(routes) as server:
+        mode = SharedVllm(config(server, own), replace(RUN, ranks=ranks))
+        answer = mode.client.publish
+
+        def lost(*_: object) -> Status:
+            raise ServerUnreachableError("gone", remedy="")
+
+        def restart(_: object) -> None:
+            routes.version, mode.client.publish = 0, answer  # type: ignore[method-assign]
+
+        mode.client.models = tuple  # type: ignore[method-assign]
+        if ranks.rank == 1:
+            mode.client.publish = mode.client.models = lost  # type: ignore[method-assign,assignment]
+            mode.restart = restart  # type: ignore[method-assign,assignment]
+        with pytest.raises(ServerUnreachableError):
+            publish(mode.publish(Update()))
+        mode.revive(None)
+        mode.close()
+        return mode.version, routes.version
+
+
+def test_all_servers_serve_one_version_after_one_died(tmp_path: Path) -> None:
+    assert on_ranks(2, revived, tmp_path) == [(9, 9)] * 2

@@ -1,0 +1,286 @@
+"""Packed attention against transformers' own, one sequence at a time; the kernel's call is tested with a stand-in."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
+
+from bridge.errors import UnsupportedModelError
+from bridge.passes import attention, layers
+from bridge.passes.packing import Sample, packs
+from bridge.passes.preparation import packed
+from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2, the last layer by a window": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "llama": LlamaConfig(**SIZES),
+    "mistral, by a window": MistralConfig(**SIZES, sliding_window=4),
+    "gemma 2": Gemma2Config(
+        **SIZES, head_dim=8, sliding_window=4, attn_logit_softcapping=0.02, query_pre_attn_scalar=3
+    ),
+    "gemma 3": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=4),
+    "phi": PhiConfig(**SIZES),
+    "phi 3": Phi3Config(**SIZES, sliding_window=4),
+    "olmo 2": Olmo2Config(**SIZES),
+    "starcoder 2": Starcoder2Config(**SIZES, sliding_window=4),
+    "gpt 2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=4),
+    "gpt-oss, with sinks": GptOssConfig(
+        **SIZES, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
+    ),
+    "deepseek 3, values of another size": DeepseekV3Config(
+        **(SIZES | {"num_key_value_heads": 4}), kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
+        v_head_dim=8, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1,
+        moe_intermediate_size=16,
+    ),
+}  # fmt: skip
+LENGTHS = (19, 12, 5, 5, 2, 1)
+
+
+@pytest.fixture
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    with kernel_on_the_cpu():
+        yield
+
+
+def tiny(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config.initializer_range = 0.5  # otherwise attention would hardly matter
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+
+
+def alone(model: PreTrainedModel) -> Tensor:
+    parts = tokens().split(LENGTHS)
+    return torch.cat([model.get_decoder()(input_ids=x[None], use_cache=False).last_hidden_state[0] for x in parts])
+
+
+def gradients(model: PreTrainedModel, hidden: Tensor) -> list[Tensor]:
+    """Return the gradients of a loss that weighs every element differently."""
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    trained = [p for p in model.get_decoder().parameters() if p.requires_grad]
+    return list(
+        torch.autograd.grad((hidden * weights).sum(), trained, materialize_grads=True)
+    )  # otherwise an idle expert fails
+
+
+def assert_same(ours: Tensor, expected: Tensor, model: PreTrainedModel) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    for one, other in zip(gradients(model, ours), gradients(model, expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max() + 1e-3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences_equal_each_sequence_alone(family: str) -> None:
+    model = tiny(FAMILIES[family])
+    expected = alone(model)
+    model.set_attn_implementation(attention.NAME)
+    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral, by a window", "gemma 3", "mixtral"])
+def test_transformers_attention_separates_by_positions(family: str) -> None:
+    model = tiny(FAMILIES[family])
+    expected = alone(model)
+    model.set_attn_implementation("sdpa")
+    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+
+
+def test_no_mask_of_tokens_by_tokens_is_ever_made() -> None:
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            outputs = result if isinstance(result, tuple) else (result,)
+            largest = max([largest, *(x.numel() for x in outputs if torch.is_tensor(x))])
+            return result
+
+    model = tiny(FAMILIES["mistral, by a window"])
+    model.set_attn_implementation(attention.NAME)
+    lengths = (8,) * 250
+    with Watch():  # type: ignore[no-untyped-call]
+        packed(model, torch.arange(2000) % 97, lengths).sum().backward()
+    assert largest < 2000 * 2000 / 10
+
+
+def test_a_batch_without_boundaries_is_one_sequence_a_row() -> None:
+    model = tiny(FAMILIES["mistral, by a window"])
+    ids = tokens()[:20].reshape(2, 10)
+    expected = model(input_ids=ids, use_cache=False).logits
+    model.set_attn_implementation(attention.NAME)
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"attention_mask": torch.ones(1, 1, 3, 3)}, {"position_bias": torch.ones(3, 3)}, {"dropout": 0.1},
+              {"is_causal": False}],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused_by_the_layer_s_name(asked: dict[str, Any]) -> None:
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(UnsupportedModelError, match=r"the attention of Identity needs a mask, a bias"):
+        attention.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | asked))
+
+
+def test_a_cache_is_refused() -> None:
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(UnsupportedModelError, match=r"a cache"):
+        attention.attend(torch.nn.Identity(), x[:, :, :1], x, x, None)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(5,), (4, 4, 4), (9, 8, 7), (1, 9, 1, 9), (3, 2, 1) * 20, (*range(40, 0, -1),), (6,) * 50]
+)
+def test_blocks_keep_the_order_with_little_padding(lengths: tuple[int, ...]) -> None:
+    blocks = list(attention._similar((length, length) for length in lengths))
+    assert tuple(span[1] for span in itertools.chain(*blocks)) == lengths
+    assert all(min(block)[1] >= attention.LEAST_FILLED * max(block, key=lambda span: span[1])[1] for block in blocks)
+
+
+def test_many_sequences_of_one_length_are_one_block() -> None:
+    spans = [(7, 7)] * 100 + [(6, 6)] * 100
+    assert list(attention._similar(spans)) == [spans[:100], spans[100:]]
+
+
+def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return the hidden states of sequences that share prompts, and of each sequence alone.
+
+    Prompts have several lengths, and one, few or many completions, short and long.
+    """
+    ids = iter(torch.randint(3, 97, (2000,), generator=torch.Generator().manual_seed(2)).tolist())
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(next(ids) for _ in range(count))
+
+    sizes = {7: (9, 6, 6, 5, 1), 1: (3, 2), 12: (4,), 5: (5,) * 20}
+    samples = [
+        Sample(
+            prompt_token_ids=prompt,
+            token_ids=some(size),
+            sampled_logprobs=(0.0,) * size,
+            advantages=(0.0,) * size,
+            weight=1.0,
+        )
+        for prompt, counts in ((some(length), counts) for length, counts in sizes.items())
+        for size in counts
+    ]
+    (apart,) = packs(samples, max_tokens=10_000, device=torch.device("cpu"))
+    (batch,) = packs(samples, max_tokens=10_000, device=torch.device("cpu"), share_prompts=True)
+    assert len(batch.tokens_T) < 0.6 * len(apart.tokens_T)
+    decoder, rows = model.get_decoder(), {}
+    for part in apart.tokens_T.tensor_split(apart.spans.starts_S1[1:-1].tolist()):
+        rows[tuple(part.tolist())] = decoder(input_ids=part[None], use_cache=False).last_hidden_state[0]
+    expected = []
+    assert batch.spans.seen is not None
+    for places in batch.spans.seen.keys_U.split(batch.spans.seen.starts_S1.diff().tolist()):
+        whole = rows.get(tuple(batch.tokens_T[places].tolist()))
+        if whole is not None:
+            expected.append((places, whole))
+    assert len(expected) == len(samples)
+    model.set_attn_implementation(attention.NAME)
+    hidden = attention.packed_hidden(model, batch.tokens_T, batch.positions_T, batch.spans)
+    return torch.cat([hidden[places] for places, _ in expected]), torch.cat([whole for _, whole in expected])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_completions_sharing_a_prompt_equal_each_alone(family: str) -> None:
+    model = tiny(FAMILIES[family])
+    ours, expected = shared(model)
+    assert_same(ours, expected, model)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("family", ["qwen2", "mistral, by a window", "gpt 2"])
+def test_the_kernel_is_told_what_completions_see(family: str) -> None:
+    model = tiny(FAMILIES[family])
+    ours, expected = shared(model)
+    assert_same(ours, expected, model)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernel")
+def test_compiled_layers_share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    model = tiny(FAMILIES["llama"])
+    layers.compile_layers(model)
+    ours, expected = shared(model)
+    assert_same(ours, expected, model)
+
+
+def test_gradients_of_a_shared_prompt_add_up_in_float32() -> None:
+    keys = torch.randn(4, 1, 8).bfloat16().requires_grad_()
+    places = torch.arange(4).repeat(1000)
+    attention._gathered(keys, places).backward(torch.full((4000, 1, 8), 1 / 256, dtype=torch.bfloat16))
+    assert keys.grad is not None
+    assert torch.equal(keys.grad, torch.full_like(keys.grad, 1000 / 256))  # in bf16 the sum would stop at 1
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral, by a window", "gemma 3", "gpt 2"])
+def test_the_kernel_gets_boundaries_window_scale_and_groups(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return varlen.varlen_attn(*args, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", counted)
+    model = tiny(FAMILIES[family])
+    expected = alone(model)
+    model.set_attn_implementation(attention.NAME)
+    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+    assert calls == 2  # one per layer
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_compiled_layers_call_the_kernel_with_any_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    model = tiny(FAMILIES["llama"])
+    expected = alone(model)
+    model.set_attn_implementation(attention.NAME)
+    layers.compile_layers(model)
+    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+    shorter = packed(model, tokens()[LENGTHS[0] :], LENGTHS[1:])
+    torch.testing.assert_close(shorter, expected[LENGTHS[0] :], rtol=1e-4, atol=1e-4)

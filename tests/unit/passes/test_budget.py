@@ -1,0 +1,438 @@
+"""The token budget: its arithmetic, its decisions, and what it does when memory runs out."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.passes import attention
+from bridge.passes import budget as module
+from bridge.passes.budget import HOST_SHARE, MASKED_TOKENS, SHARE, Budget
+from bridge.passes.packing import Sample
+from bridge.passes.pass_cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, free_memory, measure_cost
+from bridge.passes.preparation import Note, recompute_activations
+from bridge.planning.memory import FEW, MOST_TOKENS
+from bridge.ranks.world import ALONE, Ranks
+
+MIB = 2**20
+
+
+def model() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    config._attn_implementation = attention.NAME
+    return LlamaForCausalLM(config).eval()
+
+
+def samples(*lengths: int) -> list[Sample]:
+    return [
+        Sample(
+            prompt_token_ids=(1,), token_ids=(1,) * (n - 1), sampled_logprobs=(0.0,) * (n - 1),
+            advantages=(0.0,) * (n - 1), weight=1.0,
+        )
+        for n in lengths
+    ]  # fmt: skip
+
+
+class Memory:
+    """A GPU with `free` MiB on which a token takes a few MiB, and fewer with recomputed activations."""
+
+    def __init__(self, free: float, *, plain: float | None, recomputed: float | None = None) -> None:
+        self.free, self.plain, self.recomputed, self.measured = free, plain, recomputed, 0
+
+    def measure(self, model: PreTrainedModel, temperature: float) -> Cost:
+        assert temperature == 0.7
+        self.measured += 1
+        per_token = self.recomputed if model.is_gradient_checkpointing else self.plain
+        if per_token is None:
+            raise torch.OutOfMemoryError("out of memory")
+        return Cost(fixed_bytes=100 * MIB, token_bytes=per_token * MIB)
+
+    def free_bytes(self, model: PreTrainedModel) -> float:
+        gradients = sum(int(p.nbytes) for p in model.parameters() if p.grad is None)
+        return (self.free / SHARE) * MIB + gradients
+
+
+class OnGpu(LlamaForCausalLM):
+    """A model that claims to be on a GPU, with its own memory."""
+
+    device = torch.device("cuda")
+    memory: Memory
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query the memory of an `OnGpu` model instead of CUDA."""
+
+    def cost(model: PreTrainedModel, temperature: float) -> Cost:
+        measure = model.memory.measure if isinstance(model, OnGpu) else measure_cost
+        return measure(model, temperature)
+
+    def free(model: PreTrainedModel) -> float:
+        return model.memory.free_bytes(model) if isinstance(model, OnGpu) else free_memory(model)
+
+    monkeypatch.setattr(module, "measure_cost", cost)
+    monkeypatch.setattr(module, "free_memory", free)
+
+
+class Beside(Ranks):
+    """The first of two parts of a replica; the other has a tenth of what this one has."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        return [mine, mine // 10]
+
+
+def budget(
+    memory: Memory, notes: list[str], trained: PreTrainedModel | None = None, parts: Ranks = ALONE, **choices: Any
+) -> Budget:
+    config = TrainConfig.of(model_name="m", temperature=0.7, **choices)
+    trained = model() if trained is None else trained
+    trained.__class__ = OnGpu
+    trained.memory = memory
+    return budget_of(trained, config, notes.append, parts=parts)
+
+
+def budget_of(trained: PreTrainedModel, config: TrainConfig, note: Note, parts: Ranks = ALONE) -> Budget:
+    num_groups = config.rollouts.batch_size // config.sampling.group_size
+    return Budget(
+        trained,
+        config.compute,
+        config.optimizer,
+        note,
+        temperature=config.sampling.temperature,
+        num_groups=num_groups,
+        replicas=config.replicas,
+        parts=parts,
+    )
+
+
+def test_two_measurements_tell_the_cost_of_a_token_and_of_none() -> None:
+    cost = Cost.of([(2048, 5096 * MIB), (1024, 3048 * MIB)])
+    assert cost == Cost(fixed_bytes=1000 * MIB, token_bytes=2 * MIB)
+    assert cost.tokens_in(9000 * MIB) == 4000
+    assert cost.tokens_in(999 * MIB) == 0
+
+
+def test_a_pass_without_cost_fits_any_number_of_tokens() -> None:
+    assert Cost.of([(1024, 5000), (2048, 4000)]).tokens_in(1e12) > MOST_TOKENS
+
+
+def test_the_budget_fills_free_memory_and_is_measured_once() -> None:
+    memory, notes = Memory(10_100, plain=1), list[str]()
+    found = budget(memory, notes)
+    assert found.max_tokens(samples(300, 40)) == 10_000
+    assert found.max_tokens(samples(5)) == 10_000
+    assert memory.measured == 1
+    assert notes == ["micro-batches of up to 10,000 tokens, in 9.9 GiB of free memory"]
+
+
+@pytest.fixture
+def _wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let float32 gradients take 500 MiB more."""
+    monkeypatch.setattr("bridge.passes.budget._widening_bytes", lambda _: 500 * MIB / SHARE)
+
+
+LARGE_BATCH = (1_000,) * 200
+
+
+def sums_in_float32(found: Budget) -> bool | None:
+    return found.sums_in_float32  # which changes between two reads
+
+
+@pytest.mark.usefixtures("_wider")
+def test_float32_sums_are_used_where_memory_is_left() -> None:
+    notes = list[str]()
+    found = budget(Memory(5_600, plain=1), notes)
+    assert found.max_tokens(samples(300, 40)) == 5_500
+    assert sums_in_float32(found) is None  # with one pass there is no sum
+    assert found.max_tokens(samples(*(1_000,) * 5 * FEW)) == 5_500
+    assert sums_in_float32(found) is None  # and a few are as exact as one
+    assert found.max_tokens(samples(*LARGE_BATCH)) == 5_000
+    assert sums_in_float32(found)
+    assert notes[1:] == ["micro-batches of up to 5,000 tokens, beside gradients in float32"]
+    assert found.max_tokens(samples(*LARGE_BATCH)) == 5_000
+
+
+@pytest.mark.usefixtures("_wider")
+@pytest.mark.parametrize(("asked", "free"), [(None, 2_048 + 600), (2_000, 1_800 + 600)])
+def test_bf16_sums_are_used_and_logged_where_memory_is_short(asked: int | None, free: int) -> None:
+    notes, least = list[str](), asked or 2_048  # nine tenths of it are enough
+    found = budget(Memory(free - 1, plain=1), notes, micro_batch_tokens=asked)
+    assert found.max_tokens(samples(*LARGE_BATCH)) == (asked or least + 499)
+    assert sums_in_float32(found) is False
+    told = "gradients are summed in bf16, because float32 needs 0.6 GiB more; over N micro-batches the error is about"
+    assert notes[-1].startswith(told)
+    enough = budget(Memory(free, plain=1), [], micro_batch_tokens=asked)
+    assert enough.max_tokens(samples(*LARGE_BATCH)) == least
+    assert sums_in_float32(enough)
+
+
+def test_an_adapters_gradients_always_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.passes.budget._widening_bytes", lambda _: 10 * MIB)
+    found = budget(Memory(600, plain=1, recomputed=1), [])
+    assert found.max_tokens(samples(*(100,) * 400)) == 491
+    assert sums_in_float32(found)
+
+
+@pytest.mark.usefixtures("_wider")
+def test_float32_sums_go_before_activations_are_recomputed() -> None:
+    trained, notes = model(), list[str]()
+    found = budget(Memory(3_100, plain=1, recomputed=0.01), notes, trained)
+    found.max_tokens(samples(*LARGE_BATCH))
+    assert sums_in_float32(found)
+    found.shrink(torch.OutOfMemoryError("CUDA out of memory."))
+    assert sums_in_float32(found) is False
+    assert notes[-1].startswith("out of memory: gradients are summed in bf16 from now on; over N micro-batches")
+    assert not trained.is_gradient_checkpointing
+    found.shrink(torch.OutOfMemoryError("CUDA out of memory."))
+    assert trained.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("choices", [{"gradient_release": True, "offload_optimizer": True}, {}])
+def test_nothing_is_widened_where_sums_are_float32_anyway(choices: dict[str, Any]) -> None:
+    trained, notes = (model().bfloat16() if choices else model()), list[str]()
+    found = budget(Memory(10_100, plain=1), notes, trained, **choices)
+    found.max_tokens(samples(*LARGE_BATCH))
+    assert sums_in_float32(found) is False
+    assert len(notes) == 1
+
+
+def bf16_error(gradients: Tensor) -> float:
+    """Return the error of a running sum in bf16, as a share of the largest partial sum."""
+    found, exact, largest = gradients[0].clone(), gradients[0].double(), 0.0
+    for gradient in gradients[1:]:
+        found += gradient
+        exact += gradient.double()
+        largest = max(largest, float(exact.norm()))
+    return float((found - exact).norm()) / largest
+
+
+@pytest.mark.parametrize("count", [2, 16, 128, 512])
+def test_the_error_of_sums_in_bf16_is_within_what_is_told(count: int) -> None:
+    torch.manual_seed(0)
+    noise, turn = torch.randn(count, 4_000), torch.linspace(-1, 1, count).sign()[:, None]
+    for gradients in (noise, noise + 0.3, noise + 1, noise + turn):  # the last ones cancel: positive, then negative
+        assert 0 < bf16_error(gradients.bfloat16()) <= count**0.5 / 512
+    alike = bf16_error(torch.full((count, 10), 1.0).bfloat16())
+    assert alike <= count / 512
+    assert (alike > 0.4) == (count == 512), "it must be far above the error of noise"
+
+
+@pytest.mark.parametrize(("free", "short"), [(4_100, False), (1_100, True), (0, True)])
+def test_memory_is_short_where_activations_are_recomputed(free: int, short: bool) -> None:
+    trained, notes = model(), list[str]()
+    found = budget(Memory(free, plain=1, recomputed=0.01), notes, trained)
+    assert found.is_short(samples(1_500, 1_500)) == short
+    assert not trained.is_gradient_checkpointing  # nothing is decided yet
+    assert notes == []
+
+
+def test_memory_is_short_below_the_chosen_tokens() -> None:
+    batch = samples(*(1_000,) * 20)
+    assert budget(Memory(4_100, plain=1), [], micro_batch_tokens=5_000).is_short(batch)
+    assert not budget(Memory(4_100, plain=1), [], micro_batch_tokens=3_000).is_short(batch)
+    assert not budget_of(model(), TrainConfig.of(model_name="m"), list[str]().append).is_short(batch)
+
+
+def test_gradients_that_are_there_already_are_not_counted_again() -> None:
+    trained, memory = model(), Memory(10_100, plain=1)
+    for parameter in trained.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert budget(memory, [], trained).max_tokens(samples(300)) == 10_000
+
+
+def test_there_is_an_end_to_what_is_useful() -> None:
+    assert budget(Memory(100_000, plain=1), []).max_tokens(samples(300)) == MOST_TOKENS
+    released = budget(Memory(100_000, plain=1), [], gradient_release=True)
+    assert released.max_tokens(samples(300)) > MOST_TOKENS  # an update is one pass here
+    masked = model()
+    masked.config._attn_implementation = "sdpa"
+    assert budget(Memory(100_000, plain=1), [], masked).max_tokens(samples(300)) == MASKED_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("free", "lengths", "recomputed"),
+    [
+        (4_100, (3_000,), False),  # fits
+        (4_100, (5_000,), True),  # the longest does not fit
+        (1_100, (900, 900, 900), True),  # too few to keep a GPU busy
+        (1_100, (400, 400), False),  # few, but all there are
+    ],
+)
+def test_activations_are_recomputed_if_too_few_tokens_fit(
+    free: int, lengths: tuple[int, ...], recomputed: bool
+) -> None:
+    trained, notes = model(), list[str]()
+    tokens = budget(Memory(free, plain=1, recomputed=0.1), notes, trained).max_tokens(samples(*lengths))
+    assert trained.is_gradient_checkpointing == recomputed
+    assert tokens == min((free - 100) * (10 if recomputed else 1), MOST_TOKENS)
+    assert [note.startswith("activations are recomputed: without, ") for note in notes] == [True, False][
+        not recomputed :
+    ]
+
+
+def test_activations_are_not_recomputed_if_refused() -> None:
+    trained = model()
+    found = budget(Memory(1_100, plain=1, recomputed=0.1), [], trained, gradient_checkpointing=False)
+    assert found.max_tokens(samples(5_000)) == 5_000  # one sequence must be tried
+    assert not trained.is_gradient_checkpointing
+
+
+def test_a_probe_that_does_not_fit_leads_to_recomputing() -> None:
+    trained = model()
+    assert budget(Memory(1_100, plain=None, recomputed=0.1), [], trained).max_tokens(samples(300)) == 10_000
+    assert trained.is_gradient_checkpointing
+
+
+def test_what_the_user_gave_needs_no_probe() -> None:
+    memory = Memory(1, plain=1)
+    assert budget(memory, [], micro_batch_tokens=777).max_tokens(samples(5_000)) == 777
+    assert memory.measured == 0
+
+
+def on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None, notes: list[str], **choices: Any
+) -> Budget:
+    """Return the budget on a host with this many MiB available, in a container with this limit."""
+    monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: int(available * MIB))
+    monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda: None if limit is None else int(limit * MIB))
+    trained = model()
+    for parameter in trained.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return budget_of(trained, TrainConfig.of(model_name="m", temperature=0.7, **choices), notes.append)
+
+
+@pytest.mark.parametrize(("available", "limit"), [(400, None), (400, 10_000), (10_000, 400)])
+def test_the_cpu_budget_respects_the_containers_limit(
+    monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None
+) -> None:
+    notes: list[str] = []
+    found = on_the_cpu(monkeypatch, available, limit, notes, gradient_checkpointing=False).max_tokens(samples(300))
+    cost = measure_cost(model(), 0.7)
+    assert cost is not None
+    assert found == cost.tokens_in(HOST_SHARE * 400 * MIB)
+    assert 2_000 < found < MOST_TOKENS
+    assert notes == [f"micro-batches of up to {found:,} tokens, in 0.2 GiB of free memory"]
+    assert on_the_cpu(monkeypatch, 100_000, None, []).max_tokens(samples(300)) == MOST_TOKENS
+
+
+def test_the_cpu_tries_a_long_sequence_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    assert on_the_cpu(monkeypatch, 1, None, notes).max_tokens(samples(300)) == 300
+    assert notes[-1] == "a sequence of 300 tokens may not fit: the system may kill the process"
+
+
+def test_the_cost_on_the_cpu_is_what_autograd_keeps() -> None:
+    def layered(layers: int) -> PreTrainedModel:
+        config = LlamaConfig(
+            vocab_size=97, hidden_size=64, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=4
+        )
+        config._attn_implementation = attention.NAME
+        return LlamaForCausalLM(config).eval()
+
+    def token_bytes(model: PreTrainedModel) -> float:
+        cost = measure_cost(model, 0.7)
+        assert cost is not None
+        assert cost.fixed_bytes >= CPU_LOGITS_BYTES
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return cost.token_bytes
+
+    few, many = layered(8), layered(16)
+    layer = (token_bytes(many) - token_bytes(few)) / 8
+    assert layer > 4 * (4 * 512 + 4 * 64)  # gate, activated gate, up and their product, and some of width 64
+    recompute_activations(many, pytest.fail)
+    assert many.is_gradient_checkpointing
+    assert token_bytes(many) < token_bytes(layered(16)) - 10 * layer
+    assert many.is_gradient_checkpointing, "it must not change"
+
+
+def test_out_of_memory_halves_then_recomputes_then_ends() -> None:
+    trained, notes = model(), list[str]()
+    found = budget(Memory(1, plain=1), notes, trained, micro_batch_tokens=16_384)
+    batch, states = samples(*(1_500,) * 20), []
+    for _ in range(5):
+        states.append((found.max_tokens(batch), trained.is_gradient_checkpointing))
+        found.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    states.append((found.max_tokens(batch), trained.is_gradient_checkpointing))
+    assert states == [
+        (16_384, False), (8_192, False), (4_096, False), (2_048, False), (2_048, True), (1_500, True),
+    ]  # fmt: skip
+    assert [note.partition(":")[0] for note in notes] == ["out of memory"] * 5
+    with pytest.raises(UsageError, match=r"a sequence of 1,500 tokens does not fit"):
+        found.shrink(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_a_single_sequence_that_does_not_fit_is_refused() -> None:
+    found = budget(Memory(1, plain=1), [], micro_batch_tokens=1_000, gradient_checkpointing=False)
+    found.max_tokens(samples(1_200))
+    with pytest.raises(
+        UsageError, match=r"a sequence of 1,200 tokens does not fit .* Tried to allocate 2 GiB"
+    ) as caught:
+        found.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
+    assert caught.value.remedy == "--gradient-checkpointing, which recomputes activations"
+
+
+def test_a_budget_above_the_batch_is_halved_from_the_batch() -> None:
+    found = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000, gradient_checkpointing=False)
+    found.max_tokens(samples(1_000, 1_000, 1_000))
+    found.shrink(torch.OutOfMemoryError("out of memory"))
+    assert found.max_tokens(samples(1_000, 1_000, 1_000)) == 1_500
+
+
+def test_what_the_failed_pass_held_is_free_again() -> None:
+    class Held:
+        alive = 0
+
+        def __init__(self) -> None:
+            Held.alive += 1
+
+        def __del__(self) -> None:
+            Held.alive -= 1
+
+    def fail() -> None:
+        held = Held()
+        raise torch.OutOfMemoryError(f"out of memory with {held}")
+
+    found = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000)
+    found.max_tokens(samples(1_000, 5_000))
+    try:
+        fail()
+    except torch.OutOfMemoryError as error:
+        assert Held.alive == 1
+        found.shrink(error)
+        assert Held.alive == 0
+
+
+def test_the_probe_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's figures are replaced: a pass takes 7 bytes, plus 3 per token."""
+    trained, seen = model(), list[int]()
+    trained.get_decoder().register_forward_hook(
+        lambda _module, _inputs, output: seen.append(output.last_hidden_state.shape[1])
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1007 + 3 * seen[-1])
+    assert cost_on_gpu(trained, 0.7) == Cost(fixed_bytes=7, token_bytes=3)
+    assert tuple(seen) == PROBES
+    assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+def test_parts_of_a_replica_take_what_fits_on_all_of_them() -> None:
+    found = budget(Memory(10_100, plain=1), [], parts=Beside())
+    assert found.max_tokens(samples(30)) == (10_100 // 10 - 100) // 10  # less memory, and fewer tokens in it
+
+
+def test_a_part_that_runs_out_of_memory_does_not_retry_alone() -> None:
+    """The other parts wait for it in the midst of a pass."""
+    found = budget(Memory(1_100, plain=None, recomputed=0.1), [], parts=Beside())
+    with pytest.raises(torch.OutOfMemoryError):
+        found.max_tokens(samples(300))

@@ -1,0 +1,398 @@
+"""Log-probabilities in vocabulary blocks against the naive computation, and against whole transformers models."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from bridge.errors import UnsupportedModelError
+from bridge.passes import layers
+from bridge.passes import logprobs as blocks
+from bridge.passes.logprobs import LogitTransform, check_head, model_logprobs, token_logprobs
+from bridge.passes.packing import Kept, MicroBatch, Sample, packs
+from tests.models import tiny
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+VOCABULARY = 301
+PLAIN = LogitTransform()
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a few words per block, so that every test crosses blocks and ends in a partial one."""
+    monkeypatch.setattr(blocks, "BLOCK_LOGITS", {"cpu": 1000, "cuda": 1000})
+    monkeypatch.setattr(blocks, "BLOCK_WORDS", 32)
+
+
+def naive(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    raw = hidden @ head.T + (0 if bias is None else bias)
+    raw = raw / scale
+    raw = raw if cap is None else cap * torch.tanh(raw / cap)
+    logprobs = (raw / temperature).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("cap", "scale", "with_bias", "compiles"),
+    [(None, 1.0, False, False), (None, 8.0, True, False), (2.0, 1.0, False, False), (2.0, 1.0, True, True)],
+)
+def test_values_and_gradients_equal_a_float64_computation(
+    dtype: torch.dtype, cap: float | None, scale: float, with_bias: bool, compiles: bool, device: str
+) -> None:
+    torch.manual_seed(0)
+    fused = torch.randn(VOCABULARY + 19, 16).to(device, dtype)
+    leaves = [
+        torch.randn(10, 16).to(device, dtype),
+        fused[:VOCABULARY],
+        torch.randn(VOCABULARY).to(device, dtype),
+    ]
+    ours, exact = [x.detach().requires_grad_() for x in leaves], [x.double().requires_grad_() for x in leaves]
+    targets, weights = torch.randint(VOCABULARY, (10,), device=device), torch.randn(10, device=device)
+
+    logprobs, entropies = token_logprobs(
+        ours[0],
+        ours[1],
+        ours[2] if with_bias else None,
+        targets,
+        LogitTransform(temperature=0.7, final_logit_softcapping=cap, logits_scaling=scale),
+        compiles,
+    )
+    expected, expected_entropies = naive(
+        exact[0], exact[1], targets, temperature=0.7, bias=exact[2] if with_bias else None, cap=cap, scale=scale
+    )
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    assert not entropies.requires_grad
+    torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-5, atol=1e-5)
+
+    (logprobs * weights).sum().backward()
+    (expected * weights).sum().backward()
+    # on the CPU the gradient is rounded once, to its own dtype; on a GPU the logits' gradient is also rounded to bf16
+    relative = 1e-5 if dtype == torch.float32 else 2**-8
+    absolute = 0.02 if (dtype, device) == (torch.bfloat16, "cuda") else 1e-5
+    for mine, theirs in list(zip(ours, exact, strict=True))[: 3 if with_bias else 2]:
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert mine.grad.dtype == dtype
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=relative, atol=absolute)
+
+
+def test_bf16_logits_would_be_further_off_than_two_engines_are() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(50, 64).bfloat16(), torch.randn(VOCABULARY, 64).bfloat16()
+    targets = torch.randint(VOCABULARY, (50,))
+    exact, _ = naive(hidden.double(), head.double(), targets)
+    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN, False)
+    rounded = (hidden @ head.T).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    assert (ours - exact).abs().max() < 1e-4
+    assert (rounded - exact).abs().max() > 0.02
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_rows_still_do() -> None:
+    hidden, head = torch.randn(4, 16, requires_grad=True), torch.randn(VOCABULARY, 16)
+    token_logprobs(hidden, head, None, torch.arange(4), PLAIN, False)[0].sum().backward()
+    assert hidden.grad is not None
+    assert head.grad is None
+
+
+def test_no_rows_give_no_numbers_and_zero_gradients() -> None:
+    hidden, head = torch.randn(0, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
+    logprobs, entropies = token_logprobs(hidden, head, None, torch.empty(0, dtype=torch.int64), PLAIN, False)
+    logprobs.sum().backward()
+    assert logprobs.shape == entropies.shape == (0,)
+    assert head.grad is not None
+    assert not head.grad.any()
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
+    sizes: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            outputs = result if isinstance(result, tuple) else (result,)
+            sizes.extend(x.numel() for x in outputs if torch.is_tensor(x))
+            return result
+
+    hidden, head = torch.randn(100, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
+    with Watch():  # type: ignore[no-untyped-call]
+        token_logprobs(hidden, head, None, torch.arange(100), PLAIN, False)[0].sum().backward()
+    assert max(sizes) == head.numel() < 100 * VOCABULARY
+
+
+def test_only_the_heads_gradient_has_the_size_of_the_head() -> None:
+    places: set[int] = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if torch.is_tensor(result) and result.untyped_storage().nbytes() >= head.nbytes:
+                places.add(result.untyped_storage().data_ptr())
+            return result
+
+    hidden = torch.randn(20, 64, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(VOCABULARY, 64, dtype=torch.bfloat16, requires_grad=True)
+    logprobs = token_logprobs(hidden, head, None, torch.arange(20), PLAIN, False)[0]
+    with Watch():  # type: ignore[no-untyped-call]
+        gradient, _ = torch.autograd.grad(logprobs.sum(), [head, hidden])
+    assert places == {gradient.data_ptr(), head.data_ptr()}
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_targets_in_every_block_and_at_their_borders_are_found(compiles: bool) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(VOCABULARY, 16, requires_grad=True), torch.randn(VOCABULARY, 16, requires_grad=True)
+    targets = torch.arange(VOCABULARY)
+    ours, _ = token_logprobs(hidden, head, None, targets, PLAIN, compiles)
+    exact, _ = naive(hidden, head, targets)
+    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
+    mine, theirs = (torch.autograd.grad(x.sum(), [hidden, head]) for x in (ours, exact))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
+    hidden, head = torch.full((2, 1), 1e4), torch.linspace(-1, 1, VOCABULARY).unsqueeze(1)
+    targets = torch.tensor([0, VOCABULARY - 1])
+    logprobs, entropies = token_logprobs(hidden, head, None, targets, PLAIN, False)
+    expected, expected_entropies = naive(hidden.double(), head.double(), targets)
+    torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-5, atol=1e-2)
+
+
+def filtered(logits: Tensor, targets: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies over the kept words, from all logits."""
+    logprobs = logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(-1)
+
+
+def kept_of(logits: Tensor, counts: Tensor) -> tuple[Kept, Tensor, Tensor]:
+    """Keep the likeliest `counts` words of each row; return that as the server does, the mask, and a kept target."""
+    ordered, words = logits.detach().sort(dim=1, descending=True)
+    thresholds = (ordered.gather(1, counts[:, None] - 1) + ordered.gather(1, counts[:, None])) / 2
+    kept = Kept(thresholds.squeeze(1).float(), counts.float())
+    return kept, logits >= thresholds, words.gather(1, counts[:, None] // 2).squeeze(1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(("cap", "temperature"), [(None, 1.0), (None, 0.6), (2.0, 0.7)])
+def test_filtered_values_and_gradients_are_those_of_all_logits(
+    cap: float | None, temperature: float, compiles: bool, device: str
+) -> None:
+    """From one kept word to all but one, so that blocks are kept whole, in part and not at all."""
+    torch.manual_seed(0)
+    ours = [torch.randn(rows, 16, device=device).requires_grad_() for rows in (30, VOCABULARY)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in ours]
+    counts = torch.linspace(1, VOCABULARY - 1, 30, device=device).long()
+    raw = exact[0] @ exact[1].T
+    logits = (raw if cap is None else cap * torch.tanh(raw / cap)) / temperature
+    kept, is_kept, targets = kept_of(logits, counts)
+    expected, expected_entropies = filtered(logits, targets, is_kept)
+    by = LogitTransform(temperature=temperature, final_logit_softcapping=cap)
+    found, entropies = token_logprobs(ours[0], ours[1], None, targets, by, compiles, kept)
+    assert kept.thresholds_N.grad_fn is None
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-4, atol=1e-4)
+    weights = torch.randn(30, device=device)
+    mine = torch.autograd.grad((found * weights).sum(), ours)
+    theirs = torch.autograd.grad((expected * weights).sum(), exact)
+    torch.testing.assert_close(mine, tuple(each.float() for each in theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_tied_head_gets_both_gradients_over_the_kept_words() -> None:
+    torch.manual_seed(0)
+    table, ids = torch.randn(VOCABULARY, 16, requires_grad=True), torch.arange(20)
+    logits = table[ids] @ table.T
+    kept, is_kept, targets = kept_of(logits, torch.full((20,), 7))
+    found, _ = token_logprobs(table[ids], table, None, targets, PLAIN, False, kept)
+    expected, _ = filtered(logits, targets, is_kept)
+    mine, theirs = (torch.autograd.grad(each.sum(), table)[0] for each in (found, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_threshold_below_every_logit_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(20, 16), torch.randn(VOCABULARY, 16)
+    everything = Kept(torch.full((20,), torch.finfo(torch.float32).min), torch.zeros(20))
+    plain, all_kept = (
+        token_logprobs(hidden, head, None, torch.arange(20), PLAIN, False, k) for k in (None, everything)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(plain, all_kept, strict=True))
+
+
+def test_words_near_the_threshold_hardly_change_the_sum() -> None:
+    """Compared with the set that was kept: without the count, a word more or less is a step of 1 / 20 nats."""
+    torch.manual_seed(0)
+    logits = torch.randn(200, VOCABULARY, dtype=torch.float64).mul(0.3)
+    kept, is_kept, targets = kept_of(logits, torch.full((200,), 20))
+    moved = (logits + 0.01 * torch.randn_like(logits)).float()
+    exact, _ = filtered(moved, targets, is_kept)
+    found, _ = token_logprobs(moved, torch.eye(VOCABULARY), None, targets, PLAIN, False, kept)
+    uncounted, _ = filtered(moved, targets, moved >= kept.thresholds_N[:, None])
+    assert (found - exact).abs().max() < 0.002
+    assert (uncounted - exact).abs().max() > 0.02
+
+
+def test_the_normalizer_is_continuous_at_the_threshold() -> None:
+    kept = Kept(torch.tensor([0.0]), torch.tensor([2.0]))
+    around = [torch.tensor([[1.0, step, -2.0]]) for step in (-1e-4, 1e-4)]
+    one, other = (token_logprobs(x, torch.eye(3), None, torch.tensor([0]), PLAIN, False, kept)[0] for x in around)
+    assert (one - other).abs() < 2e-4
+    torch.testing.assert_close(one, 1 - torch.tensor([math.e + 1]).log(), rtol=1e-3, atol=1e-3)
+
+
+def micro_batch(lengths: list[tuple[int, int]]) -> MicroBatch:
+    """Make one pack of sequences of (prompt, completion) lengths."""
+    samples = [
+        Sample(
+            prompt_token_ids=tuple(torch.randint(VOCABULARY, (prompt,)).tolist()),
+            token_ids=tuple(torch.randint(VOCABULARY, (completion,)).tolist()),
+            sampled_logprobs=(0.0,) * completion,
+            advantages=(1.0,) * completion,
+            weight=1.0,
+        )
+        for prompt, completion in lengths
+    ]
+    (packed,) = packs(samples, max_tokens=1000, device=torch.device("cpu"))
+    return packed
+
+
+def models() -> list[PreTrainedModel]:
+    return [
+        LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
+        Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.5, pad_token_id=0)),
+        GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)),
+    ]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_log_probs_equal_those_of_the_models_own_logits(index: int) -> None:
+    torch.manual_seed(0)
+    model = models()[index].eval()
+    batch = micro_batch([(3, 5), (1, 2), (4, 4)])
+    ours, entropies = model_logprobs(model, batch, 0.8)
+    parts = torch.tensor_split(batch.tokens_T, batch.spans.starts_S1[1:-1].tolist())
+    whole = torch.cat([model(input_ids=part.unsqueeze(0)).logits[0] for part in parts]).float() / 0.8
+    every = whole.log_softmax(-1)[batch.rows_N]
+    expected = every.gather(1, batch.targets_N.unsqueeze(1)).squeeze(1)
+    assert ours.dtype == entropies.dtype == torch.float32
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, -(every.exp() * every).sum(-1), rtol=1e-5, atol=1e-5)
+
+    parameters = list(model.parameters())
+    mine, theirs = (torch.autograd.grad(x, parameters) for x in (ours.sum(), expected.sum()))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_known_heads_pass_the_check(index: int) -> None:
+    check_head(models()[index].bfloat16().eval())
+
+
+def test_a_head_of_its_own_kind_is_refused() -> None:
+    class Doubled(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 2
+            return output
+
+    with pytest.raises(UnsupportedModelError, match=r"Doubled computes logits .* differ by 50.0%"):
+        check_head(Doubled(LlamaConfig(**SIZES)))
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (2, 3, 16)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_product_and_gradients_are_rounded_once(shape: tuple[int, ...], has_bias: bool) -> None:
+    layer = nn.Linear(16, 5, bias=has_bias, dtype=torch.bfloat16)
+    rows = random(*shape).requires_grad_()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (rows, *layer.parameters())]
+    layers.widen(layer)
+    out = layer(rows)
+    expected = functional.linear(*exact)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected.detach().float().bfloat16())
+    gradient = random(*expected.shape)
+    out.backward(gradient)
+    expected.backward(gradient.double())
+    for found, right in zip((rows, *layer.parameters()), exact, strict=True):
+        assert found.grad is not None
+        assert right.grad is not None
+        assert torch.equal(found.grad, right.grad.float().bfloat16())
+
+
+def test_what_is_frozen_gets_no_gradient_and_passes_one_on() -> None:
+    layer = nn.Linear(8, 4, dtype=torch.bfloat16).requires_grad_(False)
+    layers.widen(layer)
+    rows = random(3, 8).requires_grad_()
+    layer(rows).sum().backward()
+    assert rows.grad is not None
+    assert [parameter.grad for parameter in layer.parameters()] == [None, None]
+
+
+def test_float32_is_multiplied_as_it_is() -> None:
+    layer = nn.Linear(8, 4)
+    rows = random(3, 8, dtype=torch.float32)
+    before = layer(rows)
+    layers.widen(layer)
+    assert torch.equal(layer(rows), before)
+
+
+def test_a_model_keeps_its_parameters_and_what_it_computes() -> None:
+    model = AutoModelForCausalLM.from_config(tiny.llama(), dtype=torch.bfloat16).eval()
+    tokens = torch.arange(3, 19).unsqueeze(0)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    with torch.no_grad():
+        before = model(input_ids=tokens).logits.float()
+        layers.widen(model)
+        after = model(input_ids=tokens).logits.float()
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert (after - before).abs().max() < before.abs().max() / 64
+
+
+def test_only_bf16_is_widened_where_nothing_is_learnt() -> None:
+    rows, weight, bias = random(3, 8), random(4, 8), random(4)
+    expected = functional.linear(rows.double(), weight.double(), bias.double()).float().bfloat16()
+    assert torch.equal(layers.wide_linear(rows, weight, bias), expected)
+    wide = [tensor.float() for tensor in (rows, weight, bias)]
+    assert torch.equal(layers.wide_linear(*wide), functional.linear(*wide))

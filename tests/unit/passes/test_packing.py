@@ -1,0 +1,196 @@
+"""Packing: alignment, bounds, and independence of the order of arrival."""
+
+import math
+import random
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
+
+CPU = torch.device("cpu")
+
+
+def sample(prompt: tuple[int, ...], *token_ids: int, advantage: float = 1.0, weight: float = 0.5) -> Sample:
+    return Sample(
+        prompt_token_ids=prompt,
+        token_ids=token_ids,
+        sampled_logprobs=tuple(-token / 10 for token in token_ids),
+        advantages=(advantage,) * len(token_ids),
+        weight=weight,
+    )
+
+
+def of_length(length: int) -> Sample:
+    return sample((1,), *range(2, length + 1))
+
+
+def pack(samples: list[Sample], max_tokens: int = 1000, *, share_prompts: bool = False) -> list[MicroBatch]:
+    return packs(samples, max_tokens=max_tokens, device=CPU, share_prompts=share_prompts)
+
+
+def values(batch: MicroBatch) -> dict[str, object]:
+    found = {field.name: getattr(record, field.name) for record in (batch, batch.spans) for field in fields(record)}
+    del found["spans"]
+    if batch.spans.seen is not None:
+        found["seen"] = [value.tolist() if isinstance(value, Tensor) else value for value in batch.spans.seen]
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def lengths_of(batch: MicroBatch) -> list[int]:
+    found: list[int] = batch.spans.starts_S1.diff().tolist()
+    return found
+
+
+def test_position_t_predicts_token_t_plus_one() -> None:
+    (batch,) = pack([sample((6,), 7, advantage=-0.5, weight=0.25), sample((1, 2, 3), 4, 5)])
+    assert values(batch) == {
+        "tokens_T": [1, 2, 3, 4, 5, 6, 7],
+        "positions_T": [0, 1, 2, 3, 4, 0, 1],
+        "starts_S1": [0, 5, 7],
+        "longest": 5,
+        "seen": None,
+        "num_sequences": 2,
+        "rows_N": [2, 3, 5],
+        "targets_N": [4, 5, 7],
+        "sequences_N": [0, 0, 1],
+        "sampled_logprobs_N": pytest.approx([-0.4, -0.5, -0.7]),
+        "advantages_N": [1.0, 1.0, -0.5],
+        "weights_N": [0.5, 0.5, 0.25],
+        "kept": None,
+    }
+    assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
+    assert len(batch.tokens_T) == 7
+
+
+def test_a_shared_prompt_is_packed_once() -> None:
+    given = [sample((1, 2, 3), 4, 5), sample((6,), 7, advantage=-0.5, weight=0.25), sample((1, 2, 3), 8)]
+    (batch,) = pack(given, share_prompts=True)
+    assert values(batch) == {
+        "tokens_T": [1, 2, 3, 4, 5, 8, 6, 7],
+        "positions_T": [0, 1, 2, 3, 4, 3, 0, 1],
+        "starts_S1": [0, 3, 5, 6, 8],
+        "longest": 3,
+        "seen": [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7], [0, 3, 8, 12, 14], 5],
+        "num_sequences": 3,
+        "rows_N": [2, 3, 2, 6],
+        "targets_N": [4, 5, 8, 7],
+        "sequences_N": [0, 0, 1, 2],
+        "sampled_logprobs_N": pytest.approx([-0.4, -0.5, -0.8, -0.7]),
+        "advantages_N": [1.0, 1.0, 1.0, -0.5],
+        "weights_N": [0.5, 0.5, 0.5, 0.25],
+        "kept": None,
+    }
+    assert num_tokens(given, share_prompts=True) == len(batch.tokens_T) == 8
+    assert num_tokens(given, share_prompts=False) == 11
+
+
+def test_what_filters_kept_follows_the_rows() -> None:
+    filtered = replace(sample((1, 2, 3), 4, 5), kept=((0.5, 9), (-1.5, 2)))
+    (batch,) = pack([sample((6,), 7), filtered])
+    assert batch.kept is not None
+    assert batch.kept.thresholds_N.tolist() == [0.5, -1.5, torch.finfo(torch.float32).min], "the last kept all"
+    assert batch.kept.counts_N.tolist() == [9, 2, 0]
+
+
+def test_a_shared_prompt_counts_once_in_a_micro_batch() -> None:
+    group = [sample((1, 2, 3, 4), token, token) for token in (5, 6, 7)]
+    first, second = pack(group, max_tokens=9, share_prompts=True)
+    assert (len(first.tokens_T), len(second.tokens_T)) == (4 + 2 + 2, 4 + 2)
+    assert first.spans.seen is not None
+    assert second.spans.seen is not None  # its completion is the only one; compiled layers would take another form
+    assert second.spans.seen.keys_U.tolist() == [*range(4 + 2)]
+    assert pack(group[:1], share_prompts=True)[0].spans.seen is None
+    assert len(pack(group, max_tokens=10, share_prompts=True)) == 1
+
+
+def test_unsampled_tokens_have_no_row_but_are_attended_to() -> None:
+    spoken = Sample(
+        prompt_token_ids=(1, 2),
+        token_ids=(3, 4, 5),
+        sampled_logprobs=(-0.3, -0.5),
+        advantages=(1.0, -1.0),
+        weight=0.5,
+        sampled=(True, False, True),
+    )
+    (batch,) = pack([spoken, sample((1, 2), 9)], share_prompts=True)
+    found = values(batch)
+    assert (found["tokens_T"], found["positions_T"]) == ([1, 2, 3, 4, 5, 9], [0, 1, 2, 3, 4, 2])
+    assert (found["rows_N"], found["targets_N"], found["sequences_N"]) == ([1, 3, 1], [3, 5, 9], [0, 0, 1])
+
+
+def test_a_token_that_was_not_sampled_is_read_and_has_no_row() -> None:
+    spoken = Sample(
+        prompt_token_ids=(1, 2),
+        token_ids=(3, 4, 5, 6),
+        sampled_logprobs=(-0.3, -0.6),
+        advantages=(1.0, -1.0),
+        weight=0.5,
+        sampled=(True, False, False, True),
+    )
+    (batch,) = pack([spoken, sample((7,), 8)])
+    found = values(batch)
+    assert (found["tokens_T"], found["positions_T"]) == ([1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 0, 1])
+    assert (found["rows_N"], found["targets_N"], found["sequences_N"]) == ([1, 4, 6], [3, 6, 8], [0, 0, 1])
+    assert found["sampled_logprobs_N"] == pytest.approx([-0.3, -0.6, -0.8])
+    assert (found["advantages_N"], found["weights_N"]) == ([1.0, -1.0, 1.0], [0.5, 0.5, 0.5])
+    assert (spoken.num_tokens, spoken.num_trained) == (6, 2)
+
+
+def test_unknown_log_probs_keep_the_order_fixed() -> None:
+    given = [
+        Sample(prompt_token_ids=(1,), token_ids=(2, 3), sampled_logprobs=logprobs, advantages=(number, 1.0), weight=0.5)
+        for number in (1.0, -1.0)
+        for logprobs in [(math.nan, -0.5), (-0.5, math.nan), (math.nan, math.nan)]
+    ]
+    expected = [str(values(batch)) for batch in pack(given, max_tokens=6)]
+    for seed in range(5):
+        random.Random(seed).shuffle(given)
+        assert [str(values(batch)) for batch in pack(given, max_tokens=6)] == expected
+
+
+def test_types_hold_even_if_all_numbers_are_integers() -> None:
+    whole = Sample(prompt_token_ids=(1,), token_ids=(2,), sampled_logprobs=(0,), advantages=(1,), weight=1)
+    for batch in pack([whole, of_length(9)], max_tokens=5):
+        integers = batch.tokens_T, batch.positions_T, batch.rows_N, batch.targets_N, batch.sequences_N
+        assert {tensor.dtype for tensor in integers} == {torch.int64}
+        assert batch.spans.starts_S1.dtype == torch.int32
+        floats = batch.sampled_logprobs_N, batch.advantages_N, batch.weights_N
+        assert {tensor.dtype for tensor in floats} == {torch.float32}
+    (shared,) = pack([whole, whole], share_prompts=True)
+    assert shared.spans.seen is not None
+    assert (shared.spans.seen.keys_U.dtype, shared.spans.seen.starts_S1.dtype) == (torch.int64, torch.int32)
+
+
+def test_no_pack_is_larger_than_asked_and_every_token_is_in_one() -> None:
+    lengths = [2, 9, 3, 3, 30, 2, 7, 5]
+    batches = pack([of_length(length) for length in lengths], max_tokens=12)
+    assert lengths_of(batches[0]) == [30]  # longer than the limit: alone, and first
+    assert all(len(batch.tokens_T) <= 12 for batch in batches[1:])
+    assert sorted(length for batch in batches for length in lengths_of(batch)) == sorted(lengths)
+    assert sum(len(batch.rows_N) for batch in batches) == sum(lengths) - len(lengths)
+
+
+def test_shorter_samples_fill_the_room_that_longer_ones_leave() -> None:
+    batches = pack([of_length(length) for length in (3, 7, 6, 4, 2, 8)], max_tokens=10)
+    assert [lengths_of(batch) for batch in batches] == [[8, 2], [7, 3], [6, 4]]
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_the_result_does_not_depend_on_the_order_of_arrival(share_prompts: bool) -> None:
+    samples = [
+        sample(prompt, *tokens, advantage=advantage, weight=weight)
+        for prompt in [(1, 2), (1, 3)]
+        for tokens in [(5,), (6,), (7, 8), (9, 9)]
+        for advantage in (1.0, -1.0)
+        for weight in (0.5, 0.25)
+    ]
+    expected = [values(batch) for batch in pack(samples, max_tokens=9, share_prompts=share_prompts)]
+    random.Random(0).shuffle(samples)
+    assert [values(batch) for batch in pack(samples, max_tokens=9, share_prompts=share_prompts)] == expected
+
+
+def test_no_samples_give_no_micro_batches() -> None:
+    assert pack([]) == []

@@ -1,0 +1,345 @@
+"""Tensor parallelism: a model in parts has the log-probabilities and gradients of the whole one, or is refused."""
+
+import copy
+import math
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import AttachError, UnsupportedModelError
+from bridge.passes import attention, cut_layers, layers, logprobs, parallel
+from bridge.passes.cut_layers import Words
+from bridge.passes.logprobs import LogitTransform, model_logprobs, token_logprobs
+from bridge.passes.packing import Kept, MicroBatch, Sample, packs
+from bridge.passes.parallel import Parallel, divide
+from bridge.passes.parallel_proof import check_layers
+from bridge.passes.preparation import prepare
+from bridge.ranks.world import Ranks
+from bridge.weights.parts import Cut, Shared, shared_elements
+from tests import family_results
+from tests.family_results import NUM_PARTS
+from tests.models import vllm_cuts
+from tests.models.families import FAMILIES
+from tests.unit.several_ranks import on_ranks
+
+TOLERANCE = 1e-4
+"""Largest relative difference from the whole model in float32."""
+LIMIT_S = 300.0
+Proven = tuple[int, list[dict[str, dict[str, float] | str]]]
+"""Number of parts, and by part and family the differences by name, or why it is refused."""
+
+
+def whole_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Make a model with weights that all matter: biases are not 0, and norms not 1."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    return model.eval()
+
+
+def part_of(whole: PreTrainedModel, part: int, num_parts: int) -> tuple[PreTrainedModel, Parallel]:
+    """Make a part of a model, with weights of its own."""
+    cuts = vllm_cuts.cuts(whole.config, {name: each.shape for name, each in whole.named_parameters()}, num_parts)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(whole.config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.data = cuts[part][name].of(whole.get_parameter(name).detach()).clone()
+    assert dist.group.WORLD is not None
+    return model.eval(), divide(model, cuts, dist.group.WORLD)
+
+
+def batch() -> MicroBatch:
+    chance = torch.Generator().manual_seed(1)
+    samples = []
+    for prompt, length in ((3, 9), (3, 4), (5, 17)):
+        ids = torch.randint(300, (prompt + length,), generator=chance).tolist()
+        zeros = (0.0,) * length
+        samples.append(
+            Sample(
+                prompt_token_ids=tuple(ids[:prompt]), token_ids=tuple(ids[prompt:]), sampled_logprobs=zeros,
+                advantages=zeros, weight=1.0,
+            )
+        )  # fmt: skip
+    (packed,) = packs(samples, max_tokens=1000, device=torch.device("cpu"))
+    return packed
+
+
+def computed(model: PreTrainedModel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return log-probabilities, entropies and gradients."""
+    attention.choose(model, attention.NAME)
+    found, entropies = model_logprobs(model, batch(), 0.9)
+    (found * torch.linspace(-1, 1, len(found))).sum().backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return found.detach(), entropies, gradients
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-6))
+
+
+def in_parts(config: PretrainedConfig, ranks: Ranks) -> dict[str, float]:
+    whole = whole_model(config)
+    model, divided = part_of(whole, ranks.rank, ranks.world_size)
+    check_layers(model, divided)
+    found, entropies, gradients = computed(model)
+    expected, expected_entropies, expected_gradients = computed(whole)
+    divided.combine(gradients)
+    cuts = divided.cuts[divided.part]
+    assert gradients.keys() == expected_gradients.keys()
+    return {
+        "log-probabilities": difference(found, expected),
+        "entropies": difference(entropies, expected_entropies),
+        **{name: difference(gradients[name], cuts[name].of(each)) for name, each in expected_gradients.items()},
+    }
+
+
+def all_families(ranks: Ranks) -> dict[str, dict[str, float] | str]:
+    found: dict[str, dict[str, float] | str] = {}
+    for family, config in FAMILIES.items():
+        try:
+            found[family] = in_parts(config(), ranks)
+        except UnsupportedModelError as error:
+            found[family] = error.message
+    return found
+
+
+def spoiled(ranks: Ranks, family: str, owner: Any, name: str, spoil: Any) -> tuple[str, float]:
+    """Return what the proof says with something spoiled, and how far log-probabilities are off."""
+    setattr(owner, name, spoil)
+    whole = whole_model(FAMILIES[family]())
+    model, divided = part_of(whole, ranks.rank, ranks.world_size)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        check_layers(model, divided)
+    try:
+        away = difference(computed(model)[0], computed(whole)[0])
+    except ArithmeticError:
+        away = math.inf
+    return refusal.value.message, away
+
+
+def untouched(_: Any, __: Any, args: Any, kwargs: Any) -> Any:
+    return args, kwargs
+
+
+@pytest.fixture(scope="module", params=NUM_PARTS)
+def proven(request: pytest.FixtureRequest) -> Proven:
+    """What every family came to, on each part."""
+    num_parts: int = request.param
+    return num_parts, on_ranks(num_parts, all_families, limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_in_parts_computes_what_the_whole_does(
+    family: str, proven: Proven, pytestconfig: pytest.Config
+) -> None:
+    num_parts, parts = proven
+    most = 0.0
+    for found in (each[family] for each in parts):
+        assert not isinstance(found, str), found
+        assert max(found.values()) <= TOLERANCE, max(found, key=lambda name: found[name])
+        most = max(most, *found.values())
+    if pytestconfig.getoption("--record-families"):
+        family_results.record_parts(family, num_parts, float(f"{most:.1e}"))
+
+
+@pytest.mark.parametrize(
+    ("family", "owner", "name", "spoil", "outputs_are_right", "message"),
+    [
+        ("Qwen3", Parallel, "combine", lambda *_: None, True, r"the gradient of .*self_attn\.[kq]_"),
+        ("Llama 3, 3.1", cut_layers._Entrance, "__call__", untouched, True, r"the gradient of "),
+        ("Llama 2", cut_layers.RowLinear, "forward", nn.Linear.forward, False, r"the .* of model\.layers\.0\."),
+        ("Phi-3", cut_layers, "count_own_heads", lambda *_: None, False, r"Phi3ForCausalLM cannot compute with a part"),
+    ],
+)
+def test_the_proof_tells_what_is_spoiled(
+    family: str, owner: Any, name: str, spoil: Any, outputs_are_right: bool, message: str
+) -> None:
+    """Gradients that parts share, those of a block's inputs, a bias that every part adds, and all heads counted."""
+    for said, away in on_ranks(2, spoiled, family, owner, name, spoil):
+        assert (away < TOLERANCE) == outputs_are_right
+        assert re.match(message, said), said
+
+
+def unequal(ranks: Ranks, name: str) -> str:
+    model, divided = part_of(whole_model(FAMILIES["Qwen3"]()), ranks.rank, ranks.world_size)
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[-1] += ranks.rank == 3
+    with pytest.raises(AttachError) as refusal:
+        check_layers(model, divided)
+    return refusal.value.message
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])
+def test_parts_with_different_shared_values_are_refused(name: str) -> None:
+    """The fourth part shares KV heads with the third alone, and norms with all."""
+    assert all(f"different values of {name}, which" in said for said in on_ranks(4, unequal, name))
+
+
+def refused(ranks: Ranks, name: str, axis: int) -> str:
+    """Return why a model is refused of which one parameter is cut along another axis as well or instead."""
+    whole = whole_model(FAMILIES["Qwen3-MoE"]())
+    shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
+    cuts = vllm_cuts.cuts(whole.config, shapes, ranks.world_size)
+    for part, held in enumerate(cuts):
+        runs, size = list(held[name].runs), shapes[name][axis] // ranks.world_size
+        runs[axis] = ((part * size, size),)
+        held[name] = Cut(shapes[name], tuple(runs))
+    assert dist.group.WORLD is not None
+    with pytest.raises(UnsupportedModelError) as refusal:
+        divide(whole, cuts, dist.group.WORLD)
+    return refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "message"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", 1, "q_proj.weight is cut along 2 axes"),
+        (
+            "model.layers.1.mlp.gate.weight",
+            0,
+            "mlp is cut, and so is model.layers.1.mlp.experts inside it",
+        ),
+        ("model.norm.weight", 0, "model.norm is a column layer without its counterpart"),
+    ],
+)
+def test_a_cut_that_is_not_supported_is_refused_by_name(name: str, axis: int, message: str) -> None:
+    assert all(message in said for said in on_ranks(2, refused, name, axis))
+
+
+def in_other_forms(ranks: Ranks, family: str) -> list[float]:
+    """Return how far the gradients of recomputed, compiled and copied layers are from those of the plain ones."""
+    layers.COMPILER = "aot_eager"
+    whole = whole_model(FAMILIES[family]())
+    away = []
+    expected = computed(part_of(whole, ranks.rank, ranks.world_size)[0])
+    for form in (layers.call_again, partial(layers.compile_layers, recomputed=True)):
+        model, _ = part_of(whole, ranks.rank, ranks.world_size)
+        model = copy.deepcopy(model)
+        form(model)
+        found, _, gradients = computed(model)
+        assert gradients.keys() == expected[2].keys()
+        away += [
+            difference(found, expected[0]),
+            *(difference(gradients[name], expected[2][name]) for name in gradients),
+        ]
+    return away
+
+
+@pytest.mark.slow
+def test_layers_in_parts_are_copied_recomputed_and_compiled() -> None:
+    assert max(max(away) for away in on_ranks(2, in_other_forms, "Qwen3", limit_s=LIMIT_S)) <= TOLERANCE
+
+
+def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
+    """Return whether parts agree to the bit, and how far bf16 is from float32 in parts, and in the whole model."""
+    layers.bf16_is_emulated = lambda: True  # type: ignore[assignment]
+    whole = whole_model(FAMILIES[family]())
+    model, divided = part_of(whole, ranks.rank, ranks.world_size)
+    expected = model_logprobs(whole, batch(), 1.0)[0]
+    found = []
+    for each in (model.bfloat16(), whole.bfloat16()):
+        if each is model:
+            check_layers(model, divided)
+        prepare(each, TrainConfig.of(model_name="m").compute, lambda _: None)
+        found.append(model_logprobs(each, batch(), 1.0)[0])
+    alike = all(torch.equal(found[0], other) for other in ranks.all_gather_object(found[0].detach()))
+    in_parts, of_whole = (float((each - expected).detach().abs().mean()) for each in found)
+    return alike, in_parts, of_whole
+
+
+@pytest.mark.parametrize("family", ["Llama 2", "Qwen3-MoE"])
+def test_bf16_in_parts_rounds_about_as_the_whole_model(family: str) -> None:
+    """Row layers have biases in one of them, which a widened layer must leave to the sum."""
+    for alike, in_parts, of_whole in on_ranks(2, prepared_in_bf16, family, limit_s=LIMIT_S):
+        assert alike
+        assert in_parts < 3 * of_whole < 0.1
+
+
+def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bool) -> list[tuple[Tensor, Tensor]]:
+    """Return what a head in parts computes beside what the whole one does, and the gradients."""
+    logprobs.BLOCK_LOGITS["cpu"], logprobs.BLOCK_WORDS = 500, 32
+    torch.manual_seed(0)
+    leaves = [torch.randn(20, 16), torch.randn(301, 16), torch.randn(301)]
+    targets, start = torch.randint(301, (20,)), 160 * ranks.rank
+    kept = Kept(torch.full((20,), 1.5), torch.linspace(1, 60, 20).round()) if filters else None
+    assert dist.group.WORLD is not None
+    words, own = Words(start, dist.group.WORLD.group_name), slice(start, min(start + 160, 301))
+    by = LogitTransform(temperature=0.7, final_logit_softcapping=cap)
+    pairs = []
+    for given, places in ((words, own), (None, slice(None))):
+        mine = [each[places] if index else each for index, each in enumerate(leaves)]
+        mine = [each.clone().requires_grad_() for each in mine]
+        hidden, head, bias = mine
+        found, entropies = token_logprobs(hidden, head, bias, targets, by, compiles, kept, given)
+        (found * torch.linspace(-1, 1, 20)).sum().backward()
+        pairs.append([found.detach(), entropies, *(each.grad for each in mine if each.grad is not None)])
+    pairs[1][3:] = [each[own] for each in pairs[1][3:]]
+    return list(zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cap", "filters", "compiles"),
+    [(None, False, False), (2.0, True, False), pytest.param(2.0, True, True, marks=pytest.mark.slow)],
+)
+def test_a_head_in_parts_computes_what_the_whole_one_does(cap: float | None, filters: bool, compiles: bool) -> None:
+    for pairs in on_ranks(2, with_a_cut_head, cap, filters, compiles, limit_s=LIMIT_S):
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def combined(ranks: Ranks) -> list[tuple[Shared, Tensor, Tensor]]:
+    """Return every shared piece of this part's gradients, before and after they are combined."""
+    _, divided = part_of(whole_model(FAMILIES["Qwen3-MoE"]()), ranks.rank, ranks.world_size)
+    torch.manual_seed(ranks.rank)
+    cuts = divided.cuts[divided.part]
+    gradients = {name: torch.randn(cut.part_shape).bfloat16() for name, cut in cuts.items()}
+    before = {name: each.clone() for name, each in gradients.items()}
+    divided.combine(gradients)
+    return [
+        (each, each.of(before[each.name], cuts[each.name]), each.of(gradients[each.name], cuts[each.name]))
+        for each in divided.shared
+        if ranks.rank in each.parts
+    ]
+
+
+def test_parts_that_share_elements_get_one_gradient_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "FLAT_ELEMENTS", 20_000)
+    pieces: dict[Shared, list[tuple[Tensor, Tensor]]] = {}
+    for found in on_ranks(4, combined):
+        for shared, before, after in found:
+            pieces.setdefault(shared, []).append((before, after))
+    assert {len(shared.parts) for shared in pieces} == {2, 4}
+    for shared, each in pieces.items():
+        shares = torch.stack([before.float() for before, _ in each])
+        expected = shares.sum(0).bfloat16() if shared.adds_up else each[0][0]
+        assert len(each) == len(shared.parts)
+        assert all(torch.equal(after, expected) for _, after in each), shared
+
+
+def test_a_parts_config_differs_in_its_heads_alone() -> None:
+    model = whole_model(FAMILIES["Qwen3"]())
+    block = model.get_submodule("model.layers.0.self_attn")
+    cut_layers.count_own_heads(block, 2)
+    other = copy.deepcopy(model)
+    attention.choose(model, attention.NAME)
+    for each, name in ((model, attention.NAME), (other, "sdpa")):
+        heads: Any = each.get_submodule("model.layers.0.self_attn").config
+        assert (heads.num_attention_heads, heads.num_key_value_heads, heads._attn_implementation) == (2, 1, name)
+        assert each.config.num_attention_heads == 4
+    attention.choose(other, attention.NAME)
+    assert heads._attn_implementation == attention.NAME
+
+
+def test_a_run_may_hold_what_is_shared_beside_what_is_not() -> None:
+    """A fused parameter with one KV head: on the last part its queries, keys and values follow each other."""
+    cuts = [Cut((6,), (((0, 2), (4, 2)),)), Cut((6,), (((2, 4),),))]
+    (shared,) = shared_elements([{"w": cut} for cut in cuts], {"w"})
+    assert (shared.start, shared.length, shared.parts, shared.adds_up) == (4, 2, (0, 1), True)
+    assert all(shared.of(cut.of(torch.arange(6)), cut).tolist() == [4, 5] for cut in cuts)

@@ -1,0 +1,460 @@
+"""Preparing a model: what is chosen, what is refused, and that no parameter moves."""
+
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
+
+from bridge.config import TrainConfig
+from bridge.errors import UnsupportedModelError, UsageError
+from bridge.passes import attention, layers, preparation
+from bridge.passes.preparation import LENGTHS as CHECKED_LENGTHS
+from bridge.passes.preparation import Expected, packed, prepare, recompute_activations
+from tests.models import tiny
+from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LENGTHS = (11, 6, 2)
+TOKENS = torch.arange(sum(LENGTHS)) * 5 % 97
+
+
+def llama(num_layers: int = 2) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | {"num_hidden_layers": num_layers}))).eval()
+
+
+def prepared(model: PreTrainedModel, **choices: Any) -> list[str]:
+    notes: list[str] = []
+    prepare(model, TrainConfig.of(model_name="m", **choices).compute, notes.append)
+    return notes
+
+
+def gradients(model: PreTrainedModel) -> list[Tensor]:
+    trained = [parameter for parameter in model.get_decoder().parameters() if parameter.requires_grad]
+    hidden = packed(model, TOKENS, LENGTHS)
+    return list(torch.autograd.grad((hidden * torch.linspace(-1, 1, hidden.shape[1])).sum(), trained))
+
+
+def assert_close(ours: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_attention_is_chosen_without_a_word() -> None:
+    model = llama()
+    assert prepared(model) == []
+    assert model.config._attn_implementation == attention.NAME
+    assert attention.NAME not in model.config.to_json_string()  # a checkpoint's config.json must not mention it
+
+
+def test_a_model_with_an_embedding_of_zeros_is_prepared() -> None:
+    model = llama()
+    first = preparation._example_tokens(model)[0]  # its hidden state is 0, too
+    with torch.no_grad():
+        model.get_input_embeddings().weight[first] = 0
+    assert prepared(model) == []
+
+
+def test_prompts_are_shared_only_if_completions_see_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = TrainConfig.of(model_name="m").compute
+    assert prepare(llama(), config, pytest.fail)
+    boundaries = attention._boundaries
+    monkeypatch.setattr(attention, "_boundaries", lambda *given: {**boundaries(*given), "seen": None})
+    notes: list[str] = []
+    model = llama()
+    assert not prepare(model, config, notes.append)
+    assert model.config._attn_implementation == attention.NAME
+    (said,) = notes
+    assert said.startswith("prompts are not shared: LlamaForCausalLM does not keep packed sequences apart")
+
+
+def test_prompts_are_not_shared_with_the_models_own_attention() -> None:
+    config = Gemma2Config(**SIZES, head_dim=8)
+    model = Gemma2ForCausalLM(config).eval()
+    model._can_set_attn_implementation = lambda: False
+    assert not prepare(model, TrainConfig.of(model_name="m").compute, lambda _: None)
+
+
+def test_weights_that_hardly_attend_are_not_refused() -> None:
+    """As with vLLM's dummy weights: sequences affect each other less than rounding does."""
+    wide = {"vocab_size": 301, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
+    model = Qwen2ForCausalLM(Qwen2Config(**(SIZES | wide))).bfloat16().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-1e-3, 1e-3, generator=generator)
+    (said,) = prepared(model)
+    assert said.startswith("attention hardly matters with these weights: packed, hidden states differ by ")
+    assert model.config._attn_implementation == attention.NAME
+
+
+def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
+    torch.manual_seed(0)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)).eval()
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)).eval()
+    for model in (bloom, mamba):
+        with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} does not keep packed sequences"):
+            prepared(model)
+
+
+def test_a_family_with_another_signature_is_refused() -> None:
+    """Its exception is not a bug in Bridge, and is reported without a traceback."""
+
+    class Odd(LlamaForCausalLM):
+        def get_decoder(self) -> Any:
+            return lambda tokens: tokens
+
+    model = Odd(LlamaConfig(**SIZES)).eval()
+    with pytest.raises(UnsupportedModelError, match="Odd cannot be called like other language models: TypeError: "):
+        prepared(model)
+
+
+def test_positions_that_do_not_restart_are_refused() -> None:
+    class Counting(GPT2LMHeadModel):
+        def get_decoder(self) -> Any:
+            return lambda position_ids=None, **inputs: self.transformer(**inputs)
+
+    torch.manual_seed(0)
+    model = Counting(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)).eval()
+    with pytest.raises(UnsupportedModelError, match=r"Counting does not keep packed sequences apart"):
+        prepared(model)
+
+
+def test_a_lost_window_leaves_the_models_own_attention() -> None:
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4096)).eval()
+    for layer in model.model.layers:
+        call = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, call=call, **inputs: without_window(call, *args, **inputs)
+    (note,) = prepared(model)
+    assert note.startswith("attention: the model's own (sdpa), with a mask of tokens x tokens: MistralForCausalLM")
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.sliding_window == 4096
+
+
+def without_window(call: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+    """Call an attention layer as one that leaves its window to the mask."""
+    config = call.__self__.config  # type: ignore[attr-defined]
+    window, config.sliding_window = config.sliding_window, None
+    try:
+        return call(*args, **inputs)
+    finally:
+        config.sliding_window = window
+
+
+def test_windows_that_layers_hold_are_put_back_too() -> None:
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=48)).eval()
+    held = [layer.self_attn.sliding_window for layer in model.model.layers]
+    prepared(model)
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == held
+    assert 48 in held
+
+
+def test_capped_scores_are_compared_with_eager_attention() -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=0.01, initializer_range=0.5)
+    model = Gemma2ForCausalLM(config).eval()
+    assert prepared(model) == []
+    assert model.config._attn_implementation == attention.NAME
+
+
+def test_checking_puts_windows_and_dropout_back() -> None:
+    torch.manual_seed(0)
+    model = Starcoder2ForCausalLM(Starcoder2Config(**SIZES, sliding_window=48)).eval()
+    dropout = model.model.layers[1].dropout = nn.Dropout(0.5)
+    assert dropout.training
+    prepared(model)
+    assert dropout.training
+    assert [module for module in model.modules() if module.training] == [dropout]
+    assert model.config.sliding_window == 48
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_recomputed_activations_give_the_same_gradients(frozen: bool) -> None:
+    model = llama()
+    if frozen:
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.requires_grad_()
+    prepared(model)
+    expected = gradients(model)
+    calls = count_calls(model.model.layers[0].self_attn)
+    recompute_activations(model, pytest.fail)
+    assert_close(gradients(model), expected)
+    assert len(calls) == 2  # forward, and once more
+
+
+def count_calls(module: nn.Module) -> list[None]:
+    calls: list[None] = []
+    module.register_forward_hook(lambda *_: calls.append(None))
+    return calls
+
+
+def test_recomputing_switches_no_dropout_on() -> None:
+    torch.manual_seed(0)
+    config = Starcoder2Config(**SIZES, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5)
+    model = Starcoder2ForCausalLM(config).eval()
+    prepared(model)
+    expected = gradients(model)
+    recompute_activations(model, pytest.fail)
+    assert_close(gradients(model), expected)
+
+
+def test_gradient_hooks_run_once_per_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    model = llama()
+    seen: list[int] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(id(parameter)))
+    prepared(model, compile_layers=True, gradient_checkpointing=True)
+    assert seen == []
+    assert all(parameter.grad is None for parameter in model.parameters())
+    packed(model, TOKENS, LENGTHS).sum().backward()
+    assert sorted(seen) == sorted(id(parameter) for parameter in model.get_decoder().parameters())
+
+
+def test_no_parameter_is_moved_or_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    model = llama()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    prepared(model, compile_layers=True, gradient_checkpointing=True)
+    gradients(model)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+
+
+@pytest.fixture
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    with kernel_on_the_cpu():
+        yield
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_layers_give_the_same_gradients(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(layers, "COMPILER", counting)
+    numbers = []
+    for num_layers in (1, 3):
+        torch._dynamo.reset()
+        graphs.clear()
+        expected, model = gradients(llama(num_layers)), llama(num_layers)
+        assert prepared(model, compile_layers=True, gradient_checkpointing=recomputed) == []
+        assert_close(gradients(model), expected)
+        numbers.append(len(graphs))
+        packed(model, TOKENS[:9], (5, 4)).sum().backward()
+        assert len(graphs) == numbers[-1] > 0  # no recompilation, whatever the lengths
+    assert numbers[0] == numbers[1]  # nor does the number of layers matter
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernel")
+def test_recomputed_layers_are_compiled_only_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    asked: list[bool] = []
+    compile_layers = layers.compile_layers
+
+    def noting(model: PreTrainedModel, *, recomputed: bool = False) -> None:
+        asked.append(recomputed)
+        compile_layers(model, recomputed=recomputed)
+
+    monkeypatch.setattr(layers, "compile_layers", noting)
+    model = llama()
+    assert prepared(model, compile_layers=True, gradient_checkpointing=True) == []
+    assert asked == [True]
+    assert layers.are_compiled(model)
+    kept = kept_bytes(model)
+    recompute_activations(model, pytest.fail)
+    assert kept_bytes(model) == kept
+
+
+def kept_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes that the backward pass keeps, besides the parameters."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = packed(model, TOKENS, LENGTHS)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert hidden.requires_grad
+    return sum(size for place, size in kept.items() if place not in own)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernel")
+def test_compiled_recomputed_layers_keep_only_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    assert prepared(model, compile_layers=True) == []
+    before = kept_bytes(model)
+    recompute_activations(model, pytest.fail)
+    assert kept_bytes(model) < before / 2
+    assert not model.is_gradient_checkpointing
+    assert_close(gradients(model), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernel")
+def test_a_layer_that_is_no_single_graph_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    calls: list[None] = []
+
+    class Uncompiled(nn.Module):
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(None)
+            return silu(x)
+
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Uncompiled()
+    (note,) = prepared(model, compile_layers=True, gradient_checkpointing=True)
+    assert note == "layers are not compiled: they are recomputed, and torch makes several graphs of one"
+    assert model.is_gradient_checkpointing
+    calls.clear()
+    assert_close(gradients(model), expected)
+    assert len(calls) == 2 * len(model.model.layers)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_a_recomputed_layer_draws_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    model, notes = llama(1), list[str]()
+    dropout = nn.Dropout(0.5).eval()
+    model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), dropout)
+    assert prepared(model) == []
+    dropout.train()
+    expected = seeded_gradients(model)
+    layers.compile_layers(model)
+    recompute_activations(model, notes.append)
+    assert notes == ["layers are not compiled: they are recomputed, and draw random numbers"]
+    assert_close(seeded_gradients(model), expected)
+
+
+def seeded_gradients(model: PreTrainedModel) -> list[Tensor]:
+    torch.manual_seed(2)
+    return gradients(model)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_layers_are_called_again_if_not_compilable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("not without what it made")
+
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    monkeypatch.setattr(layers, "_keeping_inputs", broken)
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    (note,) = prepared(model, compile_layers=True, gradient_checkpointing=True)
+    assert note.startswith("layers are not compiled: ")
+    assert "not without what it made" in note
+    assert model.is_gradient_checkpointing
+    assert_close(gradients(model), expected)
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_with_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here\nat all")
+
+    monkeypatch.setattr(layers, "COMPILER", broken)
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    (note,) = prepared(model, compile_layers=True)
+    assert note.startswith("layers are not compiled: ")
+    assert "no compiler here" in note
+    assert_close(gradients(model), expected)
+
+
+def test_compiled_layers_with_other_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return lambda *inputs: [x * 2 if torch.is_tensor(x) and x.is_floating_point() else x for x in graph(*inputs)]
+
+    monkeypatch.setattr(layers, "COMPILER", wrong)
+    torch._dynamo.reset()
+    expected, model = gradients(llama()), llama()
+    (note,) = prepared(model, compile_layers=True)
+    assert note.startswith("layers are not compiled: LlamaForCausalLM does not keep packed sequences apart")
+    assert_close(gradients(model), expected)
+
+
+def on_a_gpu(model_type: str) -> Any:
+    return SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(model_type=model_type))
+
+
+def test_liger_kernel_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"--liger-kernel cannot be used: its kernels run only on a GPU"):
+        layers.use_liger_kernel(llama())
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"liger-kernel is not installed") as caught:
+        layers.use_liger_kernel(on_a_gpu("llama"))
+    assert "pip install liger-kernel" in caught.value.remedy
+
+
+def test_liger_kernel_is_applied_without_its_losses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    applied: list[dict[str, Any]] = []
+    package = SimpleNamespace(_apply_liger_kernel_to_instance=lambda **options: applied.append(options))
+    table = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": object()})
+    modules = {"liger_kernel.transformers": package, "liger_kernel.transformers.monkey_patch": table}
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    monkeypatch.setattr("importlib.import_module", modules.__getitem__)
+    model = on_a_gpu("llama")
+    layers.use_liger_kernel(model)
+    assert applied == [{"model": model, "cross_entropy": False, "fused_linear_cross_entropy": False}]
+    with pytest.raises(UsageError, match=r"it does not support other models"):
+        layers.use_liger_kernel(on_a_gpu("other"))
+
+
+@pytest.mark.parametrize("sequence", range(len(CHECKED_LENGTHS)))
+def test_hidden_states_that_are_nan_fail_the_check(sequence: int) -> None:
+    model = AutoModelForCausalLM.from_config(tiny.llama()).eval()
+    alone = Expected(model)
+    broken_TH = alone.alone_TH.clone()
+    broken_TH.split(CHECKED_LENGTHS)[sequence].fill_(math.nan)
+    assert math.isnan(alone.difference(broken_TH))

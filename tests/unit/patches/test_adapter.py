@@ -1,0 +1,356 @@
+"""Serving an adapter in its own slot, over fakes of vLLM's engine client and serving models."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from bridge.errors import AttachError
+from bridge.server.client import BridgeClient
+from bridge.server.protocol import AdapterSlot, Holder, Refusal, Status
+from bridge_patches import routes
+from bridge_patches.adapter import Adapters
+from bridge_patches.server_fence import ServerFence
+from tests.unit.checks_sample import manifest
+from tests.unit.http_server import as_json, serving
+
+AUTHORISED = {"authorization": "Bearer secret"}
+HOLDER = {"holder": Holder.current().model_dump(mode="json")}
+
+
+def adapter(name: str, number: int) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=number)
+
+
+class FakeEngine:
+    """An engine client that loads adapters into slots, and records its calls in order."""
+
+    def __init__(self, num_slots: int | None = 1) -> None:
+        self.vllm_config = SimpleNamespace(
+            lora_config=None if num_slots is None else SimpleNamespace(max_loras=num_slots)
+        )
+        self.output_processor = SimpleNamespace(request_states={})
+        self.slots: list[int | None] = [None] * (num_slots or 0)
+        self.other_rank: list[int | None] = []
+        self.drops = True
+        self.order: list[str] = []
+
+    async def add_request(self, request: str, *, lora_request: Any = None) -> str:
+        self.order.append(f"request {request}")
+        return request
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        self.order.append(f"load {lora_request.lora_name}")
+        self.slots[self.slots.index(None)] = lora_request.lora_int_id
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        self.order.append(f"remove {lora_id}")
+        self.slots = [None if number == lora_id else number for number in self.slots]
+        return True
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        self.order.append(f"pin {lora_id}")
+        return True
+
+    async def abort(self, request_id: list[str], internal: bool = False) -> None:
+        assert internal
+        self.order.append(f"abort {' '.join(request_id)}")
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        assert reset_running_requests
+        assert reset_connector
+        self.order.append("drop caches")
+        return self.drops
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[int | None]:
+        assert method == "bridge_adapter_slot"
+        return [self.slots.index(args[0]), *self.other_rank]
+
+
+class FakeModels:
+    """vLLM's serving models: adapters by name, with a new number per load."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.lora_requests: dict[str, Any] = {}
+        self._engine = engine
+        self._last = 0
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        if request.lora_name == "base" or "bad" in request.lora_path:
+            return SimpleNamespace(error=SimpleNamespace(message=f"vLLM cannot take {request.lora_name}"))
+        self._last += 1
+        loaded = adapter(request.lora_name, self._last)
+        try:
+            await self._engine.add_lora(loaded)
+        except ValueError as error:
+            return SimpleNamespace(error=SimpleNamespace(message=str(error)))
+        self.lora_requests[request.lora_name] = loaded
+        return "Success"
+
+    async def unload_lora_adapter(self, request: Any) -> str:
+        del self.lora_requests[request.lora_name]
+        return "Success"
+
+
+@pytest.fixture(autouse=True)
+def _request_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ["vllm", "entrypoints", "serve", "lora", "protocol"]
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules["vllm.entrypoints.serve.lora.protocol"]).update(LoadLoRAAdapterRequest=SimpleNamespace)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    return str(tmp_path)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def models(engine: FakeEngine) -> FakeModels:
+    return FakeModels(engine)
+
+
+@pytest.fixture
+def served(engine: FakeEngine, models: FakeModels) -> Adapters:
+    return Adapters(engine, models, ServerFence(engine, manifest()))
+
+
+def test_an_adapter_is_loaded_pinned_and_its_slot_told(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    assert asyncio.run(served.serve("mine", folder)) == 0
+    assert engine.order == ["drop caches", "load mine", "pin 1"]
+    assert models.lora_requests.keys() == {"mine"}
+
+
+@pytest.mark.parametrize("second", ["mine", "other"])
+def test_a_second_adapter_takes_the_place_of_the_first(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str, second: str
+) -> None:
+    async def both() -> None:
+        await served.serve("mine", folder)
+        engine.output_processor.request_states.update(
+            ours=SimpleNamespace(lora_request=models.lora_requests["mine"]),
+            base=SimpleNamespace(lora_request=None),
+            too=SimpleNamespace(lora_request=models.lora_requests["mine"]),
+        )
+        engine.order.clear()
+        assert await served.serve(second, folder) == 0
+
+    asyncio.run(both())
+    assert engine.order == ["abort ours too", "remove 1", "drop caches", f"load {second}", "pin 2"]
+    assert models.lora_requests.keys() == {second}
+    assert engine.slots == [2]
+
+
+def test_a_released_adapter_frees_its_slot(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    async def passage() -> None:
+        await served.release()
+        assert engine.order == []
+        await served.serve("mine", folder)
+        engine.order.clear()
+        await served.release()
+        await served.release()
+        await engine.add_lora(adapter("other", 7))
+
+    asyncio.run(passage())
+    assert engine.order == ["remove 1", "load other"]
+    assert models.lora_requests == {}
+
+
+def test_an_adapter_of_the_servers_start_is_removed(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    models.lora_requests["mine"] = adapter("mine", 40)
+    engine.slots = [40]
+    assert asyncio.run(served.serve("mine", folder)) == 0
+    assert engine.order == ["remove 40", "drop caches", "load mine", "pin 1"]
+
+
+def test_an_unloaded_adapter_frees_its_slot(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    async def both() -> None:
+        await served.serve("mine", folder)
+        del models.lora_requests["mine"]
+        assert await served.serve("mine", folder) == 0
+
+    asyncio.run(both())
+    assert engine.slots == [2]
+
+
+def test_a_request_for_a_removed_adapter_is_refused(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    async def late() -> None:
+        await served.serve("mine", folder)
+        resolved = models.lora_requests["mine"]
+        await served.serve("mine", folder)
+        with pytest.raises(ValueError, match="send the request again"):
+            await engine.add_request("late", lora_request=resolved)
+        assert await engine.add_request("now", lora_request=models.lora_requests["mine"]) == "now"
+        assert await engine.add_request("base") == "base"
+
+    asyncio.run(late())
+    assert engine.order[-2:] == ["request now", "request base"]
+
+
+def test_nothing_replaces_the_trained_adapter(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    async def load(name: str) -> Any:
+        return await models.load_lora_adapter(SimpleNamespace(lora_name=name, lora_path=folder))
+
+    async def loads() -> list[Any]:
+        await served.serve("mine", folder)
+        return [await load("mine"), await load("other")]
+
+    over, beside = asyncio.run(loads())
+    assert "trained in place: it cannot be overwritten" in over.error.message
+    assert "--max-loras 2" in beside.error.message
+    assert engine.slots == [1]
+    assert models.lora_requests.keys() == {"mine"}
+
+
+def test_spare_slots_serve_other_adapters(folder: str) -> None:
+    engine = FakeEngine(num_slots=2)
+    models = FakeModels(engine)
+    served = Adapters(engine, models, ServerFence(engine, manifest()))
+
+    async def loads() -> list[Any]:
+        await served.serve("mine", folder)
+        names = ("other", "third")
+        return [await models.load_lora_adapter(SimpleNamespace(lora_name=n, lora_path=folder)) for n in names]
+
+    fits, too_many = asyncio.run(loads())
+    assert fits == "Success"
+    assert "--max-loras 3" in too_many.error.message
+    assert engine.slots == [1, 2]
+
+
+def test_without_a_slot_for_every_other_adapter_none_is_lent(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    models.lora_requests["other"] = adapter("other", 40)
+    with pytest.raises(AttachError, match="1 LoRA slots for 2 adapters") as caught:
+        asyncio.run(served.serve("mine", folder))
+    assert "--max-loras 2" in caught.value.remedy
+    assert engine.order == []
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "words"),
+    [
+        ("base", "", "vLLM cannot take base"),
+        ("mine", "bad", "vLLM cannot take mine"),
+        ("mine", "empty", r"no adapter_config\.json in"),
+    ],
+)
+def test_a_refused_load_keeps_vllms_message_and_frees_the_slot(
+    served: Adapters, engine: FakeEngine, folder: str, name: str, place: str, words: str
+) -> None:
+    (Path(folder) / "bad").mkdir()
+    (Path(folder) / "bad" / "adapter_config.json").write_text("{}")
+
+    async def after_refusal() -> None:
+        with pytest.raises(AttachError, match=words):
+            await served.serve(name, str(Path(folder) / place))
+        assert await served.serve("mine", folder) == 0
+
+    asyncio.run(after_refusal())
+    assert len([step for step in engine.order if step.startswith("pin")]) == 1
+
+
+def test_no_adapter_means_that_the_one_before_stays(
+    served: Adapters, engine: FakeEngine, models: FakeModels, folder: str
+) -> None:
+    async def twice() -> None:
+        await served.serve("mine", folder)
+        with pytest.raises(AttachError, match=r"no adapter_config\.json"):
+            await served.serve("mine", f"{folder}/elsewhere")
+
+    asyncio.run(twice())
+    assert engine.slots == [1]
+    assert models.lora_requests.keys() == {"mine"}
+
+
+def test_a_cache_that_cannot_be_dropped_loads_nothing(served: Adapters, engine: FakeEngine, folder: str) -> None:
+    engine.drops = False
+    with pytest.raises(AttachError, match="prefix cache"):
+        asyncio.run(served.serve("mine", folder))
+    assert engine.order == ["drop caches"]
+
+
+@pytest.mark.parametrize("other_rank", [None, 1])
+def test_ranks_have_to_agree_on_the_slot(
+    served: Adapters, engine: FakeEngine, folder: str, other_rank: int | None
+) -> None:
+    engine.other_rank = [other_rank]
+    with pytest.raises(AttachError, match=r"rank 1 answers (None|1), expected 0"):
+        asyncio.run(served.serve("mine", folder))
+
+
+@pytest.fixture
+def http(engine: FakeEngine, models: FakeModels) -> Iterator[TestClient]:
+    app = FastAPI()
+    routes.BridgeRoutes().attach_router(app)
+    app.state.bridge_manifest = manifest()
+    app.state.bridge_fence = ServerFence(engine, manifest())
+    app.state.bridge_adapters = Adapters(engine, models, app.state.bridge_fence)
+    with TestClient(app, headers=AUTHORISED) as client:
+        yield client
+
+
+def test_over_http_the_slot_is_the_answer(http: TestClient, folder: str) -> None:
+    answer = http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
+    assert AdapterSlot.model_validate_json(answer.content) == AdapterSlot(name="mine", slot=0)
+
+
+def test_over_http_a_released_adapter_is_served_no_more(http: TestClient, models: FakeModels, folder: str) -> None:
+    http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
+    answer = http.request("DELETE", "/bridge/adapter", json=HOLDER)
+    assert Status.model_validate_json(answer.content).state == "serving"
+    assert models.lora_requests == {}
+    assert http.app.state.bridge_adapters.expected() is None  # type: ignore[attr-defined]
+
+
+def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient, folder: str) -> None:
+    http.app.state.bridge_adapters = Adapters(FakeEngine(None), FakeModels(FakeEngine()), ServerFence(None, manifest()))  # type: ignore[attr-defined]
+    answer = http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
+    assert answer.status_code == 409
+    refusal = Refusal.model_validate_json(answer.content)
+    assert "started without LoRA" in refusal.error
+    assert "bridge serve-vllm --max-lora-rank 16" in refusal.remedy
+
+
+@pytest.mark.parametrize("body", [{"name": "", "path": "/a"}, {"name": "a", "path": "here"}, {"name": "a"}])
+def test_over_http_an_invalid_request_is_refused(http: TestClient, body: dict[str, str]) -> None:
+    assert http.post("/bridge/adapter", json={**HOLDER, **body}).status_code == 422
+
+
+def test_the_client_asks_with_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        serving(lambda _: as_json({"name": "mine", "slot": 3})) as server,
+        BridgeClient(manifest(url=server.url), timeout_s=20) as client,
+    ):
+        assert client.adapter("mine", Path("folder")) == 3
+    (asked,) = server.asked
+    assert (asked.method, asked.path) == ("POST", "/bridge/adapter")
+    assert asked.body == {**HOLDER, "name": "mine", "path": f"{tmp_path}/folder"}

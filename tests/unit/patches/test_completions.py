@@ -1,0 +1,333 @@
+"""The rollout route in front of a fake engine: the engine's requests, and the answers to a sampler."""
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import AsyncIterator
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models
+
+from bridge.rollouts import openai_api
+from bridge.rollouts.openai_api import Completions
+from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, Refusal
+from bridge_patches import completions as completions_route
+from bridge_patches import routes
+from bridge_patches.engine_outputs import FILTERED
+from bridge_patches.generate import CLIENT_GONE
+from bridge_patches.server_fence import ServerFence
+from bridge_patches.thresholds import COUNT_BITS, KEEP_ALL, pack
+from tests.unit.checks_sample import manifest
+
+ASKED = {"model": "base", "prompt": [5, 6], "n": 2, "max_tokens": 3, "temperature": 0.7, "seed": 7}
+LONGEST = 8
+
+
+class Backend:
+    """A Hugging Face tokenizer, as wrapped by one of transformers."""
+
+    def decode_batch(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return ["".join(f"<{token}>" for token in sequence) for sequence in sequences]
+
+
+def output(index: int, finish_reason: str, logprobs: list[float], stop_reason: int | str | None = None) -> Any:
+    """Return a completion from the engine, with a likelier alternative to the first token."""
+    starts = [0, 2, 3][: len(logprobs)]
+    flat = SimpleNamespace(logprobs=[logprobs[0], -0.01, *logprobs[1:]], ranks=[3, 1, 3, 4], start_indices=starts)
+    ids = tuple(10 * (place + 1) + index for place in range(len(logprobs)))
+    return SimpleNamespace(
+        index=index, token_ids=ids, logprobs=flat, finish_reason=finish_reason, stop_reason=stop_reason
+    )
+
+
+class FakeEngine:
+    """Stands in for `AsyncLLM`."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: 300)
+        self.vllm_config = SimpleNamespace(speculative_config=None)
+        self.tokenizer: Any = SimpleNamespace(backend_tokenizer=Backend())
+        self.outputs = [output(1, "length", [-0.5, -0.25, -1.5]), output(0, "stop", [-0.5, -0.125, -2.0])]
+        self.asked: list[tuple[Any, ...]] = []
+        self.refusal: Exception | None = None
+        self.waits = self.aborted = False
+        self.not_finite: list[str] = []
+
+    async def collective_rpc(self, method: str) -> list[tuple[int, list[str]]]:
+        assert method == "bridge_finiteness"
+        return [(9, self.not_finite)]
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> AsyncIterator[Any]:
+        self.asked.append((prompt, params, request_id, lora_request))
+        if self.refusal is not None:
+            raise self.refusal
+        try:
+            await asyncio.sleep(3600 if self.waits else 0)
+        except asyncio.CancelledError:
+            self.aborted = True
+            raise
+        yield SimpleNamespace(outputs=self.outputs)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    fake = SimpleNamespace(SamplingParams=dict, RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
+    return FakeEngine()
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> FastAPI:
+    app = FastAPI()
+    app.state.bridge_engine, app.state.bridge_fence = engine, ServerFence(engine, manifest())
+    app.state.bridge_fence.version = 3
+    app.state.openai_serving_models = SimpleNamespace(
+        lora_requests={"adapter": "the adapter"}, base_model_paths=[SimpleNamespace(name="base")]
+    )
+    routes.BridgeRoutes().attach_router(app)
+    return app
+
+
+@pytest.fixture
+def http(app: FastAPI) -> TestClient:
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def words(answer: Any) -> str:
+    return str(answer.json()["detail"])
+
+
+def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
+    answer = http.post(COMPLETIONS, json=ASKED)
+    assert (answer.status_code, answer.headers[VERSION_HEADER]) == (200, "3")
+    first, second = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
+    made = openai_api.completion("url", first, "3", None)
+    assert (made.token_ids, made.logprobs) == ((10, 20, 30), (-0.5, -0.125, -2.0))
+    assert made.versions == (3, 3, 4), "the engine's own, not the header's"
+    assert (made.text, made.finish_reason) == ("<10><20>", "stop"), "the stop token is not part of the text"
+    assert (second.text, second.finish_reason) == ("<11><21><31>", "length")
+
+
+def test_the_engine_samples_everything_and_decodes_nothing(http: TestClient, engine: FakeEngine) -> None:
+    http.post(COMPLETIONS, json=ASKED)
+    http.post(COMPLETIONS, json=ASKED)
+    (prompt, params, first, adapter), (*_, second, _) = engine.asked
+    assert (prompt, adapter) == ({"prompt_token_ids": [5, 6]}, None)
+    assert params == {
+        "n": 2, "temperature": 0.7, "seed": 7, "max_tokens": 3, "stop": [], "logprobs": 0,
+        "flat_logprobs": True, "detokenize": False, "output_kind": "final only",
+    }  # fmt: skip
+    assert first != second
+
+
+def test_filters_reach_the_engine_and_what_they_kept_comes_back(
+    http: TestClient, app: FastAPI, engine: FakeEngine
+) -> None:
+    now = 2**COUNT_BITS + 3  # the engine sends the last bits of a version
+    app.state.bridge_fence.version = now
+    ranks = pack(torch.tensor([2, 1, 2, 3]), torch.tensor([0.5, 9.0, -1.0, KEEP_ALL]), torch.tensor([3, 9, 40, 300]))
+    for each in engine.outputs:
+        each.logprobs.ranks = ranks.tolist()
+    answer = http.post(COMPLETIONS, json={**ASKED, "top_p": 0.9, "top_k": 40})
+    first, _ = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
+    made = openai_api.completion("url", first, "3", None)
+    assert made.versions == (now - 1, now - 1, now)
+    assert [count for _, count in made.kept] == [3, 40, 300]
+    assert [threshold for threshold, _ in made.kept] == pytest.approx([0.5, -1.0, KEEP_ALL], rel=1e-4)
+    _, params, request_id, _ = engine.asked[0]
+    assert (params["top_p"], params["top_k"], FILTERED in request_id) == (0.9, 40, True)
+    assert "min_p" not in params
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.0, "top_p": 0.9}, {"top_k": 300}])
+def test_what_can_drop_nothing_is_no_filter(http: TestClient, engine: FakeEngine, asked: dict[str, float]) -> None:
+    answer = http.post(COMPLETIONS, json={**ASKED, **asked})
+    assert "kept" not in answer.json()["choices"][0]
+    assert FILTERED not in engine.asked[0][2]
+
+
+def test_a_sampler_that_reports_nothing_is_refused(http: TestClient) -> None:
+    answer = http.post(COMPLETIONS, json={**ASKED, "top_p": 0.9})  # the fake engine's ranks are only ranks
+    assert answer.status_code == 409
+    assert "does not report what top_k, top_p and min_p keep" in Refusal.model_validate_json(answer.content).error
+
+
+def test_filters_and_speculation_are_refused_together(http: TestClient, engine: FakeEngine) -> None:
+    engine.vllm_config.speculative_config = "ngram"
+    assert http.post(COMPLETIONS, json=ASKED).status_code == 200
+    answer = http.post(COMPLETIONS, json={**ASKED, "min_p": 0.1, "top_k": 3})
+    assert answer.status_code == 409
+    refusal = Refusal.model_validate_json(answer.content)
+    assert refusal.error.startswith("top_k, min_p cannot be combined with speculation")
+    assert "--speculative-config" in refusal.remedy
+
+
+@pytest.mark.parametrize(("reason", "text"), [("x", "<10><20><30>"), (30, "<10><20>"), (None, "<10><20>")])
+def test_a_stop_text_stays_and_a_stop_token_does_not(
+    http: TestClient, engine: FakeEngine, reason: int | str | None, text: str
+) -> None:
+    engine.outputs = [output(0, "stop", [-0.5, -0.125, -2.0], reason)]
+    (choice,) = http.post(COMPLETIONS, json={**ASKED, "n": 1, "stop": ["x", "yz"]}).json()["choices"]
+    assert (choice["text"], choice["token_ids"]) == (text, [10, 20, 30])
+    params = engine.asked[0][1]
+    assert (params["stop"], params["detokenize"]) == (["x", "yz"], True)
+
+
+def test_an_adapter_is_asked_for_by_its_name(http: TestClient, engine: FakeEngine) -> None:
+    http.post(COMPLETIONS, json={**ASKED, "model": "adapter"})
+    assert engine.asked[0][-1] == "the adapter"
+    answer = http.post(COMPLETIONS, json={**ASKED, "model": "gone"})
+    assert (answer.status_code, words(answer)) == (404, "the model gone does not exist, only base, adapter")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": []},
+        {"prompt": "text"},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"temperature": -0.1},
+        {"seed": "x"},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"min_p": 1.0},
+        {"repetition_penalty": 1.1},
+        {"stop": [""]},
+        {"model": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_such_request_is_refused(http: TestClient, engine: FakeEngine, wrong: dict[str, Any]) -> None:
+    assert http.post(COMPLETIONS, json={**ASKED, **wrong}).status_code == 422
+    assert not engine.asked
+
+
+def test_what_cannot_be_generated_is_refused(http: TestClient, engine: FakeEngine) -> None:
+    too_long = http.post(COMPLETIONS, json={**ASKED, "max_tokens": LONGEST - 1})
+    assert too_long.status_code == 400
+    assert words(too_long).endswith("a prompt of 2 tokens and max_tokens=7 exceed the server's --max-model-len 8")
+    assert not engine.asked
+    assert http.post(COMPLETIONS, json={**ASKED, "max_tokens": LONGEST - 2}).status_code == 200
+    engine.refusal = ValueError("Token id 9999 is out of vocabulary")
+    refused = http.post(COMPLETIONS, json=ASKED)
+    assert (refused.status_code, words(refused)) == (400, "Token id 9999 is out of vocabulary")
+
+
+def test_an_engine_that_died_is_no_refusal(http: TestClient, engine: FakeEngine) -> None:
+    engine.refusal = RuntimeError("the engine died")
+    assert http.post(COMPLETIONS, json=ASKED).status_code == 500
+
+
+def test_weights_that_are_not_finite_are_named_with_the_fix(http: TestClient, engine: FakeEngine) -> None:
+    engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
+    engine.not_finite = ["a", "b", "c", "d"]
+    answer = http.post(COMPLETIONS, json=ASKED)
+    assert answer.status_code == 409
+    refusal = Refusal.model_validate_json(answer.content)
+    assert "NaN or infinity in 4 of 9 tensors, the first: a, b, c" in refusal.error
+    assert refusal.remedy.startswith("bridge restore CHECKPOINT")
+
+
+def test_logprobs_not_finite_despite_the_weights_are_an_error(http: TestClient, engine: FakeEngine) -> None:
+    engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
+    answer = http.post(COMPLETIONS, json=ASKED)
+    assert (answer.status_code, words(answer).partition(",")[0]) == (500, "log-probabilities are not finite")
+    assert "every number in 9 tensors is finite: a kernel is broken" in words(answer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": -1},
+        {"seed": 2**63},
+        {"seed": 2**63 - 1, "n": 2},
+        {"seed": 10**30},
+        {"prompt": [5, -1]},
+        {"temperature": -1},
+    ],
+)
+def test_numbers_beyond_what_vllm_takes_are_refused(
+    http: TestClient, engine: FakeEngine, changes: dict[str, Any]
+) -> None:
+    assert http.post(COMPLETIONS, json={**ASKED, **changes}).status_code == 422
+    assert engine.asked == []
+    assert http.post(COMPLETIONS, json={**ASKED, "seed": 2**63 - 2, "n": 2}).status_code == 200
+
+
+def test_other_tokenizers_decode_one_by_one_and_none_nothing(http: TestClient, engine: FakeEngine) -> None:
+    def decode(tokens: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return " ".join(map(str, tokens))
+
+    engine.tokenizer = SimpleNamespace(decode=decode)
+    texts = [choice["text"] for choice in http.post(COMPLETIONS, json=ASKED).json()["choices"]]
+    assert texts == [" 10 20", " 11 21 31"], "the space belongs to the completion"
+    engine.tokenizer = None
+    assert [choice["text"] for choice in http.post(COMPLETIONS, json=ASKED).json()["choices"]] == ["", ""]
+
+
+WORDS = ["\u2581a", "\u2581b", "c", "<0xC3>", "<0xA9>", "\u2581\u00e9", "<s>"]
+
+
+def spm() -> Tokenizer:
+    """Return a tokenizer like that of the first Llama: words begin with a space, rare characters are bytes."""
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="c"))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+@pytest.mark.parametrize("end", [[], [3]], ids=["whole", "unfinished"])
+@pytest.mark.parametrize("prompt", [[0, 1, 2], [6, 0], [1, 3, 4], [5], [0] * 100])
+def test_texts_are_those_of_a_stream_behind_the_prompt(prompt: list[int], end: list[int]) -> None:
+    """As in vLLM, tokens are decoded one by one after the prompt, and unfinished characters are held back."""
+    tokenizer, chance = spm(), random.Random(0)
+    units = [[0], [1], [2], [3, 4], [5], [6]]
+    completions = [[*chain(*chance.choices(units, k=length % 6)), *end] for length in range(60)]
+    streamed = []
+    for completion in completions:
+        stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
+        streamed.append("".join(stream.step(tokenizer, token) or "" for token in completion))
+    found = completions_route._texts(SimpleNamespace(backend_tokenizer=tokenizer), prompt, completions)
+    assert found == streamed
+    assert any(text.startswith(" ") for text in found)
+
+
+def test_a_character_that_the_prompt_began_is_nobodys() -> None:
+    found = completions_route._texts(SimpleNamespace(backend_tokenizer=spm()), [0, 3], [[4, 1], [2, 1]])
+    assert found == ["\N{REPLACEMENT CHARACTER} b", "c b"]
+
+
+def test_what_was_ended_before_its_first_token_is_empty(http: TestClient, engine: FakeEngine) -> None:
+    ended = SimpleNamespace(logprobs=[], ranks=[], start_indices=[])
+    engine.outputs = [SimpleNamespace(index=0, token_ids=(), logprobs=ended, finish_reason="abort", stop_reason=None)]
+    (choice,) = http.post(COMPLETIONS, json={**ASKED, "n": 1}).json()["choices"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "abort")
+
+
+def test_a_client_that_hangs_up_ends_its_request(app: FastAPI, engine: FakeEngine) -> None:
+    engine.waits = True
+    sent: list[Any] = []
+    unread = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        return unread.pop() if unread else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers, "query_string": b""}
+    asyncio.run(app({**scope, "http_version": "1.1", "scheme": "http"}, receive, send))
+    assert engine.aborted
+    assert sent[0]["status"] == CLIENT_GONE

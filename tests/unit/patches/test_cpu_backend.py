@@ -1,0 +1,244 @@
+"""On the CPU: experts and their tokens, compiled too; LoRA's kernels; seeded requests with chunked prefill.
+
+Not covered: sampling with them in vLLM (`tests/cpu/test_torn_tokens.py`, where every update makes such requests).
+"""
+
+import sys
+from enum import Enum
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bridge_patches import cpu_backend
+
+TOKENS, EXPERTS, CHOSEN, HIDDEN, INNER = 7, 4, 2, 16, 12
+
+
+class Activation(Enum):
+    """As in vLLM."""
+
+    SILU = "silu"
+
+
+def given(dtype: torch.dtype) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "hidden_states": torch.randn(TOKENS, HIDDEN, dtype=dtype),
+        "w1": torch.randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype) / 4,
+        "w2": torch.randn(EXPERTS, HIDDEN, INNER, dtype=dtype) / 4,
+        "topk_weights": torch.rand(TOKENS, CHOSEN),
+        "topk_ids": torch.stack([torch.randperm(EXPERTS - 1)[:CHOSEN] for _ in range(TOKENS)]),  # the last has no token
+        "activation": Activation.SILU,
+    }
+
+
+@pytest.fixture
+def experts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Patched experts of vLLM."""
+
+    class CPUUnquantizedExperts:
+        def process_weights_after_loading(self, layer: Any) -> None:
+            raise AssertionError(f"{layer} is packed")
+
+        def apply(self, **given: Any) -> None:
+            raise AssertionError(f"packed experts are read: {given}")
+
+        def finalize_weight_and_reduce_impl(self) -> None: ...
+
+    module = ModuleType(cpu_backend.EXPERTS)
+    module.__spec__ = ModuleSpec(cpu_backend.EXPERTS, loader=None)
+    module.CPUUnquantizedExperts = CPUUnquantizedExperts  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, cpu_backend.EXPERTS, module)
+    cpu_backend.patch_experts()
+    made = CPUUnquantizedExperts()
+    made.process_weights_after_loading(SimpleNamespace(activation=Activation.SILU, expert_map=None))
+    return made
+
+
+def one_by_one(inputs: dict[str, Any], weighed: bool) -> Tensor:
+    rows = []
+    for token, (row, ids, weights) in enumerate(
+        zip(inputs["hidden_states"], inputs["topk_ids"], inputs["topk_weights"], strict=True)
+    ):
+        total = torch.zeros(HIDDEN)
+        for expert, weight in zip(ids, weights, strict=True):
+            gate, up = (inputs["w1"][expert].float() @ row.float()).chunk(2)
+            made = inputs["w2"][expert].float() @ (functional.silu(gate) * up)
+            total += made * (1.0 if weighed else weight)
+        rows.append(total)
+        assert token < TOKENS
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_each_token_gets_what_its_experts_make_of_it(
+    dtype: torch.dtype, tolerance: float, weighed: bool, experts: Any
+) -> None:
+    inputs = given(dtype)
+    output = torch.full((TOKENS, HIDDEN), torch.nan, dtype=dtype)
+    experts.apply(output=output, apply_router_weight_on_input=weighed, expert_map=None, **inputs)
+    expected = one_by_one(inputs, weighed)
+    assert (output.float() - expected).norm() / expected.norm() < tolerance
+
+
+def test_a_compiled_model_calls_its_experts_as_one_operator(experts: Any) -> None:
+    """One graph holds the whole model, so nothing in it may depend on which experts are chosen."""
+
+    def layer(output: Tensor, **inputs: Any) -> Tensor:
+        experts.apply(output=output, apply_router_weight_on_input=False, expert_map=None, **inputs)
+        return output * 2
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seed in range(2):  # the second batch has other tokens and other experts
+        inputs = given(torch.float32)
+        inputs["topk_ids"] = (inputs["topk_ids"][seed:] + seed) % EXPERTS
+        inputs |= {name: inputs[name][seed:] for name in ("hidden_states", "topk_weights")}
+        output = torch.zeros_like(inputs["hidden_states"])
+        torch.testing.assert_close(compiled(output, **inputs), 2 * one_by_one(inputs, weighed=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "known"),
+    [
+        ({}, True),
+        ({"activation": SimpleNamespace(value="swigluoai")}, False),
+        ({"expert_map": torch.zeros(4)}, False),
+        ({"w13_bias": torch.zeros(4)}, False),
+    ],
+)
+def test_experts_of_another_kind_are_left_to_vllm(changes: dict[str, Any], known: bool) -> None:
+    layer = SimpleNamespace(**{"activation": SimpleNamespace(value="gelu"), "expert_map": None, **changes})
+    assert cpu_backend.is_known(layer) == known
+
+
+def test_rows_without_an_adapter_get_nothing_from_a_slot() -> None:
+    def kernel(inputs: Tensor, weights: Tensor, output: Tensor, indices: Tensor, add: bool = True) -> None:
+        """As in vLLM 0.26 to 0.32: -1 is the last slot."""
+        assert add
+        output += torch.einsum("bi,boi->bo", inputs, weights[indices].squeeze(1))
+
+    inputs, weights, output = torch.ones(3, 5), torch.ones(2, 1, 4, 5), torch.zeros(3, 4)
+    patched = partial(cpu_backend.without_base_rows, kernel)
+    patched(inputs, weights, output, torch.tensor([-1, 0, -1]), add=True)
+    assert output.tolist() == [[0] * 4, [5] * 4, [0] * 4]
+    assert inputs.all()
+
+
+ROOM = 8
+"""Rows of the mask, of which a step fills the first few."""
+
+
+class Runner:
+    """The part of vLLM's runner that samples a token per request and rewinds generators."""
+
+    def __init__(self, unfinished: list[bool], *, fails: bool = False) -> None:
+        mask = np.ones(ROOM, dtype=bool)
+        mask[: len(unfinished)] = unfinished
+        self.discard_request_mask = SimpleNamespace(np=mask)
+        generators = {index: torch.Generator().manual_seed(index) for index in range(len(unfinished)) if index != 1}
+        self.input_batch = SimpleNamespace(num_reqs=len(unfinished), generators=generators)
+        self.fails = fails
+
+    def sample_tokens(self, grammar_output: Any) -> list[float]:
+        assert grammar_output is None
+        made = [
+            torch.rand(1, generator=self.input_batch.generators.get(index)).item()
+            for index in range(self.input_batch.num_reqs)
+        ]
+        if self.fails:
+            raise ZeroDivisionError
+        for index in np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]:
+            generator = self.input_batch.generators.get(int(index))
+            if generator is not None:
+                generator.set_offset(generator.get_offset() - 4)
+        return made
+
+
+sample_tokens = partial(cpu_backend.without_unfinished_prompts, Runner.sample_tokens)
+
+
+def states(runner: Runner) -> dict[int, bytes]:
+    return {index: each.get_state().numpy().tobytes() for index, each in runner.input_batch.generators.items()}
+
+
+def test_vllm_alone_would_die_of_it() -> None:
+    with pytest.raises(RuntimeError, match="offset"):
+        Runner([False, False, True]).sample_tokens(None)
+
+
+def test_an_unfinished_prompt_keeps_its_generator() -> None:
+    runner = Runner([True, True, False, True])
+    before = states(runner)
+    sample_tokens(runner, None)
+    after = states(runner)
+    assert after.keys() == before.keys()
+    assert [index for index in before if after[index] != before[index]] == [2]
+
+
+def test_the_others_get_what_vllm_gives_them() -> None:
+    runner, plain = Runner([False, True, False]), Runner([False, False, False])
+    ours, theirs = sample_tokens(runner, grammar_output=None), plain.sample_tokens(None)
+    assert (ours[0], ours[2]) == (theirs[0], theirs[2])
+    assert states(runner) == states(plain)
+
+
+def test_generators_are_back_after_an_error() -> None:
+    runner = Runner([True, False], fails=True)
+    with pytest.raises(ZeroDivisionError):
+        sample_tokens(runner, None)
+    assert list(runner.input_batch.generators) == [0]
+
+
+class Punica:
+    """The part of vLLM's LoRA that gives each row of logits its adapter."""
+
+    token_lora_indices = torch.tensor([0, 0, 0, -1, -1, 1, 1])
+    sampler_indices = property(lambda _: torch.tensor([0, -1, 1]))
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        weights = torch.tensor([10.0, 20.0, 30.0])[self.sampler_indices]  # -1 is the last one
+        return torch.einsum("b,b->b", hidden_states, weights)
+
+
+class PatchedPunica(Punica):
+    sampler_indices = cpu_backend.adapter_of_one_request(Punica.sampler_indices)
+
+
+class Scoring:
+    """The part of vLLM's runner that computes the log-probabilities of prompts."""
+
+    def __init__(self, punica: Punica) -> None:
+        self.num_prompt_logprobs = {"c": 0, "gone": 0, "a": 0, "b": 0}
+        self.query_start_loc = SimpleNamespace(np=np.array([0, 3, 5, 7]))
+        self.input_batch = SimpleNamespace(req_id_to_index={"a": 0, "b": 1, "c": 2})
+        self.punica = punica
+
+    def _get_prompt_logprobs_dict(self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        found = {}
+        for name in self.num_prompt_logprobs:
+            if (count := num_scheduled_tokens.get(name)) is not None:
+                first = self.query_start_loc.np[self.input_batch.req_id_to_index[name]]
+                found[name] = self.punica.logits(hidden_states[first : first + count]).tolist()
+        for name in ("a", "c"):  # the prompt of b is prefilled in parts
+            if name in found:
+                del self.num_prompt_logprobs[name]
+        return found
+
+
+def test_prompt_logits_use_the_adapter_of_their_request() -> None:
+    hidden_states, scheduled = torch.arange(7.0), {"a": 3, "b": 2, "c": 2}
+    with pytest.raises(RuntimeError, match="einsum"):
+        Scoring(Punica())._get_prompt_logprobs_dict(hidden_states, scheduled)
+    runner = Scoring(PatchedPunica())
+    found = cpu_backend.one_prompt_at_a_time(Scoring._get_prompt_logprobs_dict, runner, hidden_states, scheduled)
+    assert found == {"a": [0, 10, 20], "b": [90, 120], "c": [100, 120]}
+    assert runner.num_prompt_logprobs == {"gone": 0, "b": 0}
+    assert runner.punica.sampler_indices.tolist() == [0, -1, 1]

@@ -1,0 +1,347 @@
+"""`/generate` as an Atropos environment sees it, in front of a server that answers like vLLM."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from fastapi.testclient import TestClient
+
+from bridge.rollouts.distribution import NO_DEFAULT, WHOLE, changes
+from bridge.server.protocol import ADAPTER, VERSION_HEADER, Holder
+from bridge_patches import generate, routes
+from bridge_patches.adapter import Adapters
+from bridge_patches.engine_outputs import FILTERED
+from bridge_patches.server_fence import ServerFence
+from tests.unit.checks_sample import manifest
+
+ASKED = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
+KEY = "Bearer the key"
+
+
+def choice(index: int, num_top: int | None) -> dict[str, Any]:
+    """Return one choice as vLLM writes it: the sampled token precedes the top ones."""
+    ids = [10 + index, 20 + index]
+    tops = [{f"token_id:{i}": -0.5, **{f"token_id:{900 + k}": -1.0 - k for k in range(num_top or 0)}} for i in ids]
+    logprobs = {"token_logprobs": [-0.5, -0.5], "tokens": [f"token_id:{i}" for i in ids], "top_logprobs": tops}
+    return {
+        "index": index,
+        "text": f"completion {index}",
+        "finish_reason": "stop" if index else "length",
+        "token_ids": ids,
+        "prompt_token_ids": [5, 6],
+        "logprobs": None if num_top is None else logprobs,
+        "prompt_logprobs": None,
+    }
+
+
+class FakeModels:
+    """vLLM's list of models, and its loading and unloading of adapters."""
+
+    def __init__(self) -> None:
+        self.lora_requests: dict[str, Any] = {}
+
+    async def load_lora_adapter(self, request: Any) -> str:
+        self.lora_requests[request.lora_name] = request
+        return "loaded"
+
+    async def unload_lora_adapter(self, request: Any) -> str:
+        del self.lora_requests[request.lora_name]
+        return "unloaded"
+
+
+class FakeVllm:
+    """vLLM's two routes, and the requests to them."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.aborted = False
+        self.waits = False
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.app = FastAPI()
+        self.models = FakeModels()
+        self.app.state.openai_serving_models = self.models
+        self.app.state.bridge_adapters = Adapters(None, self.models, ServerFence(None, manifest()))
+        guarded = [Depends(self._authorise)]
+        self.app.add_api_route("/v1/completions", self._complete, methods=["POST"], dependencies=guarded)
+        self.app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
+        routes.BridgeRoutes().attach_router(self.app)
+        self.http = TestClient(self.app, headers={"authorization": KEY})
+
+    def _authorise(self, request: Request) -> None:
+        if request.headers.get("authorization") != KEY:
+            raise HTTPException(401, "Unauthorized")
+
+    async def _complete(self, request: Request) -> Any:
+        asked = json.loads(await request.body())
+        self.asked.append({**asked, "headers": dict(request.headers)})
+        self.meanwhile()
+        if self.waits:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.aborted = True
+            return None
+        if asked.get("n") == 99:
+            return JSONResponse({"error": {"message": "n is too large", "code": 400}}, status_code=400)
+        choices = [choice(index, asked.get("logprobs")) for index in range(asked.get("n", 1))]
+        if asked.get("prompt_logprobs") is not None:
+            for made in choices:
+                made["prompt_logprobs"] = [None, {"6": {"logprob": -2.0, "rank": 3}, "7": {"logprob": -0.1, "rank": 1}}]
+        return {"choices": choices[::-1]}
+
+    async def _detokenize(self, document: dict[str, Any]) -> dict[str, str]:
+        return {"prompt": f"text of {document['tokens']}"}
+
+
+@pytest.fixture
+def vllm() -> FakeVllm:
+    return FakeVllm()
+
+
+def test_an_answer_has_the_shape_that_atropos_reads(vllm: FakeVllm) -> None:
+    answer = vllm.http.post("/generate", json=ASKED)
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "text": ["completion 0", "completion 1"],
+        "prompt": "text of [5, 6]",
+        "finish_reasons": ["length", "stop"],
+        "logprobs": [[[{"10": -0.5}], [{"20": -0.5}]], [[{"11": -0.5}], [{"21": -0.5}]]],
+        "token_ids": [[10, 20], [11, 21]],
+        "prompt_token_ids": [5, 6],
+    }
+
+
+def test_defaults_sample_the_whole_distribution(vllm: FakeVllm) -> None:
+    vllm.http.post("/generate", json={**ASKED, "top_p": 0.5, "seed": 7})
+    asked = vllm.asked[0]
+    assert (asked["prompt"], asked["n"], asked["max_tokens"], asked["seed"]) == ([5, 6], 2, 3, 7)
+    assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["min_p"]) == (1.0, 0.5, -1, 0.0)
+    assert asked["repetition_penalty"] == 1.0
+    assert (asked["presence_penalty"], asked["frequency_penalty"]) == (0.0, 0.0)
+    assert "model" not in asked
+
+
+def test_the_likeliest_tokens_follow_the_sampled_one(vllm: FakeVllm) -> None:
+    answer = vllm.http.post("/generate", json={**ASKED, "n": 1, "logprobs": 2}).json()
+    assert answer["logprobs"] == [
+        [[{"10": -0.5, "900": -1.0, "901": -2.0}], [{"20": -0.5, "900": -1.0, "901": -2.0}]],
+    ]
+    assert list(answer["logprobs"][0][0][0]) == ["10", "900", "901"], "a client takes the first for the sampled one"
+
+
+def test_a_teacher_gets_the_log_probabilities_of_the_prompt(vllm: FakeVllm) -> None:
+    asked = {"prompt": {"prompt_token_ids": [5, 6]}, "prompt_logprobs": 1, "n": 1, "temperature": 0.0, "max_tokens": 1}
+    answer = vllm.http.post("/generate", json=asked).json()
+    assert answer["prompt_logprobs"] == [None, {"6": -2.0, "7": -0.1}]
+    assert "logprobs" not in answer
+    assert vllm.asked[0]["temperature"] == 0.0
+
+
+@pytest.mark.parametrize("prompt", ["some text", {"prompt": "some text"}])
+def test_a_prompt_may_be_text(vllm: FakeVllm, prompt: Any) -> None:
+    answer = vllm.http.post("/generate", json={"prompt": prompt})
+    assert answer.json()["prompt"] == "some text"
+    assert vllm.asked[0]["prompt"] == "some text"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"prompt": "a", "temprature": 1}', "/generate does not know temprature, only "),
+        ('{"prompt": "a", "stream": true}', "/generate does not stream; /v1/completions does"),
+        ("{}", "prompt must be one text"),
+        ('{"prompt": []}', "with at least one token"),
+        ('{"prompt": ["a", "b"]}', "prompt must be one text"),
+        ('{"prompt": [[1], [2]]}', "prompt must be one text"),
+        ('{"prompt": {"prompt_token_ids": [1, true]}}', "prompt must be one text"),
+        ('{"prompt": {"prompt_token_ids": [1], "multi_modal_data": {}}}', "prompt must be one text"),
+    ],
+)
+def test_a_bad_request_is_refused_in_one_line(vllm: FakeVllm, body: str, words: str) -> None:
+    answer = vllm.http.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert words in answer.json()["detail"]
+    assert "\n" not in answer.json()["detail"]
+    assert vllm.asked == []
+
+
+@pytest.mark.parametrize("body", ["{", "[]", "3", "", "[" * 100_000], ids=["cut", "list", "number", "empty", "deep"])
+def test_a_body_that_is_no_json_object_is_refused(vllm: FakeVllm, body: str) -> None:
+    answer = vllm.http.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code in {400, 422}, vllm.asked) == (True, [])  # vLLM answers 400 in both cases
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "text/plain; a=application/json", "application/x-www-form-urlencoded"])
+def test_a_blind_request_of_a_web_page_is_refused(vllm: FakeVllm, kind: str) -> None:
+    answer = vllm.http.post("/generate", content=json.dumps(ASKED), headers={"content-type": kind})
+    assert (answer.status_code, vllm.asked) == (415, [])
+    assert "expected application/json" in answer.json()["detail"]
+    assert vllm.http.post("/generate", content=json.dumps(ASKED)).status_code == 415
+
+
+def test_what_vllm_refuses_is_refused_in_its_own_words(vllm: FakeVllm) -> None:
+    answer = vllm.http.post("/generate", json={**ASKED, "n": 99})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "n is too large")
+
+
+def test_without_the_servers_key_nothing_is_generated(vllm: FakeVllm) -> None:
+    answer = TestClient(vllm.app).post("/generate", json=ASKED)
+    assert (answer.status_code, vllm.asked) == (401, [])
+
+
+def test_the_inner_request_has_the_clients_headers(vllm: FakeVllm) -> None:
+    headers = {"x-request-id": "7", "accept-encoding": "gzip", "content-type": "application/json"}
+    vllm.http.post("/generate", content=json.dumps(ASKED), headers=headers)
+    inside = vllm.asked[0]["headers"]
+    assert (inside["authorization"], inside["x-request-id"], inside["content-type"]) == (KEY, "7", "application/json")
+    assert "accept-encoding" not in inside, "a compressed answer would be unreadable"
+
+
+@pytest.mark.parametrize(
+    ("served", "asked"),
+    [
+        (["mine"], None),
+        ([ADAPTER], ADAPTER),
+        ([f"{ADAPTER}-3", f"{ADAPTER}-4", "mine"], f"{ADAPTER}-4"),
+    ],
+)
+def test_the_trained_adapter_answers_unless_a_model_is_named(
+    vllm: FakeVllm, served: list[str], asked: str | None
+) -> None:
+    vllm.models.lora_requests = dict.fromkeys(served)
+    vllm.http.post("/generate", json=ASKED)
+    vllm.http.post("/generate", json={**ASKED, "model": "base"})
+    assert [request.get("model") for request in vllm.asked] == [asked, "base"]
+
+
+def test_the_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> None:
+    claim, first = vllm.app.state.bridge_adapters, SimpleNamespace(lora_name=ADAPTER)
+    asyncio.run(vllm.models.load_lora_adapter(first))
+    claim._fence.take_lease(Holder.current(), "runs/a")
+    vllm.models.lora_requests.clear()  # as during a replacement
+    refused = vllm.http.post("/generate", json=ASKED)
+    assert (refused.status_code, vllm.asked) == (503, [])
+    assert "not being served right now" in refused.json()["detail"]
+    assert vllm.http.post("/generate", json={**ASKED, "model": "base"}).status_code == 200
+    claim._fence.give_lease_back(Holder.current())
+    asyncio.run(vllm.models.load_lora_adapter(first))
+    assert vllm.http.post("/generate", json=ASKED).status_code == 200
+    assert [request["model"] for request in vllm.asked] == ["base", ADAPTER]
+    asyncio.run(vllm.models.unload_lora_adapter(first))  # by the server's owner: no trainer holds the lease
+    assert vllm.http.post("/generate", json=ASKED).status_code == 200
+    assert "model" not in vllm.asked[-1]
+
+
+def test_the_base_model_answers_once_the_trainer_has_ended(vllm: FakeVllm) -> None:
+    claim = vllm.app.state.bridge_adapters
+    asyncio.run(vllm.models.load_lora_adapter(SimpleNamespace(lora_name=ADAPTER)))
+    claim._fence.take_lease(Holder.current(), "runs/a")
+    vllm.models.lora_requests.clear()
+    assert vllm.http.post("/generate", json=ASKED).status_code == 503
+    claim._fence.give_lease_back(Holder.current())  # the new one was refused
+    assert vllm.http.post("/generate", json=ASKED).status_code == 200
+    assert "model" not in vllm.asked[-1]
+
+
+def test_the_answer_tells_the_versions_that_made_it(vllm: FakeVllm) -> None:
+    vllm.app.state.bridge_fence = fence = SimpleNamespace(version=3)
+    assert vllm.http.post("/generate", json=ASKED).headers.get_list(VERSION_HEADER) == ["3"]
+    vllm.meanwhile = lambda: setattr(fence, "version", 4)
+    assert vllm.http.post("/generate", json=ASKED).headers.get_list(VERSION_HEADER) == ["3-4"]
+
+
+def test_a_client_that_hangs_up_ends_its_request(vllm: FakeVllm) -> None:
+    vllm.waits = True
+    sent: list[Any] = []
+    unread = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
+
+    async def receive() -> Any:
+        return unread.pop() if unread else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", KEY.encode()), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
+    asyncio.run(vllm.app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, send))
+    assert vllm.aborted
+    assert sent[0]["status"] == generate.CLIENT_GONE
+
+
+def test_a_server_behind_a_path_asks_itself_behind_that_path(vllm: FakeVllm) -> None:
+    http = TestClient(vllm.app, headers={"authorization": KEY}, root_path="/behind")
+    assert http.post("/behind/generate", json=ASKED).status_code == 200
+    assert len(vllm.asked) == 1
+
+
+NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def add_request(self, request_id: str, prompt: str, params: Any, *, lora_request: Any = None) -> str:
+        self.asked.append((request_id, prompt, params, lora_request))
+        return "queue"
+
+
+def logged(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any], name: str = "1") -> list[str]:
+    engine = Engine()
+    generate.watch_sampling(engine)
+    with caplog.at_level(logging.WARNING, logger="vllm.bridge"):
+        for request in requests:
+            params = SimpleNamespace(**{**NEUTRAL, **request})
+            asyncio.run(engine.add_request(name, prompt="p", params=params, lora_request="adapter"))
+            assert engine.asked.pop() == (name, "p", params, "adapter")
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9;"),
+        ({"top_k": 20, "min_p": 0.1}, "top_k=20, min_p=0.1;"),
+        ({"presence_penalty": 1.5}, "presence_penalty=1.5;"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1;"),
+        ({"logit_bias": {5: -100.0}}, "samples with logit_bias;"),
+    ],
+)
+def test_each_set_of_fields_is_logged_once_with_its_values(
+    caplog: pytest.LogCaptureFixture, params: dict[str, Any], words: str
+) -> None:
+    (line,) = logged(caplog, params, params, {})
+    assert words in line
+    assert "generation_config.json" in line
+
+
+def test_a_filtered_rollout_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert logged(caplog, {"top_p": 0.9}, name=f"0_{FILTERED}7") == []
+
+
+def test_the_same_fields_with_other_values_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(logged(caplog, {"top_p": 0.9}, {"top_p": 0.8}, {"top_k": 5}, {"top_k": 5, "top_p": 0.8})) == 3
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_k": 0}, {"top_k": -1, "min_tokens": 0, "bad_words": []}, {"temperature": 0.0, "presence_penalty": 1.0}],
+)
+def test_whole_and_greedy_sampling_is_not_logged(caplog: pytest.LogCaptureFixture, params: dict[str, Any]) -> None:
+    assert logged(caplog, params) == []
+
+
+def test_a_request_that_samples_nothing_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    generate.watch_sampling(engine)
+    assert asyncio.run(engine.add_request("1", "p", SimpleNamespace(task="embed"))) == "queue"
+    assert caplog.records == []
+
+
+def test_what_is_left_out_changes_nothing() -> None:
+    assert changes({"top_p": None, "temperature": 0.3}) == changes({}) == changes(WHOLE) == {}

@@ -1,0 +1,201 @@
+"""The general plugin: when it patches this process, and in which order."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bridge.errors import IncompatibleVersionError
+from bridge_patches import (
+    compatibility,
+    engine_outputs,
+    loading,
+    placement,
+    plugin,
+    prefix_cache,
+)
+
+
+@pytest.fixture(autouse=True)
+def _unregistered() -> Iterator[None]:
+    plugin.register.cache_clear()
+    yield
+    plugin.register.cache_clear()
+
+
+@pytest.mark.parametrize(("value", "patched"), [(None, False), ("0", False), ("", False), ("1", True), ("True", True)])
+def test_vllm_is_patched_once_and_only_on_request(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, patched: bool
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(compatibility, "check_installed", lambda: order.append("check"))
+    monkeypatch.setattr(plugin, "end_with_parent", lambda: order.append("tie"))
+    for module in (loading, placement, prefix_cache, engine_outputs):
+        monkeypatch.setattr(module, "patch", lambda name=module.__name__: order.append(name.rpartition(".")[2]))
+    monkeypatch.delenv(plugin.ENABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(plugin.ENABLE, value)
+    envs = pytest.importorskip("vllm.envs")
+    monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
+    for _ in range(3):
+        plugin.register()
+    for name in ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_SKIP_WEIGHT_DAEMON"):
+        assert (name in envs.environment_variables) is patched
+    everything = ["check", "tie", "loading", "placement", "prefix_cache", "engine_outputs"]
+    assert order == (everything if patched else [])
+
+
+def test_nothing_is_patched_in_a_vllm_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise IncompatibleVersionError("0.1", remedy="another")
+
+    monkeypatch.setattr(compatibility, "check_installed", refuse)
+    monkeypatch.setattr(loading, "patch", lambda: pytest.fail("patched"))
+    monkeypatch.setattr(placement, "patch", lambda: pytest.fail("patched"))
+    monkeypatch.setenv(plugin.ENABLE, "1")
+    for _ in range(2):
+        with pytest.raises(IncompatibleVersionError):
+            plugin.register()
+
+
+LIMIT_S = 20.0
+FAMILY = """
+import multiprocessing, signal, sys, time
+from pathlib import Path
+from bridge_patches import plugin
+
+def note(name):
+    import os
+    place = Path(sys.argv[1]) / name
+    place.with_suffix(".new").write_text(str(os.getpid()))
+    place.with_suffix(".new").rename(place)
+
+def worker(stubborn):
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    plugin.GRACE_S = 1
+    plugin.end_with_parent()
+    plugin.end_with_parent()
+    note("worker")
+    time.sleep(60)
+
+def engine(context, stubborn):
+    plugin.end_with_parent()
+    context.Process(target=worker, args=(stubborn,)).start()
+    note("engine")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    method, stubborn = sys.argv[2], sys.argv[3] == "stubborn"
+    plugin.end_with_parent()  # does nothing in the eldest, whom multiprocessing did not start
+    context = multiprocessing.get_context(method)
+    context.Process(target=engine, args=(context, stubborn)).start()
+    note("eldest")
+    time.sleep(60)
+"""
+FORGETFUL = """
+import multiprocessing, sys, time
+from pathlib import Path
+from bridge_patches import plugin
+
+def child():
+    import os
+    place = Path(sys.argv[1]) / "child"
+    place.with_suffix(".new").write_text(str(os.getpid()))
+    place.with_suffix(".new").rename(place)
+    time.sleep(60)
+
+plugin.end_with_parent()
+multiprocessing.get_context("fork").Process(target=child).start()
+time.sleep(60)
+"""
+
+
+def start(code: str, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    program = folder / "family.py"
+    program.write_text(code)
+    return subprocess.Popen([sys.executable, str(program), str(folder), *arguments], stderr=subprocess.DEVNULL)
+
+
+def find(folder: Path, name: str) -> psutil.Process:
+    """Wait until a member of the family has written its pid."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (folder / name).exists():
+        assert time.monotonic() < deadline, f"no {name}"
+        time.sleep(0.02)
+    return psutil.Process(int((folder / name).read_text()))
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return who is still alive after a while."""
+    alive = psutil.wait_procs(processes, timeout=LIMIT_S)[1]
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("temper", ["meek", "stubborn"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_nobody_outlives_a_parent_that_is_killed(tmp_path: Path, method: str, temper: str) -> None:
+    eldest = start(FAMILY, tmp_path, method, temper)
+    family = [find(tmp_path, name) for name in ("engine", "worker")]
+    assert all(process.is_running() for process in family)
+    eldest.kill()
+    eldest.wait()
+    assert left(family) == []
+
+
+def test_a_child_forked_later_ends_with_its_parent(tmp_path: Path) -> None:
+    eldest = start(FORGETFUL, tmp_path)
+    child = find(tmp_path, "child")
+    eldest.kill()
+    eldest.wait()
+    assert left([child]) == []
+
+
+def test_a_child_whose_parent_ends_well_is_left_to_it(tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing, sys, time; from bridge_patches import plugin\n"
+        "def child(): plugin.end_with_parent(); time.sleep(0.5); sys.exit(7)\n"
+        "if __name__ == '__main__':\n"
+        "    one = multiprocessing.get_context('spawn').Process(target=child)\n"
+        "    one.start(); one.join(); sys.exit(one.exitcode)"
+    )
+    assert start(code, tmp_path).wait(LIMIT_S) == 7
+
+
+def test_one_thread_waits_however_often_it_is_tied(tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing, sys, threading; from bridge_patches import plugin\n"
+        "def child():\n"
+        "    plugin.end_with_parent(); plugin.end_with_parent()\n"
+        "    sys.exit(sum(thread.name == 'end_with_parent' for thread in threading.enumerate()))\n"
+        "if __name__ == '__main__':\n"
+        "    plugin.end_with_parent()\n"
+        "    one = multiprocessing.get_context(sys.argv[2]).Process(target=child)\n"
+        "    one.start(); one.join()\n"
+        "    own = sum(thread.name == 'end_with_parent' for thread in threading.enumerate())\n"
+        "    sys.exit(10 * own + one.exitcode)"
+    )
+    assert [start(code, tmp_path, method).wait(LIMIT_S) for method in ("spawn", "fork")] == [1, 1]
+
+
+def test_the_process_that_was_told_to_end_can_end_by_itself(tmp_path: Path) -> None:
+    code = FAMILY.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", "signal.signal(signal.SIGTERM, last_words)")
+    code = code.replace("def worker", "def last_words(number, frame):\n    note('told')\n    sys.exit(0)\n\ndef worker")
+    eldest = start(code, tmp_path, "spawn", "stubborn")
+    worker = find(tmp_path, "worker")
+    engine = find(tmp_path, "engine")
+    eldest.send_signal(signal.SIGKILL)
+    eldest.wait()
+    assert left([engine, worker]) == []
+    assert int((tmp_path / "told").read_text()) == worker.pid
+
+
+def test_a_fork_finds_no_half_imported_module_in_the_watch() -> None:
+    """A fork while the thread imports a module would leave half of it in the child, whose thread would then die."""
+    code = "import sys; from bridge_patches import plugin; print('multiprocessing.connection' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"True\n"

@@ -1,0 +1,641 @@
+"""The server's side of the fence, with an engine that records its calls in order."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.errors import AttachError, FenceBusyError
+from bridge.server.protocol import Capabilities, Holder, InFlight, PauseRequest
+from bridge_patches import server_fence
+from bridge_patches.engine_outputs import SERVE_VERSION
+from bridge_patches.server_fence import ServerFence
+from tests.unit.checks_sample import dead_holder, elsewhere, holder_of, manifest
+
+ME = Holder.current()
+PAUSED = ["pause keep", "settle", "reset"]
+ASLEEP = [*PAUSED, "sleep"]
+
+
+class FakeEngine:
+    """vLLM's `AsyncLLM` as the fence uses it; `failing` names the call that raises."""
+
+    def __init__(self, *, moved: list[list[str]] | None = None, dropped: bool = True, failing: str = "") -> None:
+        self.calls: list[str] = []
+        self.paused = False
+        self.awake = True
+        self.missing: list[str | None] = [None, None]
+        """What each rank lacks to wake up."""
+        self.version = 0
+        self.engine_core = self
+        self._moved = moved or [[]]
+        self._dropped = dropped
+        self.failing = failing
+
+    async def pause_scheduler_async(self, *, mode: InFlight, clear_cache: bool) -> None:
+        await self._note(f"pause {mode}")
+        assert not clear_cache
+        self.paused = True
+
+    async def collective_rpc(self, method: str) -> Any:
+        await self._note(method.removeprefix("bridge_"))
+        answers: dict[str, Callable[[], Any]] = {
+            "bridge_settle": lambda: self._moved,
+            "bridge_sleep": self._sleep,
+            "bridge_wake": self._wake,
+        }
+        return answers[method]()
+
+    def _sleep(self) -> list[None]:
+        assert self.calls[-2] == "reset", "the KV cache was freed while requests still had blocks of it"
+        self.awake = False
+        return [None, None]
+
+    def _wake(self) -> list[str | None]:
+        self.awake = self.awake or not any(self.missing)
+        return self.missing
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        await self._note("reset")
+        assert self.paused, "the cache was dropped while the scheduler could still fill it"
+        assert reset_connector
+        self.kept_kv = not reset_running_requests
+        return self._dropped
+
+    async def call_utility_async(self, method: str, version: int) -> None:
+        assert method == SERVE_VERSION
+        self.version = version
+
+    async def resume_generation(self) -> None:
+        await self._note("resume")
+        assert self.awake, "tokens would be generated without a KV cache"
+        self.paused = False
+
+    async def _note(self, call: str) -> None:
+        self.calls.append(call)
+        await asyncio.sleep(0)
+        if self.failing and call.startswith(self.failing):
+            raise RuntimeError(f"{call} failed")
+
+
+def asking(holder: Holder, in_flight: InFlight, **more: Any) -> PauseRequest:
+    return PauseRequest(holder=holder, in_flight=in_flight, **more)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
+
+
+def living() -> subprocess.Popen[bytes]:
+    """Start a process that lives until its standard input is closed."""
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+
+
+def test_a_passage_pauses_settles_drops_cache_and_publishes() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        assert (fence.state, fence.version, fence.holder) == ("serving", 0, None)
+        await fence.pause(asking(ME, "keep"))
+        assert (fence.state, fence.version, fence.holder) == ("paused", 0, ME)
+        assert engine.paused
+        assert engine.calls == PAUSED
+        await fence.publish(ME)
+        assert (fence.state, fence.version, fence.holder) == ("serving", 1, None)
+        assert engine.calls == [*PAUSED, "resume"]
+
+    run(passage())
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
+def test_requests_under_way_are_treated_as_asked(in_flight: InFlight) -> None:
+    engine = FakeEngine()
+    run(ServerFence(engine, manifest()).pause(asking(ME, in_flight)))
+    assert engine.calls[0] == f"pause {in_flight}"
+
+
+def test_the_version_is_up_before_a_token_is_generated() -> None:
+    seen = []
+
+    class Engine(FakeEngine):
+        async def resume_generation(self) -> None:
+            seen.append(fence.version)
+            await super().resume_generation()
+
+    fence = ServerFence(Engine(), manifest())
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep"))
+        await fence.publish(ME)
+
+    run(passage())
+    assert seen == [1]
+
+
+def test_a_release_resumes_with_the_same_version() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep"))
+        await fence.release(ME)
+
+    run(passage())
+    assert (fence.state, fence.version, engine.paused) == ("serving", 0, False)
+    assert engine.calls == [*PAUSED, "resume"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "words"),
+    [
+        (FakeEngine(dropped=False), AttachError, "prefix cache"),
+        (FakeEngine(moved=[[], ["layer.b", "layer.a"]]), AttachError, "layer.a, layer.b"),
+        (FakeEngine(failing="pause"), RuntimeError, "pause keep failed"),
+        (FakeEngine(failing="settle"), RuntimeError, "settle failed"),
+        (FakeEngine(failing="reset"), RuntimeError, "reset failed"),
+    ],
+    ids=["cache kept", "weights moved", "pause raises", "settle raises", "reset raises"],
+)
+def test_a_pause_that_fails_leaves_the_server_serving(engine: FakeEngine, error: type[Exception], words: str) -> None:
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        with pytest.raises(error, match=words):
+            await fence.pause(asking(ME, "keep"))
+        assert (fence.state, fence.version, fence.holder) == ("serving", 0, None)
+        assert engine.calls[-1] == "resume"
+        assert not engine.paused
+        with pytest.raises(AttachError, match="nobody"):
+            await fence.publish(ME)
+        assert fence.version == 0
+
+    run(passage())
+
+
+def test_a_pause_can_be_tried_again_after_it_failed() -> None:
+    engine = FakeEngine(failing="reset")
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        with pytest.raises(RuntimeError):
+            await fence.pause(asking(ME, "keep"))
+        engine.failing = ""
+        await fence.pause(asking(ME, "keep"))
+        assert fence.state == "paused"
+
+    run(passage())
+
+
+def test_a_second_living_holder_is_refused() -> None:
+    child = living()
+    other = holder_of(child.pid)
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        await fence.pause(asking(other, "keep"))
+        for refused in (fence.pause(asking(ME, "keep")), fence.publish(ME), fence.release(ME)):
+            with pytest.raises(AttachError, match=str(other.pid)):
+                await refused
+        assert (fence.holder, fence.version) == (other, 0)
+        assert engine.calls == PAUSED
+        await fence.publish(other)
+        assert fence.version == 1
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
+    child = living()
+    other = holder_of(child.pid)
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        results = await asyncio.gather(
+            fence.pause(asking(ME, "keep")), fence.pause(asking(other, "keep")), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [type(None), FenceBusyError]
+        assert engine.calls == PAUSED
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+def test_a_dead_holder_leaves_weights_torn_for_writers() -> None:
+    child = living()
+    other = holder_of(child.pid)
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        await fence.pause(asking(other, "keep"))
+        states = [fence.state]
+        end(child)
+        states.append(fence.state)
+        assert states == ["paused", "torn"]
+        with pytest.raises(AttachError, match=f"process {other.pid} died inside the fence after version 0") as refused:
+            await fence.pause(asking(ME, "keep"))
+        assert "bridge restore CHECKPOINT" in refused.value.remedy
+        with pytest.raises(AttachError, match="does not hold"):
+            await fence.publish(ME)
+        assert (fence.state, fence.version) == ("torn", 0)
+        assert engine.paused
+        assert engine.calls == PAUSED
+
+    run(passage())
+
+
+@asynccontextmanager
+async def torn(engine: FakeEngine, last_checkpoint: str | None = None) -> AsyncIterator[ServerFence]:
+    """A fence whose holder has died."""
+    child = living()
+    fence = ServerFence(engine, manifest())
+    try:
+        await fence.pause(asking(holder_of(child.pid), "keep", last_checkpoint=last_checkpoint))
+    finally:
+        end(child)
+    assert fence.state == "torn"
+    yield fence
+
+
+def test_torn_weights_are_repaired_by_a_takeover() -> None:
+    engine = FakeEngine()
+
+    async def passage() -> None:
+        async with torn(engine) as fence:
+            await fence.pause(asking(ME, "keep", takeover=True))
+            assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
+            assert engine.calls == [*PAUSED, *PAUSED]
+            await fence.publish(ME)
+            assert (fence.state, fence.version, engine.paused) == ("serving", 1, False)
+            await fence.pause(asking(ME, "keep"))
+            await fence.release(ME)
+            assert fence.version == 1
+
+    run(passage())
+
+
+def test_a_takeover_cannot_resume_unwritten_weights() -> None:
+    engine = FakeEngine()
+
+    async def passage() -> None:
+        async with torn(engine) as fence:
+            await fence.pause(asking(ME, "keep", takeover=True))
+            for refused in (fence.release(ME), fence.pause(asking(ME, "keep"))):
+                with pytest.raises(AttachError, match="were half-written when this process took them over"):
+                    await refused
+            assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
+
+    run(passage())
+
+
+def test_a_takeover_that_dies_leaves_weights_torn() -> None:
+    engine = FakeEngine()
+    child = living()
+
+    async def passage() -> None:
+        async with torn(engine) as fence:
+            await fence.pause(asking(holder_of(child.pid), "keep", takeover=True))
+            end(child)
+            with pytest.raises(AttachError, match=f"process {child.pid} died"):
+                await fence.pause(asking(ME, "keep"))
+            await fence.pause(asking(ME, "keep", takeover=True))
+            await fence.publish(ME)
+            assert (fence.state, fence.version) == ("serving", 1)
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+@pytest.mark.parametrize("failing", ["pause", "settle", "reset"])
+def test_a_takeover_that_fails_leaves_torn_weights_paused_and_torn(failing: str) -> None:
+    engine = FakeEngine()
+
+    async def passage() -> None:
+        async with torn(engine) as fence:
+            before = fence.holder
+            engine.failing = failing
+            with pytest.raises(RuntimeError):
+                await fence.pause(asking(ME, "keep", last_checkpoint="/new", takeover=True))
+            assert (fence.state, fence.holder, fence.last_checkpoint) == ("torn", before, None)
+            assert engine.paused
+            assert "resume" not in engine.calls
+
+    run(passage())
+
+
+def test_a_takeover_never_robs_a_living_holder() -> None:
+    child = living()
+    other = holder_of(child.pid)
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        await fence.pause(asking(other, "keep"))
+        with pytest.raises(AttachError, match=f"process {other.pid} holds the fence") as refused:
+            await fence.pause(asking(ME, "keep", takeover=True))
+        assert refused.value.remedy.endswith(f"kill {other.pid}")
+        assert (fence.state, fence.holder, engine.calls) == ("paused", other, PAUSED)
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+def test_a_failed_takeover_of_a_serving_server_resumes_it() -> None:
+    engine = FakeEngine(failing="reset")
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        with pytest.raises(RuntimeError):
+            await fence.pause(asking(ME, "keep", takeover=True))
+        assert (fence.state, engine.paused) == ("serving", False)
+        engine.failing = ""
+        await fence.pause(asking(ME, "keep", takeover=True))
+        await fence.publish(ME)
+        assert (fence.state, fence.version) == ("serving", 1)
+
+    run(passage())
+
+
+def test_a_torn_refusal_names_the_last_checkpoint(tmp_path: Path) -> None:
+    async def passage() -> None:
+        async with torn(FakeEngine(), str(tmp_path)) as fence:
+            with pytest.raises(AttachError) as refused:
+                await fence.pause(asking(ME, "keep"))
+            assert refused.value.remedy == f"bridge restore {tmp_path}"
+
+    run(passage())
+
+
+def test_a_writer_without_a_checkpoint_keeps_the_last_one() -> None:
+    fence = ServerFence(FakeEngine(), manifest())
+
+    async def passage() -> None:
+        named = []
+        for last in ("/saved/step_1", None, "/saved/step_2"):
+            await fence.pause(asking(ME, "keep", last_checkpoint=last))
+            await fence.publish(ME)
+            named.append(fence.status().last_checkpoint)
+        assert named == ["/saved/step_1", "/saved/step_1", "/saved/step_2"]
+
+    run(passage())
+
+
+def test_versions_never_run_backwards() -> None:
+    fence = ServerFence(FakeEngine(), manifest())
+
+    async def passage() -> None:
+        published = []
+        for asked in (None, 7, 7, 3, None):
+            await fence.pause(asking(ME, "keep"))
+            await fence.publish(ME, asked)
+            published.append(fence.version)
+        assert published == [1, 7, 8, 9, 10]
+
+    run(passage())
+
+
+def test_an_invisible_holder_is_refused_the_fence() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+    dead = dead_holder()
+    unseen = elsewhere()
+
+    async def passage() -> None:
+        for holder in (dead, unseen):
+            with pytest.raises(AttachError, match="not visible"):
+                await fence.pause(asking(holder, "keep"))
+        assert (fence.state, engine.calls) == ("serving", [])
+
+    run(passage())
+
+
+def test_torn_weights_and_adapters_need_their_own_kind() -> None:
+    engine = FakeEngine()
+    child = living()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        async with torn(engine) as of_weights:
+            with pytest.raises(AttachError, match="the weights may be half-written"):
+                await of_weights.pause(asking(ME, "keep", writes="adapter", takeover=True))
+            assert of_weights.state == "torn"
+        await fence.pause(asking(holder_of(child.pid), "keep", writes="adapter", last_checkpoint="/gone"))
+        end(child)
+        assert "the adapter may be half-written" in fence.status().torn()
+        assert fence.status().remedy().startswith("bridge restore ADAPTER (/gone is gone")
+        with pytest.raises(AttachError, match="the adapter may be half-written"):
+            await fence.pause(asking(ME, "keep", takeover=True))
+        await fence.pause(asking(ME, "keep", writes="adapter", takeover=True))
+        await fence.publish(ME)
+        assert (fence.state, fence.version, fence.last_checkpoint) == ("serving", 1, "/gone")
+        await fence.pause(asking(ME, "keep"))
+        assert fence.last_checkpoint is None, "an adapter does not restore weights"
+        await fence.release(ME)
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+def sleeper(engine: FakeEngine) -> ServerFence:
+    return ServerFence(engine, manifest(), Capabilities(can_sleep=True))
+
+
+def test_the_kv_cache_sleeps_until_the_next_token() -> None:
+    engine = FakeEngine()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        assert fence.status().can_sleep
+        await fence.pause(asking(ME, "keep", sleep=True))
+        assert (engine.calls, engine.paused, engine.awake) == (ASLEEP, True, False)
+        await fence.publish(ME)
+        assert (engine.calls, engine.paused, engine.awake) == ([*ASLEEP, "wake", "resume"], False, True)
+        assert (fence.state, fence.version) == ("serving", 1)
+        await fence.pause(asking(ME, "keep"))
+        await fence.publish(ME)
+        assert engine.calls[-4:] == [*PAUSED, "resume"], "it was woken without having slept"
+
+    run(passage())
+
+
+def test_a_release_wakes_the_kv_cache_too() -> None:
+    engine = FakeEngine()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep", sleep=True))
+        await fence.release(ME)
+
+    run(passage())
+    assert engine.calls == [*ASLEEP, "wake", "resume"]
+    assert (fence.state, fence.version) == ("serving", 0)
+
+
+def test_a_server_that_cannot_sleep_says_so_before_it_pauses() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest())
+
+    async def passage() -> None:
+        with pytest.raises(AttachError, match="cannot free its KV cache") as refused:
+            await fence.pause(asking(ME, "keep", sleep=True))
+        assert "--kv-sleep never" in refused.value.remedy
+        assert (engine.calls, fence.state, fence.status().can_sleep) == ([], "serving", False)
+
+    run(passage())
+
+
+@pytest.mark.parametrize("failing", ["pause", "settle", "reset"])
+def test_a_failure_before_the_sleep_wakes_nothing(failing: str) -> None:
+    engine = FakeEngine(failing=failing)
+
+    async def passage() -> None:
+        with pytest.raises(RuntimeError):
+            await sleeper(engine).pause(asking(ME, "keep", sleep=True))
+        assert not {"sleep", "wake"} & set(engine.calls)
+        assert not engine.paused
+
+    run(passage())
+
+
+def test_a_kv_cache_that_falls_asleep_in_part_is_woken_again() -> None:
+    engine = FakeEngine(failing="sleep")
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        with pytest.raises(RuntimeError, match="sleep failed"):
+            await fence.pause(asking(ME, "keep", sleep=True))
+        assert engine.calls == [*ASLEEP, "wake", "resume"]
+        assert (fence.state, fence.holder) == ("serving", None)
+
+    run(passage())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_failed_pause_waits_for_memory(ends: bool) -> None:
+    engine, child = FakeEngine(failing="sleep"), living()
+    fence, holder = sleeper(engine), holder_of(child.pid)
+
+    async def passage() -> None:
+        engine.missing = [None, "9.00 GiB are needed, and 2.00 GiB of the GPU are free"]
+        with pytest.raises(AttachError, match="cannot allocate its KV cache again"):
+            await fence.pause(asking(holder, "keep", sleep=True))
+        assert (fence.state, fence.holder, fence.status().writes, engine.paused) == ("paused", holder, "nothing", True)
+        if ends:
+            end(child)
+            await asyncio.sleep(3 * server_fence.POLL_S)
+            assert engine.calls.count("wake") > 1
+        engine.missing = [None, None]
+        if not ends:
+            await fence.release(holder)
+        assert fence._watcher
+        await fence._watcher
+        assert (fence.state, fence.holder, fence.version, engine.paused) == ("serving", None, 0, False)
+
+    run(passage())
+    end(child)
+
+
+@pytest.mark.parametrize("leave", [ServerFence.publish, ServerFence.release])
+def test_a_kv_cache_without_memory_keeps_the_fence_held(
+    leave: Callable[[ServerFence, Holder], Coroutine[Any, Any, None]], tmp_path: Path
+) -> None:
+    engine = FakeEngine()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep", last_checkpoint=str(tmp_path), sleep=True))
+        engine.missing = [None, "9.00 GiB are needed, and 2.00 GiB of the GPU are free"]
+        for _ in range(2):
+            with pytest.raises(AttachError, match=r"does not generate: 9\.00 GiB are needed") as refused:
+                await leave(fence, ME)
+            assert refused.value.remedy.endswith(f"then bridge restore {tmp_path}")
+            assert (fence.state, fence.holder, fence.version, engine.paused) == ("paused", ME, 0, True)
+        engine.missing = [None, None]
+        await leave(fence, ME)
+        assert (fence.state, engine.paused, engine.awake) == ("serving", False, True)
+        assert engine.calls == [*ASLEEP, "wake", "wake", "wake", "resume"]
+
+    run(passage())
+
+
+@pytest.mark.parametrize("failing", ["", "settle"])
+def test_a_takeover_wakes_the_kv_cache_of_a_dead_holder(failing: str) -> None:
+    engine = FakeEngine()
+    child = living()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        await fence.pause(asking(holder_of(child.pid), "keep", sleep=True))
+        end(child)
+        assert (fence.state, engine.awake) == ("torn", False)
+        if failing:
+            engine.failing = failing
+            with pytest.raises(RuntimeError):
+                await fence.pause(asking(ME, "keep", takeover=True))
+            assert (fence.state, engine.awake, engine.paused) == ("torn", False, True)
+            engine.failing = ""
+        await fence.pause(asking(ME, "keep", takeover=True))
+        assert not engine.awake
+        await fence.publish(ME)
+        assert (fence.state, fence.version, engine.awake, engine.paused) == ("serving", 1, True, False)
+
+    try:
+        run(passage())
+    finally:
+        end(child)
+
+
+def test_a_second_pause_may_let_the_kv_cache_sleep() -> None:
+    engine = FakeEngine()
+    fence = sleeper(engine)
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep"))
+        await fence.pause(asking(ME, "keep", sleep=True))
+        assert engine.calls == [*PAUSED, *ASLEEP]
+        await fence.publish(ME)
+        assert engine.calls[-2:] == ["wake", "resume"]
+
+    run(passage())
+
+
+@pytest.mark.parametrize(
+    ("keep_kv", "sleep", "can_keep", "kept"),
+    [(True, False, True, True), (False, False, True, False), (True, True, True, False), (True, False, False, False)],
+)
+def test_keys_and_values_are_kept_if_requested_and_possible(
+    keep_kv: bool, sleep: bool, can_keep: bool, kept: bool
+) -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest(), Capabilities(can_sleep=True, can_keep_kv=can_keep))
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep", keep_kv=keep_kv, sleep=sleep))
+        await fence.publish(ME)
+
+    run(passage())
+    assert (engine.kept_kv, engine.version) == (kept, fence.version)

@@ -1,0 +1,213 @@
+"""A checkpoint becomes a plain model folder: adapters are merged by hand-computed numbers, other weights are copied."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bridge.core import mark
+from bridge.errors import UsageError
+from bridge.run import checkpoint
+from bridge.run.checkpoint import MARKER_NAME, Progress
+from bridge.run.export import export
+from bridge_cli.main import answer
+from tests.models import tiny
+
+MODULE = "model.layers.0.self_attn.q_proj"
+RANK, ALPHA = 2, 4.0
+PARTS = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.write(tiny.llama(), tmp_path_factory.mktemp("base"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return folder
+
+
+def adapter(folder: Path, base: str, *, module: str = MODULE) -> Path:
+    """Write an adapter of one module by hand: A counts, B is 0.5 in its first column and 0 elsewhere."""
+    folder.mkdir()
+    a = torch.arange(RANK * 128, dtype=torch.float32).view(RANK, 128) / 64
+    b = torch.zeros(tiny.VOCABULARY if module == "lm_head" else 128, RANK)
+    b[:, 0] = 0.5
+    name = f"base_model.model.{module}"
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": RANK, "lora_alpha": ALPHA,
+        "target_modules": [module.rpartition(".")[2]] if module == "lm_head" else [module],
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def full(folder: Path, base: Path) -> Path:
+    """Write a checkpoint of a whole model, with the state of an optimizer."""
+
+    def write(scratch: Path) -> None:
+        for path in base.iterdir():
+            (scratch / path.name).write_bytes(path.read_bytes())
+        (scratch / "optimizer").mkdir()
+        (scratch / "optimizer" / "state.json").write_text("{}")
+
+    progress = Progress(step=3, weight_version=3, problems_drawn=24, run_dir=folder)
+    return checkpoint.save(folder, write, progress)
+
+
+def test_a_missing_checkpoint_is_refused_with_a_similar_name(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "one"
+    for step in (9, 30):
+        full(run / "checkpoints" / f"step_{step}", base)
+    for given, meant in (
+        (run, run / "checkpoints" / "step_30"),
+        (run / "checkpoints", run / "checkpoints" / "step_30"),
+        (run / "checkpoints" / "step_3", run / "checkpoints" / "step_30"),
+        (run.parent / "ones", run),
+    ):
+        assert answer(["export", str(given), "--out", str(tmp_path / "out")]) == 2
+        error, _, hint = capsys.readouterr().err.splitlines()
+        assert error.startswith("error: "), "nothing is said to be written"
+        assert hint == f"hint: did you mean {meant}?"
+    assert not (tmp_path / "out").exists()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_adapter_is_merged_in_the_dtype_of_its_base(base: Path, tmp_path: Path) -> None:
+    folder = export(adapter(tmp_path / "adapter_step_1", str(base)), tmp_path / "out")
+    before, after = (AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict() for path in (base, folder))
+    assert before.keys() == after.keys()
+    changed = before.pop(f"{MODULE}.weight").float() + ALPHA / RANK * 0.5 * torch.arange(128) / 64
+    assert torch.equal(after[f"{MODULE}.weight"], changed.bfloat16())
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert names(folder) == sorted([mark.NAME, "chat_template.jinja", *PARTS])
+
+
+def test_the_tokenizer_is_the_checkpoints_or_the_bases(base: Path, tmp_path: Path) -> None:
+    source = adapter(tmp_path / "adapter_step_1", str(base))
+    tokenizer: Any = AutoTokenizer.from_pretrained(export(source, tmp_path / "one"))
+    assert tokenizer("2+3=")["input_ids"] == AutoTokenizer.from_pretrained(base)("2+3=")["input_ids"]
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+    tiny.write_tokenizer(source, tiny.VOCABULARY)
+    (source / "chat_template.jinja").write_text("changed")
+    tokenizer = AutoTokenizer.from_pretrained(export(source, tmp_path / "other"))
+    assert tokenizer.chat_template == "changed"
+
+
+def test_a_checkpoint_is_exported_without_optimizer_state(base: Path, tmp_path: Path) -> None:
+    source = full(tmp_path / "step_3", base)
+    folder = export(source, tmp_path / "out")
+    assert names(folder) == sorted({*names(source), mark.NAME} - {MARKER_NAME, "optimizer"})
+    assert (folder / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == tiny.VOCABULARY
+    assert AutoTokenizer.from_pretrained(folder).eos_token == "<eos>"
+
+
+def test_only_an_earlier_export_is_replaced(base: Path, tmp_path: Path) -> None:
+    source, out = full(tmp_path / "step_3", base), tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors").write_text("mine")
+    with pytest.raises(UsageError, match="out exists, and Bridge did not write it") as refused:
+        export(source, out)
+    assert "--out" in refused.value.remedy
+    assert names(out) == ["model.safetensors"]
+    (out / "model.safetensors").unlink()
+    export(source, out)
+    (out / "model.safetensors").write_text("stale")
+    export(source, out)
+    assert load_file(out / "model.safetensors")
+    (out / "README.md").write_text("mine")
+    with pytest.raises(UsageError, match="out exists"):
+        export(source, out)
+    assert (out / "README.md").read_text() == "mine"
+    with pytest.raises(UsageError, match="step_3 exists"):
+        export(source, source)
+
+
+def test_a_refused_export_is_one_line_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
+    damaged = full(tmp_path / "step_3", base)
+    (damaged / "config.json").write_text("{}")
+    other = tiny.llama()
+    other.num_attention_heads = 2
+    narrow = tiny.write(other, tmp_path / "narrow")
+    whole = adapter(tmp_path / "whole", str(base))
+    no_base = adapter(tmp_path / "no_base", "")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for source, model, words in (
+        (tmp_path / "absent", None, "there is no folder"),
+        (empty, None, "holds neither a model nor an adapter"),
+        (damaged, None, "is not whole: config.json was cut short"),
+        (base, str(base), "holds no adapter"),
+        (whole, str(narrow), "does not fit"),
+        (no_base, None, "names no base"),
+        (adapter(tmp_path / "deeper", str(base), module="model.layers.7.self_attn.q_proj"), None, "does not fit"),
+        (adapter(tmp_path / "head", str(base), module="lm_head"), None, "which are one tensor"),
+    ):
+        with pytest.raises(UsageError, match=words) as refused:
+            export(source, tmp_path / "out", base=model)
+        assert "\n" not in refused.value.message
+        assert not (tmp_path / "out").exists()
+
+
+def test_another_base_can_be_named(base: Path, tmp_path: Path) -> None:
+    source = adapter(tmp_path / "moved", "no/such/place/any/more")
+    assert export(source, tmp_path / "out", base=str(base)).is_dir()
+
+
+class FakeHub:
+    """Records what is sent to the hub."""
+
+    def __init__(self, calls: list[Any], fault: Exception | None = None) -> None:
+        self.calls, self.fault = calls, fault
+
+    def whoami(self) -> None:
+        self.calls.append("whoami")
+
+    def create_repo(self, repo: str, *, private: bool, exist_ok: bool) -> Any:
+        self.calls.append(("create", repo, private, exist_ok))
+        if self.fault:
+            raise self.fault
+
+        class Page(str):
+            repo_id = f"me/{repo}"
+
+        return Page(f"hub/{repo}")
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, ignore_patterns: list[str]) -> None:
+        self.calls.append(("upload", repo_id, folder_path, ignore_patterns))
+
+
+def test_an_export_is_pushed_without_the_mark(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(calls))
+    source, out = full(tmp_path / "step_3", base), tmp_path / "out"
+    assert answer(["export", str(source), "--out", str(out), "--push", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": str(out), "page": "hub/mine"}
+    assert calls == ["whoami", ("create", "mine", True, True), ("upload", "me/mine", out, [mark.NAME])]
+
+
+def test_a_failed_push_keeps_the_folder_and_names_a_command(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(calls, RuntimeError("403 Forbidden\nfor you")))
+    source, out = full(tmp_path / "step_3", base), tmp_path / "out"
+    assert answer(["export", str(source), "--out", str(out), "--push", "mine"]) == 2
+    err = capsys.readouterr().err
+    assert "error: --push mine: 403 Forbidden for you\n" in err
+    assert f"hf upload mine {out} --exclude {mark.NAME}" in err
+    assert out.is_dir()
+    assert answer(["export", str(source), "--out", str(out), "--push", "not a name"]) == 2
+    assert "--push not a name: " in capsys.readouterr().err

@@ -1,0 +1,303 @@
+"""The optimizer's state by name: kept in its own dtypes, in bounded files, loaded whole or not at all."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from bridge.errors import CheckpointError, UsageError
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
+from bridge.run import optimizer_state
+from bridge.run.optimizer_state import FOLDER, STATE_NAME
+
+Trained = dict[str, nn.Parameter]
+OFFLOADED = "offloaded"
+SHAPES = {"layer.b": ((4, 6), torch.bfloat16), "layer.a": ((5,), torch.float32), "head": ((3, 4), torch.bfloat16)}
+
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def parameters(device: str = "cpu") -> Trained:
+    torch.manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape).to(device, dtype)) for name, (shape, dtype) in SHAPES.items()}
+
+
+def optimizer_of(trained: Trained, lr: float = 1e-3, kind: str = "adamw") -> InPlaceOptimizer:
+    if kind == OFFLOADED:
+        return OffloadedAdamW(list(trained.values()), lr=lr)
+    return SplitMasterAdamW(list(trained.values()), lr=lr, kind=KINDS[kind], seed=3)
+
+
+def step(trained: Trained, optimizer: InPlaceOptimizer, *, seed: int, without: str = "") -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in trained.items():
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+        parameter.grad = None if name == without else gradient
+    optimizer.step()
+
+
+def copies(trained: Trained) -> Trained:
+    return {name: nn.Parameter(parameter.detach().clone()) for name, parameter in trained.items()}
+
+
+def state(trained: Trained, optimizer: InPlaceOptimizer) -> dict[str, dict[str, Tensor | int]]:
+    stepped = {name: parameter for name, parameter in trained.items() if optimizer.num_updates(parameter)}
+    return {
+        name: {"step": optimizer.num_updates(parameter)}
+        | {part: tensor.clone() for part, tensor in optimizer.parts(parameter).items()}
+        for name, parameter in stepped.items()
+    }
+
+
+def check_equal(one: dict[str, dict[str, Tensor | int]], other: dict[str, dict[str, Tensor | int]]) -> None:
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        assert sorted(values) == sorted(other[name])
+        for part, value in values.items():
+            found = other[name][part]
+            if isinstance(value, Tensor):
+                assert isinstance(found, Tensor)
+                assert (found.dtype, found.device) == (value.dtype, value.device)
+                assert torch.equal(found, value), (name, part)
+            else:
+                assert found == value, (name, part)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {key: tensor for path in files(folder) for key, tensor in load_file(path).items()}
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("*.safetensors"))
+
+
+def refusal(folder: Path, trained: Trained) -> str:
+    """Return the message of a refused load; nothing may change."""
+    optimizer = optimizer_of(trained)
+    step(trained, optimizer, seed=9)
+    weights, before, random = copies(trained), state(trained, optimizer), torch.get_rng_state()
+    with pytest.raises(UsageError) as caught:
+        optimizer_state.read(folder, trained, optimizer)
+    check_equal(before, state(trained, optimizer))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(weights[name], parameter) for name, parameter in trained.items())
+    return caught.value.message
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [*KINDS, OFFLOADED])
+@pytest.mark.parametrize("shard_bytes", [10**9, 50])
+def test_a_state_resumes_bitwise_in_its_dtypes_at_a_new_rate(
+    shard_bytes: int, kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", shard_bytes)
+    trained = parameters(device)
+    optimizer = optimizer_of(trained, kind=kind)
+    for seed in (1, 2, 3):
+        step(trained, optimizer, seed=seed)
+    optimizer_state.write(tmp_path, trained, optimizer)
+    assert (len(files(tmp_path)) > 1) == (shard_bytes == 50)
+
+    other = copies(trained)
+    if not kind.endswith("bit"):  # without randomness the order does not matter
+        other = dict(reversed(other.items()))
+    resumed = optimizer_of(other, kind=kind)
+    step(other, resumed, seed=9)  # the loaded state replaces everything
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            other[name].copy_(parameter)
+    optimizer_state.read(tmp_path, other, resumed)
+    check_equal(state(trained, optimizer), {name: state(other, resumed)[name] for name in trained})
+    for seed in (4, 5):
+        step(trained, optimizer, seed=seed)
+        step({name: other[name] for name in trained}, resumed, seed=seed)
+    for name, parameter in trained.items():
+        assert torch.equal(parameter, other[name]), name
+    slower = optimizer_of(other, lr=1e-9, kind=kind)
+    optimizer_state.read(tmp_path, other, slower)
+    assert slower.param_groups[0]["lr"] == 1e-9
+
+
+def test_files_are_bounded_and_numbered_to_the_same_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", 200)
+    trained = parameters()
+    optimizer = optimizer_of(trained)
+    step(trained, optimizer, seed=1)
+    optimizer_state.write(tmp_path, trained, optimizer)
+    count = len(files(tmp_path))
+    expected = [f"optimizer-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    assert [path.name for path in files(tmp_path)] == expected
+    assert all(sum(tensor.nbytes for tensor in load_file(path).values()) <= 200 for path in files(tmp_path))
+    assert sorted(stored(tmp_path)) == sorted(
+        f"{name}.{part}"
+        for name, (_, dtype) in SHAPES.items()
+        for part in ("exp_avg", "exp_avg_sq", *(["remainder"] if dtype == torch.bfloat16 else []))
+    )
+
+
+def test_no_tensor_lies_where_vllm_would_load_it(tmp_path: Path) -> None:
+    trained = parameters()
+    optimizer_state.write(tmp_path, trained, optimizer_of(trained))
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
+
+
+def test_one_file_at_a_time_is_held_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = parameters()
+    optimizer = optimizer_of(trained)
+    step(trained, optimizer, seed=1)
+    held: list[int] = []
+
+    def save(tensors: dict[str, Tensor], path: Path) -> None:
+        held.append(sum(tensor.nbytes for tensor in tensors.values()))
+        save_file(tensors, path)
+
+    monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", 200)
+    monkeypatch.setattr(optimizer_state, "save_file", save)
+    optimizer_state.write(tmp_path, trained, optimizer)
+    assert len(held) == len(files(tmp_path)) > 1
+    assert max(held) <= 200
+
+
+def test_what_was_taken_over_is_not_the_file_any_more(tmp_path: Path) -> None:
+    trained = parameters()
+    optimizer = optimizer_of(trained)
+    step(trained, optimizer, seed=1)
+    optimizer_state.write(tmp_path, trained, optimizer)
+    resumed = optimizer_of(trained)
+    optimizer_state.read(tmp_path, trained, resumed)
+    before = state(trained, optimizer)
+    for path in files(tmp_path):
+        path.write_bytes(bytes(path.stat().st_size))
+    check_equal(before, state(trained, resumed))
+    step(trained, resumed, seed=2)  # in writable memory
+
+
+def test_a_parameter_without_a_gradient_so_far_has_no_state(tmp_path: Path) -> None:
+    trained = parameters()
+    optimizer = optimizer_of(trained)
+    optimizer_state.write(tmp_path, trained, optimizer)
+    resumed = optimizer_of(trained)
+    optimizer_state.read(tmp_path, trained, resumed)
+    assert state(trained, resumed) == {}
+    (tmp_path / "later").mkdir()
+    step(trained, optimizer, seed=1, without="head")
+    optimizer_state.write(tmp_path / "later", trained, optimizer)
+    optimizer_state.read(tmp_path / "later", trained, resumed)
+    assert resumed.num_updates(trained["head"]) == 0
+    assert resumed.num_updates(trained["layer.a"]) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chance_goes_on_where_it_was(device: str, tmp_path: Path) -> None:
+    trained = parameters(device)
+    torch.manual_seed(5)
+    torch.rand(3, device=device)
+    optimizer_state.write(tmp_path, trained, optimizer_of(trained))
+    expected = torch.rand(1000, device=device)
+    torch.manual_seed(6)
+    optimizer_state.read(tmp_path, trained, optimizer_of(trained))
+    assert torch.equal(torch.rand(1000, device=device), expected)
+
+
+def test_the_gpus_of_a_machine_that_has_fewer_are_passed_over(tmp_path: Path) -> None:
+    trained = parameters()
+    optimizer_state.write(tmp_path, trained, optimizer_of(trained))
+    document = json.loads((tmp_path / FOLDER / STATE_NAME).read_text())
+    document["cuda_random"] += ["AAAAAAAAAAAAAAAAAAAAAA=="] * 99
+    (tmp_path / FOLDER / STATE_NAME).write_text(json.dumps(document))
+    optimizer_state.read(tmp_path, trained, optimizer_of(trained))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    trained = parameters()
+    optimizer = optimizer_of(trained)
+    step(trained, optimizer, seed=1)
+    optimizer_state.write(tmp_path, trained, optimizer)
+    return tmp_path
+
+
+def test_a_state_of_other_parameters_is_refused_whole(written: Path) -> None:
+    trained = parameters()
+    told = refusal(written, trained | {"new": nn.Parameter(torch.ones(2))})
+    assert told == f"{written / FOLDER} does not fit the model: new is absent, expected trained"
+    told = refusal(written, {"layer.a": trained["layer.a"]})
+    assert "head is trained, expected none of that name; layer.b is" in told
+    told = refusal(written, trained | {"head": nn.Parameter(torch.ones(3, 5).bfloat16())})
+    assert "head.exp_avg is F32 (3, 4), expected F32 (3, 5); head.exp_avg_sq is " in told
+    told = refusal(written, trained | {"head": nn.Parameter(torch.ones(3, 4))})
+    assert "head.remainder is I16 (3, 4), expected none of that name" in told
+
+
+@pytest.mark.parametrize("other", ["adamw-8bit", OFFLOADED])
+def test_a_state_of_another_kind_is_refused_with_its_flags(written: Path, other: str) -> None:
+    trained = parameters()
+    optimizer = optimizer_of(trained, kind=other)
+    step(trained, optimizer, seed=9)
+    before, weights = state(trained, optimizer), copies(trained)
+    with pytest.raises(CheckpointError) as caught:
+        optimizer_state.read(written, trained, optimizer)
+    assert "was written with --optimizer adamw --no-offload-optimizer, and this run has " in caught.value.message
+    assert caught.value.message.count(optimizer.flags) == 1
+    assert caught.value.remedy == "resume with --optimizer adamw --no-offload-optimizer"
+    check_equal(before, state(trained, optimizer))
+    assert all(torch.equal(weights[name], parameter) for name, parameter in trained.items())
+
+
+def test_a_state_without_a_kind_is_adamws(written: Path) -> None:
+    path = written / FOLDER / STATE_NAME
+    document = json.loads(path.read_text())
+    del document["flags"]
+    path.write_text(json.dumps(document))
+    trained = parameters()
+    resumed = optimizer_of(trained)
+    optimizer_state.read(written, trained, resumed)
+    assert resumed.num_updates(trained["head"]) == 1
+
+
+Edit = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (lambda t: t.pop("head.exp_avg"), "head.exp_avg is absent, expected F32 (3, 4)"),
+        (lambda t: t.update({"head.more": torch.ones(1)}), "head.more is F32 (1,), expected none of that name"),
+        (
+            lambda t: t.update({"head.exp_avg": torch.ones(3, 4).bfloat16()}),
+            "head.exp_avg is BF16 (3, 4), expected F32 (3, 4)",
+        ),
+    ],
+)
+def test_a_file_that_was_edited_is_refused_whole(written: Path, edit: Edit, told: str) -> None:
+    tensors = stored(written)
+    edit(tensors)
+    save_file(tensors, files(written)[0])
+    assert told in refusal(written, parameters())
+
+
+def test_a_file_that_was_cut_short_is_refused_whole(written: Path) -> None:
+    path = files(written)[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert f"{path} cannot be read" in refusal(written, parameters())
+
+
+def test_a_checkpoint_without_state_is_refused_in_one_line(tmp_path: Path) -> None:
+    trained = parameters()
+    with pytest.raises(CheckpointError, match=r"holds no optimizer state .* saved with --no-save-optimizer") as caught:
+        optimizer_state.read(tmp_path, trained, optimizer_of(trained))
+    assert f"--model-name {tmp_path}" in caught.value.remedy
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]"])
+def test_a_damaged_record_is_refused(written: Path, text: str) -> None:
+    (written / FOLDER / STATE_NAME).write_text(text)
+    assert "cannot be used: it is damaged" in refusal(written, parameters())

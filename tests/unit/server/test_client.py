@@ -1,0 +1,309 @@
+"""The control connection: what it sends, and one clear error for every way in which a server can fail."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bridge.core.process import ProcessIdentity
+from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreachableError, UsageError
+from bridge.server import client as client_module
+from bridge.server.client import BridgeClient, VllmClient, max_model_len
+from bridge.server.protocol import Element, Holder, Status
+from tests.unit.checks_sample import manifest
+from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
+
+ME = Holder.current()
+STATUS = Status(model="m", version=7, state="paused", holder=ME, server=ProcessIdentity.current()).model_dump()
+ELEMENTS = (Element(parameter="w", index=3),)
+CALLS: dict[str, Callable[[BridgeClient], object]] = {
+    "status": lambda client: client.status(),
+    "pause": lambda client: client.pause("keep"),
+    "publish": lambda client: client.publish(),
+    "resume": lambda client: client.resume(),
+    "digests": lambda client: client.digests(),
+    "read": lambda client: client.read(ELEMENTS),
+    "write": lambda client: client.write(ELEMENTS, (1.0,)),
+}
+
+
+def good(asked: Asked) -> Answer:
+    return as_json(
+        {"/bridge/tensors/digest": {"digests": {"w": "0f"}}, "/bridge/tensors/read": {"values": [1.5]}}.get(
+            asked.path, STATUS
+        )
+    )
+
+
+def error_of(answers: Answers, call: str, *, timeout_s: float = 20) -> BridgeError:
+    with serving(answers) as server, BridgeClient(manifest(url=server.url), timeout_s=timeout_s) as client:
+        with pytest.raises(BridgeError) as caught:
+            CALLS[call](client)
+        assert server.url in caught.value.message or isinstance(caught.value, AttachError)
+        return caught.value
+
+
+def test_each_call_sends_its_route_token_and_holder() -> None:
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        answers = [CALLS[name](client) for name in CALLS]
+    assert [f"{asked.method} {asked.path}" for asked in server.asked] == [
+        "GET /bridge/status", "POST /bridge/pause", "POST /bridge/publish", "POST /bridge/resume",
+        "GET /bridge/tensors/digest", "POST /bridge/tensors/read", "POST /bridge/tensors/write",
+    ]  # fmt: skip
+    assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
+    holder, element = ME.model_dump(mode="json"), {"parameter": "w", "index": 3, "part": 0}
+    pause = {
+        "holder": holder, "version": None, "in_flight": "keep", "last_checkpoint": None, "writes": "weights",
+        "takeover": False, "sleep": False, "keep_kv": False,
+    }  # fmt: skip
+    publish, resume = {"holder": holder, "after": 7, "version": None}, {"holder": holder}
+    assert [asked.body for asked in server.asked] == [
+        None, pause, publish, resume,
+        None, {"elements": [element]}, {"holder": holder, "elements": [element], "values": [1.0]},
+    ]  # fmt: skip
+    assert answers == [Status.model_validate(STATUS)] * 4 + [{"w": "0f"}, (1.5,), None]
+
+
+def test_a_takeover_sends_an_absolute_checkpoint_and_version() -> None:
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        client.pause("keep", last_checkpoint=Path("saved/step_3"), takeover=True)
+        client.publish(3)
+    pause, publish = (asked.body for asked in server.asked)
+    assert (pause["last_checkpoint"], pause["takeover"]) == (str(Path.cwd() / "saved" / "step_3"), True)
+    assert publish["version"] == 3
+
+
+def test_a_pause_requests_sleep_where_it_is_wanted() -> None:
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        client.pause("keep", sleep=True)
+    assert server.asked[0].body["sleep"] is True
+
+
+def test_another_address_than_the_manifests_can_be_given() -> None:
+    with serving(good) as server, BridgeClient(manifest(), timeout_s=20, url=server.url) as client:
+        assert client.status().version == 7
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_server_that_is_gone_is_unreachable(call: str) -> None:
+    with serving(good) as server:
+        url = server.url
+    with BridgeClient(manifest(url=url), timeout_s=20) as client, pytest.raises(ServerUnreachableError, match=url):
+        CALLS[call](client)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "answers",
+    [
+        lambda _: None,
+        lambda _: Answer("Internal Server Error", 500),
+        lambda _: as_json({"detail": "wrong token"}, 401),
+        lambda _: Answer("<html>", 200),
+        lambda _: Answer("", 200),
+        lambda _: as_json({"more": 1}),
+        lambda _: as_json([]),
+        lambda _: Answer("<html>", 409),
+        lambda _: as_json({"error": "no remedy"}, 409),
+        lambda _: as_json(["nonsense"], 409),
+        lambda _: Answer("not gzip", 200, {"content-encoding": "gzip"}),
+    ],
+    ids=[
+        "dropped", "500", "401", "html", "empty", "another object", "a list",
+        "409 of html", "409 without remedy", "409 of a list", "no gzip",
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_not_ours_is_unreachable(call: str, answers: Answers) -> None:
+    error = error_of(answers, call)
+    assert type(error) is ServerUnreachableError
+    assert error.exit_code == 5
+
+
+def test_a_refusal_is_told_in_the_servers_own_words() -> None:
+    error = error_of(lambda _: as_json({"error": "torn", "remedy": "restart it"}, 409), "pause")
+    assert type(error) is AttachError
+    assert (error.message, error.remedy, error.exit_code) == ("torn", "restart it", 4)
+
+
+def test_the_servers_own_error_is_quoted() -> None:
+    assert "engine is dead" in error_of(lambda _: Answer("engine is dead", 500), "status").message
+
+
+def test_a_server_that_is_too_slow_is_unreachable() -> None:
+    def slow(_: Asked) -> Answer:
+        time.sleep(0.5)
+        return good(_)
+
+    assert type(error_of(slow, "status", timeout_s=0.1)) is ServerUnreachableError
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_only_long_calls_have_the_whole_timeout(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
+
+    def slow(asked: Asked) -> Answer:
+        time.sleep(0.5)
+        return good(asked)
+
+    with serving(slow) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        if call in {"digests", "read", "write"}:
+            CALLS[call](client)
+        else:
+            with pytest.raises(ServerUnreachableError, match="ReadTimeout"):
+                CALLS[call](client)
+
+
+def test_a_draining_pause_has_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
+
+    def slow(asked: Asked) -> Answer:
+        time.sleep(0.5)
+        return good(asked)
+
+    with serving(slow) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        assert client.pause("wait").version == 7
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_whose_answer_is_lost_is_sent_again(call: str) -> None:
+    lost = []
+
+    def answers(asked: Asked) -> Answer | None:
+        lost.append(asked.body)
+        return good(asked) if len(lost) > 1 else None
+
+    with serving(answers) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        CALLS[call](client)
+    assert lost[0] == lost[1]
+
+
+def test_a_publication_without_a_pause_is_no_repetition() -> None:
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        client.publish()
+    assert server.asked[0].body["after"] is None
+
+
+def test_a_lease_is_given_back_with_the_connection_and_no_other_is() -> None:
+    with serving(good) as server:
+        for run in ("runs/first", None):
+            with BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+                if run:
+                    assert client.take_lease(run).version == 7
+    holder = {"holder": ME.model_dump(mode="json")}
+    assert [(asked.method, asked.path, asked.body) for asked in server.asked] == [
+        ("POST", "/bridge/lease", {**holder, "run": "runs/first"}), ("DELETE", "/bridge/lease", holder)
+    ]  # fmt: skip
+
+
+def test_a_lease_of_a_server_that_is_gone_is_no_error() -> None:
+    with serving(good) as server:
+        client = BridgeClient(manifest(url=server.url), timeout_s=20)
+        client.take_lease("runs/first")
+    client.close()
+
+
+def test_a_server_that_is_busy_is_told_from_one_that_refuses() -> None:
+    refusal = {"error": "held", "remedy": "wait", "busy": True}
+    assert type(error_of(lambda _: as_json(refusal, 409), "pause")) is FenceBusyError
+
+
+def test_an_address_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="not the address of a server"):
+        BridgeClient(manifest(), timeout_s=1, url="http://127.0.0.1:none")
+
+
+def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        assert client.status().version == 7
+
+
+@pytest.mark.parametrize(("keepalive_s", "num_connections"), [(20.0, 1), (0.0, 3)])
+def test_an_idle_connection_is_not_reused(
+    monkeypatch: pytest.MonkeyPatch, keepalive_s: float, num_connections: int
+) -> None:
+    monkeypatch.setattr(client_module, "KEEPALIVE_S", keepalive_s)
+    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
+        for _ in range(3):
+            client.status()
+    assert len({asked.connection for asked in server.asked}) == num_connections
+
+
+def test_a_closed_connection_is_given_back() -> None:
+    with serving(good) as server:
+        client = BridgeClient(manifest(url=server.url), timeout_s=20)
+        client.status()
+        client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            client.status()
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"data": [{"id": "base", "max_model_len": 512}, {"id": "adapter", "max_model_len": None}]}, 512),
+        ({"data": [{"id": "m", "max_model_len": 512}, {"id": "n", "max_model_len": 256}]}, 256),
+        ({"data": [{"id": "m"}]}, None),
+        ({"data": []}, None),
+        ({"error": "no"}, None),
+        ({"data": 3}, None),
+    ],
+)
+def test_the_length_is_what_the_server_lists(document: object, expected: int | None) -> None:
+    with serving(lambda _: as_json(document)) as server:
+        assert max_model_len(server.url) == expected
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "no address", "http://[half"])
+def test_a_server_that_does_not_answer_has_no_known_length(url: str) -> None:
+    assert max_model_len(url) is None
+
+
+VLLM_CALLS: dict[str, Callable[[VllmClient], object]] = {
+    "health": lambda client: client.check_health(),
+    "models": lambda client: client.models(),
+    "load": lambda client: client.load_adapter("a", Path("/a")),
+    "unload": lambda client: client.unload_adapter("a"),
+}
+
+
+@pytest.mark.parametrize("call", VLLM_CALLS)
+@pytest.mark.parametrize("answer", [None, Answer("engine is dead", 500)], ids=["dropped", "500"])
+def test_a_vllm_that_is_gone_or_unwell_is_unreachable(call: str, answer: Answer | None) -> None:
+    with (
+        serving(lambda _: answer) as server,
+        VllmClient(server.url) as client,
+        pytest.raises(ServerUnreachableError, match=server.url),
+    ):
+        VLLM_CALLS[call](client)
+    assert len(server.asked) == 1, "a change of adapters is not retried: it would be refused"
+
+
+@pytest.mark.parametrize("body", ["<html>", "{}", '{"data": []}', '{"data": [{"name": "m"}]}'])
+def test_a_list_of_models_that_is_none_is_unreachable(body: str) -> None:
+    with (
+        serving(lambda _: Answer(body)) as server,
+        VllmClient(server.url) as client,
+        pytest.raises(ServerUnreachableError, match="not a valid ServedModels"),
+    ):
+        client.models()
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_server_without_a_route_for_its_health_counts_as_healthy(status: int) -> None:
+    with serving(lambda _: Answer("not for you", status)) as server, VllmClient(server.url) as client:
+        client.check_health()
+
+
+def test_vllms_own_message_is_quoted_on_one_line() -> None:
+    answer = as_json({"error": {"message": "no slot\nis free", "code": 400}}, 400)
+    with (
+        serving(lambda _: answer) as server,
+        VllmClient(server.url) as client,
+        pytest.raises(UsageError, match="does not accept the adapter: 400 no slot is free"),
+    ):
+        client.load_adapter("a", Path("/a"))

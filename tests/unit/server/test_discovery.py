@@ -1,0 +1,142 @@
+"""Servers started from another folder: found by their processes, never confused, never to be killed."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bridge.checks import Check
+from bridge.checks import server as checks
+from bridge.core.process import ProcessIdentity
+from bridge.errors import ManifestError
+from bridge.server import discovery
+from bridge.server import manifest as manifests
+from bridge.server.discovery import running
+from bridge_cli import verify
+from tests.unit.checks_sample import dead_server, manifest
+
+Serve = Callable[..., Path]
+
+
+@contextmanager
+def process(folder: Path, environment: Mapping[str, str]) -> Iterator[ProcessIdentity]:
+    """A process in `folder` with its own environment."""
+    code = "print(flush=True); import time; time.sleep(600)"
+    started = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code], cwd=folder, env=dict(environment), stdout=subprocess.PIPE
+    )
+    try:
+        assert started.stdout is not None
+        started.stdout.readline()
+        yield ProcessIdentity.of(started.pid)
+    finally:
+        started.kill()
+        started.communicate()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Use an empty current folder, and hide this machine's other servers."""
+    mine = lambda: {path: each for path, each in running().items() if path.is_relative_to(tmp_path)}  # noqa: E731
+    monkeypatch.setattr(discovery, "running", mine)
+    monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
+    monkeypatch.delenv("LOGDIR", raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@contextmanager
+def server(folder: Path, *, by: str = "BRIDGE_MANIFEST_PATH") -> Iterator[Path]:
+    """A live server with its manifest in `folder`, which its environment names in one of three ways."""
+    folder.mkdir()
+    path = folder / manifests.MANIFEST_NAME
+    named = {"BRIDGE_MANIFEST_PATH": str(path), "LOGDIR": str(folder), "cwd": ""}[by]
+    environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", by: named}
+    with process(folder if by == "cwd" else Path("/"), environment) as identity:
+        manifests.write(manifest(server=identity), path)
+        yield path
+
+
+@pytest.mark.parametrize("by", ["BRIDGE_MANIFEST_PATH", "LOGDIR", "cwd"])
+def test_the_only_server_is_found_wherever_it_was_started(tmp_path: Path, by: str) -> None:
+    with server(tmp_path / "there", by=by) as path:
+        assert discovery.find() == path
+        examined = checks.examine(None)
+        assert (examined.path, [check.status for check in examined.checks]) == (path, ["PASS", "PASS"])
+    with pytest.raises(ManifestError, match="no manifest"):
+        discovery.find()
+
+
+def test_a_manifest_on_the_search_path_comes_first(tmp_path: Path, here: Path) -> None:
+    manifests.write(manifest(), here / manifests.MANIFEST_NAME)
+    with server(tmp_path / "there"):
+        assert discovery.find() == here / manifests.MANIFEST_NAME
+
+
+def test_a_given_path_is_never_a_reason_to_look_elsewhere(tmp_path: Path) -> None:
+    with server(tmp_path / "there"), pytest.raises(ManifestError, match="no manifest at /nowhere"):
+        discovery.find(Path("/nowhere/m.json"))
+
+
+def test_of_several_servers_none_is_chosen_and_all_are_named(tmp_path: Path) -> None:
+    with server(tmp_path / "one") as one, server(tmp_path / "two") as two:
+        with pytest.raises(ManifestError, match="2 servers were started elsewhere") as refused:
+            discovery.find()
+        for path in (one, two):
+            assert f"--vllm-config-path {path} (tiny, pid " in refused.value.remedy
+        assert [check.status for check in checks.examine(None).checks] == ["SKIP"]
+
+
+def test_a_process_without_its_own_manifest_is_no_server(tmp_path: Path) -> None:
+    switched = {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}
+    path = tmp_path / "other.json"
+    manifests.write(manifest(server=dead_server()), path)
+    for environment in (switched, {**switched, "BRIDGE_MANIFEST_PATH": str(path)}, {"BRIDGE_MANIFEST_PATH": str(path)}):
+        with process(tmp_path, environment):
+            assert discovery.running() == {}
+
+
+def test_verify_uses_it_and_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proved: list[Path] = []
+
+    def proof(path: Path, *, as_json: bool) -> list[Check]:
+        proved.append(path)
+        return []
+
+    monkeypatch.setattr(verify, "proof", proof)
+    with server(tmp_path / "there") as path:
+        verify.verify()
+    assert proved == [path]
+    assert capsys.readouterr().err == f"the only running server was started elsewhere: {path}\n"
+
+
+@pytest.mark.parametrize("ancestors", [(), (11,)])
+def test_doctor_does_not_propose_to_kill_other_servers(
+    tmp_path: Path, ancestors: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = discovery.choice(tmp_path / "m.json", manifest())
+    listener = checks.Process(pid=12 if ancestors else 11, command="python", ancestors=ancestors)
+    monkeypatch.setattr(checks, "listening", lambda: {9001: listener.pid})
+    monkeypatch.setattr(checks, "describe", lambda _: listener)
+    check = checks.port(9001, None, {11: name})
+    assert check.status == "WARN"
+    assert f"--vllm-config-path {tmp_path / 'm.json'}" in str(check.remedy)
+    assert "kill " not in f"{check.found} {check.remedy}"
+
+
+def test_a_process_with_unreadable_environment_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hidden:
+        pid = 1
+
+        def environ(self) -> dict[str, str]:
+            raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr(psutil, "process_iter", lambda: [Hidden()])
+    assert running() == {}

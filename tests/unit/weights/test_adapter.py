@@ -1,0 +1,348 @@
+"""The adapter itself: its output against plain PEFT, what it saves and loads, and which parts are trained."""
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.optimizers.factory import scaled_group
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.passes.preparation import recompute_activations
+from bridge.weights.adapter import Adapter
+from tests.models import tiny
+
+SCALINGS = [(16.0, 8), (4.0, 8), (24.0, 8)]
+"""alpha and r with a scaling of 2, 1/2 and 3, which is not a power of two."""
+IDS = torch.arange(3, 19).view(2, 8)
+
+
+def base(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(7)
+    config = tiny.llama()
+    config.initializer_range = 0.08
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def put_in(model: PreTrainedModel, **choices: Any) -> Adapter:
+    fixed = {"model_name": "tiny", "mode": "lora_only", "lora_r": 8, "lora_alpha": 16.0}
+    config = TrainConfig.model_validate(fixed | choices)
+    return Adapter(model, config.lora, seed=config.seed, base_name=config.model_name)
+
+
+def fill(adapter: Adapter, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for matrices in adapter.modules.values():
+            for matrix in (matrices.lora_a, matrices.lora_b):
+                matrix.copy_(torch.randn(matrix.shape, generator=generator) * 0.1)
+
+
+def values(adapter: Adapter) -> dict[str, Tensor]:
+    return {
+        f"{name}.{side}": matrix.detach().clone()
+        for name, matrices in adapter.modules.items()
+        for side, matrix in (("a", matrices.lora_a), ("b", matrices.lora_b))
+    }
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def saved(adapter: Adapter, folder: Path) -> Path:
+    folder.mkdir()
+    adapter.save(folder)
+    return folder
+
+
+def plain_peft(model: PreTrainedModel, folder: Path) -> Any:
+    return PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+
+
+@pytest.mark.parametrize(("alpha", "rank"), SCALINGS)
+def test_a_saved_adapter_computes_the_same_in_plain_peft(tmp_path: Path, alpha: float, rank: int) -> None:
+    model, alone = base(), base()
+    adapter = put_in(model, lora_alpha=alpha, lora_r=rank)
+    without = alone(IDS).logits
+    assert torch.equal(model(IDS).logits, without)  # B is zero
+    fill(adapter)
+    ours = model(IDS).logits
+    theirs = plain_peft(alone, saved(adapter, tmp_path / "adapter"))(IDS).logits
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert (ours - without).abs().max() > 100 * (ours - theirs).abs().max()
+
+
+@pytest.mark.parametrize("alpha", [16.0, 4.0])
+def test_with_a_power_of_two_bf16_computes_the_very_same_bits(tmp_path: Path, alpha: float) -> None:
+    model = base(torch.bfloat16)
+    adapter = put_in(model, lora_alpha=alpha)
+    fill(adapter)
+    theirs = plain_peft(base(torch.bfloat16), saved(adapter, tmp_path / "adapter"))
+    assert torch.equal(model(IDS).logits, theirs(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alpha", "stored"),
+    [
+        (torch.bfloat16, 16.0, torch.bfloat16),
+        (torch.bfloat16, 24.0, torch.float32),
+        (torch.float32, 4.0, torch.float32),
+        (torch.float32, 24.0, torch.float64),
+    ],
+)
+def test_b_is_saved_wider_where_its_type_would_lose_bits(
+    tmp_path: Path, dtype: torch.dtype, alpha: float, stored: torch.dtype
+) -> None:
+    adapter = put_in(base(dtype), lora_alpha=alpha)
+    tensors = load_file(saved(adapter, tmp_path / "adapter") / "adapter_model.safetensors")
+    assert len(tensors) == 2 * len(adapter.modules) == 28
+    assert {tensor.dtype for name, tensor in tensors.items() if "lora_B" in name} == {stored}
+    assert {tensor.dtype for name, tensor in tensors.items() if "lora_A" in name} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("alpha", [16.0, 4.0, 24.0, 7.0, 80.0])
+def test_saving_and_loading_keeps_every_bit(tmp_path: Path, dtype: torch.dtype, alpha: float) -> None:
+    adapter = put_in(base(dtype), lora_alpha=alpha)
+    fill(adapter)
+    before, places = values(adapter), [m.lora_b.data_ptr() for m in adapter.modules.values()]
+    folder = saved(adapter, tmp_path / "adapter")
+    fill(adapter, seed=1)
+    assert not equal(values(adapter), before)
+    adapter.check(folder)
+    adapter.load(folder)
+    assert equal(values(adapter), before)
+    assert [m.lora_b.data_ptr() for m in adapter.modules.values()] == places
+
+
+def test_what_is_saved_names_the_model_and_plain_lora(tmp_path: Path) -> None:
+    folder = saved(put_in(base()), tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 16.0, "tiny")
+    assert not any(config[extra] for extra in ("use_dora", "use_rslora", "modules_to_save"))
+    assert config["bias"] == "none"
+
+
+def test_saving_and_loading_ask_nobody_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: Any, **__: Any) -> bool:
+        raise AssertionError("the hub was contacted")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
+    adapter = put_in(base())
+    adapter.load(saved(adapter, tmp_path / "adapter"))
+
+
+def test_only_the_adapter_requires_gradients() -> None:
+    model = base()
+    adapter = put_in(model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == adapter.lr_factors().keys()
+    assert {adapter.lr_factors()[name] for name in trained if "lora_A" in name} == {1.0}
+    assert {adapter.lr_factors()[name] for name in trained if "lora_B" in name} == {2.0}
+    ours = {id(matrix) for m in adapter.modules.values() for matrix in (m.lora_a, m.lora_b)}
+    assert {id(model.get_parameter(name)) for name in trained} == ours
+    assert adapter.num_bytes() == sum(model.get_parameter(name).nbytes for name in trained)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_reach_a_and_b_of_every_module(checkpointing: bool) -> None:
+    model = base()
+    adapter = put_in(model)
+    fill(adapter)
+    if checkpointing:
+        recompute_activations(model, pytest.fail)
+    model(IDS).logits.float().square().mean().backward()
+    assert all(m.lora_a.grad is not None and m.lora_a.grad.any() for m in adapter.modules.values())
+    assert all(m.lora_b.grad is not None and m.lora_b.grad.any() for m in adapter.modules.values())
+
+
+def test_the_seed_alone_decides_where_an_adapter_begins() -> None:
+    torch.manual_seed(1)
+    first = values(put_in(base(), seed=3))
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    model = base()
+    torch.set_rng_state(state)
+    again = values(put_in(model, seed=3))
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is untouched
+    assert equal(first, again)
+    assert not equal(first, values(put_in(base(), seed=4)))
+
+
+def test_dropout_is_in_front_of_the_adapter_and_nowhere_else() -> None:
+    model = base()
+    adapter = put_in(model, lora_dropout=0.5)
+    without = model(IDS).logits
+    assert torch.equal(
+        model(IDS).logits, without
+    )  # B is zero: the adapter's dropout has no effect, and the base has none
+    fill(adapter)
+    assert not torch.equal(model(IDS).logits, model(IDS).logits)
+    assert {name for name, module in model.named_modules() if module.training and "lora_dropout" not in name} == set()
+
+
+@pytest.mark.parametrize("more", [{"updates_per_batch": 2}, {"passes_per_batch": 3}])
+def test_dropout_with_several_updates_of_one_batch_is_refused(more: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match=r"--lora-dropout 0.1 needs one update per batch, found --updates-per"):
+        TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only", "lora_dropout": 0.1} | more)
+    TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only"} | more)
+
+
+def test_dropout_with_a_pass_for_entropies_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"--lora-dropout 0.1 cannot be combined with --top-entropy 0.2"):
+        TrainConfig.model_validate({"model_name": "t", "mode": "lora_only", "lora_dropout": 0.1, "top_entropy": 0.2})
+
+
+def test_without_dropout_the_model_computes_the_same_twice() -> None:
+    model = base()
+    fill(put_in(model))
+    assert torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("make", [SplitMasterAdamW, OffloadedAdamW])
+@pytest.mark.parametrize(("alpha", "rank"), SCALINGS)
+def test_it_trains_as_plain_adamw_trains_the_saved_one(
+    tmp_path: Path, alpha: float, rank: int, make: Callable[..., InPlaceOptimizer]
+) -> None:
+    model, lr, decay, max_norm = base(), 1e-2, 0.1, 0.02
+    adapter = put_in(model, lora_alpha=alpha, lora_r=rank)
+    fill(adapter)
+    plain = PeftModel.from_pretrained(base(), str(saved(adapter, tmp_path / "before")), is_trainable=True).eval()
+    theirs = {name.removeprefix("base_model.model."): parameter for name, parameter in plain.named_parameters()}
+    ours = {name: (model.get_parameter(name), factor) for name, factor in adapter.lr_factors().items()}
+    optimizers = (
+        make(scaled_group(held, factor, lr=lr, weight_decay=decay) for held, factor in ours.values()),
+        torch.optim.AdamW([theirs[name] for name in ours], lr=lr, weight_decay=decay),
+    )
+    clipped = []
+    for step, size in enumerate((1.0, 1e-3, 30.0)):  # one common factor on all gradients would not change AdamW's steps
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            (size * one(IDS).logits.square().mean()).backward()
+        for name, (held, factor) in ours.items():
+            expected = theirs[name].grad
+            assert expected is not None
+            assert held.grad is not None
+            assert torch.allclose(held.grad * factor, expected, atol=1e-3 * expected.abs().max().item()), (step, name)
+            held.grad.copy_(expected / factor)  # otherwise Adam amplifies the sign of a rounding error
+        norm = float(torch.nn.utils.clip_grad_norm_([theirs[name] for name in ours], max_norm))
+        assert optimizers[0].global_norm() == pytest.approx(norm, rel=1e-5)
+        optimizers[0].step(grad_norm=optimizers[0].global_norm(), max_norm=max_norm)
+        optimizers[1].step()
+        clipped.append(norm > max_norm)
+    assert clipped == [True, False, True]
+    after = load_file(saved(adapter, tmp_path / "after") / "adapter_model.safetensors")
+    before = load_file(tmp_path / "before" / "adapter_model.safetensors")
+    for name, tensor in after.items():
+        expected = theirs[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")]
+        assert torch.allclose(tensor.float(), expected, atol=1e-6), name
+        assert (tensor - before[name]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        ("query", "query"),
+        ("q_proj,query", "query"),
+        ("embed_tokens", "embed_tokens"),
+        ("self_attn", "self_attn"),
+        ("", ""),
+        ("proj", "proj"),
+    ],
+)
+def test_an_unknown_target_module_is_refused(wanted: str, named: str) -> None:
+    with pytest.raises(UsageError, match=f"--lora-target-modules {named}: ") as caught:
+        put_in(base(), lora_target_modules=wanted)
+    assert "choose among down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in caught.value.remedy
+
+
+def test_chosen_modules_alone_get_an_adapter() -> None:
+    adapter = put_in(base(), lora_target_modules="q_proj, layers.1.mlp.down_proj")
+    assert adapter.modules.keys() == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"lora_r": 4, "lora_alpha": 8.0}, "rank 4, alpha 8"),
+        ({"lora_alpha": 32.0}, "alpha 32"),
+        ({"lora_target_modules": "q_proj"}, "matrices differ"),
+    ],
+)
+def test_another_adapter_is_refused_and_nothing_is_copied(tmp_path: Path, other: dict[str, Any], words: str) -> None:
+    adapter = put_in(base())
+    folder = saved(put_in(base(), **other), tmp_path / "other")
+    before = values(adapter)
+    for take in (adapter.check, adapter.load):
+        with pytest.raises(UsageError, match=words) as caught:
+            take(folder)
+        assert f"--lora-r {other.get('lora_r', 8)} " in caught.value.remedy
+    assert equal(values(adapter), before)
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(folder / "adapter_model.safetensors", 1000)
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def without_config(folder: Path) -> None:
+    (folder / "adapter_config.json").unlink()
+
+
+def bent_config(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [cut_short, without_weights, without_config, bent_config])
+def test_a_damaged_adapter_is_refused_and_nothing_is_copied(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    adapter = put_in(base())
+    folder = saved(adapter, tmp_path / "adapter")
+    before = copy.deepcopy(values(adapter))
+    damage(folder)
+    with pytest.raises(UsageError, match=r"adapter"):
+        adapter.load(folder)
+    assert equal(values(adapter), before)
+
+
+def test_saving_neither_overflows_nor_underflows(tmp_path: Path) -> None:
+    adapter = put_in(base(torch.bfloat16), lora_alpha=24.0)
+    with torch.no_grad():
+        for matrices in adapter.modules.values():
+            matrices.lora_b.fill_(math.ldexp(1.0, -100))
+    before = values(adapter)
+    adapter.load(saved(adapter, tmp_path / "adapter"))
+    assert equal(values(adapter), before)
+
+
+def test_gradient_checkpointing_keeps_the_adapters_dropout() -> None:
+    model = base()
+    put_in(model, lora_dropout=0.25)
+    recompute_activations(model, pytest.fail)
+    rates = {
+        module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout) and "lora" in name
+    }
+    assert rates == {0.25}
+    assert all(module.p == 0.0 for n, module in model.named_modules() if n.endswith("dropout") and hasattr(module, "p"))

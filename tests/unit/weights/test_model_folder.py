@@ -1,0 +1,299 @@
+"""Models made of views: saved right, small and loadable; loaded in place, or refused with nothing touched."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from bridge.errors import UsageError
+from bridge.weights import model_folder
+from bridge.weights.model_folder import INDEX_NAME, SINGLE_NAME, check, load_into, save, tokenizer_files
+from tests.models.families import FAMILIES
+
+PADDED_ROWS, VOCABULARY = 320, 301
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Create the folder of a source model: a tokenizer, generation defaults, and an unrelated file."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}')
+    (folder / "notes.txt").write_text("mine")
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def shared_model(*, tied: bool, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """Make a grouped-query Llama whose parameters are views into one storage, laid out as by an inference engine."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        dtype="bfloat16",
+        **changes,
+    )
+    model = LlamaForCausalLM(config).bfloat16()
+    storage, start = torch.full((100_000,), 7.0).bfloat16(), 64
+    for parameter in model.parameters():
+        rows = PADDED_ROWS if len(parameter) == VOCABULARY else len(parameter)
+        view = storage[start : start + parameter.numel()].view(parameter.shape)
+        parameter.data = view.copy_(parameter.data)
+        start += rows * (parameter.numel() // len(parameter))
+    return model
+
+
+def pointers(model: LlamaForCausalLM) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def whole_storage(model: LlamaForCausalLM) -> bytes:
+    """The model's whole memory, including the gaps between its parameters."""
+    storage: torch.UntypedStorage = next(model.parameters()).untyped_storage()
+    return bytes(storage.tolist())
+
+
+def check_equal(model: LlamaForCausalLM, other: LlamaForCausalLM) -> None:
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_a_model_of_views_reloads_bitwise_without_extra_bytes(
+    tied: bool, shard_bytes: int, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder, "MAX_SHARD_BYTES", shard_bytes)
+    model = shared_model(tied=tied)
+    before = pointers(model)
+    save(model, source, out)
+
+    files = sorted(out.glob("*.safetensors"))
+    assert (len(files) > 1) == (out / INDEX_NAME).exists() == (shard_bytes < 10**9)
+    names = [name for file in files for name in load_file(file)]
+    expected = set(model.state_dict()) - ({"lm_head.weight"} if tied else set())
+    assert sorted(names) == sorted(expected)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert num_bytes < sum(file.stat().st_size for file in files) < num_bytes + 3000 * len(files)
+
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.bfloat16
+    check_equal(model, loaded)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert before == pointers(model)
+
+
+def test_the_folder_has_tokenizer_and_generation_defaults(source: Path, out: Path) -> None:
+    save(shared_model(tied=True), str(source), out)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (out / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+    assert AutoTokenizer.from_pretrained(out).encode("b") == [1]
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_no_tensor_is_copied_on_its_device(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, state = shared_model(tied=True), dict[str, Tensor]()
+
+    def write(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
+        state.update(tensors)
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(model_folder, "save_file", write)
+    save(model, source, out)
+    for name, tensor in model.named_parameters():
+        assert state[name].data_ptr() == tensor.data_ptr() == state[name].untyped_storage().data_ptr()
+        assert state[name].untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_folder_is_the_one_that_transformers_writes(family: str, source: Path, out: Path, tmp_path: Path) -> None:
+    model, theirs = AutoModelForCausalLM.from_config(FAMILIES[family]()).to(torch.bfloat16), tmp_path / "theirs"
+    model.save_pretrained(theirs)
+    save(model, source, out)
+    (theirs / "generation_config.json").unlink()  # ours is the source's
+    for path in theirs.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_missing_tokenizer_is_refused_before_writing(source: Path, out: Path) -> None:
+    assert [path.name for path in tokenizer_files(source)] == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ]
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer_config.json").unlink()
+    with pytest.raises(UsageError, match="has no tokenizer files"):
+        save(shared_model(tied=True), source, out)
+    assert list(out.iterdir()) == []
+
+
+def test_an_unreachable_hub_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def offline(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        asked.append((name, local_files_only))
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(model_folder, "snapshot_download", offline)
+    with pytest.raises(UsageError, match="someone/model has no tokenizer files"):
+        tokenizer_files("someone/model")
+    assert asked == [("someone/model", True), ("someone/model", False)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_loading_in_place_is_bitwise_and_keeps_other_bytes(
+    tied: bool, shard_bytes: int, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder, "MAX_SHARD_BYTES", shard_bytes)
+    saved, model = shared_model(tied=tied), shared_model(tied=tied, seed=1)
+    save(saved, source, out)
+    before, parameters = pointers(model), list(model.parameters())
+    check(model, out)
+    assert whole_storage(model) != whole_storage(saved)
+    load_into(model, out)
+    check_equal(saved, model)
+    assert whole_storage(model) == whole_storage(saved)  # including the filler between them
+    assert before == pointers(model)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert all(parameter.requires_grad and parameter.grad_fn is None for parameter in parameters)
+
+
+def test_a_tied_head_is_taken_under_either_name_or_both(source: Path, out: Path) -> None:
+    saved = shared_model(tied=True)
+    save(saved, source, out)
+    weights = load_file(out / SINGLE_NAME)
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    rest = {name: tensor for name, tensor in weights.items() if name != "model.embed_tokens.weight"}
+    for stored in (rest | head, weights | head):
+        save_file(stored, out / SINGLE_NAME)
+        model = shared_model(tied=True, seed=1)
+        load_into(model, out)
+        check_equal(saved, model)
+
+
+def test_buffers_are_skipped_and_unknown_names_refused(source: Path, out: Path) -> None:
+    saved, model = shared_model(tied=True), shared_model(tied=True, seed=1)
+    save(saved, source, out)
+    weights, frequencies = load_file(out / SINGLE_NAME), model.model.rotary_emb.inv_freq.clone()
+    save_file(weights | {"model.rotary_emb.inv_freq": torch.zeros(1)}, out / SINGLE_NAME)
+    load_into(model, out)
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    check_equal(saved, model)
+    save_file(weights | {"model.rotary_emb.inv_frequency": torch.zeros(1)}, out / SINGLE_NAME)
+    with pytest.raises(UsageError, match=r"inv_frequency is F32 \(1,\), expected none of that name"):
+        check(model, out)
+
+
+Edit = Callable[[dict[str, Tensor]], object]
+NORM = "model.norm.weight"
+MISFITS: dict[str, tuple[Edit, str]] = {
+    "a shape": (lambda w: w.update({NORM: torch.ones(31).bfloat16()}), r"is BF16 \(31,\), expected BF16 \(32,\)"),
+    "a dtype": (lambda w: w.update({NORM: torch.ones(32)}), r"is F32 \(32,\), expected BF16 \(32,\)"),
+    "a name too few": (lambda w: w.pop(NORM), rf"{NORM} is absent, expected BF16 \(32,\)"),
+    "a name too many": (lambda w: w.update({"x": torch.ones(2)}), r"x is F32 \(2,\), expected none of that name"),
+    "everything": (lambda w: w.clear(), r"is absent.*; .*is absent.*; .*is absent.*; and 17 more"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_misfit_is_named_before_the_first_byte_is_written(case: str, source: Path, out: Path) -> None:
+    edit, told = MISFITS[case]
+    saved, model = shared_model(tied=True), shared_model(tied=True, seed=1)
+    save(saved, source, out)
+    weights = load_file(out / SINGLE_NAME)
+    edit(weights)
+    save_file(weights, out / SINGLE_NAME)
+    before = whole_storage(model)
+    for refuse in (check, load_into):
+        with pytest.raises(UsageError, match=told) as caught:
+            refuse(model, out)
+        assert caught.value.message.startswith(f"{out} does not fit the model: ")
+        assert whole_storage(model) == before
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink, lambda path: path.write_text("{}")])
+def test_an_unreadable_shard_is_named_before_any_write(
+    damage: Callable[[Path], object], source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder, "MAX_SHARD_BYTES", 20_000)
+    saved, model = shared_model(tied=True), shared_model(tied=True, seed=1)
+    save(saved, source, out)
+    last = sorted(out.glob("*.safetensors"))[-1]
+    damage(last)
+    before = whole_storage(model)
+    with pytest.raises(UsageError, match=f"{last} cannot be read: ") as caught:
+        load_into(model, out)
+    assert "\n" not in caught.value.message
+    assert whole_storage(model) == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+def test_an_index_that_is_none_is_refused(text: str, source: Path, out: Path) -> None:
+    save(shared_model(tied=True), source, out)
+    (out / INDEX_NAME).write_text(text)
+    with pytest.raises(UsageError, match="is not an index of weights"):
+        check(shared_model(tied=True), out)
+
+
+def test_a_folder_without_weights_is_refused(out: Path) -> None:
+    with pytest.raises(UsageError, match=f"{out}/{SINGLE_NAME} cannot be read"):
+        check(shared_model(tied=True), out)
+
+
+def test_experts_are_saved_apart_and_loaded_together(source: Path, out: Path) -> None:
+    """In memory the experts of a layer are one parameter; files store them one by one."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3, dtype="bfloat16",
+    )  # fmt: skip
+    model, other = (MixtralForCausalLM(config).bfloat16() for _ in range(2))
+    save(model, source, out)
+    assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in load_file(out / SINGLE_NAME)
+    before = [parameter.data_ptr() for parameter in other.parameters()]
+    check(other, out)
+    load_into(other, out)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter)
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    assert [parameter.data_ptr() for parameter in other.parameters()] == before

@@ -1,0 +1,336 @@
+"""Parts: ranks know their replica and their peers, and what parts hold is stepped, saved and loaded as one process's.
+
+Not covered: what parts compute (`tests/unit/passes/test_parallel.py`), and a real server
+(`tests/cpu/test_tensor_parallel.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from bridge.errors import RankError, UsageError
+from bridge.learn.opening import learner_of
+from bridge.optimizers import slabs
+from bridge.optimizers.gradients import counted
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.sharded import ShardedOptimizer
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
+from bridge.ranks.world import ALONE, Ranks
+from bridge.run.optimizer_state import WholeState
+from bridge.types import Group
+from bridge.weights import model_folder
+from bridge.weights import parts as parts_
+from bridge.weights.attach import OpenedModel
+from bridge.weights.parts import Cut, Parts
+from tests.models import tiny, vllm_cuts
+from tests.models.families import FAMILIES
+from tests.unit.learn.test_learner import base, config_of, made_by, same
+from tests.unit.several_ranks import on_ranks
+
+NUM_PARTS, STEPS = 2, 3
+OFFLOADED = "offloaded"
+LIMIT_S = 240.0
+
+
+@pytest.fixture(autouse=True)
+def _several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tiny models be stepped in several slabs and pieces, and gathered in several chunks."""
+    monkeypatch.setitem(slabs.SMALL_ELEMENTS, "cpu", 9000)
+    monkeypatch.setitem(slabs.PIECE_ELEMENTS, "cpu", 4000)
+    monkeypatch.setattr(parts_, "CHUNK", 3000)
+
+
+def mesh(ranks: Ranks) -> dict[str, Any]:
+    number = torch.tensor([1.0 + ranks.rank])
+    return {
+        "place": (ranks.dp_rank, ranks.tp_rank, ranks.dp_size, ranks.is_rank_zero, ranks.is_tp_rank_zero),
+        "within": ranks.tp_group.all_gather_object(ranks.rank),
+        "peers": ranks.dp_group.all_gather_object(ranks.rank),
+        "leaders": ranks.one_per_replica(ranks.all_gather_object(ranks.rank)),
+        "totals": (
+            ranks.all_reduce(number).item(), ranks.all_reduce_dp(number).item(), ranks.all_reduce_tp(number).item()
+        ),
+        "gathered": (ranks.tp_group.all_gather(number).tolist(), ranks.dp_group.all_gather(number).tolist()),
+        "summed": ranks.dp_group.reduce_scatter(torch.arange(2.0).view(2, 1) + ranks.rank).item(),
+    }  # fmt: skip
+
+
+def test_ranks_of_two_replicas_know_their_parts_and_their_peers() -> None:
+    for rank, found in enumerate(on_ranks(4, mesh, tp_size=2)):
+        replica, part = divmod(rank, 2)
+        assert found["place"] == (replica, part, 2, rank == 0, part == 0)
+        assert found["within"] == [2 * replica, 2 * replica + 1]
+        assert found["peers"] == [part, 2 + part]
+        assert found["leaders"] == [0, 2]
+        assert found["totals"] == (10.0, 4.0, 3.0)
+        assert found["gathered"] == ([1.0 + 2 * replica, 2.0 + 2 * replica], [1.0 + part, 3.0 + part])
+        assert found["summed"] == 2 * part + 2 + 2 * replica
+
+
+def one_replica(ranks: Ranks) -> tuple[list[int], list[int], bool]:
+    return (
+        ranks.tp_group.all_gather_object(ranks.rank),
+        ranks.dp_group.all_gather_object(ranks.rank),
+        ranks.dp_group is ALONE,
+    )
+
+
+def test_parts_of_one_replica_have_no_peers() -> None:
+    assert on_ranks(2, one_replica, tp_size=2) == [([0, 1], [0], True), ([0, 1], [1], True)]
+
+
+def fails_within(ranks: Ranks) -> None:
+    def act() -> None:
+        if ranks.rank == 3:
+            raise UsageError("the disk is full", remedy="make room")
+
+    ranks.run_on_all(lambda: ranks.tp_group.run_on_all(act))
+
+
+def test_what_one_replica_agrees_to_raise_is_raised_by_all() -> None:
+    for error in on_ranks(4, fails_within, tp_size=2):
+        assert isinstance(error, UsageError)
+        assert error.message == "the disk is full"
+
+
+def breaks_off(ranks: Ranks) -> None:
+    with ranks.tp_pass():
+        if ranks.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        ranks.tp_group.all_gather(torch.zeros(1))
+
+
+def test_a_part_out_of_memory_ends_its_replica() -> None:
+    first, second = on_ranks(2, breaks_off, tp_size=2)
+    assert isinstance(second, RankError)
+    assert "rank 1 of 2 is out of memory" in second.message
+    assert "--micro-batch-tokens" in str(second.remedy)
+    assert isinstance(first, RankError)
+
+
+def test_elements_counted_elsewhere_are_zero_in_a_copy() -> None:
+    gradient = torch.ones(3, 4)
+    assert counted(gradient, [range(2, 6), range(11, 12)]).view(-1).tolist() == [1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0]
+    assert counted(gradient[1:], [range(2, 6)], 4).view(-1).tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert gradient.all()
+    assert counted(gradient, []) is gradient
+
+
+def whole_model(config: PretrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def cuts_of(model: PreTrainedModel) -> Sequence[Mapping[str, Cut]]:
+    return vllm_cuts.cuts(model.config, {name: each.shape for name, each in model.named_parameters()}, NUM_PARTS)
+
+
+def in_parts(ranks: Ranks, config: PretrainedConfig) -> tuple[PreTrainedModel, Parts]:
+    """Make the part of this rank; its weights lie somewhere inside a storage, as a server's do."""
+    model = whole_model(config)
+    parts = Parts(cuts=cuts_of(model), tp_group=ranks.tp_group)
+    for name, parameter in model.named_parameters():
+        part = parts.own[name].of(parameter.detach())
+        parameter.data = torch.cat([part.new_full((5,), 7), part.reshape(-1)])[5:].view(part.shape)
+    return model, parts
+
+
+def gradients_of(model: PreTrainedModel, replica: int, step: int) -> dict[str, Tensor]:
+    chance = torch.Generator().manual_seed(10 * step + replica)
+    return {n: torch.randn(p.shape, generator=chance).bfloat16() for n, p in model.named_parameters()}
+
+
+def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
+    """Step one part of a replica, or the whole with the gradients of all replicas added up."""
+    config = tiny.llama()
+    whole, (model, parts) = (
+        whole_model(config),
+        in_parts(ranks, config) if ranks.world_size > 1 else (whole_model(config), None),
+    )
+    trained = dict(model.named_parameters())
+    alike: dict[Tensor, list[range]] = {}
+    if parts is not None:
+        same = [name for name in trained if all(cuts[name].axis is None for cuts in parts.cuts)]
+        alike = {trained[n]: [] if ranks.tp_rank == 0 else [range(trained[n].numel())] for n in same}
+    optimizer: ShardedOptimizer
+    if kind == OFFLOADED:
+        optimizer = OffloadedAdamW(trained.values(), lr=1e-2, ranks=ranks, alike=alike)
+    else:
+        optimizer = SplitMasterAdamW(trained.values(), lr=1e-2, kind=KINDS[kind], seed=3, ranks=ranks, alike=alike)
+    norms, shares = [], []
+    for step in range(STEPS):
+        each = [gradients_of(whole, r, step) for r in ([ranks.dp_rank] if parts is not None else range(num_replicas))]
+        for name, parameter in trained.items():
+            parameter.grad_dtype = None
+            total = sum((one[name].float() for one in each[1:]), each[0][name].float())
+            total = total if parts is None else parts.own[name].of(total)
+            parameter.grad = total if ranks.dp_group.world_size == 1 else total.bfloat16()
+        optimizer.exchange()
+        norms.append(optimizer.global_norm())
+        optimizer.step(grad_norm=1.0)
+        optimizer.zero_grad()
+        shares.append(optimizer.changed_weight_share)
+    if parts is None:
+        state = {name: {k: t.clone() for k, t in optimizer.parts(p).items()} for name, p in trained.items()}
+    else:
+        state = {name: WholeState(optimizer, trained, parts).parts(p) for name, p in trained.items()}
+    weights = {name: p.detach() if parts is None else parts.whole(name, p.detach()) for name, p in trained.items()}
+    return {"weights": weights, "state": state, "norms": norms, "shares": shares, "alike": [p.detach() for p in alike]}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("kind", ["adamw", "adamw-bf16", OFFLOADED])
+def test_parts_are_stepped_as_the_whole_is_to_the_bit(kind: str, num_replicas: int) -> None:
+    whole = stepped(ALONE, kind, num_replicas)
+    for mine in on_ranks(NUM_PARTS * num_replicas, stepped, kind, num_replicas, tp_size=NUM_PARTS):
+        assert not isinstance(mine, BaseException), mine
+        for name, weight in whole["weights"].items():
+            assert torch.equal(mine["weights"][name], weight), name
+            assert mine["state"][name].keys() == whole["state"][name].keys()
+            assert all(torch.equal(mine["state"][name][k], t) for k, t in whole["state"][name].items()), name
+        assert mine["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+        assert mine["shares"] == pytest.approx(whole["shares"], rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["adamw-8bit", "adamw-4bit"])
+def test_shared_elements_stay_equal_under_random_rounding(kind: str) -> None:
+    first, *others = on_ranks(4, stepped, kind, 2, tp_size=NUM_PARTS)
+    for other in others:
+        assert all(map(torch.equal, first["alike"], other["alike"]))
+        assert first["shares"] == other["shares"]
+        assert all(torch.equal(other["weights"][name], weight) for name, weight in first["weights"].items())
+
+
+def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Train two steps in float32, whole or in parts."""
+    model = base()
+    parts = None if ranks.world_size == 1 else Parts(cuts=cuts_of(model), tp_group=ranks.tp_group)
+    for name, parameter in model.named_parameters() if parts is not None else ():
+        parameter.data = parts.own[name].of(parameter.detach()).clone()  # type: ignore[union-attr]
+    opened = OpenedModel(
+        model=model, device=torch.device("cpu"), lr_factors={name: 1.0 for name, _ in model.named_parameters()},
+        cuts=() if parts is None else parts.cuts, open_s=0, weight_bytes=0,
+    )  # fmt: skip
+    learner = learner_of(config_of(**choices), opened, lambda _: None, ranks=ranks)
+    figures = []
+    for step in (1, 2):
+        learner.take(groups, step=step)
+        learner.prepare()
+        learner.write()
+        figures.append(learner.learnt())
+    named = dict(model.named_parameters())
+    whole = {name: p.detach().clone() if parts is None else parts.whole(name, p.detach()) for name, p in named.items()}
+    return {"weights": whole, "figures": figures}
+
+
+@pytest.mark.parametrize("choices", [{}, {"top_entropy": 0.3}], ids=["all tokens", "top entropy"])
+def test_two_replicas_of_two_parts_learn_as_one_process(choices: dict[str, Any]) -> None:
+    groups = made_by(base(seed=8))
+    alone, before = learnt(ALONE, groups, choices), dict(base().named_parameters())
+    found = on_ranks(4, learnt, groups, choices, tp_size=NUM_PARTS, limit_s=LIMIT_S)
+    for mine in found:
+        assert not isinstance(mine, BaseException), mine
+        assert same(mine["weights"], found[0]["weights"]), "replicas differ"
+        for name, weight in alone["weights"].items():
+            moved = weight - before[name].detach()
+            assert (mine["weights"][name] - weight).norm() < 0.01 * moved.norm(), name
+        for one, other in zip(mine["figures"], alone["figures"], strict=True):
+            assert one.loss == pytest.approx(other.loss, abs=1e-5)
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
+            assert one.entropy == pytest.approx(other.entropy, rel=1e-4)
+            assert one.mismatch.mean == pytest.approx(other.mismatch.mean, rel=1e-3)
+            assert (one.num_tokens, one.num_updates) == (other.num_tokens, other.num_updates)
+
+
+def loaded(ranks: Ranks, kind: str, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Load a whole state into parts, one tensor at a time, and put it together again."""
+    model, parts = in_parts(ranks, tiny.llama())
+    trained = dict(model.named_parameters())
+    optimizer = SplitMasterAdamW(trained.values(), lr=1e-2, kind=KINDS[kind], ranks=ranks)
+    optimizer.allocate()
+    whole = WholeState(optimizer, trained, parts)
+    for name, each in state.items():
+        for key, tensor in each.items():
+            whole.put(trained[name], {key: tensor})
+    return {name: whole.parts(parameter) for name, parameter in trained.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_one_process_comes_back_from_parts(kind: str) -> None:
+    state = stepped(ALONE, kind, 1)["state"]
+    for found in on_ranks(2, loaded, kind, state, tp_size=NUM_PARTS):
+        assert not isinstance(found, BaseException), found
+        for name, each in state.items():
+            assert found[name].keys() == each.keys()
+            if "exp_avg_scale" in each and name.endswith(("o_proj.weight", "down_proj.weight")):
+                continue  # a part's blocks are not the whole's
+            assert all(torch.equal(found[name][key], tensor) for key, tensor in each.items()), name
+
+
+def saved(ranks: Ranks, family: str, folder: Path, source: Path) -> bool:
+    """Save, load it into zeros, and return whether every part has its weights again."""
+    model, parts = in_parts(ranks, FAMILIES[family]())
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    if ranks.is_rank_zero:
+        model_folder.save(model, source, folder, parts)
+    else:
+        model_folder.pass_on(model, parts)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    ranks.all_gather_object(None)
+    model_folder.check(model, folder, parts)
+    model_folder.load_into(model, folder, parts)
+    return all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def files_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("max_bytes", [5 * 10**9, 200_000])
+def test_parts_write_the_folder_of_one_process_and_read_it(
+    max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder, "MAX_SHARD_BYTES", max_bytes)
+    for number, family in enumerate(("Llama 3, 3.1", "Qwen3-MoE")):
+        whole, made = tmp_path / f"whole{number}", tmp_path / f"made{number}"
+        whole.mkdir()
+        made.mkdir()
+        tiny.write_tokenizer(tmp_path, tiny.VOCABULARY)
+        model_folder.save(whole_model(FAMILIES[family]()), tmp_path, whole)
+        assert on_ranks(2, saved, family, made, tmp_path, tp_size=NUM_PARTS) == [True, True]
+        expected, found = files_of(whole), files_of(made)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert (made / "config.json").read_text() == (whole / "config.json").read_text()
+        assert {p.name for p in made.iterdir()} >= {"config.json", "tokenizer.json"}
+        assert (len([*made.glob("*.safetensors")]) > 1) == (max_bytes < 10**6)
+        AutoModelForCausalLM.from_pretrained(made)
+
+
+def differing(ranks: Ranks) -> None:
+    model, parts = in_parts(ranks, tiny.llama())
+    if ranks.tp_rank == 1:
+        model.get_parameter("model.norm.weight").data[3] = 2
+    parts.check_alike(dict(model.named_parameters()))
+
+
+def test_parts_with_unequal_shared_values_are_not_saved() -> None:
+    for error in on_ranks(2, differing, tp_size=NUM_PARTS):
+        assert isinstance(error, RankError)
+        assert "differ in model.norm.weight" in error.message
+
+
+def test_a_parameter_is_a_view_or_a_copy_of_its_runs() -> None:
+    cut, whole = Cut((6, 2), (((0, 2), (4, 1)), ((0, 2),))), torch.arange(12).view(6, 2)
+    assert cut.of(whole).tolist() == [[0, 1], [2, 3], [8, 9]]
+    assert (cut.axis, cut.part_shape, cut.num_elements) == (0, (3, 2), 6)
+    assert nn.Parameter(cut.of(whole).float()).shape == (3, 2)
