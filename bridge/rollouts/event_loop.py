@@ -24,8 +24,8 @@ class EventLoop:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
-        self._calls: SimpleQueue[Callable[[], bool]] = SimpleQueue()
-        """What the thread that waits does next; it goes on waiting while the result is true."""
+        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        """What the thread that waits does next; it looks whether it still has to wait after each of them."""
         self._is_waited_for = False
         self._limits: dict[asyncio.Timeout, float] = {}
 
@@ -72,7 +72,7 @@ class EventLoop:
         """Return `call()`, made in the thread that waits for a coroutine."""
         result = Future[Any]()
 
-        def act() -> bool:
+        def act() -> None:
             if result.set_running_or_notify_cancel():
                 try:
                     result.set_result(call())
@@ -81,7 +81,6 @@ class EventLoop:
                     raise
                 except BaseException as error:  # noqa: BLE001  raised where it is awaited
                     result.set_exception(error)
-            return True
 
         self._calls.put(act)
         return await asyncio.wrap_future(result)
@@ -126,7 +125,7 @@ class EventLoop:
 
         def end(_: "asyncio.Task[Any]") -> None:
             self._count_time(False)
-            self._calls.put(lambda: False)
+            self._calls.put(_wake)
 
         if self._thread is None:
             self._loop = asyncio.new_event_loop()
@@ -135,9 +134,12 @@ class EventLoop:
         self._loop.call_soon_threadsafe(begin)
 
     def _wait(self, task: "Future[asyncio.Task[Any]]") -> None:
-        """Make the calls that the loop asks for, until a task is done."""
-        while self._calls.get()() or not (task.cancelled() or task.result().done()):
-            pass
+        """Make the calls that the loop asks for, until a task is done.
+
+        An interrupt may come after the last call was taken out of the queue, so the task itself is looked at first.
+        """
+        while not (task.cancelled() or (task.done() and task.result().done())):
+            self._calls.get()()
 
     def _cancel(self, task: "Future[asyncio.Task[Any]]", coroutine: Coroutine[Any, Any, Any]) -> None:
         if task.done():
@@ -145,7 +147,7 @@ class EventLoop:
         else:  # an interrupt came before it was begun
             coroutine.close()
             task.cancel()
-            self._calls.put(lambda: False)
+            self._calls.put(_wake)
 
     def _run_forever(self) -> None:
         while True:
@@ -154,6 +156,10 @@ class EventLoop:
             except (KeyboardInterrupt, SystemExit):  # raised by a task, whose result it is, too
                 continue
             return
+
+
+def _wake() -> None:
+    """Do nothing, in the thread that waits."""
 
 
 def _cancel(task: "asyncio.Task[Any]") -> None:

@@ -64,9 +64,9 @@ def open_http(url: str, *, token: str | None = None, timeout_s: float = CONTROL_
         raise UsageError(f"{url} is not the address of a server: {error}", remedy="give http://HOST:PORT") from error
 
 
-def open_async_http() -> httpx.AsyncClient:
-    """Open connections to any servers, with a timeout for connecting alone."""
-    return httpx.AsyncClient(**_options(None, None))
+def open_async_http(*, timeout_s: float | None = None) -> httpx.AsyncClient:
+    """Open connections to any servers, by default with a timeout for connecting alone."""
+    return httpx.AsyncClient(**_options(None, timeout_s))
 
 
 def _options(token: str | None, timeout_s: float | None) -> dict[str, Any]:
