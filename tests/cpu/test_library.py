@@ -65,9 +65,11 @@ def test_a_killed_loop_resumes_to_the_digit(servers: Servers, tmp_path: Path) ->
 
 
 def test_every_example_is_run_and_short() -> None:
-    here = "".join((Path(__file__).parent / name).read_text() for name in ("test_library.py", "test_trl.py"))
+    here = "".join(
+        (Path(__file__).parent / name).read_text() for name in ("test_library.py", "test_losses.py", "test_trl.py")
+    )
     files = sorted(EXAMPLES.glob("*.py"))
-    assert len(files) == 7
+    assert len(files) == 8
     for file in files:
         assert file.stem in here, f"no test runs {file.name}"
         assert len(file.read_text().splitlines()) <= 40, file.name
