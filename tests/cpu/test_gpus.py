@@ -203,7 +203,7 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(m
 
 @pytest.mark.core
 def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(model: Path, tmp_path: Path) -> None:
-    choices = "--training-steps", "60", "--save-interval", "1", "--keep-last", "2", "--restarts", "1"
+    choices = "--training-steps", "150", "--save-interval", "1", "--keep-last", "2", "--restarts", "1"
     process = started(command(model, tmp_path, *choices), tmp_path / "out")
     wait_for_steps(tmp_path, process, 2)
     verify = [
@@ -221,7 +221,7 @@ def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(
     (rank,) = ranks_of(everything(process), 1)
     rank.kill()
     assert process.wait(LIMIT_S) == 0, (tmp_path / "out").read_text()[-4000:]
-    assert [row["step"] for row in metrics(tmp_path)] == [*range(1, 61)]
+    assert [row["step"] for row in metrics(tmp_path)] == [*range(1, 151)]
     assert all(1 <= float(str(row["rank_token_balance"])) < 2 for row in metrics(tmp_path) if row["updates"])
     said = (tmp_path / "out").read_text()
     assert "rank 1 of 2 was ended by SIGKILL; restarting from the newest checkpoint, 0 restarts left" in said
