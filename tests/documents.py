@@ -57,6 +57,9 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "bridge/                             the library": PICTURE,
         "make lint type test": left_out("the tests themselves"),
     },
+    "docs/architecture.md": {
+        "with mode.publish(update) as window:": left_out("a piece of the trainer"),
+    },
     "docs/atropos.md": {
         "pip install atroposlib==0.4.0": ATROPOS,
         "bridge serve-vllm --model MODEL": ATROPOS,
