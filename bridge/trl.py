@@ -200,7 +200,8 @@ class _Rollouts:
         self._policy = policy
         self._tokenizer = tokenizer
         self._calls: count[int] | None = None
-        self._seed, self._template = args.seed, args.chat_template_kwargs or {}
+        self._seed = args.seed
+        self._template = args.chat_template_kwargs or {}
         self._config = SamplingConfig(
             max_new_tokens=args.max_completion_length,
             temperature=args.temperature,

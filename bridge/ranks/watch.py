@@ -52,7 +52,8 @@ class Watch:
 
     def wait(self, work: Any, members: Collection[int]) -> None:
         """Wait for an exchange that has begun among `members`; on a GPU, its stream waits."""
-        self._members, self._work = members, work
+        self._members = members
+        self._work = work
         work.wait()
 
     @contextmanager

@@ -32,7 +32,8 @@ class _Place:
 
     def __init__(self, name: str, *, checked_apart: bool = False) -> None:
         """`checked_apart`: it is recognized by its content, and never replaces anything else."""
-        self.name, self.checked_apart = name, checked_apart
+        self.name = name
+        self.checked_apart = checked_apart
 
     def __get__(self, run: "RunDirectory", _: type["RunDirectory"]) -> Path:
         return run.path / self.name

@@ -42,7 +42,8 @@ class Host:
     def run(self, argv: Sequence[str], environment: dict[str, str], folder: str) -> int:
         """Run the command in `folder`, if this node has it, and return its exit code."""
         os.chdir(folder if Path(folder).is_dir() else ".")
-        child = self._child = children.start(argv, os.environ | environment, Path("/proc/self/fd/1"))
+        child = children.start(argv, os.environ | environment, Path("/proc/self/fd/1"))
+        self._child = child
         try:
             while (code := child.exit_code()) is None:
                 time.sleep(children.POLL_S)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from bridge.checks import Check, verify
 from bridge.checks.verify import Served
 from bridge.config import SamplingConfig
+from bridge.core.process import ProcessIdentity
 from bridge.rollouts.sampler import Sampler
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.protocol import Element
+from bridge.server.protocol import Element, Status
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.digest import digest
 from tests.models import tiny
@@ -135,12 +136,21 @@ def test_beside_a_trainer_nothing_is_written(server: ToyServer, attached: Attach
     assert (other.status, other.found) == ("FAIL", f"{total - 1} of {total} values are equal")
 
 
-@pytest.mark.parametrize(("status", "after", "told"), [("PASS", 4, "PASS"), ("FAIL", 3, "FAIL"), ("FAIL", 4, "SKIP")])
-def test_publication_meanwhile_is_no_failure(status: Any, after: int, told: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "after", "state", "outcome"),
+    [
+        ("PASS", 4, "serving", "PASS"),
+        ("FAIL", 3, "serving", "FAIL"),
+        ("FAIL", 4, "serving", "SKIP"),
+        ("FAIL", 3, "paused", "SKIP"),  # a trainer has begun to write version 4
+    ],
+)
+def test_an_update_meanwhile_is_no_failure(status: Any, after: int, state: Any, outcome: str) -> None:
     check = Check(name="log-probabilities", status=status, found="0.2", expected="0.05", remedy="attach again")
-    found = verify.unless_updated(check, 3, after)
-    assert found.status == told
-    assert "0.2" in found.found
+    served = Status(model="m", version=after, state=state, server=ProcessIdentity.current())
+    judged = verify.unless_updated(check, 3, served)
+    assert judged.status == outcome
+    assert "0.2" in judged.found
 
 
 def test_checksums_name_the_first_that_differs(server: ToyServer, attached: AttachedModel) -> None:
