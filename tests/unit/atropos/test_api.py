@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from bridge.atropos.api import AtroposApi, ScoredGroup
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
-from tests.unit.atropos_api import FakeTime, pair
+from tests.unit.atropos.atropos_api import FakeTime, pair
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 
 Call = Callable[[AtroposApi], Any]

@@ -15,9 +15,9 @@ from bridge.types import Completion
 from bridge_cli.train import load_environment
 from bridge_environments import registry
 from tests.models import chat, tiny
-from tests.unit.test_environment_tools import ITERATES, SCORES, rehearsed
+from tests.unit.environments.test_tools import ITERATES, SCORES, rehearsed
 
-FILE = Path(__file__).parent / "agents_sample.py"
+FILE = Path(__file__).parents[1] / "agents_sample.py"
 RUNS = "class Task:\n    def run(self, problem, base_url):\n        RUN\n"
 IMPORTS = "import openai\n"
 ASKS = "openai.OpenAI(base_url=base_url, api_key='x').chat.completions.create(model='m', messages=MESSAGES)"

@@ -30,7 +30,7 @@ from tests.unit.scores_sample import Sample
 LIMIT_S = 3.0
 """Time limit of a score, far above what one takes that does not hang."""
 PATIENCE_S = 60.0
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROBLEM: Problem = {"prompt": "3+4="}
 PROGRAM = """
 import asyncio

@@ -16,7 +16,7 @@ from bridge_cli.train import load_environment
 from bridge_environments import registry
 from tests.models import chat, tiny
 
-FILE = Path(__file__).parent / "tools_sample.py"
+FILE = Path(__file__).parents[1] / "tools_sample.py"
 RESETS = "class Task:\n    def reset(self, **row):\n        pass\n"
 ITERATES = "    def __iter__(self):\n        return iter([{'prompt': '3+4='}])\n"
 SCORES = "    def score(self, problem, completion):\n        return 1.0\n"

@@ -25,9 +25,9 @@ from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, next_of
 from bridge.server import client
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
-from tests.unit.faulty_server import Cut, FaultyServer, Hang, Script, faulty
 from tests.unit.http_server import Answer, Asked, as_json
 from tests.unit.openai_server import openai
+from tests.unit.rollouts.faulty_server import Cut, FaultyServer, Hang, Script, faulty
 
 PROMPTS = [(7,) * length for length in range(1, 13)]
 NUM_SAMPLES = 3

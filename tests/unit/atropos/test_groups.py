@@ -8,7 +8,7 @@ import pytest
 from bridge.atropos.api import ScoredGroup
 from bridge.atropos.groups import Bounds, first_flaw, to_train_on
 from bridge.types import Group
-from tests.unit.atropos_api import pair, scored
+from tests.unit.atropos.atropos_api import pair, scored
 
 BOUNDS = Bounds(longest=6, num_words=100)
 

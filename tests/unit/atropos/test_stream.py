@@ -17,7 +17,7 @@ from bridge.ranks.world import ALONE, Ranks
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.models import tiny
-from tests.unit.atropos_api import LOST, FakeApi, FakeTime, pair, scored
+from tests.unit.atropos.atropos_api import LOST, FakeApi, FakeTime, pair, scored
 from tests.unit.http_server import Answer, Asked, HttpServer, serving
 
 Scale = Literal["group", "batch", "none"]
