@@ -25,7 +25,7 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
-    "stream": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "stream": (True, False), "background": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
 """Field -> its values that can be had."""
 READ = ("messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens")
@@ -108,7 +108,6 @@ def read(body: Any) -> ChatRequest:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refusal("tools is no list of objects")
     choice = given.get("tool_choice", "auto")
-    _check_tool_choice(choice, tools)
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
     return ChatRequest(
         messages=read_messages,
@@ -130,21 +129,6 @@ def _check_fields(given: Mapping[str, Any]) -> None:
             raise Refusal(f"the field {name} is not supported")
         if name in ("max_tokens", "max_completion_tokens") and (type(value) is not int or value < 1):
             raise Refusal(f"{name} is no positive number")
-
-
-def _check_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-    if choice in ("auto", "none") or (choice == "required" and tools):
-        return
-    if choice == "required":
-        raise Refusal('tool_choice="required" needs tools, and the request has none')
-    try:
-        name = choice["function"]["name"]
-        names = [tool["function"]["name"] for tool in tools]
-    except (KeyError, TypeError) as error:
-        shown = shortened(json.dumps(choice))
-        raise Refusal(f"tool_choice={shown} is not supported, expected auto, none, required or a function") from error
-    if name not in names:
-        raise Refusal(f"tool_choice names {shortened(repr(name))}, which is not a tool of the request")
 
 
 def _stop(given: Any) -> tuple[str, ...]:
@@ -195,8 +179,3 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
         "id": str(call["id"]),
         "function": {"name": call["function"]["name"], "arguments": arguments},
     }
-
-
-def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return what makes tools the same as others: chat templates write their keys in the given order, too."""
-    return json.dumps(tools)

@@ -178,4 +178,4 @@ def _written(call: Call) -> dict[str, Any]:
 
 
 def _key(chat: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return (chat_request.tools_key(chat.tools), *map(chat_request.key, messages))
+    return (json.dumps(chat.tools), *map(chat_request.key, messages))

@@ -110,7 +110,7 @@ def conversations(
     def conversation(tools: str) -> Conversation:
         return without.with_tools(json.loads(tools))
 
-    return lambda tools: conversation(chat_request.tools_key(tools)) if tools else without
+    return lambda tools: conversation(json.dumps(tools)) if tools else without
 
 
 async def scored(run: "Run", recorder: Recorder, trajectory: Trajectory, problem: Problem) -> Score | FailedScore:

@@ -65,7 +65,8 @@ def test_an_agent_of_another_package_runs_unchanged(
     sent, answered = list[dict[str, Any]](), Recorder._answered
 
     async def kept(self: Recorder, request: Request) -> Response:
-        sent.append({**request.path_params, "body": trimmed(await request.json())})
+        _, run, _, route = request.url.path.split("/", 3)
+        sent.append({"run": run, "route": route, "body": trimmed(await request.json())})
         return await answered(self, request)
 
     monkeypatch.setattr(Recorder, "_answered", kept)
