@@ -89,7 +89,7 @@ class Recorder:
         if self._socket is None:
             listener = socket.create_server(("127.0.0.1", 0))
             config = uvicorn.Config(
-                self._serve, lifespan="off", ws="none", http="h11", log_config=None, access_log=False,
+                self._serve, interface="asgi3", lifespan="off", ws="none", http="h11", log_config=None, access_log=False,
                 proxy_headers=False, date_header=False, server_header=False, timeout_keep_alive=KEPT_S,
                 timeout_graceful_shutdown=CLOSING_S, backlog=ACCEPTED_AT_ONCE,
             )  # fmt: skip

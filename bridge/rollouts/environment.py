@@ -233,7 +233,7 @@ class EnvironmentStream:
             lambda: self._servers, started.number, started.problem, None,
             num_samples=self._config.sampling.group_size, seed=seed_of(self._config.seed, step + 1), index=index,
         )  # fmt: skip
-        return penalized(group, self._config)
+        return penalized(group, self._config.rollouts, self._config.sampling.longest)
 
     async def _scored(
         self,

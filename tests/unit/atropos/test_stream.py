@@ -63,7 +63,7 @@ def running(
         sizes = {"batch_size": 8, "group_size": 2, "training_steps": 20, "save_path": "saved", "save_interval": 5}
         config = TrainConfig.of(**(fixed | sizes | choices))
         said: list[str] = []
-        with closing(AtroposStream(config, said.append, run_name="saved", ranks=ranks)) as stream:
+        with closing(AtroposStream(config, None, said.append, run_name="saved", ranks=ranks)) as stream:
             stream.served(Endpoint(url=server.url), 3)
             yield Run(stream, server, time, said)
 
@@ -205,7 +205,7 @@ def test_an_api_that_is_not_there_is_told_before_the_model_is_looked_at() -> Non
         config = TrainConfig.of(**(choices))
         time = FakeTime()
         with time.passing(), pytest.raises(AtroposError) as caught:
-            AtroposStream(config, print, run_name="saved")
+            AtroposStream(config, None, print, run_name="saved")
         assert len(server.asked) == 3
         assert server.url in caught.value.message
     assert time.waits == [0.25, 0.5]
@@ -225,7 +225,7 @@ def test_a_model_that_cannot_be_read_leaves_no_connection_open(monkeypatch: pyte
     with serving(FakeApi()) as server:
         config = TrainConfig.of(model_name="/nowhere", rollouts="atropos", atropos_url=server.url)
         with pytest.raises(UsageError):
-            AtroposStream(config, print, run_name="saved")
+            AtroposStream(config, None, print, run_name="saved")
     assert clients
     assert all(client.is_closed for client in clients)
 

@@ -9,7 +9,7 @@ import pytest
 
 from bridge.agents import stream
 from bridge.agents.tools import Tools
-from bridge.config import TaskConfig, TrainConfig
+from bridge.config import SamplingConfig, TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Task
 from bridge_cli.train import load_environment
@@ -103,7 +103,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rehearsed(model: Path, environment: str, **choices: int) -> list[str]:
     config = TaskConfig(environment=environment, **({"reward_processes": 1} | choices))  # type: ignore[arg-type]
     told: list[str] = []
-    stream.rehearse(TrainConfig(model_name=str(model), task=config), registry.load(config), told.append)
+    stream.rehearse(str(model), config, SamplingConfig(), registry.load(config), told.append)
     return told
 
 
