@@ -27,13 +27,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
     "stream": (True, False), "background": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
-"""Field -> its values that can be had."""
+"""Field -> the values that are supported."""
 READ = ("messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Role in a request -> role for the chat template; templates do not know `developer`."""
 
 
-class Refusal(Exception):  # noqa: N818  the agent gets it, as the protocol has it
+class Refusal(Exception):  # noqa: N818  the agent gets it as an answer
     """A request that is answered by an error."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
@@ -95,18 +95,18 @@ def as_stream(document: Mapping[str, Any], body: Mapping[str, Any]) -> str:
 def read(body: Any) -> ChatRequest:
     """Return what a request asks."""
     if not isinstance(body, dict):
-        raise Refusal("the request is no JSON object")
+        raise Refusal("the request is not a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     _check_fields(given)
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refusal("messages is empty, or no list")
+        raise Refusal("messages is empty or not a list")
     read_messages = tuple(_message(message) for message in messages)
     if read_messages[-1]["role"] == "assistant":
-        raise Refusal("the last message is the assistant's, expected one that it answers")
+        raise Refusal("the last message is the assistant's, expected one for it to answer")
     tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Refusal("tools is no list of objects")
+        raise Refusal("tools is not a list of objects")
     choice = given.get("tool_choice", "auto")
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
     return ChatRequest(
@@ -128,7 +128,7 @@ def _check_fields(given: Mapping[str, Any]) -> None:
         if name not in {*NEUTRAL, *SAMPLING, *WITHOUT_EFFECT, *READ}:
             raise Refusal(f"the field {name} is not supported")
         if name in ("max_tokens", "max_completion_tokens") and (type(value) is not int or value < 1):
-            raise Refusal(f"{name} is no positive number")
+            raise Refusal(f"{name} is not a positive number")
 
 
 def _stop(given: Any) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ def _stop(given: Any) -> tuple[str, ...]:
 
 
 def key(message: Mapping[str, Any]) -> str:
-    """Return what makes a message the same as another: its role, its text and its calls."""
+    """Return a key that equal messages share: the role, the text and the calls."""
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
     return json.dumps([message["role"], content, calls, message.get("tool_call_id")], sort_keys=True)
@@ -159,10 +159,10 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def text_of(content: Any, kinds: Collection[str] = ("text",)) -> str:
-    """Return the text of a message, whose parts are of these kinds."""
+    """Return the text of a message with parts of these kinds."""
     if isinstance(content, list):
-        if other := [str(part.get("type")) for part in content if part.get("type") not in kinds]:
-            raise Refusal(f"a message has a part of the type {shortened(other[0])}, expected text")
+        if wrong := [str(part.get("type")) for part in content if part.get("type") not in kinds]:
+            raise Refusal(f"a message has a part of the type {shortened(wrong[0])}, expected text")
         return "\n".join(text_of(part["text"]) for part in content)
     if not isinstance(content, str | None):
         raise TypeError(content)

@@ -33,7 +33,7 @@ QUEUED = 2048
 """Connections that wait in the kernel."""
 BODY_LIMIT_BYTES = 128 * 2**20
 """Largest body. A conversation of a million tokens takes some 8 MiB."""
-ENDED = "this run has ended, or never was"
+ENDED = "this run has ended or never existed"
 APIS: Mapping[str, ModuleType] = {"chat/completions": chat_request, "responses": responses_api}
 """Route -> its protocol: a request as one for a chat completion, and the answer as a document or a stream."""
 EXPECTED = f"expected {' or '.join(f'POST {route}' for route in APIS)} or GET models"
@@ -81,7 +81,7 @@ class Recorder:
     async def close(self) -> None:
         """Close every connection."""
         if self._socket is not None:
-            self._server.force_exit = True  # wait for nobody
+            self._server.force_exit = True  # do not wait for open connections
             await self._server.shutdown([self._socket])
             self._socket = None
 
@@ -89,9 +89,9 @@ class Recorder:
         if self._socket is None:
             listener = socket.create_server(("127.0.0.1", 0))
             config = uvicorn.Config(
-                self._serve, interface="asgi3", lifespan="off", ws="none", http="h11", log_config=None, access_log=False,
-                proxy_headers=False, date_header=False, server_header=False, timeout_keep_alive=KEPT_S,
-                timeout_graceful_shutdown=CLOSING_S, backlog=ACCEPTED_AT_ONCE,
+                self._serve, interface="asgi3", lifespan="off", ws="none", http="h11",
+                log_config=None, access_log=False, proxy_headers=False, date_header=False, server_header=False,
+                timeout_keep_alive=KEPT_S, timeout_graceful_shutdown=CLOSING_S, backlog=ACCEPTED_AT_ONCE,
             )  # fmt: skip
             config.load()
             self._server = uvicorn.Server(config)
@@ -123,7 +123,7 @@ class Recorder:
         try:
             asked = json.loads(await _body(request))
         except (ValueError, RecursionError) as error:
-            raise Refusal("the request is no JSON") from error
+            raise Refusal("the request is not JSON") from error
         run = self._run_of(name)  # it may have ended while the body arrived
         document = api.as_document(asked, await _in_time(run, api.as_chat(asked), request))
         try:
@@ -149,12 +149,12 @@ async def _body(request: Request) -> bytes:
                 if len(body) > BODY_LIMIT_BYTES:
                     raise Refusal(f"the body is larger than {BODY_LIMIT_BYTES // 2**20} MiB", status=413)
     except ClientDisconnect as error:
-        raise Refusal("nobody waits for the answer", status=499) from error
+        raise Refusal("the client closed the connection", status=499) from error
     return bytes(body)
 
 
 async def _in_time(run: _Run, asked: Any, request: Request) -> Document:
-    """Answer as long as the run lasts, and somebody waits."""
+    """Answer unless the run ends or the client disconnects first."""
     made: Any = run.answer(asked)
     task: asyncio.Task[Document] = asyncio.create_task(made)
     disconnected = asyncio.ensure_future(request.receive())  # the body is read
@@ -162,7 +162,7 @@ async def _in_time(run: _Run, asked: Any, request: Request) -> Document:
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Refusal("nobody waits for the answer", status=499)
+            raise Refusal("the client closed the connection", status=499)
         if task.cancelled():
             raise Refusal(ENDED, status=410)
         return task.result()

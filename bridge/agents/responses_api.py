@@ -26,7 +26,7 @@ Item = Mapping[str, Any]
 def as_chat(body: Any) -> dict[str, Any]:
     """Return the same request for a chat completion."""
     if not isinstance(body, dict):
-        raise Refusal("the request is no JSON object")
+        raise Refusal("the request is not a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     try:
         return _chat(given)

@@ -160,7 +160,7 @@ class Run:
             raise Refusal(f"the request cannot be read: {type(error).__name__}{said(error)}") from error
         try:
             completion = await self._sampled(request)
-        except Exception as error:  # not the agent's fault: whoever waits for the run gets it
+        except Exception as error:  # not the agent's fault: `unless_it_fails` raises it
             if not self._fault.done():
                 self._fault.set_exception(error)
             raise Refusal("the model cannot be sampled from", status=500) from error

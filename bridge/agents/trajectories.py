@@ -68,7 +68,7 @@ class Written:
         self.kept += [NOT_SAMPLED] * count if self.kept else []
 
     def completion(self, start: int) -> Completion:
-        """Return it as a completion of a prompt that ends before place `start` of its own."""
+        """Return it as a completion of the shared prompt, the first `start` tokens of its own."""
         rest = self.prompt[start:]
         lines = [f"{entry.get('name', entry['role'])}: {entry['text']}" for entry in self.transcript]
         return Completion(
@@ -98,7 +98,7 @@ class TrajectorySampler:
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
-        """Return trajectories; every turn has a seed of its own, by its trajectory and its number.
+        """Return trajectories; the seed of a turn comes from the numbers of the trajectory and the turn.
 
         The prompt is what all of them begin with: each may add something else to it.
         """

@@ -287,7 +287,7 @@ def endpoints(urls: Sequence[str]) -> list[Endpoint]:
 
     A UsageError says that an adapter changes its name with every step.
     """
-    chosen = []
+    sampled = []
     for url in urls:
         with VllmClient(url) as server:
             names = [model.id for model in server.models()]
@@ -296,5 +296,5 @@ def endpoints(urls: Sequence[str]) -> list[Endpoint]:
                 f"the adapter that is trained at {url} gets a new name with every step, now {renamed[-1]}",
                 remedy="train it with --lora-handover memory, which keeps its name",
             )
-        chosen.append(Endpoint(url=url, model=ADAPTER if ADAPTER in names else None))
-    return chosen
+        sampled.append(Endpoint(url=url, model=ADAPTER if ADAPTER in names else None))
+    return sampled

@@ -218,11 +218,11 @@ class AtroposStream:
             if flaw is None:
                 good.append(scored)
                 continue
-            bad.append(left_out(scored, flaw.found))
+            bad.append(left_out(scored, flaw.fault))
             self._left_out[flaw.kind] += 1
             if self._left_out[flaw.kind] == 1:
                 whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
-                self._note(f"a group{whose} is left out: {flaw.found}; others of this kind are counted")
+                self._note(f"a group{whose} is left out: {flaw.fault}; others of this kind are counted")
         unscored = [completion for group in bad for completion in group.unscored]
         num_sequences = sum(len(scored.tokens) for scored in batch)
         if len(unscored) > self._config.task.max_unscored_share * num_sequences:
@@ -285,16 +285,15 @@ def diagnose(api: AtroposApi, batch_size: int) -> tuple[str, str]:
     Raises:
         AtroposError: the API is gone.
     """
-    num_groups, environment = api.status().queue_size, api.environment_status(0)
-    waiting = f"{num_groups} groups wait" if num_groups else "no groups wait"
+    environment = api.environment_status(0)
     if environment is None:
-        reason = f"no environment is connected, and {waiting}"
+        reason = "no environment is connected"
         hint = (
             f"start one: python my_environment.py serve --env.rollout_server_url {api.url}, or bridge env; restart one"
             " that was started before the API"
         )
-    elif not num_groups:
-        reason = f"environments have registered, and {waiting}"
+    elif not environment.queue_size:
+        reason = "environments have registered, and no groups wait"
         hint = (
             "check that they still run, and read their logs: they end at a total_steps of their own, and leave out"
             " groups whose scores are all equal or with too long a sequence. One that sends no request to the server"
@@ -303,7 +302,10 @@ def diagnose(api: AtroposApi, batch_size: int) -> tuple[str, str]:
         )
     else:
         largest = environment.max_group_size
-        reason = f"{waiting}, of up to {largest} sequences each, and they make no batch of {batch_size}"
+        reason = (
+            f"{environment.queue_size} groups wait, of up to {largest} sequences each, and they make no batch of"
+            f" {batch_size}"
+        )
         hint = "read the environments' logs; if they have a min_batch_allocation, each has to send its share"
         if batch_size % largest:
             reason += f", which is not a multiple of {largest}"

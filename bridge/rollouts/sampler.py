@@ -28,7 +28,7 @@ AHEAD = 2
 """Prompts begun for each request that may be in flight: one that is retried waits behind no more than these."""
 FIRST_WAIT_S = 0.5
 """Longest wait before the first retry, doubled for each further one up to the limit. With the default number of retries
-that is less than 8 s in all: whoever runs a server wants to know soon that it is dead."""
+that is less than 8 s in all: a dead server is reported soon."""
 WAIT_LIMIT_S = 8.0
 CALL_SEEDS = 1_000_003
 """Between the first seeds of one call and the next: more than any call has completions."""
@@ -140,7 +140,7 @@ class Sampler:
 
     def servers_at(self, endpoints: Sequence[Endpoint]) -> Sequence[Server]:
         """Return the servers for further requests."""
-        self._servers = [Server(one, self._health.setdefault(one.url, Health())) for one in endpoints]
+        self._servers = [Server(endpoint, self._health.setdefault(endpoint.url, Health())) for endpoint in endpoints]
         return self._servers
 
     async def one(
@@ -204,7 +204,7 @@ class Sampler:
             except RequestFailed as failure:
                 num_failed += 1
                 num_unusable += failure.retry == "once"
-                others = [other for other in left if other is not server]
+                others = [candidate for candidate in left if candidate is not server]
                 left = others if failure.retry == "elsewhere" else left
                 is_used_up = num_failed > self.config.max_retries or num_unusable > 1 or not left
                 if failure.retry == "never" or is_used_up:

@@ -176,7 +176,7 @@ def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:
 
 def _length(completion: Completion) -> int:
     """Return the tokens from the first sampled one on, of the longest sequence."""
-    return max(len(one.token_ids) - (one.sampled or (True,)).index(True) for one in completion.sequences)
+    return max(len(part.token_ids) - (part.sampled or (True,)).index(True) for part in completion.sequences)
 
 
 def checked(problem: Problem, completion: Completion, result: Score | FailedScore) -> Score | FailedScore:

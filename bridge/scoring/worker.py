@@ -110,7 +110,9 @@ def read(text: bytes) -> tuple[int, Answer]:
         kind, types = ANSWERS[name]
         given_types = {field: type(value) for field, value in fields.items()}
         numbers = [fields.get("reward", 0.0), *fields.get("parts", {}).values(), *fields.get("turns", ())]
-        are_rewards = all(type(one) is float and as_reward(one) is not None for one in numbers)  # 1e999 is infinity
+        are_rewards = all(
+            type(number) is float and as_reward(number) is not None for number in numbers
+        )  # 1e999 is infinity
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadAnswerError("not the JSON of an answer") from error
     if type(number) is not int or given_types != types or not are_rewards:
@@ -150,7 +152,7 @@ def supervise(channel: int, last_words: int, trainer: int) -> None:
         if received.si_signo == END:
             break
         if received.si_signo == STOP:
-            os.kill(scoring, signal.SIGTERM)  # ours to reap: nobody else can have its pid before that
+            os.kill(scoring, signal.SIGTERM)  # not reaped yet, so its pid is not reused
             deadline = time.monotonic() + GRACE_S
     _end_all(ended)
     status = ended.get(scoring, 0)
@@ -214,7 +216,7 @@ def _disconnect(*descriptors: int) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Answer the recipe by whose code it made, then each call of the host."""
+    """Answer the recipe by the origin of the host that it made, then each call of that host."""
     own = os.getpid()
 
     def reply(number: int, answer: Answer) -> None:

@@ -93,7 +93,7 @@ class WorkerProcess:
         `name` is what is called, if it is not what scores; `timeout_s` its time limit, if it is another.
         `is_first`: the question needs nothing that an earlier one left in the process.
         """
-        if self._is_gone() or (self._origin is not None and self._has_written()):  # nobody asked: it has exited
+        if self._is_gone() or (self._origin is not None and self._has_written()):  # unasked: it has exited
             self.kill()
             self._start()
             if not is_first:
@@ -250,7 +250,7 @@ class WorkerProcess:
         return bool(self._received or select.select([self._socket], [], [], wait_s)[0])
 
     async def _what_it_did(self, harm: BaseException) -> str:
-        """Wait until it has ended; if only the connection was closed, the supervisor goes on."""
+        """Wait until it has ended; if only the connection was closed, the supervisor keeps running."""
         if isinstance(harm, BadAnswerError):
             return SPOILED
         try:

@@ -58,7 +58,7 @@ def test_bad_answer_is_reported_in_one_line(answer: Answer, found: str) -> None:
 
 
 def test_unanswered_question_is_retried() -> None:
-    error, asked = error_of(lambda _: None, lambda api: api.status())
+    error, asked = error_of(lambda _: None, lambda api: api.info())
     assert len(asked) == 3
     assert "RemoteProtocolError" in error.message
 
