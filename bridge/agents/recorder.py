@@ -140,14 +140,17 @@ class Recorder:
 
 
 async def _body(request: Request) -> bytes:
-    body = bytearray()
+    length, body = request.headers.get("content-length", ""), bytearray()
+    too_large = Refusal(f"the body is larger than {BODY_LIMIT_BYTES // 2**20} MiB", status=413)
+    if length.isdecimal() and int(length) > BODY_LIMIT_BYTES:
+        raise too_large
     try:
         stream = request.stream()
         async with aclosing(stream):
             async for piece in stream:
                 body += piece
                 if len(body) > BODY_LIMIT_BYTES:
-                    raise Refusal(f"the body is larger than {BODY_LIMIT_BYTES // 2**20} MiB", status=413)
+                    raise too_large
     except ClientDisconnect as error:
         raise Refusal("the client closed the connection", status=499) from error
     return bytes(body)

@@ -158,7 +158,7 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
 @pytest.mark.parametrize(
     ("state", "found", "remedy"),
     [
-        ({"is_connected": False}, "no environment is connected, and no groups wait", "--env.rollout_server_url http"),
+        ({"is_connected": False}, "no environment is connected", "--env.rollout_server_url http"),
         ({"is_connected": False, "num_waiting": 3}, "no environment is connected", "start one"),
         ({}, "environments have registered, and no groups wait", "scores are all equal"),
         ({}, "environments have registered, and no groups wait", "may poll ports 9004 to 9007 whatever"),
