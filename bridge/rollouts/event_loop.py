@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, which keeps running while its caller computes.
+"""An event loop in its own thread, which keeps running while its caller computes.
 
 Signals act in the main thread alone. One that interrupts a caller while it waits cancels the coroutine, and is raised
 once that has ended. Foreign code that scores in this process runs in the thread that waits, as debuggers and signal
@@ -39,8 +39,8 @@ class EventLoop:
             if self._thread is None:
                 coroutine.close()
             else:
-                self._loop.call_soon_threadsafe(self._cancel, task, coroutine)
                 try:
+                    self._loop.call_soon_threadsafe(self._cancel, task, coroutine)
                     self._wait(task)
                 except KeyboardInterrupt:  # a second one ends what the first one could not
                     self._loop.call_soon_threadsafe(lambda: task.result().cancel())
@@ -153,7 +153,7 @@ class EventLoop:
         while True:
             try:
                 self._loop.run_forever()
-            except (KeyboardInterrupt, SystemExit):  # raised by a task, whose result it is, too
+            except (KeyboardInterrupt, SystemExit):  # raised by a task, which also has it as its result
                 continue
             return
 

@@ -77,7 +77,7 @@ def rehearse(config: TrainConfig | FeedConfig, environment: Environment | None) 
     if environment is not None:
         from bridge.agents import stream
 
-        stream.rehearse(config, environment, console.note)
+        stream.rehearse(config.model_name, config.task, config.sampling, environment, console.note)
 
 
 def train_in(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,12 @@ from tests.unit.scores_sample import Sample
 LIMIT_S = 3.0
 """Time limit of a score, far above what one takes that does not hang."""
 PATIENCE_S = 60.0
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROBLEM: Problem = {"prompt": "3+4="}
 PROGRAM = """
 import asyncio
 import sys
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bridge.scoring.scorer import Scorer
@@ -398,7 +396,7 @@ def test_a_connection_that_is_closed_before_the_answer_is_read_ends_the_process_
         process = subprocess.Popen(command, cwd=ROOT, pass_fds=given, stderr=subprocess.PIPE, text=True)
     with ours:
         ours.settimeout(PATIENCE_S)
-        Connection(os.dup(ours.fileno())).send_bytes(pickled(partial(Sample, tmp_path / "log")))
+        ours.sendall(pickled(partial(Sample, tmp_path / "log")))
         ours.recv(1, socket.MSG_PEEK)  # the answer is there, and stays unread
     _, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bridge.agents import stream
-from bridge.config import TaskConfig, TrainConfig
+from bridge.config import SamplingConfig, TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.scoring.score import Scores
 from bridge.types import Problem
@@ -58,7 +58,7 @@ def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, *
     chosen = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
     told: list[str] = []
     given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
-    stream.rehearse(TrainConfig(model_name=str(model), task=chosen), given, told.append)
+    stream.rehearse(str(model), chosen, SamplingConfig(), given, told.append)
     return told
 
 

@@ -20,9 +20,9 @@ from bridge.errors import RewardError, UsageError
 from bridge.scoring.score import FailedScore, Score
 from bridge_environments import packages, registry, verifiers_program
 from bridge_environments.packages import FailedRequestError, Verifiers
-from tests.unit import verifiers_stand_in
+from tests.unit.environments import verifiers_stand_in
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "environments.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "environments.md"
 PYTHON, REAL_PROGRAM = Path(sys.executable), packages.PROGRAM
 
 

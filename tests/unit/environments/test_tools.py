@@ -9,14 +9,14 @@ import pytest
 
 from bridge.agents import stream
 from bridge.agents.tools import Tools
-from bridge.config import TaskConfig, TrainConfig
+from bridge.config import SamplingConfig, TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Task
 from bridge_cli.train import load_environment
 from bridge_environments import registry
 from tests.models import chat, tiny
 
-FILE = Path(__file__).parent / "tools_sample.py"
+FILE = Path(__file__).parents[1] / "tools_sample.py"
 RESETS = "class Task:\n    def reset(self, **row):\n        pass\n"
 ITERATES = "    def __iter__(self):\n        return iter([{'prompt': '3+4='}])\n"
 SCORES = "    def score(self, problem, completion):\n        return 1.0\n"
@@ -103,7 +103,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rehearsed(model: Path, environment: str, **choices: int) -> list[str]:
     config = TaskConfig(environment=environment, **({"reward_processes": 1} | choices))  # type: ignore[arg-type]
     told: list[str] = []
-    stream.rehearse(TrainConfig(model_name=str(model), task=config), registry.load(config), told.append)
+    stream.rehearse(str(model), config, SamplingConfig(), registry.load(config), told.append)
     return told
 
 

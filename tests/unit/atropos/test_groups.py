@@ -8,7 +8,7 @@ import pytest
 from bridge.atropos.api import ScoredGroup
 from bridge.atropos.groups import Bounds, first_flaw, to_train_on
 from bridge.types import Group
-from tests.unit.atropos_api import pair, scored
+from tests.unit.atropos.atropos_api import pair, scored
 
 BOUNDS = Bounds(longest=6, num_words=100)
 
@@ -139,5 +139,5 @@ def test_what_is_wrong_with_a_group_is_found_and_named(change: dict[str, Any], k
     flaw = first_flaw(read(pair() | change), BOUNDS)
     assert flaw is not None
     assert flaw.kind == kind
-    assert found in flaw.found
-    assert "\n" not in flaw.found
+    assert found in flaw.fault
+    assert "\n" not in flaw.fault

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from bridge.atropos.api import AtroposApi, ScoredGroup
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
-from tests.unit.atropos_api import FakeTime, pair
+from tests.unit.atropos.atropos_api import FakeTime, pair
 from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
 
 Call = Callable[[AtroposApi], Any]
@@ -58,7 +58,7 @@ def test_bad_answer_is_reported_in_one_line(answer: Answer, found: str) -> None:
 
 
 def test_unanswered_question_is_retried() -> None:
-    error, asked = error_of(lambda _: None, lambda api: api.status())
+    error, asked = error_of(lambda _: None, lambda api: api.info())
     assert len(asked) == 3
     assert "RemoteProtocolError" in error.message
 

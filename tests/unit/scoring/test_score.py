@@ -66,7 +66,7 @@ def test_whatever_is_no_finite_number_is_a_fault(value: Any) -> None:
     found = fault(scoring(value))
     assert found.kind == "Task.score returned something other than a finite number"
     assert found.line.startswith("Task.score returned ")
-    assert "expected a finite number (test_scoring.py line" in found.line
+    assert "expected a finite number (test_score.py line" in found.line
     assert found.line.endswith("on prompt '3+4=' and completion '7'")
 
 
@@ -104,7 +104,7 @@ def test_an_exception_that_cannot_even_be_printed_is_a_fault_too() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert fault(scoring(MuteError())).line.startswith("Task.score raised MuteError (test_scoring.py line")
+    assert fault(scoring(MuteError())).line.startswith("Task.score raised MuteError (test_score.py line")
     assert fault(scoring(SystemExit(3))).line.startswith("Task.score raised SystemExit: 3 (")
 
 
@@ -132,14 +132,14 @@ class Number:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (1e308, "returned 1e+308, expected a finite number of at most 1e+30 in size (test_scoring.py line"),
-        (-1e31, "returned -1e+31, expected a finite number of at most 1e+30 in size (test_scoring.py line"),
-        (10**40, "of type int, expected a finite number of at most 1e+30 in size (test_scoring.py line"),
+        (1e308, "returned 1e+308, expected a finite number of at most 1e+30 in size (test_score.py line"),
+        (-1e31, "returned -1e+31, expected a finite number of at most 1e+30 in size (test_score.py line"),
+        (10**40, "of type int, expected a finite number of at most 1e+30 in size (test_score.py line"),
         ([10**5000], "returned a list that cannot be printed of type list, expected one finite number per turn of at"),
-        ([1e308, 1e308], "expected one finite number per turn of at most 1e+30 in size (test_scoring.py line"),
-        ([1e30, 1e30], "expected one finite number per turn (test_scoring.py line"),
+        ([1e308, 1e308], "expected one finite number per turn of at most 1e+30 in size (test_score.py line"),
+        ([1e30, 1e30], "expected one finite number per turn (test_score.py line"),
         (Unprintable(), "returned a Unprintable that cannot be printed of type Unprintable, expected one finite"),
-        (Number(), "raised ZeroDivisionError (test_scoring.py line"),
+        (Number(), "raised ZeroDivisionError (test_score.py line"),
     ],
 )
 def test_rewards_beyond_bounds_or_print_cost_their_completion(value: Any, expected: str) -> None:
@@ -154,13 +154,13 @@ def test_a_fault_is_one_line_without_control_characters() -> None:
             raise type("E\x1b[2J", (ValueError,), {})("half \ud800 \x07 rtl \u202e\nend")
 
     line = fault(Task()).line
-    assert line.startswith(r"Task.score raised E\x1b[2J: half \ud800 \x07 rtl \u202e end (test_scoring.py line")
+    assert line.startswith(r"Task.score raised E\x1b[2J: half \ud800 \x07 rtl \u202e end (test_score.py line")
 
 
 def test_a_list_is_a_reward_per_turn_and_each_is_a_finite_number() -> None:
     assert scored(scoring([1, np.float32(0.5)])) == Score(reward=1.5, turns=[1.0, 0.5])
     for value in ([], [1.0, float("nan")], [[1.0]], ["1.0"]):
-        assert "expected one finite number per turn (test_scoring.py line" in fault(scoring(value)).line
+        assert "expected one finite number per turn (test_score.py line" in fault(scoring(value)).line
 
 
 @pytest.mark.parametrize(

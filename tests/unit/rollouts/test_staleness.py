@@ -1,6 +1,6 @@
 """A stream with staleness: what a step takes, what goes on meanwhile, and what becomes of it when a server is lost.
 
-Not covered: a stream without staleness (`test_environment_stream.py`), a real server (`tests/cpu/test_staleness.py`).
+Not covered: a stream without staleness (`test_environment.py`), a real server (`tests/cpu/test_staleness.py`).
 """
 
 import math
@@ -22,8 +22,8 @@ from bridge.rollouts import staleness
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.unit.http_server import Asked
+from tests.unit.rollouts.test_environment import Sampled, Task, model, sampled, saying
 from tests.unit.scores_sample import Several
-from tests.unit.test_environment_stream import Sampled, Task, model, sampled, saying
 
 __all__ = ["model"]  # the fixture
 PATIENCE_S = 20.0

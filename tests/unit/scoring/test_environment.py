@@ -12,7 +12,7 @@ from bridge.agents.tools import Tools
 from bridge.core import private
 from bridge.errors import UsageError
 from bridge.scoring.scorer import Scorer
-from tests.unit.test_scoring_processes import LIMIT_S, PROBLEM, scoring
+from tests.unit.scoring.test_processes import LIMIT_S, PROBLEM, scoring
 from tests.unit.tools_sample import Bench
 
 SECRETS = (

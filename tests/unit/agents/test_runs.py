@@ -24,11 +24,11 @@ from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group
 from tests.models import chat
 from tests.unit import agents_sample
+from tests.unit.agents.test_trajectories import ANSWERED, FORMS, Rolled, sleepers, spoken
 from tests.unit.several_ranks import on_ranks
-from tests.unit.test_trajectories import ANSWERED, FORMS, Rolled, sleepers, spoken
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "environments.md"
-FILE = Path(__file__).parent / "agents_sample.py"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "environments.md"
+FILE = Path(__file__).parents[1] / "agents_sample.py"
 Words = Callable[[str], str]
 TEXT = "The answer is 19, I think, user assistant. " * 5
 SPEC = LossSpec(aggregation="token_mean", advantage_scale="group", clip_low=0.2, clip_high=0.2)

@@ -9,10 +9,10 @@ from bridge.errors import RewardError, ServerUnreachableError, UsageError
 from bridge.ranks.world import Ranks
 from bridge.types import Group
 from tests.models import tiny
-from tests.unit.atropos_api import FakeApi, FakeTime, pair, scored
+from tests.unit.atropos.atropos_api import FakeApi, FakeTime, pair, scored
+from tests.unit.atropos.test_stream import OURS, running
 from tests.unit.http_server import Answer
 from tests.unit.several_ranks import on_ranks
-from tests.unit.test_atropos_stream import OURS, running
 
 BAD = scored(((5, 6), 1), ((5, 700), 1))
 

@@ -17,7 +17,7 @@ from bridge.ranks.world import ALONE, Ranks
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.models import tiny
-from tests.unit.atropos_api import LOST, FakeApi, FakeTime, pair, scored
+from tests.unit.atropos.atropos_api import LOST, FakeApi, FakeTime, pair, scored
 from tests.unit.http_server import Answer, Asked, HttpServer, serving
 
 Scale = Literal["group", "batch", "none"]
@@ -63,7 +63,7 @@ def running(
         sizes = {"batch_size": 8, "group_size": 2, "training_steps": 20, "save_path": "saved", "save_interval": 5}
         config = TrainConfig.of(**(fixed | sizes | choices))
         said: list[str] = []
-        with closing(AtroposStream(config, said.append, run_name="saved", ranks=ranks)) as stream:
+        with closing(AtroposStream(config, None, said.append, run_name="saved", ranks=ranks)) as stream:
             stream.served(Endpoint(url=server.url), 3)
             yield Run(stream, server, time, said)
 
@@ -158,8 +158,8 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
 @pytest.mark.parametrize(
     ("state", "found", "remedy"),
     [
-        ({"is_connected": False}, "no environment is connected, and no groups wait", "--env.rollout_server_url http"),
-        ({"is_connected": False, "num_waiting": 3}, "no environment is connected, and 3 groups wait", "start one"),
+        ({"is_connected": False}, "no environment is connected", "--env.rollout_server_url http"),
+        ({"is_connected": False, "num_waiting": 3}, "no environment is connected", "start one"),
         ({}, "environments have registered, and no groups wait", "scores are all equal"),
         ({}, "environments have registered, and no groups wait", "may poll ports 9004 to 9007 whatever"),
         (
@@ -205,7 +205,7 @@ def test_an_api_that_is_not_there_is_told_before_the_model_is_looked_at() -> Non
         config = TrainConfig.of(**(choices))
         time = FakeTime()
         with time.passing(), pytest.raises(AtroposError) as caught:
-            AtroposStream(config, print, run_name="saved")
+            AtroposStream(config, None, print, run_name="saved")
         assert len(server.asked) == 3
         assert server.url in caught.value.message
     assert time.waits == [0.25, 0.5]
@@ -225,7 +225,7 @@ def test_a_model_that_cannot_be_read_leaves_no_connection_open(monkeypatch: pyte
     with serving(FakeApi()) as server:
         config = TrainConfig.of(model_name="/nowhere", rollouts="atropos", atropos_url=server.url)
         with pytest.raises(UsageError):
-            AtroposStream(config, print, run_name="saved")
+            AtroposStream(config, None, print, run_name="saved")
     assert clients
     assert all(client.is_closed for client in clients)
 

@@ -301,5 +301,5 @@ def test_neither_problems_nor_rewards_load_torch(hub: Path) -> None:
     )
     environment = {"PATH": "", "HF_HOME": str(hub.parent / "home")}
     subprocess.run(
-        [sys.executable, "-c", program, str(hub)], check=True, env=environment, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", program, str(hub)], check=True, env=environment, cwd=Path(__file__).parents[3]
     )

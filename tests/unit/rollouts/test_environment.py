@@ -150,7 +150,7 @@ def test_past_the_share_the_batch_is_given_up_by_a_line_that_names_the_commonest
     message = caught.value.message
     known = "step 7: at least (6|12|18) of 24 completions without a reward, more than a share of 0.2; (5|10|15) of "
     assert re.match(known, message), message  # by how many groups were scored at once
-    assert "of them: Task.score returned nan, expected a finite number (test_environment_stream.py line " in message
+    assert "of them: Task.score returned nan, expected a finite number (test_environment.py line " in message
     assert message.endswith(" and completion 'is_nan'")
     assert "\n" not in message
 

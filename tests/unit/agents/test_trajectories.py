@@ -36,7 +36,7 @@ from tests.unit import tools_sample
 from tests.unit.http_server import Asked, serving
 from tests.unit.openai_server import openai
 
-FILE = Path(__file__).parent / "tools_sample.py"
+FILE = Path(__file__).parents[1] / "tools_sample.py"
 FORMS: dict[str, Callable[[str, Any], str]] = {
     "qwen2_5": lambda name, given: f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call><|im_end|>',
     "llama3_1": lambda name, given: f'{{"name": "{name}", "parameters": {given}}}<|eot_id|>',

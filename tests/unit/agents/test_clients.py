@@ -1,6 +1,6 @@
 """Agents of smolagents and of the OpenAI Agents SDK, unchanged, and in CI the requests that they sent.
 
-With the packages installed, `BRIDGE_RECORD_CLIENTS=1 pytest tests/unit/test_agent_clients.py` records the requests
+With the packages installed, `BRIDGE_RECORD_CLIENTS=1 pytest tests/unit/agents/test_clients.py` records the requests
 again (smolagents 1.26.0, openai-agents 0.24.0).
 """
 
@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bridge.agents.recorder import Recorder
-from tests.unit.client_agents import REQUESTS
-from tests.unit.test_agents import TEXT, check_tokens
-from tests.unit.test_trajectories import FORMS, spoken
+from tests.unit.agents.client_agents import REQUESTS
+from tests.unit.agents.test_runs import TEXT, check_tokens
+from tests.unit.agents.test_trajectories import FORMS, spoken
 
 FILE = Path(__file__).with_name("client_agents.py")
 END = "<|im_end|>"
@@ -65,7 +65,8 @@ def test_an_agent_of_another_package_runs_unchanged(
     sent, answered = list[dict[str, Any]](), Recorder._answered
 
     async def kept(self: Recorder, request: Request) -> Response:
-        sent.append({**request.path_params, "body": trimmed(await request.json())})
+        _, run, _, route = request.url.path.split("/", 3)
+        sent.append({"run": run, "route": route, "body": trimmed(await request.json())})
         return await answered(self, request)
 
     monkeypatch.setattr(Recorder, "_answered", kept)

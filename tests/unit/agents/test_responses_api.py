@@ -67,7 +67,7 @@ def test_fields_of_a_response_become_those_of_a_chat() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no object": ([], "the request is no JSON object"),
+    "no object": ([], "the request is not a JSON object"),
     "no input": ({}, "the request cannot be read: KeyError: 'input'"),
     "what is stored": ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id is not supported, bec"),
     "a background": ({"input": "x", "background": True}, "background=true is not supported"),

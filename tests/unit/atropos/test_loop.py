@@ -1,6 +1,6 @@
 """Training on batches of a fake Atropos API, through the loop.
 
-Not covered: the batches themselves (`test_atropos_stream.py`), the real API (`tests/cpu/test_atropos.py`).
+Not covered: the batches themselves (`test_stream.py`), the real API (`tests/cpu/test_atropos.py`).
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from bridge.atropos import stream
 from bridge.errors import AtroposError
-from tests.unit.atropos_api import FakeApi, pair, scored
+from tests.unit.atropos.atropos_api import FakeApi, pair, scored
 from tests.unit.http_server import serving
 from tests.unit.trainer_runs import STEPS, FakeEngine, Running, runner
 

@@ -140,7 +140,7 @@ def test_trainer_is_fed_until_it_has_its_batches(model: Path) -> None:
     fed = Fed(model, api)
     assert (fed.last.step, fed.last.num_steps, api.left) == (3, 3, [3])
     per_batch = BATCH // GROUP
-    assert 3 * per_batch <= len(api.groups) <= 4 * per_batch + 1, "as many as needed, plus at most one batch"
+    assert 3 * per_batch <= len(api.groups) <= 5 * per_batch, "as many as needed, and as many as may wait"
     assert fed.last.groups <= len(api.groups), "what is in flight at the end is not waited for"
     assert fed.last.reward_mean == 2.0
 

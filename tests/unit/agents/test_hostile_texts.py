@@ -1,6 +1,7 @@
 """No text of a model, an agent or a reward ends a run: ten thousand of them, through everything that takes such texts.
 
-Not covered: code that harms its process (`test_agents.py`, `test_trajectories.py`, `test_scoring_processes.py`).
+Not covered: code that harms its process (`test_runs.py`, `test_trajectories.py`,
+`tests/unit/scoring/test_processes.py`).
 """
 
 import asyncio
@@ -38,8 +39,8 @@ from bridge_cli import console
 from bridge_cli import report as command
 from tests.cli import report_runs
 from tests.models import chat, tiny
-from tests.unit import hostile_texts
-from tests.unit.hostile_texts import PROBLEM, Judge, Parts
+from tests.unit.agents import hostile_texts
+from tests.unit.agents.hostile_texts import PROBLEM, Judge, Parts
 
 NUM_TEXTS = 10_000
 HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
