@@ -23,10 +23,10 @@ from bridge_cli import main
 from tests.unit.learn import test_learner
 from tests.unit.learn.test_learner import base, learner_of, updated, weights
 from tests.unit.several_ranks import on_ranks
-from tests.unit.test_policy_loss import doubled, group_of
+from tests.unit.learn.test_policy_loss import doubled, group_of
 from tests.unit.trainer_runs import Running, runner
 
-EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'own_loss_file.py'}:soft_clip"
+EXAMPLE = f"{Path(__file__).parents[3] / 'examples' / 'own_loss_file.py'}:soft_clip"
 DAPO = """
 def dapo(tensors):
     ratios = (tensors.logprobs - tensors.old_logprobs).clamp(-20, 20).exp()
