@@ -161,12 +161,12 @@ class Policy:
             ServerUnreachableError: the server does not answer.
         """
         problems.check_prompts(prompts)
-        whole: list[Problem] = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
+        whole: list[Problem] = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in prompts]
         ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
         first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(seed + 1, 0)
         self._num_calls += seed is None
         with self._loop.sampling():
-            found = self._sampler.sample(
+            sampled = self._sampler.sample(
                 [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=first_seed
             )
             return [
@@ -174,9 +174,9 @@ class Policy:
                     problem=problem,
                     prompt_token_ids=prompt,
                     completions=completions,
-                    rewards=tuple(_reward(score, problem, each.text) for each in completions),
+                    rewards=tuple(_reward(score, problem, completion.text) for completion in completions),
                 )
-                for problem, prompt, completions in zip(whole, ids, found, strict=True)
+                for problem, prompt, completions in zip(whole, ids, sampled, strict=True)
             ]
 
     def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:

@@ -12,7 +12,7 @@ Not covered, and refused by name: several processes, adapters (`peft_config`), T
 import dataclasses
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain, count, groupby, repeat
+from itertools import chain, count, groupby
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         model = self._policy.model
         own = model.state_dict()
         misfit = next(
-            (name for name, each in state_dict.items() if name in own and each.shape != own[name].shape), None
+            (name for name, weight in state_dict.items() if name in own and weight.shape != own[name].shape), None
         )
         if misfit:
             self._pending.clear()
@@ -171,7 +171,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         names: dict[int, list[str]] = {}
         for name, parameter in self._policy.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        return [each[0] for each in names.values() if not self._pending.keys() & each]
+        return [tied[0] for tied in names.values() if not self._pending.keys() & tied]
 
     def _refuse_partial(self) -> None:
         if not self._pending:
@@ -184,7 +184,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
 
     def _refuse_moved(self, model: Any) -> None:
         named = model.named_parameters() if model is not None else ()
-        moved = [name for name, each in named if each.requires_grad and each.data_ptr() not in self._places]
+        moved = [name for name, p in named if p.requires_grad and p.data_ptr() not in self._places]
         if moved:
             raise UsageError(
                 f"{len(moved)} of the trainer's parameters are outside the server's memory, the first: {moved[0]}",
@@ -200,7 +200,8 @@ class _Rollouts:
         self._policy = policy
         self._tokenizer = tokenizer
         self._calls: count[int] | None = None
-        self._seed, self._template = args.seed, args.chat_template_kwargs or {}
+        self._seed = args.seed
+        self._template = args.chat_template_kwargs or {}
         self._config = SamplingConfig(
             max_new_tokens=args.max_completion_length,
             temperature=args.temperature,
@@ -223,14 +224,14 @@ class _Rollouts:
         ids = [problems.encode(self._tokenizer, {"prompt": prompt}, **self._template) for prompt, _ in runs]
         length = runs[0][1]
         with Sampler(self._config, ids_of=Vocabulary(self._policy.tokenizer)) as sampler:
-            found = sampler.sample(
+            sampled = sampler.sample(
                 [Endpoint(url=self._policy.url)], ids, num_samples=length, seed=seed_of(self._seed, next(self._calls))
             )
-        completions = [*chain.from_iterable(found)]
+        completions = [*chain.from_iterable(sampled)]
         return {
-            "prompt_ids": [[*each] for each in chain.from_iterable(repeat(prompt, length) for prompt in ids)],
-            "completion_ids": [[*each.token_ids] for each in completions],
-            "logprobs": [[*each.logprobs] for each in completions],
+            "prompt_ids": [[*prompt] for prompt in ids for _ in range(length)],
+            "completion_ids": [[*completion.token_ids] for completion in completions],
+            "logprobs": [[*completion.logprobs] for completion in completions],
         }
 
 
@@ -311,9 +312,9 @@ def _adamw(policy: Policy, args: Any) -> InPlaceOptimizer:
     groups: list[dict[str, Any]] = [{"params": [*policy.parameters()], "weight_decay": args.weight_decay}]
     if args.weight_decay:
         decaying = {*Trainer.get_decay_parameter_names(None, policy.model)}
-        named = [(name, each) for name, each in policy.model.named_parameters() if each.requires_grad]
+        named = [(name, parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
         groups = [
-            {"params": [each for name, each in named if (name in decaying) is decays], "weight_decay": weight_decay}
+            {"params": [p for name, p in named if (name in decaying) is decays], "weight_decay": weight_decay}
             for decays, weight_decay in ((True, args.weight_decay), (False, 0.0))
         ]
     betas = args.adam_beta1, args.adam_beta2
@@ -366,19 +367,19 @@ def _check_device(policy: Policy, args: Any) -> None:
     same = here.type == there.type and (here.index or 0) == (there.index or 0)
     if same and args.n_gpu <= 1:
         return
-    found = f"{args.n_gpu} GPUs" if same else str(there)
+    devices = f"{args.n_gpu} GPUs" if same else str(there)
     remedy = "GRPOConfig(use_cpu=True)"
     if here.type == "cuda":
         remedy = f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(here).uuid} in front of the command"
-    raise UsageError(f"the trainer would use {found}, and the server's weights are on {here}", remedy=remedy)
+    raise UsageError(f"the trainer would use {devices}, and the server's weights are on {here}", remedy=remedy)
 
 
 def _check_version() -> None:
     try:
-        found = version("trl")
+        installed = version("trl")
     except PackageNotFoundError as error:
         raise IncompatibleVersionError("TRL is not installed", remedy=f"pip install 'trl~={TESTED[0]}.0'") from error
-    if not Version(TESTED[0]) <= Version(found) < Version(TESTED[1]):
+    if not Version(TESTED[0]) <= Version(installed) < Version(TESTED[1]):
         raise IncompatibleVersionError(
-            f"TRL {found} is installed, expected {TESTED[0]}", remedy=f"pip install 'trl~={TESTED[0]}.0'"
+            f"TRL {installed} is installed, expected {TESTED[0]}", remedy=f"pip install 'trl~={TESTED[0]}.0'"
         )

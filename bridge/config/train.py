@@ -202,7 +202,7 @@ class TrainConfig(Config):
             f"--warmup-steps {optimizer.warmup_steps} must be less than --training-steps {self.training_steps}: the"
             " learning rate would never reach --lr": optimizer.warmup_steps >= self.training_steps,
             "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
-            f" {optimizer.name}": (optimizer.offload and OPTIMIZERS[optimizer.name].offloaded_by is None),
+            f" {optimizer.name}": (optimizer.offload and not OPTIMIZERS[optimizer.name].can_offload),
             f"--batch-size {batch_size} is not a multiple of --group-size {group_size}": bool(batch_size % group_size),
             f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch": (
                 bool(num_groups % updates)

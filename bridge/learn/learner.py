@@ -3,7 +3,7 @@
     take       turn the groups into samples, and cut them into mini-batches
     prepare    run forward and backward passes up to the first change of a weight
     write      take the update, and if a batch has several, run the remaining passes and take their updates
-    learnt     return the figures of the step
+    learnt     return the metrics of the step
 
 With one update per batch, `write` only takes the optimizer step. With gradient release each parameter is updated in the
 middle of the backward pass, which is then part of `write`.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from bridge.config import OptimizerConfig, SamplingConfig
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import RewardError, UsageError
-from bridge.learn.batch import Batch, Computed, Learnt, Pass
+from bridge.learn.batch import Batch, Computed, Pass
 from bridge.learn.mismatch import measure
 from bridge.learn.policy_loss import LossSpec, least_entropy, policy_loss
 from bridge.learn.reference import Reference
@@ -144,8 +144,8 @@ class Learner:
         if not self._computed.is_written:
             self._start(self._batch)
 
-    def learnt(self) -> Learnt:
-        """Wait for the device, and return the figures."""
+    def learnt(self) -> dict[str, Any]:
+        """Wait for the device, and return the step's metrics, by their names in `metrics.jsonl`."""
         lr = self._lr * self._schedule(self._batch.num_before)
         return self._computed.figures(self._batch, self._ranks, lr, self._spec.metrics)
 
@@ -159,7 +159,7 @@ class Learner:
         def own() -> list[Tensor]:
             others = self._within_memory(self._other_entropies)
             self._within_memory(self._look_ahead)
-            trained = ([one.entropies.cpu() for one in passes] for passes in self._computed.passes)
+            trained = ([model_pass.entropies.cpu() for model_pass in passes] for passes in self._computed.passes)
             both = zip(trained, others, strict=True)
             return [torch.cat([torch.zeros(0), *of_trained, *of_others]) for of_trained, of_others in both]
 
@@ -202,8 +202,9 @@ class Learner:
             self.optimizer.expect(torch.float32)  # compiled now, and not between two writes
         updates = self._computed.passes
         for least, passes in zip(self._thresholds, updates, strict=False):  # none: all are trained on
-            for one in passes:
-                one.batch = replace(one.batch, advantages_N=one.batch.advantages_N * (one.entropies >= least))
+            for model_pass in passes:
+                advantages_N = model_pass.batch.advantages_N * (model_pass.entropies >= least)
+                model_pass.batch = replace(model_pass.batch, advantages_N=advantages_N)
         if updates and not self._updates_in_backward:
             self._differentiate(updates[0])
 
@@ -211,13 +212,14 @@ class Learner:
         """Cut the batch into passes, and compute what updates need from before the first one."""
         self._computed.passes = [self._passes(samples) for samples in self._batch.mini_batches]
         chooses = self._spec.top_entropy < 1
-        for one in chain.from_iterable(self._computed.passes[0 if chooses else 1 :]):  # the first update's ratios are 1
+        first = 0 if chooses else 1  # the ratios of the first update are 1
+        for model_pass in chain.from_iterable(self._computed.passes[first:]):
             # With gradients enabled, as in training: without, compiled layers are another graph, which rounds
             # differently. In bf16 the two differ by 0.01 nats a token, and GSPO clips at 0.0003.
             with torch.enable_grad():
-                logprobs_N, entropies_N = self._logprobs(one.batch)
-            self._remember(one, logprobs_N.detach(), entropies_N)
-            one.entropies_N = entropies_N if chooses else None
+                logprobs_N, entropies_N = self._logprobs(model_pass.batch)
+            self._remember(model_pass, logprobs_N.detach(), entropies_N)
+            model_pass.entropies_N = entropies_N if chooses else None
 
     def _passes(self, samples: list[Sample]) -> list[Pass]:
         packed = self._budget.packs(samples, samples)
@@ -271,8 +273,8 @@ class Learner:
                 gradients.enter_context(self.optimizer.releasing())
             elif len(passes) > 1 and self._budget.sums_in_float32:
                 gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
-            for one in passes:
-                self._loss(one).backward()
+            for model_pass in passes:
+                self._loss(model_pass).backward()
         if self._ranks.world_size == 1:
             self._computed.norms.append(self.optimizer.global_norm())
 
@@ -302,7 +304,7 @@ class Learner:
     def _losses_before_writing(self, passes: Sequence[Pass]) -> list[Tensor] | None:
         """Return the losses of an update, none if all of it is other ranks'; None if the user's loss failed."""
         try:
-            return [self._loss(one) for one in passes]
+            return [self._loss(model_pass) for model_pass in passes]
         except RewardError as error:
             self._refusal = error
             return None
@@ -320,23 +322,25 @@ class Learner:
         self._model.zero_grad(set_to_none=True)
         self.optimizer.zero_grad()
 
-    def _loss(self, one: Pass) -> Tensor:
+    def _loss(self, model_pass: Pass) -> Tensor:
         """Return the loss of one pass, and add it to that of its update."""
-        logprobs_N, entropies_N = self._logprobs(one.batch)
-        if one.old_logprobs_N is None:
-            self._remember(one, logprobs_N.detach(), entropies_N)
-        if self._reference is not None and one.reference_logprobs_N is None:
-            one.reference_logprobs_N = self._reference.logprobs(one.batch, self._sampling.temperature)
-        assert one.old_logprobs_N is not None
-        loss, sums = policy_loss(logprobs_N, one.old_logprobs_N, one.batch, self._spec, one.reference_logprobs_N)
+        logprobs_N, entropies_N = self._logprobs(model_pass.batch)
+        if model_pass.old_logprobs_N is None:
+            self._remember(model_pass, logprobs_N.detach(), entropies_N)
+        if self._reference is not None and model_pass.reference_logprobs_N is None:
+            model_pass.reference_logprobs_N = self._reference.logprobs(model_pass.batch, self._sampling.temperature)
+        assert model_pass.old_logprobs_N is not None
+        loss, sums = policy_loss(
+            logprobs_N, model_pass.old_logprobs_N, model_pass.batch, self._spec, model_pass.reference_logprobs_N
+        )
         self._computed.losses[-1] += loss.detach()
         self._computed.loss_sums += torch.stack([sums[name] for name in self._spec.metrics])
         return loss
 
-    def _remember(self, one: Pass, logprobs_N: Tensor, entropies_N: Tensor) -> None:
-        one.old_logprobs_N = logprobs_N
+    def _remember(self, model_pass: Pass, logprobs_N: Tensor, entropies_N: Tensor) -> None:
+        model_pass.old_logprobs_N = logprobs_N
         self._computed.entropy += entropies_N.sum(dtype=torch.float64)
-        batch, spec = one.batch, self._spec
+        batch, spec = model_pass.batch, self._spec
         self._computed.tally += measure(
             logprobs_N, batch.sampled_logprobs_N, spec.correction, spec.weighted_sequences(batch)
         )

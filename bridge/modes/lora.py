@@ -317,4 +317,4 @@ def _fits(slot: LoraSlot, ours: Matrices) -> bool:
 def _hold(slot: Matrices, ours: Matrices) -> bool:
     """Compare up to rounding: B is divided by the scaling on saving, and multiplied by it on loading."""
     pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
-    return all(torch.allclose(one.float(), other.float(), rtol=1 / 64, atol=1e-6) for one, other in pairs)
+    return all(torch.allclose(theirs.float(), held.float(), rtol=1 / 64, atol=1e-6) for theirs, held in pairs)

@@ -134,8 +134,8 @@ class PatchedServer(Mode):
             return
 
         def digests() -> dict[tuple[int, str], str]:
-            each = (self.client.digests(part) for part in range(ranks.tp_size if ranks.is_tp_rank_zero else 0))
-            return {(part, name): text for part, own in enumerate(each) for name, text in own.items()}
+            parts = range(ranks.tp_size if ranks.is_tp_rank_zero else 0)
+            return {(part, name): text for part in parts for name, text in self.client.digests(part).items()}
 
         first, *others = ranks.one_per_replica(ranks.run_and_gather(digests))
         for number, other in enumerate(others, start=1):

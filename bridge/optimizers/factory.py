@@ -1,7 +1,6 @@
 """Make the optimizer that a run's configuration asks for, and the schedule of its learning rate."""
 
 from collections.abc import Callable, Iterable
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -12,6 +11,9 @@ from bridge.config import OptimizerConfig
 from bridge.config.optimizers import OPTIMIZERS
 from bridge.optimizers.gradients import NOTHING, Alike
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
 
 LEAST_DECAY = 2.0**-25
@@ -27,12 +29,11 @@ def make(
     alike: Alike = NOTHING,
 ) -> InPlaceOptimizer:
     """Return the optimizer for groups made by `scaled_group`, which several ranks share."""
-    spec = OPTIMIZERS[choices.name]
-    made_by = spec.offloaded_by if choices.offload else spec.made_by
-    assert made_by is not None, "refused by the configuration"
-    betas = choices.beta1, spec.beta2 if choices.beta2 is None else choices.beta2
-    kind: type[InPlaceOptimizer] = resolve_name(made_by)
-    return kind.of(choices, groups, betas=betas, seed=seed, ranks=ranks, alike=alike)
+    beta2 = OPTIMIZERS[choices.name].beta2 if choices.beta2 is None else choices.beta2
+    shared: dict[str, Any] = {"betas": (choices.beta1, beta2), "ranks": ranks, "alike": alike}
+    if choices.offload:
+        return OffloadedAdamW(groups, streams=choices.gradient_release, **shared)
+    return SplitMasterAdamW(groups, kind=KINDS[choices.name], seed=seed, **shared)
 
 
 def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], float]:

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bridge.config import OptimizerConfig
 from bridge.optimizers.gradients import NOTHING, Alike, each_gradient, norm_of
 from bridge.optimizers.moments import FIRST, FLOAT32, SECOND, StateTensor
 from bridge.optimizers.sharded import ShardedOptimizer
@@ -76,15 +75,10 @@ class OffloadedAdamW(ShardedOptimizer):
         self._to_host = _ToHost(self._device)
         self._to_device = _ToDevice(self._device)
 
-    @classmethod
-    def of(cls, choices: OptimizerConfig, groups: Iterable[dict[str, Any]], *, seed: int = 0, **shared: Any) -> Self:
-        del seed  # nothing is rounded stochastically
-        return cls(groups, streams=choices.gradient_release, **shared)
-
     def allocate(self) -> None:
         super().allocate()
         if self._streams and not self._streamed:
-            self._streamed = {each: torch.empty(each.numel(), dtype=torch.float32).zero_() for each in self._steps}
+            self._streamed = {p: torch.empty(p.numel(), dtype=torch.float32).zero_() for p in self._steps}
 
     @contextmanager
     def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:
@@ -152,7 +146,7 @@ class OffloadedAdamW(ShardedOptimizer):
         number = self._steps[member.parameter] + 1
         held = [slab.state[name][slab.held(rows)] for name in (MASTER, FIRST, SECOND)]
         weight, master, first, second, gradient = (
-            each.reshape(-1)[:num_elements] for each in (weight, *held, gradient)
+            tensor.reshape(-1)[:num_elements] for tensor in (weight, *held, gradient)
         )
         if number == 1:  # not in `allocate`: a checkpoint may be loaded into the weights after it
             master.copy_(weight)

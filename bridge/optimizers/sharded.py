@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ class ShardedOptimizer(InPlaceOptimizer):
         """Return the sum of the squares of this rank's gradients, without those that another part counts."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._ranks.world_size == 1:
-            own = [(each.grad, each, factor) for each, factor in self._factors.items() if each.grad is not None]
-            norm = norm_of((counted(grad, self._alike.get(each, ())), factor) for grad, each, factor in own)
+            own = [(p, p.grad, factor) for p, factor in self._factors.items() if p.grad is not None]
+            norm = norm_of((counted(grad, self._alike.get(p, ())), factor) for p, grad, factor in own)
             return squares + norm**2
         for slab, sum_RB in self._sums.items():
             factors = {self._factors[member.parameter] for member in slab.members}
@@ -99,7 +100,7 @@ class ShardedOptimizer(InPlaceOptimizer):
             return
         self._drop_sums()
         widths = {None: 0, torch.bfloat16: 1, torch.float32: 2}
-        own = [widths[None if each.grad is None else each.grad.dtype] for each in self._places]
+        own = [widths[None if parameter.grad is None else parameter.grad.dtype] for parameter in self._places]
         dtypes = dict(zip(self._places, self._ranks.all_reduce_max(own), strict=True))
         for slab in self._slabs:
             width = max(dtypes[member.parameter] for member in slab.members)
@@ -148,7 +149,7 @@ class ShardedOptimizer(InPlaceOptimizer):
             self._gathered = slab, {name: self._ranks.all_gather(part) for name, part in slab.state.items()}
         parts = slab.parts(slab.members[index], self._gathered[1])
         later = [member.parameter for member in slab.members[index + 1 :]]
-        if not later or (self._steps[parameter] and not any(self._steps[each] for each in later)):
+        if not later or (self._steps[parameter] and not any(self._steps[member] for member in later)):
             self._gathered = None  # as large as the state of several ranks; without an update, a parameter has none
         return parts
 
@@ -168,8 +169,8 @@ class ShardedOptimizer(InPlaceOptimizer):
 
     def _ready(self) -> list[tuple[Slab, list[int]]]:
         """Return the members, slab by slab, that have a gradient; of several ranks, on any of them."""
-        places = [place for parameter, place in self._places.items() if self._has_gradient(parameter)]
-        return [(slab, [index for _, index in each]) for slab, each in groupby(places, key=lambda place: place[0])]
+        places = [self._places[parameter] for parameter in self._places if self._has_gradient(parameter)]
+        return [(slab, [index for _, index in run]) for slab, run in groupby(places, key=itemgetter(0))]
 
     def _has_gradient(self, parameter: Tensor) -> bool:
         return parameter in self._summed if self._ranks.world_size > 1 else parameter.grad is not None

@@ -66,9 +66,9 @@ class Slab:
     @property
     def mine(self) -> range:
         """This rank's rows: all ranks have as many, the last ones beyond the slab's end."""
-        each = -(-self.num_rows // self.ranks.world_size)
-        each += each % LEAST_ROWS if self.ranks.world_size > 1 else 0
-        return range(self.ranks.rank * each, (self.ranks.rank + 1) * each)
+        num_rows = -(-self.num_rows // self.ranks.world_size)
+        num_rows += num_rows % LEAST_ROWS if self.ranks.world_size > 1 else 0
+        return range(self.ranks.rank * num_rows, (self.ranks.rank + 1) * num_rows)
 
     def allocate(self) -> None:
         """Allocate the state, zeroed, unless that is done."""
@@ -119,7 +119,7 @@ class Slab:
 
     def pieces(self, indices: Iterable[int], steps: Mapping[Tensor, int]) -> Iterator["Piece"]:
         """Yield the pieces of these members, in order; neighbors with as many `steps` so far share one."""
-        runs = groupby(enumerate(indices), key=lambda each: (each[1] - each[0], steps[self.members[each[1]].parameter]))
+        runs = groupby(enumerate(indices), key=lambda pair: (pair[1] - pair[0], steps[self.members[pair[1]].parameter]))
         for (_, step), run in runs:
             members = [self.members[index] for _, index in run]
             first, num_rows = members[0].rows.start, members[-1].rows.stop - members[0].rows.start

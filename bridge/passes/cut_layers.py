@@ -136,7 +136,7 @@ class _Entrance:
     group: str
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return tuple(map(self._entered, args)), {name: self._entered(each) for name, each in kwargs.items()}
+        return tuple(map(self._entered, args)), {name: self._entered(value) for name, value in kwargs.items()}
 
     def _entered(self, given: Any) -> Any:
         if isinstance(given, Tensor) and given.is_floating_point() and given.requires_grad:
@@ -185,8 +185,8 @@ def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     assert isinstance(words, Words)
     own = ids - words.start
     is_own = (own >= 0) & (own < len(embedding.weight))
-    found: Tensor = type(embedding).forward(embedding, torch.where(is_own, own, 0))
-    share = torch.where(is_own.unsqueeze(-1), found, 0.0)
+    rows: Tensor = type(embedding).forward(embedding, torch.where(is_own, own, 0))
+    share = torch.where(is_own.unsqueeze(-1), rows, 0.0)
     output: Tensor = _Leave.apply(share, words.group)  # type: ignore[no-untyped-call]
     return output
 

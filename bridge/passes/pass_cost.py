@@ -91,8 +91,8 @@ def _cost_on_cpu(model: PreTrainedModel, temperature: float) -> Cost:
         layer.gradient_checkpointing = True  # type: ignore[assignment]
     share = LIVE_LAYERS / max(len(layers.decoder_layers(model)), 1)
     totals = [some + int(share * all_) for some, all_ in zip(kept, plain, strict=True)]
-    found = Cost.of(list(zip(CPU_PROBES, totals, strict=True)))
-    return Cost(fixed_bytes=found.fixed_bytes + CPU_LOGITS_BYTES, token_bytes=found.token_bytes)
+    cost = Cost.of(list(zip(CPU_PROBES, totals, strict=True)))
+    return Cost(fixed_bytes=cost.fixed_bytes + CPU_LOGITS_BYTES, token_bytes=cost.token_bytes)
 
 
 def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
@@ -101,9 +101,9 @@ def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> 
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in weights:
-            kept[place] = tensor  # held, so that no other tensor gets its place
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            kept[address] = tensor  # held, so that no other tensor gets its address
         return tensor
 
     part = _example(model, num_tokens, CPU_PROBE_LENGTH)

@@ -228,17 +228,20 @@ class Expected:
         with torch.no_grad(), _checking(model):
             tokens_T = self._tokens_T
             hidden_TH = _packed_sharing(model, tokens_T) if share_prompts else packed(model, tokens_T, LENGTHS)
-            found = self.difference(hidden_TH)
+            difference = self.difference(hidden_TH)
             if self._farthest > 0 and not share_prompts:
                 beside_TH = packed(model, tokens_T, LENGTHS, begin=self._farthest)
-                found = float(torch.tensor([found, self.difference(beside_TH, first=1)]).max())  # nan, if one is
-        differ = f"hidden states differ by {found:.1%} from those of each sequence alone, and by {self._mixed_up:.1%}"
-        if not found <= max(self._most, self._rounding):
+                beside = self.difference(beside_TH, first=1)
+                difference = float(torch.tensor([difference, beside]).max())  # NaN if either is
+        differ = (
+            f"hidden states differ by {difference:.1%} from those of each sequence alone, and by {self._mixed_up:.1%}"
+        )
+        if not difference <= max(self._most, self._rounding):
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not keep packed sequences apart: {differ} if all are one sequence",
                 remedy="train another model, or report this one",
             )
-        if found > self._most and not self._is_noted:
+        if difference > self._most and not self._is_noted:
             self._is_noted = True
             note(f"attention hardly matters with these weights: packed, {differ} if all are one sequence")
 
@@ -275,8 +278,8 @@ def _example_tokens(model: PreTrainedModel) -> Tensor:
     vocabulary: int = model.config.get_text_config().vocab_size
     tokens_T = (torch.arange(sum(LENGTHS)) * 7919 + 11) % vocabulary
     starts = [0, *accumulate(LENGTHS)]
-    for one, other in ((0, 1), (2, 3)):
-        tokens_T[starts[other] :][: PROMPTS[other]] = tokens_T[starts[one] :][: PROMPTS[one]]
+    for first, second in ((0, 1), (2, 3)):
+        tokens_T[starts[second] :][: PROMPTS[second]] = tokens_T[starts[first] :][: PROMPTS[first]]
     return tokens_T.to(model.device)
 
 

@@ -101,7 +101,7 @@ class Need:
         beside = reference + (adapter + base if is_apart else 0)
         whole = adapter or copy or size.num_params
         trained = adapter or copy or shard
-        each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
+        bytes_each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
         least, most = micro_batch_tokens(config)
         has_many = update_tokens(config) > FEW * least
         forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
@@ -117,13 +117,13 @@ class Need:
             served=BF16_BYTES * (shard + adapter),
             engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
             own=BF16_BYTES * (copy + beside),
-            state=trained * each.device / config.replicas,
-            gradients=trained * each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
-            sums=trained * each.gradient if has_many else 0,
+            state=trained * bytes_each.device / config.replicas,
+            gradients=trained * bytes_each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
+            sums=trained * bytes_each.gradient if has_many else 0,
             temporaries=LOGITS_BYTES + head + step,
             least_activations=activation_bytes(widths, least, recomputed=recompute is not False),
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
-            offloaded=whole * each.host / config.hosts,
+            offloaded=whole * bytes_each.host / config.hosts,
             kv_per_token=2 * BF16_BYTES * widths.num_layers * widths.key_value / num_ranks,
             replicas=config.gpus,
         )
@@ -163,7 +163,7 @@ class Fit:
 def fit(need: Need, *, least_kv: float, kv_sleep: str = "auto") -> Fit:
     """Fit a run with a KV cache of at least `least_kv` bytes: awake if possible, else asleep."""
     ways = {"auto": (False, True), "always": (True,), "never": (False,)}[kv_sleep if need.can_sleep else "never"]
-    return min((fit_by(need, least_kv, asleep=way) for way in ways), key=lambda found: found.lacking)
+    return min((fit_by(need, least_kv, asleep=way) for way in ways), key=lambda way: way.lacking)
 
 
 def fit_by(need: Need, least_kv: float, *, asleep: bool) -> Fit:
@@ -173,10 +173,10 @@ def fit_by(need: Need, least_kv: float, *, asleep: bool) -> Fit:
     return Fit(asleep=asleep, kv=max(kv, 0), lacking=max(0, least_kv - kv, -left))
 
 
-def share(need: Need, found: Fit, *, least_kv: float) -> float:
+def share(need: Need, chosen: Fit, *, least_kv: float) -> float:
     """Return vLLM's share: a KV cache of twice `least_kv` comes before larger micro-batches, the rest after them."""
-    kv = found.kv
-    if not (found.asleep or need.apart):
+    kv = chosen.kv
+    if not (chosen.asleep or need.apart):
         spared = min(need.most_activations - need.least_activations, kv - least_kv - max(least_kv, ENGINE_MARGIN_BYTES))
         kv -= max(spared, 0)
     return (need.served + need.engine + max(kv, least_kv)) / need.gpu

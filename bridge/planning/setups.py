@@ -19,7 +19,7 @@ SETUPS = tuple(
     {"optimizer": name, "offload_optimizer": offloaded, "gradient_release": released}
     for has_master, released, offloaded in product((True, False), (False, True), (False, True))
     for name, spec in OPTIMIZERS.items()
-    if spec.has_master == has_master and (spec.offloaded_by or not offloaded)
+    if spec.has_master == has_master and (spec.can_offload or not offloaded)
 )
 """Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
 alone; then a state on the GPU before one on the host."""
@@ -72,7 +72,7 @@ def plan_rows(
     `config.gpus` servers have `num_gpus` GPUs each; with several `num_parts`, their memory is trained.
     """
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
-    setups = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
+    setups = [{**trainer, **way} for trainer, ways in PLACES if trainer["mode"] in modes for way in ways]
     agreeing = [
         {**choices, **given}
         for choices in setups

@@ -105,9 +105,9 @@ def _merged(source: Path, base: str) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"the adapter {source} does not fit {base}: {reason}", remedy=NAME_BASE) from error
-    found = {name: stored.shape for name, stored in headers(source / ADAPTER_WEIGHTS).items()}
+    shapes = {name: stored.shape for name, stored in headers(source / ADAPTER_WEIGHTS).items()}
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    refuse_misfits(f"the adapter {source}", found, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    refuse_misfits(f"the adapter {source}", shapes, {name: tuple(tensor.shape) for name, tensor in state.items()})
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
         raise UsageError(

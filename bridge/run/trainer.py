@@ -24,13 +24,13 @@ from bridge.errors import RewardError, ServerUnreachableError
 from bridge.learn import reference
 from bridge.learn.opening import learner_of
 from bridge.modes import way_of
-from bridge.modes.mode import RunContext, ServerProcess
+from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.sampler import fit_completions
 from bridge.rollouts.stream import Stream
 from bridge.run import checkpoint, measuring
 from bridge.run.checkpoint import Found
-from bridge.run.decisions import Alarms, PausePolicy
+from bridge.run.measuring import Alarms
 from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
@@ -169,8 +169,8 @@ class Run:
                 step,
                 measuring.rollouts(groups, self._stream, served=served),
                 measuring.times(window.times, rollout_s=seconds[0], train_s=seconds[1]),
-                learnt.metrics,
-                {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt.num_updates else 0.0},
+                learnt,
+                {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt["updates"] else 0.0},
                 measuring.memory(self._opened.device),
             )
             self._steps.append(metrics)
@@ -178,7 +178,7 @@ class Run:
                 if self._config.tracking.save_rollouts:
                     self._directory.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
                 self._directory.append(metrics)
-        self._alarms.check(metrics, learnt.mismatch, is_published=window.times.version != served)
+        self._alarms.check(metrics, is_published=window.times.version != served)
         return metrics
 
     @restarting_the_server

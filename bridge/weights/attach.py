@@ -182,7 +182,7 @@ def _cuts(manifest: Manifest) -> list[dict[str, Cut]]:
 
 def _check_layout(manifest: Manifest, shard: Shard, shapes: Mapping[str, Shape]) -> None:
     dtype = manifest.dtype
-    layout.check_parts([each.param_mappings for each in manifest.shards])
+    layout.check_parts([other_shard.param_mappings for other_shard in manifest.shards])
     held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
     layout.check_coverage(shapes, held, shard.param_mappings, shard.padding)
     odd = [name for name, handle in shard.ipc_handles.items() if handle.dtype != dtype]

@@ -247,18 +247,18 @@ def _like(whole: Tensor, view: Tensor) -> Tensor:
 def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor]) -> dict[str, Path]:
     """Return the file of each tensor to copy, all of them checked against the `whole` parameters."""
     files: dict[str, Path] = {}
-    found: dict[str, Stored] = {}
+    held: dict[str, Stored] = {}
     for path in _weight_files(folder):
         stored = headers(path)
         files |= dict.fromkeys(stored, path)
-        found |= stored
+        held |= stored
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}  # the other names of a tied parameter -> its first
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
-    left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in found}
-    wanted = {name: text for name, text in found.items() if name not in left_out}
+    left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in held}
+    wanted = {name: text for name, text in held.items() if name not in left_out}
     expected = {name: describe(tensor) for name, tensor in saved_form(model, whole).items()}
     refuse_misfits(str(folder), {aliases.get(name, name): text for name, text in wanted.items()}, expected)
     return {name: files[name] for name in wanted}

@@ -179,9 +179,9 @@ class Parts:
             for shared in shared_elements(self.cuts)
             if rank in shared.parts and shared.name in parameters
         }
-        for part, other in enumerate(self.tp_group.all_gather_object(mine)):
+        for part, theirs in enumerate(self.tp_group.all_gather_object(mine)):
             differing = sorted(
-                name for name, start in mine.keys() & other.keys() if mine[name, start] != other[name, start]
+                name for name, start in mine.keys() & theirs.keys() if mine[name, start] != theirs[name, start]
             )
             if differing:
                 raise RankError(

@@ -58,10 +58,10 @@ def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
                 f"{path} is not a server's shared memory: its size is not sealed",
                 remedy="the manifest was edited or is stale: restart the server, which rewrites it",
             )
-        found = os.fstat(descriptor).st_size
-        if found < num_bytes:
+        size = os.fstat(descriptor).st_size
+        if size < num_bytes:
             raise AttachError(
-                f"the server's weights at {path} have {found} bytes, expected at least {num_bytes}",
+                f"the server's weights at {path} have {size} bytes, expected at least {num_bytes}",
                 remedy="the manifest is another server's: restart the server, which rewrites it",
             )
         return _map(descriptor, num_bytes)

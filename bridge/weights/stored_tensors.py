@@ -55,12 +55,13 @@ def describe(tensor: Tensor) -> Stored:
     return Stored(_DTYPE_CODES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
 
 
-def refuse_misfits(name: str, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
+def refuse_misfits(name: str, stored: Mapping[str, object], expected: Mapping[str, object]) -> None:
     """Compare descriptions by name; errors call the whole `name`."""
-    odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+    odd = sorted(key for key in stored.keys() | expected.keys() if stored.get(key) != expected.get(key))
     if odd:
         faults = [
-            f"{key} is {found.get(key, 'absent')}, expected {expected.get(key, 'none of that name')}" for key in odd[:3]
+            f"{key} is {stored.get(key, 'absent')}, expected {expected.get(key, 'none of that name')}"
+            for key in odd[:3]
         ]
         more = f"; and {len(odd) - 3} more" if len(odd) > 3 else ""
         raise UsageError(

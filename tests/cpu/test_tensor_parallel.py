@@ -107,7 +107,7 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
         learner.prepare()
         with mode.publish(Update()):
             learner.write()
-        figures.append((learner.learnt().grad_norm, learner.optimizer.changed_weight_share, mode.version))
+        figures.append((learner.learnt()["grad_norm"], learner.optimizer.changed_weight_share, mode.version))
     after = logprob_diffs(opened.model, sampled()).mean().item()
     if ranks.is_rank_zero:
         (folder / "saved").mkdir()
