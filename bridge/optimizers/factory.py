@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import get_scheduler
 
 from bridge.config import OptimizerConfig
-from bridge.config.optimizers import OPTIMIZERS
+from bridge.config.optimizers import OPTIMIZERS, OptimizerName
+from bridge.errors import UsageError
 from bridge.optimizers.gradients import NOTHING, Alike
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
@@ -34,6 +36,23 @@ def make(
     if choices.offload:
         return OffloadedAdamW(groups, streams=choices.gradient_release, **shared)
     return SplitMasterAdamW(groups, kind=KINDS[choices.name], seed=seed, **shared)
+
+
+def choices(name: OptimizerName, lr: float, betas: tuple[float, float] | None) -> OptimizerConfig:
+    """Return the choices of a loop of the user's.
+
+    Raises:
+        UsageError: there is no such optimizer, or a number is out of range.
+    """
+    chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
+    try:
+        return OptimizerConfig.model_validate({"name": name, "lr": lr, **chosen})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(
+            f"{first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
+            remedy="policy.optimizer('adamw', lr=1e-6)",
+        ) from error
 
 
 def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], float]:

@@ -161,8 +161,7 @@ class Budget:
     def _most(self) -> int:
         if self._model.config._attn_implementation != attention.NAME:
             return MASKED_TOKENS
-        steps_in_backward = self._optimizer.gradient_release and not self._optimizer.offload
-        return sys.maxsize if steps_in_backward else MOST_TOKENS  # an update is one backward pass then
+        return sys.maxsize if self._optimizer.steps_in_backward else MOST_TOKENS
 
     @property
     def _may_recompute(self) -> bool:

@@ -183,9 +183,9 @@ class RunDirectory:
             mark.remove_if_alone(self.path)
             claim.remove_unused(self.made)
 
-    def write_config(self, chosen: TrainConfig, settled: TrainConfig | None = None) -> None:
-        """Write what was chosen and, apart from it, what `settled` derived; only the owner may read it: secrets."""
-        write_json(self.writable(self.config), chosen.document(settled), mode=0o600)
+    def write_config(self, document: dict[str, Any]) -> None:
+        """Write `Config.document`, the run's choices; only the owner may read them, because they may hold secrets."""
+        write_json(self.writable(self.config), document, mode=0o600)
 
     def write_summary(self, summary: Summary) -> None:
         """Write the result of the run; a number that is not finite becomes null."""

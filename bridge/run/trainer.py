@@ -23,7 +23,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RewardError, ServerUnreachableError
 from bridge.learn import reference
 from bridge.learn.opening import learner_of
-from bridge.modes import way_of
+from bridge.modes import WAYS
 from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.sampler import fit_completions
@@ -218,7 +218,7 @@ class Run:
             resumes=self._resume is not None, process=self._process, ranks=ranks,
         )  # fmt: skip
         self._owns_server = any(ranks.all_gather_object(self._process is not None))
-        self._mode = ranks.run_on_all(lambda: way_of(self._config)(self._config, context))
+        self._mode = ranks.run_on_all(lambda: WAYS[self._config.way](self._config, context))
         opened.callback(self._mode.close)
         lengths = [length for length in ranks.all_gather_object(self._mode.max_model_len) if length is not None]
         self._config = fit_completions(self._config, min(lengths, default=None), directory.note)
@@ -228,7 +228,7 @@ class Run:
         with ranks.raise_on_all():
             self._load()
         if ranks.is_rank_zero:
-            directory.write_config(self._chosen, self._config.settled())  # a refused run leaves no trace
+            directory.write_config(self._chosen.document(self._config.settled()))  # a refused run leaves no trace
         steps = f"steps {self._begun_at + 1} to {self._config.training_steps}"
         directory.record(f"training {self._config.model_name} by --mode {self._config.mode}: {steps}")
 
@@ -257,7 +257,7 @@ class Run:
         if self._pauses.stops_sampling and config.publishing.pause_while_training is None:
             note("sampling stops while a step is computed, since both would share the GPU")
         self._alarms = Alarms(note, mismatch_limit=config.loss.mismatch_alarm)
-        self._goal = goal_of(config.stop_at, self._learner.loss_metrics)
+        self._goal = goal_of(config.stop_at, self._learner.spec.metrics)
 
     def _load(self) -> None:
         """Load the checkpoint to resume from: weights, optimizer, random state and place in the data."""

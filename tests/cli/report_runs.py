@@ -94,7 +94,7 @@ def make(
     config = TrainConfig.model_validate(
         given | {"training_steps": planned or num_steps, "run_dir": path, "save_path": path / "checkpoints"} | choices
     )
-    run.write_config(config)
+    run.write_config(config.document())
     write_json(
         run.server_config, ServeConfig(model=config.model_name, gpu_memory_utilization=0.4).model_dump(mode="json")
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bridge
-from bridge import policy as policy_module
+from bridge import served
 from bridge.errors import RewardError, UsageError
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
@@ -50,7 +50,7 @@ class FenceClient(BridgeClient):
 
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
-    monkeypatch.setattr(policy_module, "BridgeClient", FenceClient)
+    monkeypatch.setattr(served, "BridgeClient", FenceClient)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     with bridge.Policy(
         toy.manifest, sampling=bridge.SamplingConfig(), compute=bridge.ComputeConfig(), reads_only=False
@@ -161,12 +161,12 @@ def test_a_problem_without_a_prompt_is_refused_with_what_it_has(policy: bridge.P
 @pytest.mark.parametrize("reward", [None, [1.0], "good", "1.0", float("nan"), torch.zeros(2)])
 def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
     with pytest.raises(RewardError, match="the reward of 'text' is"):
-        policy_module._reward(lambda *_: reward, {"prompt": ""}, "text")
+        served._reward(lambda *_: reward, {"prompt": ""}, "text")
 
 
 @pytest.mark.parametrize("reward", [True, 1, torch.tensor(1.0), np.float32(1)])
 def test_anything_that_is_a_number_is_a_reward(reward: Any) -> None:
-    assert policy_module._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
+    assert served._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -184,7 +184,7 @@ def test_closing_inside_the_block_is_no_error_at_its_end(policy: bridge.Policy) 
 
 def test_completions_fit_the_servers_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the default of 256 tokens, a server of that length would reject every prompt."""
-    monkeypatch.setattr(policy_module, "BridgeClient", FenceClient)
+    monkeypatch.setattr(served, "BridgeClient", FenceClient)
     whole = toy_server.serve(tiny.llama(), tmp_path / "model").manifest
     short = whole.model_copy(update={"max_model_len": 256})
     sampling = bridge.SamplingConfig(group_size=4)

@@ -16,8 +16,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, TrainerCallback, TrainingArguments
 
 import bridge
-from bridge import policy as policy_module
-from bridge import trl
+from bridge import served, trl
 from bridge.errors import UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from tests.models import tiny
@@ -27,8 +26,8 @@ from tests.unit.test_policy import FenceClient, calls
 
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
-    monkeypatch.setattr(policy_module, "BridgeClient", FenceClient)
-    monkeypatch.setattr(trl, "_check_version", lambda: None)
+    monkeypatch.setattr(served, "BridgeClient", FenceClient)
+    monkeypatch.setattr(trl, "check_version", lambda: None)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     with bridge.Policy(
         toy.manifest, sampling=bridge.SamplingConfig(), compute=bridge.ComputeConfig(), reads_only=False

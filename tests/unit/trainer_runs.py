@@ -1,6 +1,7 @@
 """Training runs against a fake server and a fake mode, for the tests of the trainer."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -261,7 +262,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
                 mode.process = context.process
                 return mode
 
-            monkeypatch.setattr(trainer, "way_of", lambda _: made)
+            monkeypatch.setattr(trainer, "WAYS", defaultdict(lambda: made))
             if mode.dropout:  # so that two passes differ
                 monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
             yield Run(tmp_path / folder, mode, server.asked)
