@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import OptimizerConfig, TrainConfig
-from bridge.errors import UsageError
+from bridge.errors import AttachError, UsageError
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
@@ -20,6 +20,7 @@ from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import Note
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.attach import OpenedModel
+from bridge.weights.parts import Parts
 
 
 def learner_of(
@@ -77,6 +78,13 @@ def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
     """Let the model compute with this rank's part of the weights, and prove that it does; None: it is whole."""
     if not opened.cuts:
         return None
+    differing = [*Parts(cuts=opened.cuts, tp_group=ranks.tp_group).differing(dict(opened.model.named_parameters()))]
+    if differing:
+        more = f", and of {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise AttachError(
+            f"the server's ranks hold different values of {differing[0]}{more}, which they share",
+            remedy="restart the server, or restore a checkpoint: bridge restore",
+        )
     parallel = divide(opened.model, opened.cuts, ranks.tp_group.process_group)
     check_layers(opened.model, parallel)
     return parallel

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bridge.errors import AttachError, UnsupportedModelError
+from bridge.errors import UnsupportedModelError
 from bridge.passes import cut_layers, layers
 from bridge.passes.cut_layers import Outputs, Words
 from bridge.weights.parts import Cut, Shared, shared_elements
@@ -40,9 +40,6 @@ BOTH = {COLUMN, ROW}
 FLAT_ELEMENTS = 2**26
 """Most elements of gradients that are combined at once, in float32."""
 ONE_PART = "serve it with --tensor-parallel-size 1, or train it with --mode none"
-
-
-Exchanged = tuple[Shared, Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,52 +63,37 @@ class Parallel:
 
         Every part calls it with gradients of the same parameters: one collective, or a few for large models.
         """
-        for _, mine, combined in self._exchanged(gradients):
+        for mine, combined in self._exchanged(gradients):
             mine.copy_(combined)
 
-    @torch.no_grad()
-    def check_shared(self, parameters: Mapping[str, Tensor]) -> None:
-        """Check that parts hold the same values of what they share; called by every part."""
-        differs = dict.fromkeys((shared.name for shared in self.shared), 0)
-        for shared, mine, expected in self._exchanged(parameters, values=True):
-            differs[shared.name] |= int(not torch.equal(mine.float(), expected))
-        device = next(iter(parameters.values())).device
-        differs_anywhere = cut_layers.largest(torch.tensor([*differs.values()], device=device), self.group).tolist()
-        if faults := [name for name, fault in zip(differs, differs_anywhere, strict=True) if fault]:
-            more = f", and of {len(faults) - 1} more" if len(faults) > 1 else ""
-            raise AttachError(
-                f"the server's ranks hold different values of {faults[0]}{more}, which they share",
-                remedy="restart the server, or restore a checkpoint: bridge restore",
-            )
+    def _exchanged(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this part's gradient of each shared element, as a view, and the one that all parts take, in float32.
 
-    def _exchanged(self, tensors: Mapping[str, Tensor], *, values: bool = False) -> Iterator[Exchanged]:
-        """Yield what this part has of each shared element, as a view, and what the parts make of it, in float32.
-
-        That is the sum of gradients that add up, and what the first part has of others, and of `values`.
+        That is the sum of gradients that add up, and the first part's of others.
         """
         batch, num_elements = list[Shared](), 0
         for shared in self.shared:
-            if shared.name in tensors:
+            if shared.name in gradients:
                 batch.append(shared)
                 num_elements += shared.num_elements(self.cuts[0][shared.name])
             if num_elements > FLAT_ELEMENTS:
-                yield from self._at_once(batch, tensors, values)
+                yield from self._at_once(batch, gradients)
                 batch, num_elements = [], 0
         if batch:
-            yield from self._at_once(batch, tensors, values)
+            yield from self._at_once(batch, gradients)
 
-    def _at_once(self, batch: Sequence[Shared], tensors: Mapping[str, Tensor], values: bool) -> Iterator[Exchanged]:
-        cuts, device = self.cuts[self.part], tensors[batch[0].name].device
+    def _at_once(self, batch: Sequence[Shared], gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        cuts, device = self.cuts[self.part], gradients[batch[0].name].device
         sizes = [shared.num_elements(cuts[shared.name]) for shared in batch]
         shares = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         held = (shared for shared in batch if self.part in shared.parts)
-        own = {shared: shared.of(tensors[shared.name], cuts[shared.name]) for shared in held}
+        own = {shared: shared.of(gradients[shared.name], cuts[shared.name]) for shared in held}
         for shared, flat in zip(batch, shares.split(sizes), strict=True):
-            if shared in own and (self.part == shared.parts[0] or (shared.adds_up and not values)):
+            if shared in own and (self.part == shared.parts[0] or shared.adds_up):
                 flat.view(own[shared].shape).copy_(own[shared])
         for shared, flat in zip(batch, cut_layers.summed(shares, self.group).split(sizes), strict=True):
             if shared in own:
-                yield shared, own[shared], flat.view(own[shared].shape)
+                yield own[shared], flat.view(own[shared].shape)
 
 
 def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGroup) -> Parallel:

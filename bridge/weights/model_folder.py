@@ -117,13 +117,9 @@ def pass_on(model: PreTrainedModel, parts: Parts) -> None:
 
 
 def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tuple[str, Tensor]]:
-    """Return every tensor of the files; those of `parts` in host memory, once the ranks are known to agree."""
+    """Yield every tensor of the files; those of `parts` in host memory, once the ranks are known to agree."""
     if parts is not None:
         parts.check_alike(dict(model.named_parameters()))
-    return _gathered(model, parts)
-
-
-def _gathered(model: PreTrainedModel, parts: Parts | None) -> Iterator[tuple[str, Tensor]]:
     if parts is None:
         yield from saved_form(model, dict(model.named_parameters())).items()
     else:

@@ -29,7 +29,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Group
-from bridge.weights.digest import digest
+from bridge.weights.parts import digest
 from tests import scenarios
 from tests.cpu import test_gpus
 from tests.models import tiny

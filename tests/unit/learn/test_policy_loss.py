@@ -193,8 +193,8 @@ def test_a_token_that_the_trainer_cannot_sample_is_masked(kind: Any, server: flo
         assert torch.isfinite(loss)
         assert all(map(math.isfinite, means(sums).values()))
     assert gradients[1] == [*gradients[0], 0.0]
-    found = measure(logprobs_N.detach(), batch.sampled_logprobs_N, spec.correction).read()
-    assert found.changed_share == (0.0 if math.isnan(server) else 0.5)
+    found = measure(logprobs_N.detach(), batch.sampled_logprobs_N, spec.correction).metrics()
+    assert found["corrected_share"] == (0.0 if math.isnan(server) else 0.5)
 
 
 def test_a_sequence_that_the_trainer_cannot_sample_is_masked() -> None:
