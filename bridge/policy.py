@@ -96,7 +96,7 @@ class Policy(ServedModel):
         shares_prompts = preparation.prepare(
             self.model, self._compute, note, max_model_len=self._manifest.max_model_len
         )
-        self.model.register_forward_pre_hook(preparation.refuse_padding, with_kwargs=True)
+        self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
         return self.model, shares_prompts
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -265,3 +265,13 @@ class Policy(ServedModel):
     def verify(self) -> list[Check]:
         """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
         return [*verify.proofs([self._attached], self._client, timeout_s=self.sampling.request_timeout_s)]
+
+
+def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
+    mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
+    if mask is not None and not bool(mask.all()):
+        raise UsageError(
+            "the batch has padding, and this model's attention is the one for packed sequences",
+            remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
+        )

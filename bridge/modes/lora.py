@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,7 +89,7 @@ class LoraMemory(_LoraMode, PatchedServer):
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         self._adapter.check(checkpoint)  # before the server pauses
-        with self.overwriting(checkpoint, version):
+        with self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint)):
             self._adapter.load(checkpoint)
 
     def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the base class's
@@ -109,7 +110,8 @@ class LoraMemory(_LoraMode, PatchedServer):
         """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
         ranks, ours = self._run.ranks, self._adapter.modules
         ranks.tp_group.run_on_all(self._refuse_unfit_slots)
-        ranks.tp_group.run_on_all(self._hand_over if ranks.is_tp_rank_zero else self._adapter.pass_on)
+        hand_over = partial(self._run.saved, ADAPTER, self._adapter.save)
+        ranks.tp_group.run_on_all(hand_over if ranks.is_tp_rank_zero else self._adapter.pass_on)
         number = ranks.tp_group.run_on_rank_zero(self._seat)
         slots = ranks.tp_group.run_on_all(lambda: self._open_slots(number))
         with self.publish(Update(takeover=takeover, version=version)), torch.no_grad():
@@ -117,9 +119,6 @@ class LoraMemory(_LoraMode, PatchedServer):
                 for here, there in ((ours[name].lora_a, slot.lora_a), (ours[name].lora_b, slot.lora_b)):
                     there.copy_(here)
                     here.data = there.data
-
-    def _hand_over(self) -> None:
-        self._run.saved(ADAPTER, self._adapter.save)
 
     def _seat(self) -> int:
         """Let the server load what was saved, and return the slot's number."""

@@ -5,7 +5,7 @@
 
 import shlex
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -50,10 +50,6 @@ class PatchedServer(Mode):
             ) as window:  # fmt: skip
                 yield window
             self.version = window.times.version
-
-    def overwriting(self, checkpoint: Path, version: int | None) -> AbstractContextManager[Window]:
-        """Let the block set everything to what is in `checkpoint`, and publish it; the server may be torn."""
-        return self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint))
 
     def publish_as(self, version: int) -> None:
         """Publish the same weights as another version."""
@@ -175,7 +171,7 @@ class SharedVllm(PatchedServer):
     def restore(self, checkpoint: Path, *, version: int) -> None:
         model, parts = self._attached.model, self._parts
         model_folder.check(model, checkpoint, parts)  # before the server pauses
-        with self.overwriting(checkpoint, version):
+        with self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint)):  # even a torn server
             model_folder.load_into(model, checkpoint, parts)
 
     def revive(self, checkpoint: Path | None) -> None:

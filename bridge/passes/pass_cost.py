@@ -18,7 +18,6 @@ from bridge.core.memory import left_bytes
 from bridge.passes import layers
 from bridge.passes.logprobs import BLOCK_LOGITS, model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
-from bridge.passes.preparation import first_trained
 
 PROBES, PROBE_LENGTH = (1_024, 2_048), 512
 """Tokens of the two measured passes, and of each of their sequences."""
@@ -76,7 +75,7 @@ def _peak_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> 
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     logprobs_N, _ = model_logprobs(model, part, temperature)
-    torch.autograd.grad(logprobs_N.sum(), first_trained(model))
+    torch.autograd.grad(logprobs_N.sum(), layers.first_trained(model))
     return int(torch.cuda.max_memory_allocated(model.device) - before)
 
 

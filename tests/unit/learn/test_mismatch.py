@@ -41,7 +41,7 @@ def test_a_token_weighs_what_the_papers_say(choices: dict[str, Any], weights: li
     torch.testing.assert_close(found_N, torch.tensor(weights, dtype=torch.float32), rtol=1e-6, atol=0)
 
 
-def test_the_tokens_of_a_sequence_weigh_the_product_and_unknown_ones_nothing_in_it() -> None:
+def test_a_sequence_weighs_the_product_of_its_known_tokens() -> None:
     sequences_N = torch.tensor([0, 0, 0, 1, 1])
     unknown_N = torch.tensor([-1.0, -1.0, -1.0, math.nan, -1.0])
     by = correction(mismatch="truncate")
@@ -53,7 +53,7 @@ def test_the_tokens_of_a_sequence_weigh_the_product_and_unknown_ones_nothing_in_
     assert found["importance_weight"] == pytest.approx((3 * 0.125 + 2) / 4)
 
 
-def test_a_sequence_is_masked_as_a_whole_by_the_product_of_its_tokens() -> None:
+def test_a_sequence_is_masked_by_the_product_of_its_tokens() -> None:
     # 0.25 * 8 = 2 and 0.5 * 1 * 2 = 1 are kept, though 0.25 and 8 alone are not; 0.25 * 0.5 and 2 * 8 are masked
     by = correction(mismatch="mask", mismatch_level="sequence")
     for sequences, weights in (([0, 1, 1, 1, 0], [2, 1, 1, 1, 2]), ([0, 0, 1, 2, 2], [0, 0, 1, 0, 0])):
@@ -79,7 +79,7 @@ def test_a_weight_has_no_gradient() -> None:
         assert not correction(mismatch=kind).weights(old_N, SAMPLED_N).requires_grad
 
 
-def test_a_difference_past_what_float32_can_exponentiate_gives_finite_weights() -> None:
+def test_weights_of_huge_differences_are_finite() -> None:
     old_N, sampled_N = torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0])
     assert correction(mismatch="truncate").weights(old_N, sampled_N).tolist() == [2.0, 0.0]
     assert correction(mismatch="mask").weights(old_N, sampled_N).tolist() == [0.0, 0.0]
