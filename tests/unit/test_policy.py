@@ -73,7 +73,7 @@ def weights(policy: bridge.Policy) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in policy.parameters()]
 
 
-def test_only_a_policy_that_is_filtered_computes_over_what_was_kept(
+def test_only_a_filtered_policy_computes_over_kept_words(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A teacher without filters scores what a filtered student sampled over the whole vocabulary."""
@@ -86,7 +86,7 @@ def test_only_a_policy_that_is_filtered_computes_over_what_was_kept(
     assert not torch.equal(policy.logprobs(batch)[0], plain)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+def test_an_optimizer_that_needs_a_closure_is_refused(policy: bridge.Policy) -> None:
     optimizer = torch.optim.LBFGS(policy.parameters())
     with pytest.raises(UsageError, match="LBFGS needs a closure"):
         with_gradients(policy).update(optimizer)
@@ -95,7 +95,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_the_fence(policy: b
 
 @pytest.mark.parametrize("max_norm", [None, 0, -1.0, float("nan")])
 @pytest.mark.parametrize("bridges_own", [True, False])
-def test_a_max_norm_that_is_no_positive_number_is_refused_before_the_fence(
+def test_a_max_norm_that_is_not_positive_is_refused(
     policy: bridge.Policy, max_norm: Any, bridges_own: bool
 ) -> None:
     """A negative one would turn the gradients around, and None would raise inside the fence."""
@@ -107,7 +107,7 @@ def test_a_max_norm_that_is_no_positive_number_is_refused_before_the_fence(
     assert all(map(torch.equal, before, weights(policy)))
 
 
-def test_the_usual_way_to_set_a_learning_rate_sets_that_of_every_parameter(policy: bridge.Policy) -> None:
+def test_setting_the_groups_learning_rate_sets_every_one(policy: bridge.Policy) -> None:
     """With a group for each parameter, it set the first one's alone, and the step failed inside the fence."""
     optimizer, before = policy.optimizer(lr=1e-3), weights(policy)
     optimizer.param_groups[0]["lr"] = 0.5
@@ -116,7 +116,7 @@ def test_the_usual_way_to_set_a_learning_rate_sets_that_of_every_parameter(polic
     assert min(moved) > 0.4, moved
 
 
-def test_an_optimizers_state_is_allocated_before_its_first_fence(
+def test_optimizer_state_is_allocated_before_the_first_fence(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that TRL never uses costs nothing, and without room for its state the weights stay whole."""
@@ -209,7 +209,7 @@ def test_an_optimizer_of_another_model_is_refused(policy: bridge.Policy) -> None
     assert policy.version == 1
 
 
-def test_the_remedy_of_a_folder_that_exists_is_one_of_the_library(policy: bridge.Policy, tmp_path: Path) -> None:
+def test_the_hint_for_an_existing_folder_is_the_librarys(policy: bridge.Policy, tmp_path: Path) -> None:
     (tmp_path / "model" / "there").touch()
     with pytest.raises(UsageError, match=r"choose another with policy\.save\(FOLDER\)"):
         policy.save(tmp_path / "model")

@@ -251,7 +251,7 @@ def test_a_trainer_with_other_args_is_refused(policy: bridge.Policy) -> None:
         fence.on_init_end(choices(), None, None, model=policy.model)
 
 
-def test_filters_are_refused_because_trl_does_not_know_what_they_kept(
+def test_filters_are_refused_with_trl(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_p=0.9))

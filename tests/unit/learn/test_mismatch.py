@@ -91,7 +91,7 @@ def test_what_is_not_a_number_is_not_hidden_by_a_mask() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "truncate", "mask"])
-def test_a_token_whose_log_probability_is_unknown_weighs_one_and_is_in_no_figure(kind: str) -> None:
+def test_a_token_of_unknown_logprob_weighs_one_unmeasured(kind: str) -> None:
     unknown_N = torch.tensor([math.nan, -1.0, math.nan, -1.0, -1.0])
     chosen, known = correction(mismatch=kind), [1, 3, 4]
     assert chosen.weights(old(), unknown_N)[[0, 2]].tolist() == [1.0, 1.0]
@@ -100,7 +100,7 @@ def test_a_token_whose_log_probability_is_unknown_weighs_one_and_is_in_no_figure
     assert measure(old(), unknown_N, chosen).metrics() == measure(old()[known], SAMPLED_N[known], chosen).metrics()
 
 
-def test_where_nothing_is_known_there_is_no_measure_and_no_alarm() -> None:
+def test_without_known_logprobs_there_is_no_metric_or_alarm() -> None:
     found = measure(old(), torch.full_like(SAMPLED_N, math.nan), correction(mismatch="truncate")).metrics()
     assert all(math.isnan(value) for name, value in found.items() if name != "logprob_diff_histogram")
     assert alarm(found, threshold=0.1) is None
@@ -133,7 +133,7 @@ def test_the_share_that_is_truncated_or_left_out_is_told(kind: str, changed: flo
     assert found["importance_weight"] == pytest.approx(weight, rel=1e-6)
 
 
-def test_no_bound_is_told_to_have_changed_anything_where_nothing_is_corrected() -> None:
+def test_without_a_correction_nothing_counts_as_corrected() -> None:
     assert measure(old(), SAMPLED_N, correction(mismatch="none", mismatch_high=1.5)).metrics()["corrected_share"] == 0
 
 
@@ -175,7 +175,7 @@ def test_a_step_without_tokens_has_no_measure_and_no_alarm() -> None:
     assert alarm(found, 0.1) is None
 
 
-def test_a_mean_at_the_threshold_is_told_in_one_line_with_its_causes() -> None:
+def test_a_mean_at_the_threshold_is_an_alarm_with_its_causes() -> None:
     sampled_N = torch.zeros(4)
     found = measure(torch.tensor([0.5, 0.25, 0.25, 0.0]), sampled_N, correction()).metrics()
     assert found["logprob_diff_mean"] == 0.25
