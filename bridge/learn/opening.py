@@ -12,7 +12,7 @@ from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
 from bridge.optimizers import factory
-from bridge.optimizers.gradients import NOTHING, Alike
+from bridge.optimizers.gradients import NOTHING, Replicated
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
 from bridge.passes.parallel import Parallel, divide
@@ -45,8 +45,8 @@ def learner_of(
         factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=weight_decay)
         for name, factor in opened.lr_factors.items()
     ]
-    alike = NOTHING if parallel is None else _alike(model, parallel)
-    optimizer = factory.make(config.optimizer, groups, seed=config.seed, ranks=ranks, alike=alike)
+    replicated = NOTHING if parallel is None else _replicated(model, parallel)
+    optimizer = factory.make(config.optimizer, groups, seed=config.seed, ranks=ranks, replicated=replicated)
     try:
         optimizer.allocate()
         reference = open_reference(
@@ -101,7 +101,7 @@ def _note_rates(choices: OptimizerConfig, lr: float, trained: str, note: Note) -
         )
 
 
-def _alike(model: PreTrainedModel, parallel: Parallel) -> Alike:
+def _replicated(model: PreTrainedModel, parallel: Parallel) -> Replicated:
     """Return each parameter of which several ranks hold the same elements, and those that another rank counts."""
     counted_elsewhere: dict[Tensor, list[range]] = {}
     for shared in parallel.shared:

@@ -71,8 +71,7 @@ class LoraMemory(_LoraMode, PatchedServer):
 
     def open(self) -> OpenedModel:
         """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
-        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
-        opened = self._add_adapter(self.attach())
+        opened = self._add_adapter(super().open())
         self._move_in(takeover=self._run.resumes)
         self._run.note("the base is the server's own, 0 bytes of it here")
         return opened
@@ -196,7 +195,6 @@ class LoraDisk(_LoraMode):
 
     def open(self) -> OpenedModel:
         """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter."""
-        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
         base = self._open_base()
         opened = self._add_adapter(base)
         self._serve_first()

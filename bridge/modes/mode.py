@@ -85,7 +85,7 @@ class PausePolicy:
         """Derive the policy of a run.
 
         `can_sleep`: the server can free its KV cache. `shares_gpu`: it samples on the GPU that this process computes
-        on, so that sampling meanwhile would only slow both down.
+        on, so that sampling at the same time would only slow both down.
         """
         if publishing.kv_sleep == "always" and not can_sleep:
             raise UsageError(
@@ -108,7 +108,7 @@ class PausePolicy:
 class Mode(ABC):
     """One way of publishing new weights to vLLM, connected to its server.
 
-    A new one defines `_connect` and the abstract members, and stands in `bridge.modes.WAYS`.
+    A new one defines `_connect` and the abstract members, and is listed in `bridge.modes.WAYS`.
     """
 
     checkpoint_prefix: ClassVar[str] = "step_"

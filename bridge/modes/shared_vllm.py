@@ -32,7 +32,7 @@ class PatchedServer(Mode):
     writes: ClassVar[Written] = "weights"
     """What an update writes."""
 
-    def attach(self) -> OpenedModel:
+    def open(self) -> OpenedModel:
         """Return a model whose parameters are the server's weights, after a restart too."""
         ranks = self._run.ranks
         self._attached = attach(self.manifest, ranks.tp_rank, num_parts=ranks.tp_size)
@@ -156,10 +156,6 @@ class PatchedServer(Mode):
 
 class SharedVllm(PatchedServer):
     """`shared_vllm`: a trainer attached to one live server, by a process for each part of the weights."""
-
-    def open(self) -> OpenedModel:
-        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
-        return self.attach()
 
     def save(self, folder: Path) -> None:
         model_folder.save(self._attached.model, self._config.model_name, folder, self._parts)

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 from bridge.config import OptimizerConfig
 from bridge.config.optimizers import OPTIMIZERS, OptimizerName
 from bridge.errors import UsageError
-from bridge.optimizers.gradients import NOTHING, Alike
+from bridge.optimizers.gradients import NOTHING, Replicated
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
@@ -28,11 +28,11 @@ def make(
     *,
     seed: int = 0,
     ranks: Ranks = ALONE,
-    alike: Alike = NOTHING,
+    replicated: Replicated = NOTHING,
 ) -> InPlaceOptimizer:
     """Return the optimizer for groups made by `scaled_group`, which several ranks share."""
     beta2 = OPTIMIZERS[choices.name].beta2 if choices.beta2 is None else choices.beta2
-    shared: dict[str, Any] = {"betas": (choices.beta1, beta2), "ranks": ranks, "alike": alike}
+    shared: dict[str, Any] = {"betas": (choices.beta1, beta2), "ranks": ranks, "replicated": replicated}
     if choices.offload:
         return OffloadedAdamW(groups, streams=choices.gradient_release, **shared)
     return SplitMasterAdamW(groups, kind=KINDS[choices.name], seed=seed, **shared)
@@ -63,7 +63,7 @@ def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], f
     """
     scheduler = get_scheduler(
         choices.lr_scheduler_type,
-        torch.optim.SGD([torch.zeros(1)], lr=1.0),  # stands in for ours, whose `step` would be wrapped
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),  # instead of ours, whose `step` would be wrapped
         num_warmup_steps=choices.warmup_steps * choices.updates_per_step,
         num_training_steps=training_steps * choices.updates_per_step,
     )

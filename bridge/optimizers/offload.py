@@ -7,7 +7,7 @@ It works chunk by chunk, so that neither side needs a second copy. torch rounds 
 the buffers have such a size, and nothing larger is pinned.
 
 Several ranks share the work (`sharded.py`): gradients are summed on the device, and each rank has the master and the
-moments of its own rows.
+moments of its rows.
 """
 
 import math
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bridge.optimizers.gradients import NOTHING, Alike, each_gradient, norm_of
+from bridge.optimizers.gradients import NOTHING, Replicated, each_gradient, norm_of
 from bridge.optimizers.moments import FIRST, FLOAT32, SECOND, StateTensor
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.slabs import Member, Slab
@@ -64,11 +64,11 @@ class OffloadedAdamW(ShardedOptimizer):
         *,
         streams: bool = False,
         ranks: Ranks = ALONE,
-        alike: Alike = NOTHING,
+        replicated: Replicated = NOTHING,
         **hyperparameters: Any,
     ) -> None:
         assert not streams or ranks.world_size == 1, "the configuration refuses several"
-        super().__init__(params, kind=KIND, ranks=ranks, alike=alike, state_device=HOST, **hyperparameters)
+        super().__init__(params, kind=KIND, ranks=ranks, replicated=replicated, state_device=HOST, **hyperparameters)
         self._streams = streams
         self._streamed: dict[Tensor, Tensor] = {}
         self._is_summed: set[Tensor] = set()

@@ -1,9 +1,9 @@
 """The base of both AdamWs, whose state lies beside the weights (`split_adamw.py`) or in host memory (`offload.py`).
 
 Several ranks share the work (ZeRO, in place): each has the state of its part of every slab's rows. `exchange` gives it
-the sum of all gradients for them; `step` updates them, and gathers everybody's rows into everybody's weights. So each
-element is computed once and copied, and replicas are equal by construction. The ranks that share are peers: they hold
-the same part of the weights.
+the sum of all gradients for these rows; `step` updates them, and gathers the rows of all ranks into everyone's weights.
+Each element is computed once and copied, so replicas are equal by construction. The ranks that share hold the same part
+of the weights.
 
 Shape suffixes: R blocks, B elements of a block.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.optimizers.gradients import NOTHING, Alike, counted, norm_of
+from bridge.optimizers.gradients import NOTHING, Replicated, counted, norm_of
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.slabs import Slab, slabs
 from bridge.optimizers.split_master import Kind
@@ -34,7 +34,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         *,
         kind: Kind,
         ranks: Ranks = ALONE,
-        alike: Alike = NOTHING,
+        replicated: Replicated = NOTHING,
         state_device: torch.device | None = None,
         **hyperparameters: Any,
     ) -> None:
@@ -43,9 +43,9 @@ class ShardedOptimizer(InPlaceOptimizer):
         self._world = ranks
         self._ranks = ranks.dp_group
         self.kind = kind
-        self._alike = alike
+        self._replicated = replicated
         self._device = next(iter(self._steps)).device
-        self._slabs = slabs(kind, self.param_groups, ranks=self._ranks, alike=alike, device=state_device)
+        self._slabs = slabs(kind, self.param_groups, ranks=self._ranks, replicated=replicated, device=state_device)
         self._places = {
             member.parameter: (slab, index) for slab in self._slabs for index, member in enumerate(slab.members)
         }
@@ -70,7 +70,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._ranks.world_size == 1:
             own = [(p, p.grad, factor) for p, factor in self._factors.items() if p.grad is not None]
-            norm = norm_of((counted(grad, self._alike.get(p, ())), factor) for p, grad, factor in own)
+            norm = norm_of((counted(grad, self._replicated.get(p, ())), factor) for p, grad, factor in own)
             return squares + norm**2
         for slab, sum_RB in self._sums.items():
             factors = {self._factors[member.parameter] for member in slab.members}
@@ -83,7 +83,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         """Return this rank's summed gradients of a slab with zeros where another part counts them."""
         block = slab.kind.moments.block
         for member in slab.members:
-            rows, others = slab.own(member), self._alike.get(member.parameter)
+            rows, others = slab.own(member), self._replicated.get(member.parameter)
             if rows and others:
                 held = slab.held(rows)
                 kept_RB = counted(sum_RB[held], others, (rows.start - member.rows.start) * block)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bridge.errors import UsageError
-from bridge.optimizers.gradients import NOTHING, Alike, each_gradient, each_group
+from bridge.optimizers.gradients import NOTHING, Replicated, each_gradient, each_group
 from bridge.optimizers.moments import key
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.slabs import Piece, Slab, hyperparameters
@@ -36,10 +36,10 @@ class SplitMasterAdamW(ShardedOptimizer):
         seed: int = 0,
         compiles: bool | None = None,
         ranks: Ranks = ALONE,
-        alike: Alike = NOTHING,
+        replicated: Replicated = NOTHING,
         **hyperparameters: Any,
     ) -> None:
-        super().__init__(params, kind=kind, ranks=ranks, alike=alike, **hyperparameters)
+        super().__init__(params, kind=kind, ranks=ranks, replicated=replicated, **hyperparameters)
         self.flags = f"--optimizer {kind.name} --no-offload-optimizer"
         self._seed = seed
         self._compiles = self._device.type == "cuda" if compiles is None else compiles

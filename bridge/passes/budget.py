@@ -30,12 +30,12 @@ MASKED_TOKENS = 8_192
 ENOUGH_TOKENS = 2_048
 """Fewer would leave a GPU idle: recomputing activations is faster then."""
 SHARE = 0.85
-"""Of the free memory: the rest is for fragments, and for what a pass takes besides its tokens."""
+"""Share of the free memory that passes may take; the rest is for fragments and for what does not grow with tokens."""
 HOST_SHARE = 0.5
 """The same on the CPU: other processes take memory at any time, and the system kills instead of refusing."""
 BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 256 of it"
 """The cost of summing gradients in bf16: each addition is off by up to 1/256 of its result. Errors add up like noise
-where gradients are noisy; where each gradient equals the one before, all errors have the same sign."""
+if gradients are noisy; if all gradients are equal, all errors have the same sign."""
 WORTH_IT = 0.9
 """Share of a budget's tokens that is enough beside float32 gradients: an adapter's gradients take next to nothing."""
 

@@ -110,8 +110,8 @@ def count_own_heads(block: nn.Module, num_parts: int) -> None:
 class OwnHeads:
     """A view of a model's configuration with this part's numbers of heads.
 
-    The model's own is asked for everything else, now and later: its attention is chosen after this view is made. The
-    view in a copy of the model asks the copy's configuration.
+    Everything else is read from the model's configuration, also later: its attention is chosen after this view is made.
+    The view in a copy of the model reads the copy's configuration.
     """
 
     def __init__(self, config: Any, own: Mapping[str, int]) -> None:
@@ -194,7 +194,7 @@ def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
 def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
     """Compute the norm of all parts' outputs, and return this part's; each output is taken from its first part.
 
-    Each part knows a share of the gradient, of its own results: shares are added up on the way back, too.
+    Each part knows only its share of the gradient, so shares are added up in the backward pass, too.
     """
     outputs, num_own = norm.outputs, own.shape[-1]
     assert isinstance(outputs, Outputs)

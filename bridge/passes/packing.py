@@ -126,7 +126,7 @@ def packs(
     """Pack samples into as few micro-batches of at most `max_tokens` as first-fit decreasing finds.
 
     With `share_prompts` a micro-batch holds each prompt once. If one shares a prompt, all of them have `seen`: compiled
-    layers then have one form. A sample longer than `max_tokens` gets a micro-batch of its own. The longest samples come
+    layers then have one form. A sample longer than `max_tokens` gets its own micro-batch. The longest samples come
     first, so that what does not fit in memory fails at once. The result does not depend on the order of the samples.
     """
     ordered = sorted(samples, key=_order, reverse=True)

@@ -1,4 +1,4 @@
-"""Tensor parallelism that follows from the layout: what a part holds of a parameter tells what kind of layer it is.
+"""Tensor parallelism that follows from the layout: what a part holds of a parameter decides what kind of layer it is.
 
 | what is cut | kind |
 |---|---|

@@ -4,8 +4,8 @@ One layer of each kind is made whole on every part, in float32, and computed bes
 adapter if there is one. A wrong gradient cannot be seen otherwise: the outputs, and so the log-probabilities, are right
 without it.
 
-Weights and input are random, the same on every part. Trained ones may hide a fault, as a bias of zeros does that every
-part adds, or tell of one where there is none: with attention scores in the thousands, float32 rounds by more than
+Weights and input are random, the same on every part. Trained ones may hide a fault, such as a bias of zeros that every
+part adds, or report one where there is none: with attention scores in the thousands, float32 rounds by more than
 `TOLERANCE`. That the parts' memory holds what is expected is seen from the server's log-probabilities.
 
 Not covered: the vocabulary, whose code no model changes.
@@ -164,7 +164,7 @@ def _compare(name: str, cut: _Computed, whole: _Computed, parallel: Parallel) ->
         },
     }
     differences = torch.tensor([*differences_of.values()], device=cut.output.device).nan_to_num(torch.inf)
-    differences = cut_layers.largest(differences, parallel.group)  # so that all parts decide alike
+    differences = cut_layers.largest(differences, parallel.group)  # so that all parts decide the same
     worst, what = max(zip(differences.tolist(), differences_of, strict=True))
     if worst > TOLERANCE:
         raise UnsupportedModelError(

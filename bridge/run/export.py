@@ -28,7 +28,7 @@ def export(source: Path, out: Path, *, base: str | None = None) -> Path:
     """Write the model in `source` with its tokenizer to `out`, whole or not at all, and return the folder.
 
     `source` is a checkpoint, or any folder with a model or an adapter. `base` overrides the base that an adapter names.
-    Only an earlier export to which nobody has added a file is replaced.
+    Only an earlier export without added files is replaced.
 
     Raises:
         UsageError: `source` is damaged or holds no model, `base` does not fit it, or `out` cannot be written.

@@ -235,11 +235,6 @@ class RunDirectory:
         return path
 
 
-def to_json(metrics: StepMetrics) -> str:
-    """Return one step as a JSON object on one line; a number that is not finite becomes null."""
-    return json_lines.line(metrics)
-
-
 def labelled_json(label: str, record: Evaluation | Summary, **more: object) -> str:
     """Return another record, and `more` keys, as `{label: {...}}` on one line."""
     return json_lines.line({label: {**(record if isinstance(record, dict) else dataclasses.asdict(record)), **more}})

@@ -111,7 +111,7 @@ class Checkpoints:
         try:
             if not self._ranks.is_broken and not self.is_torn():
                 self.save()
-        except RankError:  # one was lost meanwhile
+        except RankError:  # a rank was lost
             if not self._ranks.is_broken:
                 raise
         if not self._ranks.is_broken:
@@ -144,7 +144,7 @@ class Checkpoints:
                 self._run.settle()
                 saved = {**self._saved, self.step: checkpoint.save(folder, fill, self._progress())}
         finally:
-            for send in to_send:  # on other ranks, and here after an error: somebody waits for it
+            for send in to_send:  # on other ranks, and here after an error: the others wait for it
                 send()
         free = [path for path in saved.values() if path not in self._pinned]
         kept = {*checkpoint.keep_last(free, self._choices.keep_last), *self._pinned}

@@ -21,7 +21,6 @@ from bridge.config import TrainConfig
 from bridge.config.rollouts import SOURCES
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RewardError, ServerUnreachableError
-from bridge.learn import reference
 from bridge.learn.opening import learner_of
 from bridge.modes import WAYS
 from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
@@ -37,6 +36,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.run.saving import Checkpoints
 from bridge.server.fence import Update
 from bridge.types import Environment, Group
+from bridge.weights import model_folder
 
 Result = TypeVar("Result")
 RESTARTS = 3
@@ -94,7 +94,7 @@ class Run:
         """Train; an interrupt or an error ends the run with the weights of the last published step saved."""
         with ExitStack() as opened:
             self._open(opened)
-            self._tell_stream()
+            self._announce_version()
             before = self._ranks.run_on_rank_zero(self._directory.first_evaluation) if self._begun_at else None
             before = self._evaluate() if before is None else before
             try:
@@ -132,7 +132,7 @@ class Run:
 
             self._reporter.phase("fence")
             metrics = self._publish(step, groups, seconds)
-            self._tell_stream()
+            self._announce_version()
             self._reporter.step(metrics, groups)
             self._alarms.count_skipped(metrics)
             self._compare(metrics)
@@ -184,7 +184,7 @@ class Run:
     @restarting_the_server
     def _catch_up(self) -> None:
         self._mode.catch_up()
-        self._tell_stream()
+        self._announce_version()
 
     @restarting_the_server
     def _evaluate(self) -> float | None:
@@ -211,7 +211,6 @@ class Run:
     def _open(self, opened: ExitStack) -> None:
         """Connect to the server, open the stream and the model, and load the checkpoint; `opened` closes them."""
         ranks, directory = self._ranks, self._directory
-        reference.check(self._config.model_name, self._config.loss.reference_model)
         scratch = directory.served if ranks.is_rank_zero else directory.ranks / str(ranks.rank) / directory.served.name
         context = RunContext(
             name=str(directory.path.absolute()), scratch=scratch, note=directory.note,
@@ -244,6 +243,7 @@ class Run:
 
     def _open_learner(self) -> None:
         config, note = self._config, self._directory.note
+        model_folder.tokenizer_files(config.model_name)  # checkpoints need them
         self._opened = self._mode.open()
         longest = self._mode.max_model_len
         self._learner = learner_of(config, self._opened, note, max_model_len=longest, ranks=self._ranks)
@@ -262,7 +262,6 @@ class Run:
     def _load(self) -> None:
         """Load the checkpoint to resume from: weights, optimizer, random state and place in the data."""
         if self._resume is not None:
-            self._resume.check_left(self._config.training_steps)
             self._checkpoints.load(self._resume)
             self._stream.resume(self._checkpoints.trained)
             self._begun_at = self._checkpoints.step
@@ -294,7 +293,7 @@ class Run:
             self._is_reached = True
             self._directory.note(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
 
-    def _tell_stream(self) -> None:
+    def _announce_version(self) -> None:
         self._stream.served(self._mode.endpoint, self._mode.version)
 
     def _save(self) -> Path:
@@ -315,5 +314,5 @@ class Run:
         if self._opened.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM refuses to start if less memory is free than it is to take
         self._mode.revive(newest)
-        self._tell_stream()
+        self._announce_version()
         self._directory.note(f"the server was started again with the weights of step {self._checkpoints.step}")

@@ -106,7 +106,7 @@ class Adapter:
         return sum(m.lora_a.nbytes + m.lora_b.nbytes for m in self.modules.values())
 
     def save(self, folder: Path) -> None:
-        """Write it into `folder` as PEFT and stock vLLM load it; meanwhile the other ranks call `pass_on`."""
+        """Write it into `folder` as PEFT and stock vLLM load it; the other ranks call `pass_on` at the same time."""
         tensors = {name: tensor.contiguous() for name, tensor in self._unscaled()}
         save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
         self._peft.peft_config[NAME].save_pretrained(str(folder))
@@ -158,7 +158,7 @@ class Adapter:
         """Yield what is saved, whole; B in a wider type unless its own can be multiplied back to the very same bits."""
         state, parts = self._state(), self._parts
         if parts is not None:
-            parts.check_alike({_name_of(key): tensor for key, tensor in state.items()})
+            parts.check_equal({_name_of(key): tensor for key, tensor in state.items()})
         exact = math.frexp(self.scaling)[0] == 0.5  # a power of two
         for name, parameter in state.items():
             tensor = parameter.detach() if parts is None else parts.whole(_name_of(name), parameter)

@@ -54,7 +54,7 @@ class AttachedModel:
     device: torch.device
     server_tensors: Mapping[str, torch.Tensor]  # vLLM's parameters by vLLM's name, whole, as this process maps them
     attach_s: float  # seconds to open the handles and make the views; building the model is not included
-    allocated_bytes: int  # growth of the GPU allocator meanwhile; always 0 on the CPU
+    allocated_bytes: int  # growth of the GPU allocator during it; always 0 on the CPU
 
     def unshared_parameters(self) -> list[str]:
         """Return the parameters outside the server's storages; normally none."""

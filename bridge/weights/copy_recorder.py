@@ -108,7 +108,7 @@ class CopyRecorder(ViewsOnly):
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return a number that tells the tensor's storage from every other living one."""
+    """Return a number that identifies the tensor's storage among all living ones."""
     return int(tensor.untyped_storage()._cdata)
 
 

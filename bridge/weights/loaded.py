@@ -1,6 +1,6 @@
 """A model in the trainer's own memory, for the modes that do not attach to the server's.
 
-Not covered: attaching (`attach.py`), models whose language model is a part of something larger, quantized weights.
+Not covered: attaching (`attach.py`), language models inside of larger models, quantized weights.
 """
 
 import time

@@ -74,7 +74,7 @@ class Cut:
 
 
 def held_by(parts: Sequence[Runs]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return the indices that any part holds as runs (start, length), each with the parts that hold all of it.
+    """Return the indices that any part holds as runs (start, length), each with the parts that hold it.
 
     A run ends where another part's begins or ends, so that no part holds a piece of one.
     """
@@ -173,7 +173,7 @@ class Parts:
             cut.put(whole, part.view(cut.part_shape))
         return whole
 
-    def check_alike(self, parameters: Mapping[str, Tensor]) -> None:
+    def check_equal(self, parameters: Mapping[str, Tensor]) -> None:
         """Check that all parts hold the same values of what they share; RankError: the weights cannot be saved."""
         for name, (first, second) in self.differing(parameters).items():
             raise RankError(

@@ -95,9 +95,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(policy: bridge.Policy) -> 
 
 @pytest.mark.parametrize("max_norm", [None, 0, -1.0, float("nan")])
 @pytest.mark.parametrize("bridges_own", [True, False])
-def test_a_max_norm_that_is_not_positive_is_refused(
-    policy: bridge.Policy, max_norm: Any, bridges_own: bool
-) -> None:
+def test_a_max_norm_that_is_not_positive_is_refused(policy: bridge.Policy, max_norm: Any, bridges_own: bool) -> None:
     """A negative one would turn the gradients around, and None would raise inside the fence."""
     before, own = weights(policy), policy.optimizer(lr=1e-3)
     optimizer = own if bridges_own else torch.optim.SGD(policy.parameters(), lr=1.0)

@@ -251,9 +251,7 @@ def test_a_trainer_with_other_args_is_refused(policy: bridge.Policy) -> None:
         fence.on_init_end(choices(), None, None, model=policy.model)
 
 
-def test_filters_are_refused_with_trl(
-    policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filters_are_refused_with_trl(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_p=0.9))
     with pytest.raises(UsageError, match="samples with top_p, and TRL computes its loss over the whole vocabulary"):
         bridge.for_trl(policy, choices())

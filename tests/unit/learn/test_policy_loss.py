@@ -263,9 +263,7 @@ CISPO = replace(CLIPPED, clipped="weight")
         (0.5, -2.0, 0.8),  # bad and less likely than 1 - 0.2: PPO would have no gradient
     ],
 )
-def test_a_clipped_weight_is_a_constant_factor_of_the_logprob(
-    ratio: float, advantage: float, weight: float
-) -> None:
+def test_a_clipped_weight_is_a_constant_factor_of_the_logprob(ratio: float, advantage: float, weight: float) -> None:
     value, (slope,) = loss_and_gradient(batch_of([advantage]), CISPO, [ratio])
     assert value == pytest.approx(-weight * advantage * (math.log(ratio) - 2))  # the server's log-probability is -2
     assert slope == pytest.approx(-weight * advantage)
@@ -671,9 +669,7 @@ def test_gspo_truncates_one_weight_a_completion() -> None:
         ({"loss": "gspo", "mismatch": "mask", "mismatch_level": "sequence"}, (0, 0, 1, 1)),
     ],
 )
-def test_the_loss_decides_the_level_of_its_correction(
-    choices: dict[str, Any], weights: Sequence[float]
-) -> None:
+def test_the_loss_decides_the_level_of_its_correction(choices: dict[str, Any], weights: Sequence[float]) -> None:
     batch = batch_of([1.0, 1.0], [1.0, 1.0])
     old_N = batch.sampled_logprobs_N + tensor(3.0, 3.0, 0.25, 4.0).log()
     logprobs_N = old_N.clone().requires_grad_()

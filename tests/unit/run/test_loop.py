@@ -142,7 +142,7 @@ def test_report_reads_the_run_of_a_loop(attach: Attach, tmp_path: Path) -> None:
             step_s: dict[str, Any] = {"first": 1.0, "second": torch.tensor(float(number))}
             policy.log(number, [group(0.0, 1.0)], grad_norm=number / 2, my_metric=number**2, parts=step_s)
     run = record.read(tmp_path / "run")
-    assert run.told == []
+    assert run.notes == []
     assert [*run.column("reward_mean")] == [0.5] * 3
     assert [*run.column("my_metric")] == [1.0, 4.0, 9.0]
     assert [*run.column("parts/second")] == [1.0, 2.0, 3.0]

@@ -151,7 +151,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
     trained = {name: model.get_parameter(name).detach() for name in adapter.lr_factors()}
     if adapter.cuts:
         parts = Parts(cuts=adapter.cuts, tp_group=ranks.tp_group)
-        parts.check_alike(trained)
+        parts.check_equal(trained)
         trained = {name: parts.whole(name, each) for name, each in trained.items()}
     return {"weights": {name: each.clone() for name, each in trained.items()}, "figures": figures}
 
