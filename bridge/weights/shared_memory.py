@@ -1,8 +1,8 @@
 """Shared memory on the CPU: one anonymous file per server rank, opened by path from another process.
 
 The file is a memfd: it has no name to clean up after a crash, is not limited by the size of `/dev/shm` (64 MiB in a
-default container), and its memory lives exactly as long as a process maps it. Its size is sealed, so a mapping can never
-be cut short.
+default container), and its memory lives exactly as long as a process maps it. Its size is sealed, so that no mapping
+can be cut short.
 
 Not covered: the places in the file (`bridge/server/manifest.py`), GPU memory (`cuda_ipc.py`).
 """
