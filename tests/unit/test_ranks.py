@@ -571,8 +571,8 @@ def loses(ranks: Ranks, groups: Sequence[Group], who: int, how: str) -> tuple[Ba
     def stop(_: Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    def spoilt(one: Any) -> Tensor:
-        loss = loss_of(one)
+    def spoilt(model_pass: Any) -> Tensor:
+        loss = loss_of(model_pass)
         if how == "in the pass":
             loss.register_hook(stop)
         return loss * math.nan if how == "no number" else loss
