@@ -31,7 +31,6 @@ from bridge.config import SamplingConfig, TrainConfig
 from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest, protocol
@@ -41,6 +40,7 @@ from bridge.server.fence import Update
 from bridge.types import Group
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
+from tests.listener import Listener
 
 ADAPTER = "compared"
 """Name of the adapter that both servers serve while their speeds are compared."""

@@ -48,16 +48,6 @@ class Reporter:
         """The held-out problems were evaluated."""
 
 
-class Listener(Reporter):
-    """Passes the metrics of each step to a function."""
-
-    def __init__(self, on_step: Callable[[StepMetrics], object] = lambda _: None) -> None:
-        self._on_step = on_step
-
-    def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:  # noqa: ARG002 - the base's
-        self._on_step(metrics)
-
-
 class Several(Reporter):
     """Passes everything to several reporters, in order."""
 

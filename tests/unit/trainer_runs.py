@@ -23,13 +23,13 @@ from bridge.ranks.world import ALONE
 from bridge.rollouts.problems import WINDOW
 from bridge.run import checkpoint, trainer
 from bridge.run.metrics import StepMetrics, Summary
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update, Window
 from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import OpenedModel, attach
+from tests.listener import Listener
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Asked, serving
