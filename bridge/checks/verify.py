@@ -29,7 +29,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import Element
 from bridge.types import Group
 from bridge.weights.attach import AttachedModel, attach
-from bridge.weights.digest import digest
+from bridge.weights.parts import digest
 
 NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
 LOGPROB_MEAN_LIMIT = 0.05

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from bridge.config.choices import Config, flag
+from bridge.config.choices import Config, flag, flattened
 from bridge.config.declaration import NoEffectError, declare
 from bridge.config.optimizers import OPTIMIZERS
 from bridge.config.rollouts import EVALUATION, RolloutConfig, SamplingConfig, TaskConfig
@@ -90,6 +90,16 @@ class TrainConfig(Config):
         return self.gpus * self.hosts
 
     @property
+    def completions_per_replica(self) -> int:
+        """Return how many completions of a batch each replica's server samples."""
+        return self.rollouts.batch_size // self.replicas
+
+    @property
+    def way(self) -> tuple[str, str]:
+        """Return how new weights reach vLLM: --mode, and its --lora-handover or --reload if it has one."""
+        return self.mode, {"lora_only": self.lora.handover, "none": self.publishing.reload}.get(self.mode, "")
+
+    @property
     def trains_in_server(self) -> bool:
         """Return whether what is trained lies in the server's memory, in as many parts as its weights."""
         return self.mode == "shared_vllm" or (self.mode == "lora_only" and self.lora.handover == "memory")
@@ -104,6 +114,10 @@ class TrainConfig(Config):
     def settled(self) -> Self:
         """Return these choices with the defaults that depend on others."""
         return self.changed(lr=self.learning_rate, max_new_tokens=self.sampling.longest)
+
+    def flat(self) -> dict[str, Any]:
+        """Return all choices by key, as JSON holds them, those that depend on others included."""
+        return flattened(type(self), self.settled().model_dump(mode="json"))
 
     def on_one_gpu(self) -> dict[str, bool]:
         """Return what trains on one GPU alone, and whether it was chosen."""
@@ -202,7 +216,7 @@ class TrainConfig(Config):
             f"--warmup-steps {optimizer.warmup_steps} must be less than --training-steps {self.training_steps}: the"
             " learning rate would never reach --lr": optimizer.warmup_steps >= self.training_steps,
             "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
-            f" {optimizer.name}": (optimizer.offload and OPTIMIZERS[optimizer.name].offloaded_by is None),
+            f" {optimizer.name}": (optimizer.offload and not OPTIMIZERS[optimizer.name].can_offload),
             f"--batch-size {batch_size} is not a multiple of --group-size {group_size}": bool(batch_size % group_size),
             f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch": (
                 bool(num_groups % updates)

@@ -90,7 +90,8 @@ def derive(
     if need.apart:
         return MemoryShare(memory.LARGEST_SHARE, "the trainer is on another device")
     # vLLM does not start if its KV cache is too small for the longest sequence
-    least_kv = need.kv_per_token * memory.least_kv_tokens(trainer, max_model_len or size.max_tokens)
+    num_completions, longest = trainer.completions_per_replica, memory.sequence_tokens(trainer.sampling)
+    least_kv = need.kv_per_token * memory.least_kv_tokens(num_completions, longest, max_model_len or size.max_tokens)
     found = memory.fit(need, least_kv=least_kv, kv_sleep=trainer.publishing.kv_sleep)
     exactly = min(memory.share(need, found, least_kv=least_kv), memory.LARGEST_SHARE)
     fixed = need.own + need.state + need.gradients + need.temporaries

@@ -30,10 +30,10 @@ def printed(run: "RunDirectory", config: "TrainConfig") -> Iterator[None]:
 
 
 def _print(run: "RunDirectory", config: "TrainConfig") -> None:
-    from bridge.modes import way_of
+    from bridge.modes import WAYS
     from bridge.run import checkpoint
 
-    saved = checkpoint.numbered(config.checkpoints.save_path or run.checkpoints, way_of(config).checkpoint_prefix)
+    saved = checkpoint.numbered(config.checkpoints.save_path or run.checkpoints, WAYS[config.way].checkpoint_prefix)
     whole = [step for step, folder in saved.items() if checkpoint.is_checkpoint(folder)]
     if whole:
         last = max(whole)

@@ -110,7 +110,9 @@ def planned(serve: ServeConfig, train: TrainConfig, gpu_gib: float | None, host_
     host_bytes = host_bytes if host_gib is None else host_gib * GIB
     tp_size = layout.tp_size(train, serve)
     replicated = train.changed(gpus=layout.dp_size(train, tp_size))
-    limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(replicated, serve.max_model_len))
+    longest = memory.sequence_tokens(replicated.sampling)
+    least_kv = memory.least_kv_tokens(replicated.completions_per_replica, longest, serve.max_model_len)
+    limits = Limits(min(gpus), host_bytes, least_kv)
     rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, tp_size)
     best = next((row for row in rows if not row.lacking_gib), None)
     lean = next((row for row in rows if not row.lacking_gib and not row.host_gib), None)

@@ -34,7 +34,7 @@ def open_run(config: TrainConfig) -> OpenedRun:
         metrics.check_names(of_loss[1:], config.loss.name)  # `kl` is Bridge's
     metrics.goal_of(config.stop_at, of_loss)
     reference.check(config.model_name, config.loss.reference_model)
-    reporting.check_trackers(config)
+    reporting.check_trackers(config.tracking)
     chosen = config
     passed_over: list[str] = []
     config, found = _resumed(config, passed_over) if config.resume else (config, None)
@@ -92,11 +92,11 @@ def _resumed(config: TrainConfig, passed_over: list[str]) -> "tuple[TrainConfig,
 
 
 def _newest_checkpoint(config: TrainConfig, passed_over: list[str]) -> "Found | None":
-    from bridge.modes import way_of
+    from bridge.modes import WAYS
     from bridge.run import checkpoint
 
     assert config.checkpoints.save_path is not None
-    found, damaged = checkpoint.newest(config.checkpoints.save_path, way_of(config).checkpoint_prefix)
+    found, damaged = checkpoint.newest(config.checkpoints.save_path, WAYS[config.way].checkpoint_prefix)
     passed_over += damaged
     return found
 
@@ -119,7 +119,7 @@ def _directory(config: TrainConfig, found: "Found | None") -> RunDirectory:
 
 def _refuse_overwriting(config: TrainConfig, found: "Found | None") -> None:
     """Refuse to start where a checkpoint would overwrite a folder that it may not replace."""
-    from bridge.modes import way_of
+    from bridge.modes import WAYS
     from bridge.run import checkpoint
 
     save_path = config.checkpoints.save_path or (RunDirectory(config.run_dir).checkpoints if config.run_dir else None)
@@ -127,7 +127,7 @@ def _refuse_overwriting(config: TrainConfig, found: "Found | None") -> None:
         return
     begin = found.progress.step if found else 0
     ours = []
-    for step, folder in sorted(checkpoint.numbered(save_path, way_of(config).checkpoint_prefix).items()):
+    for step, folder in sorted(checkpoint.numbered(save_path, WAYS[config.way].checkpoint_prefix).items()):
         if checkpoint.is_checkpoint(folder):
             ours.append(folder.name)
         elif begin < step <= config.training_steps and not (folder.is_dir() and not any(folder.iterdir())):

@@ -103,7 +103,7 @@ def train_in(
     first_step = resume.progress.step + 1 if resume else 1
     with (
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
-        reporting.trackers_of(config, run, first_step=first_step) as curves,
+        reporting.trackers_of(config.tracking, config.flat(), run, first_step=first_step) as curves,
     ):
         summary = run_of(reporting.Several(curves, lines)).train()
     run.write_summary(summary)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from bokeh.models import ColumnDataSource
 
-from bridge.core import claim
+from bridge.core import claim, json_lines
 from bridge.run.metric_table import CHARTS, METRICS
 from bridge.run.metrics import StepMetrics
-from bridge.run.run_directory import RunDirectory, to_json
+from bridge.run.run_directory import RunDirectory
 from bridge_cli import main
 from bridge_cli.report import charts, names, record
 from bridge_cli.report.page import choices
@@ -332,7 +332,7 @@ def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
     assert all(
         len({metric.unit for metric in chart.metrics if metric.label != "effective share"}) == 1 for chart in CHARTS
     )
-    assert StepMetrics(json.loads(to_json(report_runs.metrics(1, 9)))).fence_s < 0.03
+    assert StepMetrics(json.loads(json_lines.line(report_runs.metrics(1, 9)))).fence_s < 0.03
 
 
 def test_holder_of_a_claim_is_known_by_its_folder(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def a_model(folder: Path) -> None:
 
 
 def a_run(folder: Path) -> None:
-    RunDirectory.create(folder, environment="math").write_config(TrainConfig.of(model_name="m"))
+    RunDirectory.create(folder, environment="math").write_config(TrainConfig.of(model_name="m").document())
 
 
 def a_demo_with_a_thesis(folder: Path) -> None:

@@ -52,7 +52,7 @@ URL_SHOWN = "http://***@127.0.0.1:8000/batch?key=***&page=***"
 def test_no_file_that_others_can_read_holds_a_secret(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", mode="none", start_command=START)
     config = TrainConfig.of(model_name="m", mode="none", start_command=START).model_copy(update={"atropos_url": URL})
-    run.write_config(config)
+    run.write_config(config.document())
     run.note(f"the Atropos API at {URL} has this trainer now")
     server_log.begin(run.server_log, "started")
     with run.server_log.open("a") as file:

@@ -16,7 +16,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import Element
 from bridge.weights.attach import AttachedModel, attach
-from bridge.weights.digest import digest
+from bridge.weights.parts import digest
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import serving

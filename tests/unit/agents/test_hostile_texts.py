@@ -26,7 +26,6 @@ from bridge.agents.recorder import Recorder
 from bridge.agents.recording import Recording
 from bridge.agents.runs import Run, conversations, scored
 from bridge.agents.tools import Agent, Tools
-from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.learn.samples import with_advantages
 from bridge.run import measuring, reporting
@@ -142,7 +141,7 @@ def test_hostile_text_is_logged_without_control_characters(
     defects, run = Defects(), RunDirectory(report_runs.make(tmp_path / "run", num_steps=4).path)
     terminal = (tmp_path / "terminal").open("w", encoding="utf-8")
     monkeypatch.setattr(console, "people", Console(file=terminal, soft_wrap=True, force_terminal=True, width=80))
-    writer = reporting.TensorBoard(TrainConfig.of(model_name="m"), run, 1)
+    writer = reporting.TensorBoard(run, {}, 1)
     metrics = report_runs.metrics(5, 5)
     for number, text in enumerate(texts):
         with defects.of("event", text):

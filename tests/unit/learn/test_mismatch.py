@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.learn.mismatch import Correction, Mismatch, Tally, alarm, measure
+from bridge.learn.mismatch import Correction, Tally, alarm, measure
 from bridge.types import LOGPROB_DIFF_EDGES
 
 CPU = torch.device("cpu")
@@ -41,27 +41,28 @@ def test_a_token_weighs_what_the_papers_say(choices: dict[str, Any], weights: li
     torch.testing.assert_close(found_N, torch.tensor(weights, dtype=torch.float32), rtol=1e-6, atol=0)
 
 
-def test_the_tokens_of_a_sequence_weigh_the_product_and_unknown_ones_nothing_in_it() -> None:
+def test_a_sequence_weighs_the_product_of_its_known_tokens() -> None:
     sequences_N = torch.tensor([0, 0, 0, 1, 1])
     unknown_N = torch.tensor([-1.0, -1.0, -1.0, math.nan, -1.0])
     by = correction(mismatch="truncate")
     assert by.weights(old(), SAMPLED_N, sequences_N).tolist() == pytest.approx([0.125] * 3 + [2] * 2)
     assert by.changed(old(), SAMPLED_N, sequences_N).tolist() == [False] * 3 + [True] * 2
     assert by.weights(old(), unknown_N, sequences_N).tolist() == pytest.approx([0.125] * 3 + [2] * 2)
-    found = measure(old(), unknown_N, by, sequences_N).read()
-    assert found.changed_share == pytest.approx(1 / 4)
-    assert found.weight_mean == pytest.approx((3 * 0.125 + 2) / 4)
+    found = measure(old(), unknown_N, by, sequences_N).metrics()
+    assert found["corrected_share"] == pytest.approx(1 / 4)
+    assert found["importance_weight"] == pytest.approx((3 * 0.125 + 2) / 4)
 
 
-def test_a_sequence_is_masked_as_a_whole_by_the_product_of_its_tokens() -> None:
+def test_a_sequence_is_masked_by_the_product_of_its_tokens() -> None:
     # 0.25 * 8 = 2 and 0.5 * 1 * 2 = 1 are kept, though 0.25 and 8 alone are not; 0.25 * 0.5 and 2 * 8 are masked
     by = correction(mismatch="mask", mismatch_level="sequence")
     for sequences, weights in (([0, 1, 1, 1, 0], [2, 1, 1, 1, 2]), ([0, 0, 1, 2, 2], [0, 0, 1, 0, 0])):
         sequences_N = torch.tensor(sequences)
         assert by.weights(old(), SAMPLED_N, sequences_N).tolist() == pytest.approx(weights)
         assert by.changed(old(), SAMPLED_N, sequences_N).tolist() == [weight == 0 for weight in weights]
-        found = measure(old(), SAMPLED_N, by, sequences_N).read()
-        assert (found.changed_share, found.weight_mean) == pytest.approx((weights.count(0) / 5, sum(weights) / 5))
+        found = measure(old(), SAMPLED_N, by, sequences_N).metrics()
+        assert found["corrected_share"] == pytest.approx(weights.count(0) / 5)
+        assert found["importance_weight"] == pytest.approx(sum(weights) / 5)
 
 
 def test_what_lies_on_a_bound_is_kept() -> None:
@@ -78,7 +79,7 @@ def test_a_weight_has_no_gradient() -> None:
         assert not correction(mismatch=kind).weights(old_N, SAMPLED_N).requires_grad
 
 
-def test_a_difference_past_what_float32_can_exponentiate_gives_finite_weights() -> None:
+def test_weights_of_huge_differences_are_finite() -> None:
     old_N, sampled_N = torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0])
     assert correction(mismatch="truncate").weights(old_N, sampled_N).tolist() == [2.0, 0.0]
     assert correction(mismatch="mask").weights(old_N, sampled_N).tolist() == [0.0, 0.0]
@@ -90,18 +91,18 @@ def test_what_is_not_a_number_is_not_hidden_by_a_mask() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "truncate", "mask"])
-def test_a_token_whose_log_probability_is_unknown_weighs_one_and_is_in_no_figure(kind: str) -> None:
+def test_a_token_of_unknown_logprob_weighs_one_unmeasured(kind: str) -> None:
     unknown_N = torch.tensor([math.nan, -1.0, math.nan, -1.0, -1.0])
     chosen, known = correction(mismatch=kind), [1, 3, 4]
     assert chosen.weights(old(), unknown_N)[[0, 2]].tolist() == [1.0, 1.0]
     assert chosen.weights(old(), unknown_N)[known].equal(chosen.weights(old(), SAMPLED_N)[known])
     assert not chosen.changed(old(), unknown_N)[[0, 2]].any()
-    assert measure(old(), unknown_N, chosen).read() == measure(old()[known], SAMPLED_N[known], chosen).read()
+    assert measure(old(), unknown_N, chosen).metrics() == measure(old()[known], SAMPLED_N[known], chosen).metrics()
 
 
-def test_where_nothing_is_known_there_is_no_measure_and_no_alarm() -> None:
-    found = measure(old(), torch.full_like(SAMPLED_N, math.nan), correction(mismatch="truncate")).read()
-    assert all(math.isnan(value) for value in (found.mean, found.max, found.weight_mean, found.effective_share))
+def test_without_known_logprobs_there_is_no_metric_or_alarm() -> None:
+    found = measure(old(), torch.full_like(SAMPLED_N, math.nan), correction(mismatch="truncate")).metrics()
+    assert all(math.isnan(value) for name, value in found.items() if name != "logprob_diff_histogram")
     assert alarm(found, threshold=0.1) is None
 
 
@@ -109,37 +110,38 @@ def test_the_measure_is_what_a_person_would_count() -> None:
     differences_N = torch.tensor([0.0, 0.0005, 0.002, 0.004, 0.02, 0.05, 0.2, 0.5, 1.0, 2.0])
     signs_N = torch.tensor([1.0, -1.0] * 5)
     sampled_N = torch.full((10,), -3.0)
-    found = measure(sampled_N + differences_N * signs_N, sampled_N, Correction(kind="truncate", high=2.0)).read()
-    assert found.mean == pytest.approx(3.7765 / 10, rel=1e-5)
-    assert found.max == pytest.approx(2.0)
-    assert len(found.histogram) == len(LOGPROB_DIFF_EDGES) + 1 == 8
-    assert found.histogram == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
+    found = measure(sampled_N + differences_N * signs_N, sampled_N, Correction(kind="truncate", high=2.0)).metrics()
+    assert found["logprob_diff_mean"] == pytest.approx(3.7765 / 10, rel=1e-5)
+    assert found["logprob_diff_max"] == pytest.approx(2.0)
+    assert len(found["logprob_diff_histogram"]) == len(LOGPROB_DIFF_EDGES) + 1 == 8
+    assert found["logprob_diff_histogram"] == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
     # + 0, 0.002, 0.02, 0.2 and 1; - 0.0005, 0.004, 0.05, 0.5 and 2; e is truncated to 2
     weights = [1, math.exp(0.002), math.exp(0.02), math.exp(0.2), 2]
     weights += [math.exp(-0.0005), math.exp(-0.004), math.exp(-0.05), math.exp(-0.5), math.exp(-2)]
-    assert found.changed_share == pytest.approx(0.1)
-    assert found.weight_mean == pytest.approx(sum(weights) / 10, rel=1e-5)
+    assert found["corrected_share"] == pytest.approx(0.1)
+    assert found["importance_weight"] == pytest.approx(sum(weights) / 10, rel=1e-5)
     squares = sum(weight * weight for weight in weights)
-    assert found.effective_share == pytest.approx(sum(weights) ** 2 / (10 * squares), rel=1e-5)
+    assert found["effective_share"] == pytest.approx(sum(weights) ** 2 / (10 * squares), rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "changed", "weight"), [("none", 0.0, 1.0), ("truncate", 0.2, 5.75 / 5), ("mask", 0.4, 3.5 / 5)]
 )
 def test_the_share_that_is_truncated_or_left_out_is_told(kind: str, changed: float, weight: float) -> None:
-    found = measure(old(), SAMPLED_N, correction(mismatch=kind)).read()
-    assert found.changed_share == pytest.approx(changed)
-    assert found.weight_mean == pytest.approx(weight, rel=1e-6)
+    found = measure(old(), SAMPLED_N, correction(mismatch=kind)).metrics()
+    assert found["corrected_share"] == pytest.approx(changed)
+    assert found["importance_weight"] == pytest.approx(weight, rel=1e-6)
 
 
-def test_no_bound_is_told_to_have_changed_anything_where_nothing_is_corrected() -> None:
-    assert measure(old(), SAMPLED_N, correction(mismatch="none", mismatch_high=1.5)).read().changed_share == 0
+def test_without_a_correction_nothing_counts_as_corrected() -> None:
+    assert measure(old(), SAMPLED_N, correction(mismatch="none", mismatch_high=1.5)).metrics()["corrected_share"] == 0
 
 
 def test_engines_that_agree_are_measured_as_such() -> None:
-    assert measure(SAMPLED_N, SAMPLED_N, correction()).read() == Mismatch(
-        mean=0, max=0, histogram=(1.0, 0, 0, 0, 0, 0, 0, 0), changed_share=0, weight_mean=1, effective_share=1
-    )
+    assert measure(SAMPLED_N, SAMPLED_N, correction()).metrics() == {
+        "logprob_diff_mean": 0, "logprob_diff_max": 0, "logprob_diff_histogram": (1.0, 0, 0, 0, 0, 0, 0, 0),
+        "corrected_share": 0, "importance_weight": 1, "effective_share": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("cut", [0, 1, 17, 40])
@@ -147,14 +149,14 @@ def test_parts_of_a_batch_add_up_to_the_whole(cut: int) -> None:
     torch.manual_seed(0)
     old_N, sampled_N = torch.randn(40), torch.randn(40)
     by = correction(mismatch="mask")
-    whole = measure(old_N, sampled_N, by).read()
+    whole = measure(old_N, sampled_N, by).metrics()
     parts = measure(old_N[:cut], sampled_N[:cut], by) + measure(old_N[cut:], sampled_N[cut:], by)
-    summed = (Tally.zero(CPU) + parts).read()
-    assert summed.max == whole.max
-    assert summed.histogram == whole.histogram
-    assert summed.changed_share == whole.changed_share
-    for name in ("mean", "weight_mean", "effective_share"):
-        assert getattr(summed, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+    summed = (Tally.zero(CPU) + parts).metrics()
+    assert summed["logprob_diff_max"] == whole["logprob_diff_max"]
+    assert summed["logprob_diff_histogram"] == whole["logprob_diff_histogram"]
+    assert summed["corrected_share"] == whole["corrected_share"]
+    for name in ("logprob_diff_mean", "importance_weight", "effective_share"):
+        assert summed[name] == pytest.approx(whole[name], rel=1e-12)
 
 
 def test_no_value_is_waited_for_before_it_is_read() -> None:
@@ -163,19 +165,20 @@ def test_no_value_is_waited_for_before_it_is_read() -> None:
     for kind in ("truncate", "mask", "none"):
         tally = measure(old_N, sampled_N, correction(mismatch=kind)) + Tally.zero(torch.device("meta"))
         with pytest.raises((RuntimeError, NotImplementedError)):
-            tally.read()
+            tally.metrics()
 
 
 def test_a_step_without_tokens_has_no_measure_and_no_alarm() -> None:
-    found = Tally.zero(CPU).read()
-    assert all(math.isnan(value) for value in (found.mean, found.max, found.weight_mean, *found.histogram))
+    found = Tally.zero(CPU).metrics()
+    histogram = found.pop("logprob_diff_histogram")
+    assert all(math.isnan(value) for value in (*found.values(), *histogram))
     assert alarm(found, 0.1) is None
 
 
-def test_a_mean_at_the_threshold_is_told_in_one_line_with_its_causes() -> None:
+def test_a_mean_at_the_threshold_is_an_alarm_with_its_causes() -> None:
     sampled_N = torch.zeros(4)
-    found = measure(torch.tensor([0.5, 0.25, 0.25, 0.0]), sampled_N, correction()).read()
-    assert found.mean == 0.25
+    found = measure(torch.tensor([0.5, 0.25, 0.25, 0.0]), sampled_N, correction()).metrics()
+    assert found["logprob_diff_mean"] == 0.25
     line = alarm(found, 0.25)
     assert line is not None
     assert "\n" not in line

@@ -101,17 +101,21 @@ def test_activations_of_a_7b_model_are_as_measured() -> None:
     assert activation_bytes(widths, 1000, recomputed=True) < 0.1 * activation_bytes(widths, 1000, recomputed=False)
 
 
+def micro_batches(**choices: Any) -> tuple[int, int]:
+    config = TrainConfig.of(model_name="m", **choices)
+    longest = memory.sequence_tokens(config.sampling)
+    update = longest * config.completions_per_replica // config.optimizer.updates_per_batch
+    return micro_batch_tokens(longest, update, config.optimizer, config.compute)
+
+
 def test_micro_batch_tokens_follow_the_choices() -> None:
-    given = TrainConfig.of(model_name="m", micro_batch_tokens=2000)
-    assert micro_batch_tokens(given) == (2000, 2000)
-    small = TrainConfig.of(model_name="m", batch_size=2, group_size=2, max_new_tokens=44)
-    assert micro_batch_tokens(small) == (600, 600), "no micro-batch is larger than the batch"
-    long = TrainConfig.of(model_name="m", max_new_tokens=30000)
-    assert micro_batch_tokens(long) == (30256, 30256), "nor smaller than its longest sequence"
-    released = TrainConfig.of(model_name="m", gradient_release=True, updates_per_batch=2)
-    assert micro_batch_tokens(released) == (16384, 16384), "a whole update is one backward pass"
-    summed_up = TrainConfig.of(model_name="m", gradient_release=True, offload_optimizer=True)
-    assert micro_batch_tokens(summed_up) == micro_batch_tokens(TrainConfig.of(model_name="m")) == (4096, 16384)
+    assert micro_batches(micro_batch_tokens=2000) == (2000, 2000)
+    small = micro_batches(batch_size=2, group_size=2, max_new_tokens=44)
+    assert small == (600, 600), "no micro-batch is larger than the batch"
+    assert micro_batches(max_new_tokens=30000) == (30256, 30256), "nor smaller than its longest sequence"
+    released = micro_batches(gradient_release=True, updates_per_batch=2)
+    assert released == (16384, 16384), "a whole update is one backward pass"
+    assert micro_batches(gradient_release=True, offload_optimizer=True) == micro_batches() == (4096, 16384)
     kept = need_of("7B", micro_batch_tokens=2000, gradient_checkpointing=False)
     assert kept.least_activations == kept.most_activations > need_of("7B", micro_batch_tokens=2000).least_activations
 
@@ -232,10 +236,9 @@ def test_spare_memory_goes_to_micro_batches_first() -> None:
 
 
 def test_least_kv_cache_is_a_batch_or_the_longest_sequence() -> None:
-    config = TrainConfig.of(model_name="m")
-    assert memory.least_kv_tokens(config) == 64 * (256 + 256)
-    assert memory.least_kv_tokens(config, 100_000) == 100_000
-    assert memory.least_kv_tokens(config, 300) == 64 * 300
+    assert memory.least_kv_tokens(64, 512) == 64 * 512
+    assert memory.least_kv_tokens(64, 512, 100_000) == 100_000
+    assert memory.least_kv_tokens(64, 512, 300) == 64 * 300
 
 
 def test_vllm_takes_less_on_a_smaller_gpu() -> None:

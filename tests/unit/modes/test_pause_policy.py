@@ -6,7 +6,7 @@ import pytest
 
 from bridge.config import PublishingConfig
 from bridge.errors import UsageError
-from bridge.run.decisions import PausePolicy
+from bridge.modes.mode import PausePolicy
 
 ON_DEMAND, NEVER, ALWAYS = None, False, True
 KV_SLEEP = [

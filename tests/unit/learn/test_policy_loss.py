@@ -193,8 +193,8 @@ def test_a_token_that_the_trainer_cannot_sample_is_masked(kind: Any, server: flo
         assert torch.isfinite(loss)
         assert all(map(math.isfinite, means(sums).values()))
     assert gradients[1] == [*gradients[0], 0.0]
-    found = measure(logprobs_N.detach(), batch.sampled_logprobs_N, spec.correction).read()
-    assert found.changed_share == (0.0 if math.isnan(server) else 0.5)
+    found = measure(logprobs_N.detach(), batch.sampled_logprobs_N, spec.correction).metrics()
+    assert found["corrected_share"] == (0.0 if math.isnan(server) else 0.5)
 
 
 def test_a_sequence_that_the_trainer_cannot_sample_is_masked() -> None:
@@ -263,9 +263,7 @@ CISPO = replace(CLIPPED, clipped="weight")
         (0.5, -2.0, 0.8),  # bad and less likely than 1 - 0.2: PPO would have no gradient
     ],
 )
-def test_a_clipped_weight_is_a_constant_factor_of_the_log_probability(
-    ratio: float, advantage: float, weight: float
-) -> None:
+def test_a_clipped_weight_is_a_constant_factor_of_the_logprob(ratio: float, advantage: float, weight: float) -> None:
     value, (slope,) = loss_and_gradient(batch_of([advantage]), CISPO, [ratio])
     assert value == pytest.approx(-weight * advantage * (math.log(ratio) - 2))  # the server's log-probability is -2
     assert slope == pytest.approx(-weight * advantage)
@@ -326,7 +324,7 @@ def slopes(function: Any, point_N: Tensor, step: float = 1e-6) -> Tensor:
     return torch.stack([(function(point_N + shift) - function(point_N - shift)) / (2 * step) for shift in basis])
 
 
-def test_a_completions_ratio_is_the_mean_of_its_own_tokens_alone() -> None:
+def test_a_completions_ratio_is_the_mean_of_its_tokens() -> None:
     # geometric means: sqrt(1.2 * 0.9) = 1.0392 and 1.1; advantage 1 and -2
     batch = batch_of([1.0, 1.0], [-2.0], weight=0.5)
     value, gradient_N = loss_and_gradient(batch, BY_SEQUENCE, [1.2, 0.9, 1.1])
@@ -343,7 +341,7 @@ def test_a_completion_is_clipped_as_a_whole() -> None:
     assert loss_and_gradient(batch_of([1.0, 1.0]), CLIPPED, [1.2, 2.7])[1] == pytest.approx([-1.2, 0])
 
 
-def test_by_sequence_a_longer_completion_of_the_same_tokens_has_the_same_loss() -> None:
+def test_by_sequence_length_does_not_change_the_loss() -> None:
     found = set()
     for length in (1, 2, 4, 8):
         batch = batch_of([1.0] * length, weight=1 / length)
@@ -352,7 +350,7 @@ def test_by_sequence_a_longer_completion_of_the_same_tokens_has_the_same_loss() 
     assert found == {(-1.25, -1.25)}
 
 
-def test_by_sequence_the_gradient_is_that_of_the_papers_own_formula() -> None:
+def test_by_sequence_the_gradient_is_the_papers() -> None:
     torch.manual_seed(5)
     lengths, advantages = (3, 5, 1), (1.0, -0.7, 0.4)
     batch = batch_of(*([a] * n for a, n in zip(advantages, lengths, strict=True)))
@@ -375,7 +373,7 @@ def test_each_token_has_its_own_advantage() -> None:
     assert gradient_N == pytest.approx([-2.2, 0, 1.1])
 
 
-def test_by_sequence_too_an_advantage_reaches_its_own_token_alone() -> None:
+def test_by_sequence_an_advantage_reaches_only_its_token() -> None:
     mean = (1.1 * 1.0 * 1.2) ** (1 / 3)
     value, gradient_N = loss_and_gradient(batch_of([2.0, 0.0, -1.0]), BY_SEQUENCE, [1.1, 1.0, 1.2])
     assert value == pytest.approx(-mean)
@@ -424,13 +422,13 @@ def run(rows: Sequence[Sample], spec: LossSpec, max_tokens: int) -> tuple[float,
 # The KL divergence from the reference
 
 
-def test_the_divergence_is_the_papers_estimate_and_never_negative() -> None:
+def test_the_divergence_is_the_papers_and_never_negative() -> None:
     found_N = divergence(tensor(-1.0, -1.0, -1.0), tensor(-1.0, -2.0, 0.0))
     assert found_N.tolist() == pytest.approx([0, math.exp(-1) + 1 - 1, math.e - 1 - 1])
     assert (divergence(torch.randn(1000), torch.randn(1000)) >= 0).all()
 
 
-def test_the_divergence_of_nearly_equal_policies_does_not_cancel() -> None:
+def test_a_small_divergence_does_not_cancel() -> None:
     torch.manual_seed(0)
     differences_N = torch.randn(100_000) * 10 ** (-7 * torch.rand(100_000))
     found_N = divergence(torch.zeros(()), differences_N)
@@ -455,7 +453,7 @@ def test_the_divergence_pulls_towards_the_reference() -> None:
 IN_REWARD = replace(CLIPPED, kl_coef=0.1, kl_in_reward=True)
 
 
-def test_a_divergence_in_the_reward_lowers_the_advantages_of_the_tokens_that_led_to_it() -> None:
+def test_kl_in_reward_lowers_advantages_up_to_the_divergence() -> None:
     batch = batch_of([1.0, 1.0], [2.0], weight=0.5)
     logprobs_N, old_N = at(batch, [1.1, 1.1, 1.1])
     # log-ratios 0.5 and -0.2, and 1: from the first token on 0.3, from the second -0.2, and 1
@@ -467,7 +465,7 @@ def test_a_divergence_in_the_reward_lowers_the_advantages_of_the_tokens_that_led
     assert means(statistics)["kl"] == pytest.approx(measured_N.mean().item())
 
 
-def test_a_token_that_the_divergence_makes_bad_is_clipped_as_a_bad_one() -> None:
+def test_a_token_made_bad_by_its_divergence_is_clipped_as_bad() -> None:
     batch = batch_of([0.05])
     logprobs_N, old_N = at(batch, [0.5])
     loss, statistics = policy_loss(logprobs_N, old_N, batch, IN_REWARD, old_N - 1.0)
@@ -495,7 +493,7 @@ def test_a_reference_far_away_gives_finite_numbers(distance: float) -> None:
         (1.0, [0, 1, 2, 3, 4]),
     ],
 )
-def test_the_most_uncertain_tokens_are_those_of_the_highest_entropies(share: float, kept: list[int]) -> None:
+def test_the_highest_entropies_are_the_most_uncertain_tokens(share: float, kept: list[int]) -> None:
     entropies_N = tensor(0.1, 0.9, 0.5, 0.3, 0.7)
     found_N = entropies_N >= least_entropy(entropies_N, share)
     assert found_N.nonzero().flatten().tolist() == kept
@@ -567,7 +565,7 @@ def found_gradient(batch: MicroBatch, new: Tensor, old: Tensor, spec: LossSpec) 
 
 @pytest.mark.parametrize("new", [OLD_LOGITS, NEW_LOGITS], ids=["first update", "later update"])
 @pytest.mark.parametrize("spec", [WIDE, replace(WIDE, ratio_level="sequence")], ids=["token", "sequence"])
-def test_stale_samples_expect_the_gradient_of_the_policy_that_is_trained(spec: LossSpec, new: Tensor) -> None:
+def test_stale_samples_expect_the_trained_policys_gradient(spec: LossSpec, new: Tensor) -> None:
     weighted = replace(spec, correction=Correction(kind="truncate", high=1e6))
     batch = bandit(STALE_V, VALUES)
     expected = expected_gradient(new, VALUES)
@@ -576,7 +574,7 @@ def test_stale_samples_expect_the_gradient_of_the_policy_that_is_trained(spec: L
     assert (unweighted - expected).abs().max() > 0.05  # without the weight it is the gradient of no policy at all
 
 
-def test_masked_stale_samples_expect_the_gradient_of_what_is_kept() -> None:
+def test_masked_stale_samples_expect_the_kept_gradient() -> None:
     ratios_V = OLD_LOGITS.softmax(0) / STALE_V
     low, high = sorted(ratios_V.tolist())[1:3]
     kept_V = (ratios_V >= low) & (ratios_V <= high)
@@ -587,7 +585,7 @@ def test_masked_stale_samples_expect_the_gradient_of_what_is_kept() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_truncated_stale_samples_expect_the_gradient_of_what_the_bound_leaves() -> None:
+def test_truncated_stale_samples_expect_the_bounded_gradient() -> None:
     high = 1.2
     shares_V = (STALE_V * high / OLD_LOGITS.softmax(0)).clamp(max=1)
     assert 0 < (shares_V < 1).sum() < 4
@@ -623,7 +621,7 @@ def test_by_sequence_two_tokens_are_corrected_as_one_choice() -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_a_divergence_in_the_reward_has_the_gradient_of_the_divergence_of_whole_completions() -> None:
+def test_kl_in_reward_has_the_gradient_of_whole_completions() -> None:
     """Enumerate all pairs: the gradient is that of the expected value minus the divergence of the pairs."""
     torch.manual_seed(4)
     values_VV, reference_VV = torch.randn(4, 4, dtype=torch.float64), torch.randn(16, dtype=torch.float64)
@@ -671,9 +669,7 @@ def test_gspo_truncates_one_weight_a_completion() -> None:
         ({"loss": "gspo", "mismatch": "mask", "mismatch_level": "sequence"}, (0, 0, 1, 1)),
     ],
 )
-def test_the_level_of_the_correction_is_the_losss_unless_it_is_chosen(
-    choices: dict[str, Any], weights: Sequence[float]
-) -> None:
+def test_the_loss_decides_the_level_of_its_correction(choices: dict[str, Any], weights: Sequence[float]) -> None:
     batch = batch_of([1.0, 1.0], [1.0, 1.0])
     old_N = batch.sampled_logprobs_N + tensor(3.0, 3.0, 0.25, 4.0).log()
     logprobs_N = old_N.clone().requires_grad_()
@@ -682,7 +678,7 @@ def test_the_level_of_the_correction_is_the_losss_unless_it_is_chosen(
     assert (-gradient_N).tolist() == pytest.approx(list(weights))
 
 
-def test_of_two_tokens_each_is_corrected_given_the_one_before_it() -> None:
+def test_each_token_is_corrected_given_those_before_it() -> None:
     """Enumerate all pairs: prefixes weighted as the server samples them, each next choice by the trainer's policy."""
     torch.manual_seed(2)
     stale_VV, values_VV = torch.rand(4, 4, dtype=torch.float64).softmax(1), torch.randn(4, 4, dtype=torch.float64)
@@ -721,7 +717,7 @@ def test_a_tokens_term_is_multiplied_by_its_weight(kind: Any, weights: Sequence[
     assert gradient_N.tolist() == pytest.approx([-weights[0], weights[1], -2 * weights[2]])
 
 
-def test_by_sequence_a_token_that_is_left_out_gets_no_gradient_through_the_others() -> None:
+def test_by_sequence_a_masked_token_gets_no_gradient() -> None:
     spec = replace(BY_SEQUENCE, correction=Correction(kind="mask", low=0.5, high=2.0))
     batch = batch_of([1.0, 1.0])
     old_N = batch.sampled_logprobs_N + tensor(1.0, 8.0).log()
@@ -731,7 +727,7 @@ def test_by_sequence_a_token_that_is_left_out_gets_no_gradient_through_the_other
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_the_model_did_not_sample_changes_neither_loss_nor_gradient(loss: str) -> None:
+def test_unsampled_tokens_change_neither_loss_nor_gradient(loss: str) -> None:
     spec = spec_of(loss=loss)
     plain = Completion(token_ids=(5, 6), logprobs=(-2.0, -2.0), text="", finish_reason="stop", versions=(0, 0))
     spoken = replace(

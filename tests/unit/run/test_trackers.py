@@ -129,6 +129,10 @@ def config(**choices: Any) -> TrainConfig:
     return TrainConfig.of(model_name="m", start_command="TOKEN=secret vllm serve {model}", mode="none", **choices)
 
 
+def trackers(config: TrainConfig, run: RunDirectory, *, first_step: int = 1) -> Trackers:
+    return reporting.trackers_of(config.tracking, config.flat(), run, first_step=first_step)
+
+
 def test_every_number_of_a_step_has_a_curve_of_its_own() -> None:
     curves = [METRICS[name].curve for name in RECORDED if name in METRICS]
     assert len(set(curves)) == len(curves)
@@ -150,7 +154,7 @@ def test_docs_list_every_metric() -> None:
     assert page.count("| `") > len(METRICS)
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on() -> None:
+def test_a_failing_tracker_is_reported_once_and_dropped() -> None:
     told: list[str] = []
     bad, good = FakeTracker(fails_at=2), FakeTracker()
     with Trackers(lambda: {"Bad": bad, "Good": good}, told.append, shows_texts=True) as tracked:
@@ -164,7 +168,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on() -> None:
     assert (bad.closed, good.closed) == ([], [False])
 
 
-def test_the_sample_is_the_first_completion_with_a_reward_and_is_left_out_where_no_text_is_kept() -> None:
+def test_the_first_scored_completion_is_shown_if_texts_are_kept() -> None:
     shown, silent = FakeTracker(), FakeTracker()
     Trackers(lambda: {"t": shown}, pytest.fail, shows_texts=True).step(metrics(1), groups("a \ud83d half"))
     Trackers(lambda: {"t": silent}, pytest.fail, shows_texts=False).step(metrics(1), groups())
@@ -173,7 +177,7 @@ def test_the_sample_is_the_first_completion_with_a_reward_and_is_left_out_where_
     assert silent.logged[0][2] is None
 
 
-def test_a_run_that_ended_by_an_error_is_told_as_one() -> None:
+def test_an_error_closes_the_trackers_as_failed() -> None:
     tracker = FakeTracker()
     tracked = Trackers(lambda: {"t": tracker}, pytest.fail, shows_texts=True)
     with pytest.raises(KeyboardInterrupt), tracked:  # noqa: PT012
@@ -182,32 +186,32 @@ def test_a_run_that_ended_by_an_error_is_told_as_one() -> None:
     assert tracker.closed == [True]
 
 
-def test_tensorboard_is_used_where_it_is_installed_and_not_refused(tmp_path: Path, installed: Any) -> None:
+def test_installed_tensorboard_is_used_by_default(tmp_path: Path, installed: Any) -> None:
     run = RunDirectory(tmp_path)
     for packages, choice, is_used in ((["tensorboard"], None, 1), (["tensorboard"], False, 0), ([], None, 0)):
         installed(*packages)
-        with reporting.trackers_of(config(tensorboard=choice), run) as tracked:
+        with trackers(config(tensorboard=choice), run) as tracked:
             tracked.phase("rollouts")
             assert len(FakeWriter.made) == is_used
 
 
 def test_a_run_that_does_not_begin_leaves_no_trace(tmp_path: Path, installed: Any) -> None:
     fake = installed("tensorboard", "wandb")
-    with reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path)):
+    with trackers(config(wandb=True), RunDirectory(tmp_path)):
         pass
     assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_only_rank_0_draws_curves(tmp_path: Path, installed: Any) -> None:
     fake = installed("tensorboard", "wandb")
-    with reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path, is_writer=False)) as tracked:
+    with trackers(config(wandb=True), RunDirectory(tmp_path, is_writer=False)) as tracked:
         tracked.step(metrics(1), groups())
     assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
 
 
-def test_tensorboard_gets_every_curve_and_drops_what_a_resumed_run_lost(tmp_path: Path, installed: Any) -> None:
+def test_tensorboard_gets_every_curve_from_the_resumed_step_on(tmp_path: Path, installed: Any) -> None:
     installed("tensorboard")
-    with reporting.trackers_of(config(), RunDirectory(tmp_path), first_step=3) as tracked:
+    with trackers(config(), RunDirectory(tmp_path), first_step=3) as tracked:
         tracked.step(metrics(3), groups("# not *markdown*"))
     (writer,) = FakeWriter.made
     assert (writer.folder, writer.purge_step, writer.closed) == (str(tmp_path / "tensorboard"), 3, True)
@@ -221,16 +225,14 @@ def test_tensorboard_gets_every_curve_and_drops_what_a_resumed_run_lost(tmp_path
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_what_is_asked_for_and_not_installed_is_refused_with_what_to_install(
-    package: str, tmp_path: Path, installed: Any
-) -> None:
+def test_a_requested_package_that_is_missing_is_refused(package: str, tmp_path: Path, installed: Any) -> None:
     installed()
-    reporting.check_trackers(config())
+    reporting.check_trackers(config().tracking)
     with pytest.raises(UsageError, match="not installed") as refused:
-        reporting.check_trackers(config(**{package: True}))
+        reporting.check_trackers(config(**{package: True}).tracking)
     assert refused.value.remedy == f"pip install {package}, or leave --{package} out"
     with pytest.raises(UsageError):
-        reporting.trackers_of(config(**{package: True}), RunDirectory(tmp_path))
+        trackers(config(**{package: True}), RunDirectory(tmp_path))
 
 
 def test_a_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,10 +242,10 @@ def test_a_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: py
     assert reporting.is_installed("torch")
 
 
-def test_wandb_goes_on_with_the_run_that_the_directory_knows(tmp_path: Path, installed: Any) -> None:
+def test_wandb_resumes_the_run_of_the_directory(tmp_path: Path, installed: Any) -> None:
     fake = installed("wandb")
     for first_step in (1, 2):
-        with reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
+        with trackers(config(wandb=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
             tracked.step(metrics(first_step), groups("<b>5"))
     first, second = fake.chosen
     assert first["id"] == second["id"] == (tmp_path / "wandb_id").read_text().strip()
@@ -256,35 +258,31 @@ def test_wandb_goes_on_with_the_run_that_the_directory_knows(tmp_path: Path, ins
     assert fake.finished == [0, 0]
 
 
-def test_wandbs_own_variables_have_the_last_word(
-    tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandbs_own_variables_have_precedence(tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = installed("wandb")
     own = {"WANDB_PROJECT": "p", "WANDB_NAME": "n", "WANDB_DIR": "/d", "WANDB_RUN_ID": "i"}
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
+    trackers(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
     (chosen,) = fake.chosen
     assert [chosen[name] for name in ("project", "name", "dir", "id")] == ["p", "n", "/d", "i"]
 
 
-def test_what_was_asked_for_and_cannot_begin_stops_the_run_and_closes_the_others(
-    tmp_path: Path, installed: Any
-) -> None:
+def test_a_requested_tracker_that_fails_to_open_ends_the_run(tmp_path: Path, installed: Any) -> None:
     installed("tensorboard", "wandb", wandb=FakeWandb(RuntimeError("No API key configured")))
     with pytest.raises(UsageError, match="Weights & Biases cannot be used: RuntimeError: No API key") as refused:
-        reporting.trackers_of(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
+        trackers(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
     assert "--wandb" in refused.value.remedy
     assert [writer.closed for writer in FakeWriter.made] == [True]
 
 
-def test_what_nobody_asked_for_and_cannot_begin_is_told_of(
+def test_a_default_tracker_that_fails_to_open_is_reported(
     tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     installed("tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    reporting.trackers_of(config(), RunDirectory(tmp_path, echo=told.append)).step(metrics(1), groups())
+    trackers(config(), RunDirectory(tmp_path, echo=told.append)).step(metrics(1), groups())
     assert len(told) == 1
     assert told[0].startswith("TensorBoard cannot be used: ModuleNotFoundError")
 
@@ -293,7 +291,7 @@ def test_what_is_written_is_what_tensorboard_reads(tmp_path: Path) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     def write(first_step: int, rewards: Sequence[float]) -> None:
-        with reporting.trackers_of(config(tensorboard=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
+        with trackers(config(tensorboard=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
             for step, reward in enumerate(rewards, first_step):
                 tracked.step(metrics(step, reward_mean=reward), groups())
 
