@@ -34,7 +34,7 @@ from tests.unit.several_ranks import on_ranks
 def facts(folder: Path, **choices: Any) -> consistency.Facts:
     serve = ServeConfig(model=str(folder), port=choices.pop("port", 9001))
     flags = choices.pop("flags", [])
-    return consistency.facts(TrainConfig.of(model_name=str(folder), **choices), serve, flags)
+    return consistency.facts((TrainConfig.of(model_name=str(folder), **choices), serve), flags)
 
 
 def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def differing(ranks: Ranks, seen: Path) -> list[str]:
         patched.setattr(socket, "gethostname", lambda: f"host {ranks.rank}")
         folder = seen / str(ranks.rank)
         acts: list[Callable[[], None]] = [
-            lambda: consistency.check(ranks, None, None, ()),  # type: ignore[arg-type]
+            lambda: consistency.check(ranks, (), ()),
             lambda: check_shared(ranks, folder),
             lambda: checkpoint.check_on_all_hosts(folder, ranks),
         ]

@@ -1,7 +1,7 @@
 """Where the ranks of a run are: how many, on which GPUs, and which of them share a server."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from bridge.processes.server_command import ServerCommand
 from bridge.ranks.world import Ranks
 from bridge_cli import layout, ranks
 from bridge_cli.layout import VISIBLE, Layout
-from bridge_cli.ranks import Job
+from bridge_cli.ranks import Job, Opened
 
 
 @pytest.fixture
@@ -57,9 +57,10 @@ def test_attention_heads_that_cannot_be_shared_out_are_refused_before_vllm_does(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(nest({"num_attention_heads": 12})))
     train, model = TrainConfig.of(model_name=str(tmp_path), mode=mode), str(tmp_path)
-    assert layout.tp_size(train, ServeConfig(model=model, tensor_parallel_size=6)) == (1 if mode == "none" else 6)
+    layout.check_divides(model, 6)
+    assert train.tp_size(6) == (1 if mode == "none" else 6)
     with pytest.raises(UsageError, match="--tensor-parallel-size 8 does not divide the 12 attention heads") as caught:
-        layout.tp_size(train, ServeConfig(model=model, tensor_parallel_size=8))
+        layout.check_divides(model, 8)
     assert caught.value.remedy == "--tensor-parallel-size 6"
 
 
@@ -74,15 +75,10 @@ def test_what_vllm_cannot_cut_is_refused_with_a_number_of_gpus_that_it_can(
 ) -> None:
     names = "num_attention_heads", "num_key_value_heads", "intermediate_size"
     (tmp_path / "config.json").write_text(json.dumps(dict(zip(names, widths, strict=True))))
-    train = TrainConfig.of(model_name=str(tmp_path))
-
-    def found(parts: int) -> int:
-        return layout.tp_size(train, ServeConfig(model=str(tmp_path), tensor_parallel_size=parts))
-
-    assert found(fitting) == fitting
+    layout.check_divides(str(tmp_path), fitting)
     if undivided:
         with pytest.raises(UsageError, match=f"does not divide the {undivided}") as caught:
-            found(parts)
+            layout.check_divides(str(tmp_path), parts)
         assert caught.value.remedy == f"--tensor-parallel-size {fitting}"
 
 
@@ -130,14 +126,16 @@ def test_a_rank_starts_the_server_that_its_mode_needs_where_environments_find_it
 ) -> None:
     started = list[tuple[int, bool]]()
 
-    def prepare(serve: ServeConfig, _: list[str], *, shares_weights: bool, trainer: TrainConfig) -> ServerCommand:
+    def prepare(serve: ServeConfig, _: Sequence[str], *, shares_weights: bool, trainer: TrainConfig) -> ServerCommand:
         started.append((serve.port, shares_weights))
         return ServerCommand.of(serve, [], shares_weights=shares_weights, trainer=trainer)
 
     monkeypatch.setattr(ranks, "prepare", prepare)
     train = TrainConfig.of(model_name="m", gpus=4, batch_size=32, **choices)
     job = Job(serve=ServeConfig(model="m", port=9001), chosen=train, environment=None, start_limit_s=1)
-    assert ranks._command(Ranks(2, 4), job, train, tmp_path / "2" / "manifest").manifest == tmp_path / "2" / "manifest"
+    opened = Opened(train=train, run_dir=tmp_path, resume=None)
+    path = tmp_path / "2" / "manifest"
+    assert ranks._command(Ranks(2, 4), job, opened, path).manifest == path
     ((port, shares),) = started
     assert shares is is_patched
     assert (port == 9003) is is_known
@@ -153,11 +151,8 @@ def test_more_gpus_than_there_are_are_refused_with_a_number_that_fits() -> None:
 
 def test_a_host_has_the_gpus_of_all_its_servers() -> None:
     chosen: list[tuple[int, dict[str, Any]]] = [(2, {}), (2, {"gpus": 4}), (1, {"gpus": 4}), (2, {"mode": "none"})]
-    found = [
-        layout.num_gpus(TrainConfig.of(model_name="m", **train), ServeConfig(model="m", tensor_parallel_size=parts))
-        for parts, train in chosen
-    ]
-    assert found == [2, 4, 4, 2]
+    trainers = [(parts, TrainConfig.of(model_name="m", **choices)) for parts, choices in chosen]
+    assert [train.dp_size(train.tp_size(parts)) * parts for parts, train in trainers] == [2, 4, 4, 2]
 
 
 def test_on_a_cpu_ranks_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
