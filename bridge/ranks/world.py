@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RankError
 from bridge.ranks import groups, messages
-from bridge.ranks.outcome import AGREED, OF_TENSORS, Outcome
+from bridge.ranks.messages import AGREED, OF_TENSORS, Outcome
 from bridge.ranks.tensors import Tensors
 from bridge.ranks.watch import Watch
 
