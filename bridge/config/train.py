@@ -214,10 +214,10 @@ class TrainConfig(Config):
         }
 
     def _rules_of_gpus(self) -> dict[str, bool]:
-        found = f"--gpus {self.gpus}" + (f" on each of --hosts {self.hosts}" if self.hosts > 1 else "")
+        given = f"--gpus {self.gpus}" + (f" on each of --hosts {self.hosts}" if self.hosts > 1 else "")
         return {
-            f"{name} trains on one GPU, found {found}": chosen and self.replicas > 1
-            for name, chosen in self.on_one_gpu().items()
+            f"{name} trains on one GPU, found {given}": is_chosen and self.replicas > 1
+            for name, is_chosen in self.on_one_gpu().items()
         }
 
     def _rules_of_publishing(self) -> dict[str, bool]:

@@ -107,8 +107,8 @@ class ServerCommand:
         """Return the arguments with the weights of `model`, served under the first model's name; None: of that."""
         if model is None:
             return self.argv
-        place = self.argv.index(self.model)  # a name that the user gave comes later, and wins
-        return (*self.argv[:place], str(model), "--served-model-name", self.model, *self.argv[place + 1 :])
+        index = self.argv.index(self.model)  # a name that the user gave comes later, and wins
+        return (*self.argv[:index], str(model), "--served-model-name", self.model, *self.argv[index + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """What ranks send each other, and how a phase went on one of them: JSON, so that no message can run code.
 
-Numbers keep every bit. Besides JSON's own types it carries tuples, dictionaries with any keys, paths, tensors, and the dataclasses and
-pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096 tokens takes milliseconds.
+Numbers keep every bit. Besides JSON's own types it carries tuples, dictionaries with any keys, paths, tensors, and the
+dataclasses and pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096 tokens
+takes milliseconds.
 
 Source: "Using distributed features" in PyTorch's SECURITY.md.
 """
@@ -119,10 +120,10 @@ def loads(message: bytes) -> Any:
 
 def _error(kind: str, message: str, remedy: str) -> BridgeError:
     """Return the error of a rank; `kind` is the name of its class."""
-    found = _class(kind)
-    if not issubclass(found, BridgeError):
+    error_class = _class(kind)
+    if not issubclass(error_class, BridgeError):
         raise RankError(f"a message of another rank has no error named {kind}", remedy="run the same code on all hosts")
-    return found(message, remedy=remedy)
+    return error_class(message, remedy=remedy)
 
 
 def exchange(mine: bytes, group: "dist.ProcessGroup", size: int) -> list[bytes]:
@@ -188,11 +189,11 @@ def _decoded(value: Any) -> Any:
     ((tag, content),) = value.items()
     if tag in DECODERS:
         return DECODERS[tag](content)
-    found = _class(tag)
+    record = _class(tag)
     fields = {name: _decoded(item) for name, item in content.items()}
-    if issubclass(found, BaseModel):
-        return found.model_construct(_fields_set={*fields.pop(FIELDS_SET)}, **fields)
-    return found(**fields)
+    if issubclass(record, BaseModel):
+        return record.model_construct(_fields_set={*fields.pop(FIELDS_SET)}, **fields)
+    return record(**fields)
 
 
 def _unpacked(tag: str, content: str) -> tuple[Any, ...]:
@@ -219,12 +220,12 @@ def _class(name: str) -> type[Any]:
     module, _, attribute = name.partition(":")
     if not module.startswith(PACKAGE):
         raise ValueError(f"{name} is not a class of Bridge")
-    found = getattr(importlib.import_module(module), attribute)
+    record = getattr(importlib.import_module(module), attribute)
     if not (
-        isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, BaseModel | BridgeError))
+        isinstance(record, type) and (dataclasses.is_dataclass(record) or issubclass(record, BaseModel | BridgeError))
     ):
         raise ValueError(f"{name} is not a record")
-    return found
+    return record
 
 
 def _text(content: bytes) -> str:

@@ -65,8 +65,8 @@ class Agent(LocalElasticAgent):
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
         """Return the process of every rank, in their order."""
-        found = getattr(self._pcontext, "subprocess_handlers", {})
-        return [found[number].proc for number in sorted(found)]
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return [handlers[number].proc for number in sorted(handlers)]
 
     def has_finished(self) -> bool:
         """Return whether no rank was lost, and all have ended."""
@@ -84,8 +84,8 @@ class Agent(LocalElasticAgent):
                 remedy=f"continue with --resume; {where}",
             )
         for report in sorted(self._scratch.glob("*.json")):
-            if message := (found := json.loads(report.read_text())).get("message"):
-                return RankError(message, remedy=found["remedy"])
+            if message := (document := json.loads(report.read_text())).get("message"):
+                return RankError(message, remedy=document["remedy"])
         logs = ", ".join(str(log.resolve()) for log in sorted(self._scratch.glob("*.log")))
         return RankError("a rank failed", remedy=f"its traceback is above, or in its log: {logs}")
 
@@ -228,9 +228,9 @@ def address(layout: Layout) -> tuple[str, int]:
     host, colon, port = given.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
-        found = f"found {given}" if given else "none was given"
+        shown = f"found {given}" if given else "none was given"
         raise UsageError(
-            f"--hosts {layout.hosts} needs --rendezvous HOST:PORT, {found}",
+            f"--hosts {layout.hosts} needs --rendezvous HOST:PORT, {shown}",
             remedy=f"give an address of one of the hosts and a free port there, {EXAMPLE}",
         )
     try:
@@ -255,9 +255,9 @@ def _can_listen(host: str, port: int) -> bool:
     Raises:
         UsageError: the port is reserved for root.
     """
-    family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
-        socket.create_server(place[:2], family=family).close()
+        socket.create_server(address[:2], family=family).close()
     except PermissionError as error:
         raise UsageError(f"port {port} is reserved for root", remedy="choose 1024 or higher") from error
     except OSError:
@@ -269,12 +269,12 @@ def _interface(layout: Layout) -> str | None:
     """Return the network interface on which this host's ranks reach the others; None if it is not known."""
     if layout.hosts == 1:
         return "lo"
-    family, *_, place = socket.getaddrinfo(*address(layout), type=socket.SOCK_DGRAM)[0]
+    family, *_, remote = socket.getaddrinfo(*address(layout), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing, and chooses a route
+        probe.connect(remote)  # sends nothing, and chooses a route
         own = str(probe.getsockname()[0])
     named = (
-        name for name, addresses in psutil.net_if_addrs().items() if any(each.address == own for each in addresses)
+        name for name, addresses in psutil.net_if_addrs().items() if any(entry.address == own for entry in addresses)
     )
     return next(named, None)
 

@@ -39,30 +39,30 @@ def open_run(config: TrainConfig) -> OpenedRun:
     reference.check(config.model_name, config.loss.reference_model)
     reporting.check_trackers(config)
     prefix = way_of(config).checkpoint_prefix
-    run_dir, folder, found = config.run_dir, config.checkpoints.save_path, None
+    run_dir, folder, checkpoint = config.run_dir, config.checkpoints.save_path, None
     passed_over: list[str] = []
     if config.resume:
         wanted = {key: config.get(key) for key, choice in config.choices().items() if choice.identifies}
-        run_dir, folder, found = _resumed(run_dir, folder, prefix, wanted, passed_over)
-    if found is not None:
-        found.check_left(config.training_steps)
+        run_dir, folder, checkpoint = _resumed(run_dir, folder, prefix, wanted, passed_over)
+    if checkpoint is not None:
+        checkpoint.check_left(config.training_steps)
     made = claim.make(folder, what="folder of the checkpoints", flag="--save-path") if folder else ()
     try:
-        steps = range(found.progress.step if found else 0, config.training_steps)
+        steps = range(checkpoint.progress.step if checkpoint else 0, config.training_steps)
         _refuse_overwriting(folder, run_dir, prefix, steps, resume=config.resume)
         task = config.task.environment if config.rollouts.samples_here else config.rollouts.source
-        run = _directory(run_dir, folder, found, task, resume=config.resume)
+        run = _directory(run_dir, folder, checkpoint, task, resume=config.resume)
     except BaseException:
         claim.remove_unused(made)
         raise
     for line in passed_over:
         console.note(f"passed over: {line}")
-    if found is not None:
-        console.note(f"resuming after step {found.progress.step} from {found.folder}")
+    if checkpoint is not None:
+        console.note(f"resuming after step {checkpoint.progress.step} from {checkpoint.folder}")
     elif config.resume:
         console.note(f"no checkpoint to resume from in {folder or RUNS}: starting at step 1")
     directory = dataclasses.replace(run, made=(*run.made, *made), chosen=config)
-    return OpenedRun(config.changed(run_dir=run_dir, save_path=folder or run.checkpoints), directory, found)
+    return OpenedRun(config.changed(run_dir=run_dir, save_path=folder or run.checkpoints), directory, checkpoint)
 
 
 def _resumed(
@@ -92,8 +92,8 @@ def _resumed(
             passed_over.append(f"{run.path} is in use by process {pid}")
             continue
         folder = run.save_path or run.checkpoints
-        if found := _newest_checkpoint(folder, prefix, passed_over):
-            return run.path, folder, found
+        if checkpoint := _newest_checkpoint(folder, prefix, passed_over):
+            return run.path, folder, checkpoint
         passed_over.append(f"{run.path} has no whole checkpoint")
     return None, None, None
 
@@ -101,16 +101,16 @@ def _resumed(
 def _newest_checkpoint(folder: Path, prefix: str, passed_over: list[str]) -> "Found | None":
     from bridge.run import checkpoint
 
-    found, damaged = checkpoint.newest(folder, prefix)
+    newest, damaged = checkpoint.newest(folder, prefix)
     passed_over += damaged
-    return found
+    return newest
 
 
 def _directory(
-    run_dir: Path | None, save_path: Path | None, found: "Found | None", task: str, *, resume: bool
+    run_dir: Path | None, save_path: Path | None, checkpoint: "Found | None", task: str, *, resume: bool
 ) -> RunDirectory:
     """Return the directory of the run that is resumed, or a new one."""
-    step, own = (found.progress.step, found.progress.run_dir) if found else (0, None)
+    step, own = (checkpoint.progress.step, checkpoint.progress.run_dir) if checkpoint else (0, None)
     path = run_dir or own
     if resume and path and save_path and path.is_dir():
         its_saved = RunDirectory(path).save_path
@@ -118,7 +118,7 @@ def _directory(
         if is_own or (its_saved is not None and its_saved.resolve() == save_path.resolve()):
             return RunDirectory.reopen(path, step, echo=console.note)
     run = RunDirectory.create(run_dir, environment=task, echo=console.note)
-    if found is not None:
+    if checkpoint is not None:
         console.note(f"{run.path} begins at step {step + 1}; the steps before it are in {own}")
     return run
 

@@ -105,7 +105,7 @@ class FirstRank:
         from bridge.rollouts.sampler import fit_completions
 
         job = self.job
-        train, self.directory, found = open_run(job.chosen)
+        train, self.directory, checkpoint = open_run(job.chosen)
         if (place := rank.PLACE.get()) is not None:
             place.keep(self.directory.path)
         train = fit_completions(train, job.serve.max_model_len, console.note)
@@ -117,7 +117,7 @@ class FirstRank:
         write_json(self.directory.server_config, job.serve.document(job.serve))
         url = train.changed(**self.command.server_choices).server.url()
         console.note(f"mode {train.mode}, vLLM at {url}, checkpoints in {train.checkpoints.save_path}")
-        return train, self.directory.path, found
+        return train, self.directory.path, checkpoint
 
 
 def _train(world: "Ranks", first: FirstRank) -> None:

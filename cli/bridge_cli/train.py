@@ -43,7 +43,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     environment = load_environment(config.task, config.rollouts, evaluates=bool(config.evaluation.samples))
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
-    settled, run, found = open_run(config)
+    settled, run, checkpoint = open_run(config)
     try:
         if environment is not None:
             stream.rehearse(settled, environment, console.note)
@@ -55,7 +55,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
             server as process,
             ending.printed(run, settled.checkpoints, prefix=prefix, training_steps=steps),
         ):
-            train_in(run, settled, environment, as_json=as_json, process=process, resume=found)
+            train_in(run, settled, environment, as_json=as_json, process=process, resume=checkpoint)
     finally:
         run.remove_if_unused()
 
