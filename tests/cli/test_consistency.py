@@ -101,9 +101,7 @@ def test_hosts_that_differ_end_in_the_same_line(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob(".seen-*")]
 
 
-def test_another_host_has_a_run_directory_of_its_own_unless_it_sees_the_first_ones(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_host_makes_a_run_directory_unless_it_sees_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     assert not ranks.join_run(folder).is_writer
     assert claim.is_claimed(folder)

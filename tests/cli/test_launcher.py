@@ -164,7 +164,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_each_rank_runs_the_command_and_sees_no_variable_of_torchs(tmp_path: Path) -> None:
+def test_ranks_run_the_command_without_torchs_variables(tmp_path: Path) -> None:
     launched = Launched(tmp_path, WRITES)
     assert launched.code() == 0, launched.output
     told = [(number, socket.gethostname()) for number in range(2)]
@@ -259,7 +259,7 @@ PLACE = "10.77.0.2:29400"
 """The second network's: its address sorts after the first one's."""
 
 
-def test_two_hosts_meet_and_the_one_with_the_rendezvous_is_first(networks: Networks, tmp_path: Path) -> None:
+def test_the_host_with_the_rendezvous_has_rank_zero(networks: Networks, tmp_path: Path) -> None:
     hosts = [
         Launched(tmp_path / str(number), WRITES, count=1, inside=inside, hosts=2, rendezvous=PLACE)
         for number, inside in enumerate(networks)

@@ -77,7 +77,7 @@ def test_the_exit_code_is_that_of_the_hosts(near: Path) -> None:
     assert placed(near, FAILS) == 2
 
 
-def test_a_lost_node_places_the_run_again_from_its_newest_checkpoint(near: Path) -> None:
+def test_a_lost_node_restarts_from_the_newest_checkpoint(near: Path) -> None:
     assert placed(near, IS_LOST, restarts=1) == 0
     assert all("--resume" in each["argv"] for each in hosts(near))
 
