@@ -269,9 +269,10 @@ def _build(model: str) -> None:
 
 
 def _logprobs(path: str, rank: str, port: str) -> None:
-    from bridge.checks import parts
+    """Compute one part's share of the log-probabilities for `bridge verify`."""
+    from bridge.checks import verify
 
-    parts.run(path, rank, port)
+    verify.print_diffs_of_part(path, rank, port)
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {

@@ -22,6 +22,7 @@ from bridge.config.sections import (
     ServerConfig,
     TrackingConfig,
 )
+from bridge.errors import UsageError
 
 FULL_RATE, ADAPTER_RATE = 1e-6, 1e-5
 """Default learning rates. 1e-6 is TRL's for GRPO; an adapter needs about ten times the rate of all weights.
@@ -105,6 +106,11 @@ class TrainConfig(Config):
         return self.mode == "shared_vllm" or (self.mode == "lora_only" and self.lora.handover == "memory")
 
     @property
+    def needs_patched_server(self) -> bool:
+        """Return whether the server shares its weights; one that is only restarted can be the stock vLLM."""
+        return self.mode != "none" or self.publishing.reload == "in-place"
+
+    @property
     def learning_rate(self) -> float:
         """Return the chosen learning rate, or the default of what is trained."""
         if self.optimizer.lr is not None:
@@ -125,6 +131,52 @@ class TrainConfig(Config):
             f"--trainer-device {self.trainer_device}": self.trainer_device.partition(":")[2] not in ("", "0"),
             "--offload-optimizer with --gradient-release": self.optimizer.offload and self.optimizer.gradient_release,
         }
+
+    def tp_size(self, server_gpus: int) -> int:
+        """Return the number of ranks that train on one server: one per GPU of it, if its memory is trained.
+
+        Raises:
+            UsageError: what is trained cannot be cut into parts.
+        """
+        if server_gpus == 1:
+            return 1
+        parts = f"--tensor-parallel-size {server_gpus}"
+        if not self.trains_in_server:
+            if self.replicas > 1:
+                raise UsageError(
+                    f"--mode {self.mode}: each of several servers has one GPU, found {parts}", remedy="leave it out"
+                )
+            return 1
+        if alone := next((name for name, is_chosen in self.on_one_gpu().items() if is_chosen), None):
+            raise UsageError(f"{alone} trains on one GPU, found {parts}", remedy=f"leave out {alone} or {parts}")
+        if self.optimizer.gradient_release:
+            raise UsageError(
+                f"--gradient-release trains on servers of one GPU each, found {parts}",
+                remedy=f"leave out --gradient-release or {parts}",
+            )
+        return server_gpus
+
+    def dp_size(self, tp_size: int) -> int:
+        """Return the number of replicas on each host, of `tp_size` GPUs each.
+
+        Raises:
+            UsageError: their GPUs are not those of `--gpus`, or they do not divide a batch.
+        """
+        if self.gpus % tp_size and self.gpus > 1:
+            raise UsageError(
+                f"--gpus {self.gpus} is not a multiple of --tensor-parallel-size {tp_size}",
+                remedy=f"--gpus {max(1, self.gpus // tp_size) * tp_size}",
+            )
+        count = max(1, self.gpus // tp_size)  # --gpus 1 is the default
+        group_size, size = self.sampling.group_size, count * self.hosts
+        num_groups = self.rollouts.batch_size // group_size
+        if self.rollouts.samples_here and num_groups % size:
+            least = math.lcm(size, self.optimizer.updates_per_batch)
+            raise UsageError(
+                f"{size} replicas do not divide the {num_groups} groups of a batch",
+                remedy=f"--batch-size {group_size * least * -(-num_groups // least)}",
+            )
+        return count
 
     def misread(self, names: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         updates, bound = self.optimizer.updates_per_step, self.loss.clip_high
@@ -176,10 +228,10 @@ class TrainConfig(Config):
         }
 
     def _rules_of_gpus(self) -> dict[str, bool]:
-        found = f"--gpus {self.gpus}" + (f" on each of --hosts {self.hosts}" if self.hosts > 1 else "")
+        given = f"--gpus {self.gpus}" + (f" on each of --hosts {self.hosts}" if self.hosts > 1 else "")
         return {
-            f"{name} trains on one GPU, found {found}": chosen and self.replicas > 1
-            for name, chosen in self.on_one_gpu().items()
+            f"{name} trains on one GPU, found {given}": is_chosen and self.replicas > 1
+            for name, is_chosen in self.on_one_gpu().items()
         }
 
     def _rules_of_publishing(self) -> dict[str, bool]:

@@ -26,10 +26,10 @@ def foreign_code(doing: str, file: str) -> Iterator[None]:
     except BridgeError:
         raise
     except (Exception, SystemExit) as error:  # foreign code may raise anything, and even call sys.exit
-        place = place_of(error, file) or Path(file).name
+        location = place_of(error, file) or Path(file).name
         raise RewardError(
-            f"{doing} raised {shortened(type(error).__name__)}{said(error)} ({place})",
-            remedy=f"fix {place}, then run the same command again",
+            f"{doing} raised {shortened(type(error).__name__)}{said(error)} ({location})",
+            remedy=f"fix {location}, then run the same command again",
         ) from error
 
 

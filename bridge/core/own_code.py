@@ -37,20 +37,20 @@ def find(choice: Choice, name: str) -> Any:
     if not path:
         raise UsageError(f"{choice} {name!r} does not name a {noun}", remedy=f"--{choice} {name}:{example}")
     module = _module(choice, Path(path).expanduser(), name)
-    found = getattr(module, attribute, None)
-    if _fits(choice, found):
-        return found
+    target = getattr(module, attribute, None)
+    if _fits(choice, target):
+        return target
     own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
     there = [key for key, value in own.items() if _fits(choice, value)]
-    problem = f"no {noun} {attribute!r} in {path}" if found is None else f"{attribute} in {path} is not a {noun}"
+    problem = f"no {noun} {attribute!r} in {path}" if target is None else f"{attribute} in {path} is not a {noun}"
     close = difflib.get_close_matches(attribute, there, n=1) or there[:1] or [example]
     raise UsageError(
         f"{problem}, it defines {', '.join(there) or f'no {noun} at all'}", remedy=f"--{choice} {path}:{close[0]}"
     )
 
 
-def _fits(choice: Choice, found: object) -> bool:
-    return isinstance(found, type) if choice == "environment" else callable(found) and not isinstance(found, type)
+def _fits(choice: Choice, value: object) -> bool:
+    return isinstance(value, type) if choice == "environment" else callable(value) and not isinstance(value, type)
 
 
 def made(kind: type, name: str) -> Any:
@@ -78,8 +78,8 @@ def made(kind: type, name: str) -> Any:
 def _module(choice: Choice, path: Path, name: str) -> ModuleType:
     what, remedy = f"{choice} {name!r}", f"--{choice} {FORMS[choice]}"
     if not path.is_file():
-        found = "it is a folder" if path.is_dir() else f"there is no such file in {Path.cwd()}"
-        raise UsageError(f"{what}: cannot read {path}: {found}", remedy=remedy)
+        reason = "it is a folder" if path.is_dir() else f"there is no such file in {Path.cwd()}"
+        raise UsageError(f"{what}: cannot read {path}: {reason}", remedy=remedy)
     file = path.resolve()
     # With a prefix, because a file called random.py would replace the standard library's module.
     spec = importlib.util.spec_from_file_location(f"bridge_{choice}_{file.stem}", file)

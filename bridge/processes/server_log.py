@@ -36,11 +36,11 @@ def root_error(log: Path) -> str:
     """Return why the process ended: its first error, else its last line."""
     lines = _lines(log)
     ends = ("KeyboardInterrupt", "SystemExit", "asyncio.")
-    place = next((i for i, line in enumerate(lines) if ERROR.match(line) and not line.startswith(ends)), None)
-    if place is None:
+    index = next((i for i, line in enumerate(lines) if ERROR.match(line) and not line.startswith(ends)), None)
+    if index is None:
         return f"no error in its log, which ends with: {lines[-1]}" if lines else "it printed nothing"
-    further = lines[place + 1 : place + 3] if "validation error" in lines[place] else []  # pydantic explains it below
-    return " ".join([lines[place], *(line.strip() for line in further)]).partition(" [type=")[0]
+    further = lines[index + 1 : index + 3] if "validation error" in lines[index] else []  # pydantic explains it below
+    return " ".join([lines[index], *(line.strip() for line in further)]).partition(" [type=")[0]
 
 
 def last_line(log: Path) -> str:
@@ -56,13 +56,13 @@ def progress(log: Path) -> str:
 def own_error(log: Path) -> BridgeError | None:
     """Return the `BridgeError` that ended the process, such as a refused model; None if it was none."""
     lines = _lines(log)
-    for place, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if (match := ERROR.match(line)) is None:
             continue
         name = (match["name"] or "").rpartition(".")[2]
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, BridgeError):
-            hints = (text.removeprefix("hint: ") for text in lines[place : place + 12] if text.startswith("hint: "))
+            hints = (text.removeprefix("hint: ") for text in lines[index : index + 12] if text.startswith("hint: "))
             return kind(match["message"] or name, remedy=next(hints, f"bridge doctor, or read {log}"))
     return None
 

@@ -32,7 +32,6 @@ STOP_GRACE_S = 15.0
 START_GRACE_S = 2.0
 """A server that is starting or has died has nothing to lose; vLLM 0.32 ignores SIGTERM while its engine starts."""
 ASK_LIMIT_S = 2.0
-LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
 
 SLICE_S = 0.25
 """Silence is counted in slices of this length: one that the whole machine slept through counts once."""
@@ -60,7 +59,7 @@ class StartedServer:
     ) -> None:
         self._command = command
         self._log = log
-        self._host = reachable(command.host)
+        self._host = command.client_host
         self._limit_s = limit_s
         self._hang_limit_s = hang_limit_s
         self._output = output
@@ -203,11 +202,6 @@ class StartedServer:
             f"vLLM (pid {server.process.pid}){before} {how}: {server_log.root_error(self._log)}",
             remedy=f"bridge doctor, or read {self._log}",
         )
-
-
-def reachable(host: str) -> str:
-    """Return the address at which a server that listens on `host` answers."""
-    return LOOPBACKS.get(host, host)
 
 
 def health(

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.errors import BridgeError, RankError
-from bridge.ranks.messages import gather_bytes
-from bridge.ranks.outcome import OF_TENSORS
+from bridge.ranks.messages import OF_TENSORS, gather_bytes
 from bridge.ranks.watch import Watch
 
 

@@ -45,14 +45,15 @@ class Watch:
     def add(self, group: Any, descriptors: Collection[int]) -> None:
         """Watch the connections of a group that exchanges tensors."""
         self._groups.append(group)
-        self._connections += [each for number in descriptors if (each := _peer(number))]
+        self._connections += filter(None, map(_peer, descriptors))
 
     def start(self) -> None:
         self._thread.start()
 
     def wait(self, work: Any, members: Collection[int]) -> None:
         """Wait for an exchange that has begun among `members`; on a GPU, its stream waits."""
-        self._members, self._work = members, work
+        self._members = members
+        self._work = work
         work.wait()
 
     @contextmanager

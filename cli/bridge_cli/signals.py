@@ -78,5 +78,6 @@ def prepare() -> Ending:
     for number in set(SIGNALS) - {signal.SIGQUIT}:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, ending)
-    sys.stdout, sys.stderr = cast(TextIO, Surviving(sys.stdout)), cast(TextIO, Surviving(sys.stderr))
+    sys.stdout = cast(TextIO, Surviving(sys.stdout))
+    sys.stderr = cast(TextIO, Surviving(sys.stderr))
     return ending

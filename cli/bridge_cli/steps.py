@@ -34,7 +34,7 @@ class Lines(Reporter):
         self._report(step_line(metrics, self._num_steps, width=self.width), json_lines.line(metrics))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        passed = "".join(f"  pass@{k} {each:.3f}" for k, each in [*evaluation.pass_at_k.items()][-1:])
+        passed = "".join(f"  pass@{k} {share:.3f}" for k, share in [*evaluation.pass_at_k.items()][-1:])
         line = (
             f"held-out reward {evaluation.reward_mean:.3f} after step {evaluation.step}{passed}"
             f"  {evaluation.num_problems} problems  {evaluation.seconds:.1f} s"

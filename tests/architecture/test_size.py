@@ -59,11 +59,12 @@ def test_no_statement_sets_two_attributes() -> None:
     double = []
     for file in product_files():
         for node in ast.walk(ast.parse(file.read_text())):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            for target in targets:
+            if not isinstance(node, ast.Assign):
+                continue
+            for target in node.targets:
                 elements = target.elts if isinstance(target, ast.Tuple | ast.List) else []
                 if sum(isinstance(element, ast.Attribute) for element in elements) > 1 or (
-                    isinstance(target, ast.Attribute) and len(targets) > 1
+                    isinstance(target, ast.Attribute) and len(node.targets) > 1
                 ):
                     double.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert double == []

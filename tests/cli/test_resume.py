@@ -17,7 +17,7 @@ from bridge.run.checkpoint import Found, Progress
 from bridge.run.run_directory import RunDirectory
 from bridge_cli.resume import open_run
 from tests.cli.test_run_directory import metrics, steps
-from tests.unit.test_claim import held
+from tests.unit.core.test_claim import held
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
-from bridge.checks import server as server_checks
 from bridge.checks.verify import logprob_diffs, verify
 from bridge.config import TrainConfig
 from bridge.learn.opening import learner_of
@@ -37,6 +36,7 @@ from tests.unit.several_ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 NUM_PARTS, STEPS = 2, 3
+SHARED_MEMORY = Path("/dev/shm")
 IN_PARTS = "--tensor-parallel-size", str(NUM_PARTS)
 ADAPTER = "--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK)
 EITHER = pytest.mark.parametrize(
@@ -47,11 +47,11 @@ EITHER = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
     """Remove what vLLM's ranks leave in /dev/shm."""
-    before = server_checks.leftover_mailboxes()
+    mailboxes = "vllm_dist_*cpushm_*"
+    before = {*SHARED_MEMORY.glob(mailboxes)}
     yield
-    for path in server_checks.leftover_mailboxes():
-        if path not in before:
-            path.unlink(missing_ok=True)
+    for path in {*SHARED_MEMORY.glob(mailboxes)} - before:
+        path.unlink(missing_ok=True)
 
 
 def one_head() -> PretrainedConfig:

@@ -44,7 +44,7 @@ def test_a_class_with_a_run_is_an_agent(tmp_path: Path) -> None:
     (problem,) = registry.load(TaskConfig(environment=f"{FILE}:Calling", data=str(tmp_path / "rows.jsonl")))
     assert problem["start"] == 3  # type: ignore[typeddict-item]
     config = TrainConfig.of(model_name="m", max_turns=3, tool_timeout_s=1.0, environment=f"{FILE}:Calling")
-    assert load_environment(config) is not None
+    assert load_environment(config.task, config.rollouts, evaluates=True) is not None
 
 
 MISUSES = {

@@ -282,21 +282,6 @@ def test_engine_without_a_server_is_warned_of(processes: list[Process], status: 
     assert len(processes) != 3 or check.remedy == "if they are yours: kill 11 12"
 
 
-def test_mailboxes_that_no_process_has_mapped_are_warned_of(tmp_path: Path) -> None:
-    names = [f"vllm_dist_{number}-tp:0-[0-1]-cpushm_0" for number in range(2)]
-    for name in (*names, "psm_1"):
-        (tmp_path / name).write_bytes(bytes(2**20))
-    maps = tmp_path / "proc" / "17" / "maps"
-    maps.parent.mkdir(parents=True)
-    maps.write_text(f"7f00-7f01 rw-s 00000000 00:19 5  {tmp_path}/{names[0]}\n7f01-7f02 r--p 0\n")
-    (lost,) = server.leftover_mailboxes(tmp_path, tmp_path / "proc")
-    assert lost.name == names[1]
-    check = server.mailboxes_have_ranks([lost])
-    assert (check.status, check.remedy) == ("WARN", f"if they are yours: rm '{lost}'")
-    assert check.found.startswith("1, 1 MiB together")
-    assert server.mailboxes_have_ranks([]).status == "PASS"
-
-
 @pytest.mark.parametrize(
     ("pid", "ancestors", "server_pid", "status", "words"),
     [

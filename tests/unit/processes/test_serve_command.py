@@ -41,7 +41,7 @@ def on(monkeypatch: pytest.MonkeyPatch, package: str, *gpus_gib: int) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", plugins.entry_points)
 
 
-def test_the_stock_server_listens_on_loopback_with_our_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_listens_on_loopback_with_our_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 140)
     argv = ServerCommand.of(ServeConfig(model="m", gpu_memory_utilization=0.3), ["--enforce-eager"], {}).argv
     assert argv[:6] == (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "m")

@@ -5,6 +5,7 @@ import shlex
 import socket
 import sys
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ def config(command: str, port: int | None = None, model: str = "first") -> Train
     )
 
 
+def parsed(config: TrainConfig, outer: Mapping[str, str] = os.environ) -> StartCommand:
+    assert config.publishing.start_command is not None
+    return StartCommand.parse(config.publishing.start_command, config.server.url(), config.model_name, outer)
+
+
 def fake(*flags: str) -> TrainConfig:
     port = free_port("127.0.0.1")
     program = shlex.join([sys.executable, "-I", "-S", str(FAKE_VLLM)])
@@ -32,26 +38,26 @@ def fake(*flags: str) -> TrainConfig:
 
 def refused(command: str, port: int | None = None) -> UsageError:
     with pytest.raises(UsageError) as error:
-        StartCommand.parse(config(command, port), {"PATH": os.defpath})
+        parsed(config(command, port), {"PATH": os.defpath})
     return error.value
 
 
 def test_the_models_folder_replaces_its_placeholder() -> None:
-    command = StartCommand.parse(config("sh --model={model} '{\"a\": 1}' {model}"), {"PATH": os.defpath})
+    command = parsed(config("sh --model={model} '{\"a\": 1}' {model}"), {"PATH": os.defpath})
     assert Path(command.argv[0]).is_absolute()
     assert command.argv_for(None)[1:] == ("--model=first", '{"a": 1}', "first")
     assert command.argv_for(Path("/a folder/$x"))[1:] == ("--model=/a folder/$x", '{"a": 1}', "/a folder/$x")
 
 
 def test_variables_in_front_of_the_program_are_its_environment() -> None:
-    command = StartCommand.parse(config("CUDA_VISIBLE_DEVICES=1 A= sh {model}"), {"PATH": os.defpath, "A": "b"})
+    command = parsed(config("CUDA_VISIBLE_DEVICES=1 A= sh {model}"), {"PATH": os.defpath, "A": "b"})
     assert command.environment == {"PATH": os.defpath, "CUDA_VISIBLE_DEVICES": "1", "A": ""}
     assert command.argv[1:] == ("{model}",)
 
 
 def test_a_program_beside_this_python_is_found() -> None:
     name = Path(sys.executable).name
-    assert StartCommand.parse(config(f"{name} {{model}}"), {"PATH": "/nowhere"}).argv[0].endswith(f"/{name}")
+    assert parsed(config(f"{name} {{model}}"), {"PATH": "/nowhere"}).argv[0].endswith(f"/{name}")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,7 @@ def answer(port: int) -> str:
 
 @pytest.mark.parametrize("flags", [(), ("--no-health",)], ids=["health", "models alone"])
 def test_any_server_is_started_and_restarted(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    command = StartCommand.parse(fake(*flags))
+    command = parsed(fake(*flags))
     with StartedServer(command, tmp_path / "serve.log").running() as server:
         assert answer(command.port) == "first as None"
         server.restart(tmp_path / "step_1")

@@ -34,7 +34,7 @@ def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(("size", "num_parts", "who"), [(3, 1, 0), (3, 1, 2), (4, 2, 3)])
-def test_all_ranks_raise_the_error_of_one_that_failed_inside_an_exchange(size: int, num_parts: int, who: int) -> None:
+def test_an_error_inside_an_exchange_is_raised_on_all_ranks(size: int, num_parts: int, who: int) -> None:
     error = UsageError("no room for the gradients of this slab", remedy="--micro-batch-tokens 512")
     for message, is_broken in on_ranks(size, fails, who, error, tp_size=num_parts):
         assert message.startswith("no room for the gradients of this slab")
@@ -56,7 +56,7 @@ def computes(ranks: Ranks, who: int, error: Exception) -> str:
     return str(met.value)
 
 
-def test_all_ranks_raise_the_error_of_a_part_that_failed_inside_a_layer() -> None:
+def test_an_error_inside_a_layer_is_raised_on_all_ranks() -> None:
     error = UsageError("no layer like this", remedy="another one")
     for message in on_ranks(4, computes, 2, error, tp_size=2):
         assert message.startswith("no layer like this")
@@ -138,7 +138,7 @@ def broken(connection: socket.socket, *, within_s: float) -> bool:
         "noise, failed",
     ],
 )
-def test_an_exchange_is_broken_off_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pair], cause: str) -> None:
+def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pair], cause: str) -> None:
     ((one, other), (its, gone)), store, work = pairs, Store(), Endless()
     watch = Watch(store, torch.device("cpu"), 0, lambda: 7)
     watch.add(None, {one.fileno(), its.fileno()})

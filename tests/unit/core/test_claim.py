@@ -79,7 +79,7 @@ def test_a_child_that_was_forked_and_lives_on_does_not_hold_it(tmp_path: Path) -
         assert make(tmp_path) == ()
 
 
-def test_the_same_process_may_claim_again_and_what_it_made_is_removed_where_it_is_empty(tmp_path: Path) -> None:
+def test_a_process_may_claim_twice_and_remove_what_stayed_empty(tmp_path: Path) -> None:
     made = make(tmp_path / "a" / "b")
     assert made == (tmp_path / "a" / "b", tmp_path / "a")
     assert make(tmp_path / "a" / "b") == ()
@@ -88,7 +88,7 @@ def test_the_same_process_may_claim_again_and_what_it_made_is_removed_where_it_i
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]
 
 
-def test_whether_a_folder_is_claimed_is_known_to_every_process_and_asking_claims_nothing(tmp_path: Path) -> None:
+def test_every_process_sees_a_claim_and_looking_claims_nothing(tmp_path: Path) -> None:
     assert not claim.is_claimed(tmp_path)
     with held(tmp_path) as (holder, _):
         assert claim.is_claimed(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from bridge.core.process import ProcessIdentity, boot_id
 
 
-def test_the_calling_process_is_alive_and_visible_and_equal_to_itself() -> None:
+def test_the_current_process_is_alive_visible_and_itself() -> None:
     identity = ProcessIdentity.current()
     assert identity.pid == os.getpid()
     assert identity.is_alive()
@@ -49,7 +49,7 @@ def test_another_pid_namespace_is_not_visible() -> None:
     assert not identity.is_visible()
 
 
-def test_a_name_with_brackets_and_spaces_does_not_shift_the_start_time() -> None:
+def test_odd_characters_in_a_name_do_not_shift_the_start_time() -> None:
     program = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) R 1 (b'); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

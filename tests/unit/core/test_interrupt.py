@@ -34,7 +34,7 @@ def noting(number: int, calls: list[str]) -> Iterator[None]:
         yield
 
 
-def test_nested_blocks_hold_an_interrupt_back_to_the_end_of_the_outermost() -> None:
+def test_nested_blocks_defer_to_the_end_of_the_outermost() -> None:
     calls: list[str] = []
     with noting(signal.SIGINT, calls), deferred_interrupt():
         with deferred_interrupt():
@@ -45,7 +45,7 @@ def test_nested_blocks_hold_an_interrupt_back_to_the_end_of_the_outermost() -> N
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_inside_of_blocks_that_hold_it_back_a_signal_can_act_at_once_and_once_only(number: int) -> None:
+def test_a_deferred_signal_can_act_at_once_inside_and_only_once(number: int) -> None:
     calls: list[str] = []
     with noting(number, calls), deferred_interrupt(), deferred_interrupt():
         with acting_interrupt():
@@ -67,7 +67,7 @@ def test_a_signal_that_waits_acts_as_soon_as_one_may() -> None:
     assert calls == ["SIGTERM", "open"]
 
 
-def test_a_block_that_is_interrupted_leaves_the_handlers_as_they_were() -> None:
+def test_an_interrupted_block_restores_the_handlers() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), deferred_interrupt(), acting_interrupt():
         interrupt()

@@ -113,7 +113,7 @@ def test_an_empty_folder_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), ServerUnreachableError("x", remedy="y")])
-def test_an_error_leaves_what_was_there_and_is_passed_on_as_it_is(tmp_path: Path, error: BaseException) -> None:
+def test_an_error_changes_nothing_and_is_passed_on(tmp_path: Path, error: BaseException) -> None:
     write(tmp_path / "folder", "old")
 
     def fail(scratch: Path) -> None:
@@ -177,7 +177,7 @@ def test_two_folders_change_places_in_one_call(tmp_path: Path) -> None:
         whole_folder._exchange(tmp_path / "one", tmp_path / "absent")
 
 
-def test_a_removed_folder_is_gone_and_one_that_cannot_be_renamed_is_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_is_removed_whole_or_not_at_all(tmp_path: Path) -> None:
     write(tmp_path / "folder", "old")
     whole_folder.remove(tmp_path / "folder")
     assert names(tmp_path) == []
@@ -199,7 +199,7 @@ def said(process: subprocess.Popen[str]) -> Path:
     return Path(process.stdout.readline().strip())
 
 
-def test_the_next_writer_removes_what_a_killed_one_left_and_leaves_a_live_one_alone(tmp_path: Path) -> None:
+def test_the_next_writer_removes_only_what_a_killed_one_left(tmp_path: Path) -> None:
     with started(tmp_path / "two", "wait") as live:
         writing = said(live)  # it has already looked for leftovers
         with started(tmp_path / "one", "die") as killed:
@@ -224,7 +224,7 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_leaves_a_live_one_al
         (lambda w: w | {"boot": "earlier0", "host": "elsewhere"[:8]}, False),
     ],
 )
-def test_only_a_writer_that_is_certainly_gone_is_cleaned_up_after(tmp_path: Path, edit: object, removed: bool) -> None:
+def test_leftovers_are_kept_unless_their_writer_has_ended(tmp_path: Path, edit: object, removed: bool) -> None:
     assert callable(edit)
     match = whole_folder._SCRATCH_NAME.fullmatch(whole_folder._beside(tmp_path / "folder").name)
     assert match is not None

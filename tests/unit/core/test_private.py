@@ -65,7 +65,7 @@ def test_no_file_that_others_can_read_holds_a_secret(tmp_path: Path) -> None:
     assert "start-command" in files[command.NAME].read_text()
 
 
-def test_an_older_log_becomes_private_when_a_server_is_started_again(tmp_path: Path) -> None:
+def test_an_older_log_becomes_private_at_a_restart(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.server_log.touch(0o644)
     server_log.begin(run.server_log, "started again")

@@ -12,7 +12,7 @@ import torch
 from bridge.config import TrainConfig
 from bridge.errors import CheckpointError, RankError, UsageError
 from bridge.ranks import messages
-from bridge.ranks.outcome import Outcome
+from bridge.ranks.messages import Outcome
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group
 

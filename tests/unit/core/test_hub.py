@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.http_server import Answer, Asked, serving
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import json, sys
 from bridge.checks import model

@@ -22,7 +22,7 @@ from bridge.processes import children, server_process
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
-from tests.cli.test_serve_command import written
+from tests.unit.processes.test_serve_command import written
 
 HOST = "127.0.0.1"
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")

@@ -185,7 +185,7 @@ def released(ranks: Ranks, name: str, size: int, max_norm: float) -> dict[str, A
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_gradients_that_ranks_release_are_stepped_as_those_of_one_process(name: str, size: int) -> None:
+def test_released_gradients_of_ranks_step_as_one_process(name: str, size: int) -> None:
     whole = released(ALONE, name, size, math.inf)
     for mine in on_ranks(size, released, name, size, math.inf):
         assert not isinstance(mine, BaseException), mine
@@ -197,7 +197,7 @@ def test_gradients_that_ranks_release_are_stepped_as_those_of_one_process(name: 
         assert mine["shares"] == whole["shares"]
 
 
-def test_each_gradient_that_ranks_release_is_scaled_down_on_its_own() -> None:
+def test_each_released_gradient_of_ranks_is_clipped_alone() -> None:
     whole = released(ALONE, "adamw", 2, 0.5)
     assert not torch.equal(whole["state"][0]["exp_avg"], released(ALONE, "adamw", 2, math.inf)["state"][0]["exp_avg"])
     one, other = on_ranks(2, released, "adamw", 2, 0.5)
@@ -239,7 +239,7 @@ def graphs_of_a_step(ranks: Ranks) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_single_block_at_the_border_of_a_rank_is_compiled_for_before_the_fence() -> None:
+def test_a_single_block_of_a_rank_is_compiled_before_the_fence() -> None:
     """Of five blocks, the second of two ranks has one."""
     for before, after in on_ranks(2, graphs_of_a_step):
         assert before == after > 0
@@ -281,7 +281,7 @@ def fails(ranks: Ranks, who: int, error: BaseException) -> list[str]:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_error_on_one_rank_is_raised_on_all_and_undone_elsewhere(who: int) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_and_undone(who: int) -> None:
     found = on_ranks(2, fails, who, UsageError("no", remedy="yes"))
     assert found[who] == ["act", "UsageError: no"]
     assert found[1 - who] == ["act", "undo", "UsageError: no"]
@@ -328,11 +328,11 @@ def starts_long(ranks: Ranks, is_gone: bool) -> str:
     return met.value.message
 
 
-def test_a_rank_that_fails_ends_what_another_one_takes_long_for_and_says_why() -> None:
+def test_a_failed_rank_ends_anothers_long_wait_with_its_reason() -> None:
     assert on_ranks(2, starts_long, False) == ["no", "no"]
 
 
-def test_a_rank_that_is_gone_ends_what_another_one_takes_long_for() -> None:
+def test_a_rank_that_exited_ends_anothers_long_wait() -> None:
     first, _ = on_ranks(2, starts_long, True)
     assert "lost another rank" in first
 
@@ -347,7 +347,7 @@ def waits_in_vain(ranks: Ranks, is_over: Event) -> bool:
     return True
 
 
-def test_a_rank_that_hangs_in_the_fence_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_rank_that_hangs_in_the_fence_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "FENCE_LIMIT", timedelta(seconds=2))
     assert on_ranks(2, waits_in_vain, START.Event()) == [True, True]
 
@@ -450,7 +450,7 @@ def groups() -> list[Group]:
         (2, {"optimizer": "adamw-4bit", **RELEASED}), (2, {"top_entropy": 0.3, **RELEASED}),
     ],
 )  # fmt: skip
-def test_ranks_train_what_their_summed_gradients_train_to_the_bit(
+def test_ranks_train_as_their_summed_gradients_bit_for_bit(
     groups: list[Group], size: int, choices: dict[str, Any]
 ) -> None:
     results = on_ranks(size, trained, groups, choices)
@@ -501,7 +501,7 @@ def test_top_entropy_ranks_the_tokens_of_all_ranks(groups: list[Group], kind: st
         assert same(mine["weights"], expected)
 
 
-def test_a_rank_without_tokens_takes_part_in_choosing_the_most_uncertain(groups: list[Group]) -> None:
+def test_a_rank_without_tokens_helps_to_choose_uncertain_ones(groups: list[Group]) -> None:
     few = [replace(groups[0], completions=groups[0].completions[:2], rewards=(0.0, 1.0))]
     one, other, third = on_ranks(3, trained, few, {"top_entropy": 0.5})
     assert same(one["weights"], other["weights"])
@@ -529,9 +529,7 @@ def runs_short(ranks: Ranks, groups: Sequence[Group], who: int, where: str) -> t
 
 
 @pytest.mark.parametrize("where", ["_look_ahead", "_differentiate"])
-def test_a_rank_that_repeats_its_share_in_smaller_passes_chooses_the_same_tokens(
-    groups: list[Group], where: str
-) -> None:
+def test_smaller_passes_on_one_rank_choose_the_same_tokens(groups: list[Group], where: str) -> None:
     (straight, _), _ = on_ranks(2, runs_short, groups, 2, where)
     for (found, notes), who in zip(on_ranks(2, runs_short, groups, 1, where), range(2), strict=True):
         assert len(notes) == who, "another rank repeats its share"
@@ -596,7 +594,7 @@ def test_no_rank_is_updated_by_a_loss_that_is_no_number_on_one(groups: list[Grou
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_no_memory_in_the_pass_of_a_released_update_ends_all_ranks(groups: list[Group], who: int) -> None:
+def test_no_memory_in_a_released_update_ends_all_ranks(groups: list[Group], who: int) -> None:
     for error, _ in on_ranks(2, loses, groups, who, "in the pass"):
         assert isinstance(error, UsageError), error
         assert "out of memory in the middle of an update" in error.message
@@ -622,7 +620,7 @@ def test_what_does_not_fit_on_one_rank_ends_the_step_on_all(groups: list[Group],
     assert on_ranks(2, runs_out, groups, who) == [[], []]
 
 
-def test_tokens_are_dealt_out_evenly_and_prompts_stay_together_if_they_can() -> None:
+def test_tokens_are_balanced_and_prompts_stay_together() -> None:
     chance = random.Random(0)
 
     def sample(prompt: int, length: int) -> Sample:
@@ -678,7 +676,7 @@ def interrupted(ranks: Ranks, groups: Sequence[Group], has_been: Event) -> None:
     assert ranks.all_gather_object(ranks.rank) == [0, 1], "they are not together any more"
 
 
-def test_an_interrupt_between_two_ranks_sums_leaves_no_rank_waiting(groups: list[Group]) -> None:
+def test_an_interrupt_between_two_sums_leaves_no_rank_waiting(groups: list[Group]) -> None:
     assert on_ranks(2, interrupted, groups, START.Event()) == [None, None]
 
 
@@ -746,12 +744,12 @@ def ran(
         return Run(config, Letters(), run, heard, resume=resume, ranks=ranks).train()
 
 
-def test_ranks_end_after_the_same_step_although_their_times_differ(models: Path) -> None:
+def test_ranks_end_after_the_same_step_at_different_times(models: Path) -> None:
     for summary in on_ranks(2, ran, models, Reporter(), {"stop_at": "fence_pause_s<=0.5"}):
         assert summary.steps == 1
 
 
-def test_an_interrupt_of_the_first_rank_between_two_steps_saves_the_last_one(models: Path) -> None:
+def test_an_interrupt_of_rank_zero_between_steps_saves_the_last(models: Path) -> None:
     choices = {"eval_interval": 1, "eval_samples": 1, "training_steps": 9}
     for error in on_ranks(2, ran, models, Interrupting(), choices):
         assert isinstance(error, KeyboardInterrupt)
@@ -768,7 +766,7 @@ def baseline(ranks: Ranks, folder: Path) -> float | None:
         return ran(ranks, folder, Reporter(), {"eval_samples": 1}, found).reward_before
 
 
-def test_all_ranks_have_the_baseline_that_the_first_one_measured(models: Path) -> None:
+def test_all_ranks_have_the_baseline_that_rank_zero_measured(models: Path) -> None:
     (models / "run").mkdir()
     mark.put(models / "run", "run")
     (models / "run" / "evaluations.jsonl").write_text('{"step": 0, "reward_mean": 0.375}\n')
@@ -793,7 +791,7 @@ class InterruptingSave(Reporter):
             SplitMasterAdamW.parts = parts  # type: ignore[method-assign,assignment]
 
 
-def test_an_interrupt_while_a_checkpoint_is_saved_leaves_no_rank_waiting(models: Path) -> None:
+def test_an_interrupt_during_a_save_leaves_no_rank_waiting(models: Path) -> None:
     for error in on_ranks(2, ran, models, InterruptingSave(), {"save_interval": 1, "training_steps": 9}):
         assert isinstance(error, KeyboardInterrupt)
     assert checkpoint.read(models / "saved" / "step_1").progress.step == 1
@@ -808,7 +806,7 @@ def dies(ranks: Ranks, folder: Path, where: str) -> Any:
 
 
 @pytest.mark.parametrize("where", ["before it tells", "as it saves"])
-def test_a_rank_that_goes_while_weights_are_rescued_costs_no_weights(models: Path, where: str) -> None:
+def test_a_rank_lost_while_weights_are_rescued_costs_none(models: Path, where: str) -> None:
     first, second = on_ranks(2, dies, models, where)
     assert isinstance(first, KeyboardInterrupt), first
     assert isinstance(second, EOFError)

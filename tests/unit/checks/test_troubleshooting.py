@@ -11,7 +11,7 @@ from bridge.checks import Check, hardware, software
 from tests import troubleshooting
 from tests.troubleshooting import FINDINGS, PAGE, page
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHECKS = [*sorted((ROOT / "bridge" / "checks").glob("*.py")), ROOT / "cli" / "bridge_cli" / "doctor.py"]
 OTHERS = {"__init__.py", "verify.py"}
 REPORTS = {"failed", "warned", "judged"}
