@@ -1,8 +1,7 @@
 """The training loop, the same in every mode: rollouts -> gradients -> one write that is published.
 
-A step reads from top to bottom in `Run._take_steps`. If this run started the server and the server dies, it is
-restarted with the newest weights, and what it interrupted is repeated. Several ranks run this loop in lockstep, each
-beside its own server; rank 0 writes and reports.
+A step reads from top to bottom in `Run._take_steps`. A server that this run started and that dies is restarted with the
+newest weights, and the step is retried. Several ranks run this loop in lockstep; rank 0 writes and reports.
 """
 
 import shlex
@@ -21,6 +20,7 @@ from bridge.config import TrainConfig
 from bridge.config.rollouts import SOURCES
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RewardError, ServerUnreachableError
+from bridge.learn import reference
 from bridge.learn.opening import learner_of
 from bridge.modes import WAYS
 from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
@@ -211,6 +211,7 @@ class Run:
     def _open(self, opened: ExitStack) -> None:
         """Connect to the server, open the stream and the model, and load the checkpoint; `opened` closes them."""
         ranks, directory = self._ranks, self._directory
+        reference.check(self._config.model_name, self._config.loss.reference_model)
         scratch = directory.served if ranks.is_rank_zero else directory.ranks / str(ranks.rank) / directory.served.name
         context = RunContext(
             name=str(directory.path.absolute()), scratch=scratch, note=directory.note,
@@ -262,6 +263,7 @@ class Run:
     def _load(self) -> None:
         """Load the checkpoint to resume from: weights, optimizer, random state and place in the data."""
         if self._resume is not None:
+            self._resume.check_left(self._config.training_steps)
             self._checkpoints.load(self._resume)
             self._stream.resume(self._checkpoints.trained)
             self._begun_at = self._checkpoints.step
