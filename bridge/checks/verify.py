@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bridge.checks import Check, judged, skipped
-from bridge.checks.child import MODULE, run_child
+from bridge.checks.child import exit_code, run_child
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
 from bridge.passes.logprobs import model_logprobs
@@ -42,6 +42,8 @@ LOGPROB_MEAN_LIMIT = 0.05
 LOGPROBS, LOGPROBS_EXPECTED = "log-probabilities", f"mean difference at most {LOGPROB_MEAN_LIMIT}"
 TRIES = 5
 """Retries, because a publication can change versions between two reads."""
+MODULE = "bridge.checks.verify"
+"""Runs once for each part of a model, if there are several."""
 RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
 
 
@@ -243,11 +245,11 @@ def diffs_of_parts(path: Path, num_parts: int, groups: Sequence[Group], *, timeo
     sampled = messages.dumps([*groups]).decode()
 
     def computed(part: int) -> str:
-        ended = run_child("logprobs", str(path), str(part), str(port), timeout_s=timeout_s, stdin=sampled)
+        ended = run_child(*map(str, (path, part, port)), module=MODULE, timeout_s=timeout_s, stdin=sampled)
         if trouble := ended.trouble():
             raise AttachError(
                 f"the process of part {part} did not compute: {trouble}",
-                remedy=f"bridge doctor; for the whole error: python -m {MODULE} logprobs MANIFEST PART PORT",
+                remedy=f"bridge doctor; for the whole error: python -m {MODULE} MANIFEST PART PORT",
             )
         return ended.stdout
 
@@ -301,3 +303,7 @@ def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...]) -
     wrong = len(expected) - sum(map(_is_same, found, expected))
     text = f"{len(found) - wrong} of {len(found)} marks seen"
     return judged(name, not wrong, text, "one mark in every parameter", RESTART)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(print_diffs_of_part, *sys.argv[1:]))

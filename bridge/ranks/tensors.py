@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.errors import BridgeError, RankError
+from bridge.ranks.groups import Watch
 from bridge.ranks.messages import OF_TENSORS, gather_bytes
-from bridge.ranks.watch import Watch
 
 
 class Tensors:

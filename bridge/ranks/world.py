@@ -20,7 +20,6 @@ from bridge.errors import RankError
 from bridge.ranks import groups, messages
 from bridge.ranks.messages import AGREED, OF_TENSORS, Outcome
 from bridge.ranks.tensors import Tensors
-from bridge.ranks.watch import Watch
 
 Result = TypeVar("Result")
 FENCE_LIMIT = timedelta(minutes=10)
@@ -66,7 +65,7 @@ class Ranks(Tensors):
         ranks = cls(rank, world_size, tp_size)
         with ranks._errors_of_torch(), groups.noticing_silence():
             store, connections = groups.meet(rank, world_size, host, port, device, listener)
-            ranks._watch = Watch(store, device, rank, lambda: ranks._num_exchanges)
+            ranks._watch = groups.Watch(store, device, rank, lambda: ranks._num_exchanges)
             ranks._watch.add(dist.group.WORLD, connections)
             ranks._objects = groups.object_group(None)
             if tp_size > 1:

@@ -15,8 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from bridge.core import own_code
-from bridge.core.foreign_code import shortened
+from bridge.core.foreign_code import FORMS, find_object, shortened
 from bridge.errors import RewardError, UsageError
 from bridge.types import Problem
 
@@ -126,7 +125,7 @@ def _reward(item: str) -> Reward:
     if name in NAMED:
         score, needs_answer = NAMED[name]
         return Reward(name=name, weight=weight, score=score, needs_answer=needs_answer)
-    form = own_code.FORMS["reward"]
+    form = FORMS["reward"]
     raise UsageError(
         f"no reward {name!r}, expected {', '.join(NAMED)} or {form}",
         remedy=f"--reward math, or --reward {form} for your own",
@@ -134,7 +133,7 @@ def _reward(item: str) -> Reward:
 
 
 def _own(name: str, weight: float) -> Reward:
-    score = own_code.find("reward", name)
+    score = find_object("reward", name)
     title = getattr(score, "__name__", type(score).__name__)
     code, place = getattr(score, "__code__", None), Path(name.rpartition(":")[0]).name
     remedy = f"write it as: def {title}(problem: dict, completion: str) -> float"

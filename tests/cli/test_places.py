@@ -68,7 +68,7 @@ def test_heads_that_parts_do_not_divide_are_refused(tmp_path: Path, mode: Any, n
      ((12, 2, 8960), 6, "8960 intermediate columns", 4), ((16, 2, 64), 8, "", 8)],
     ids=["7B", "key-value heads", "1.5B", "shared"],
 )  # fmt: skip
-def test_what_vllm_cannot_cut_is_refused_with_a_number_that_fits(
+def test_what_vllm_cannot_cut_is_refused_with_one_that_fits(
     tmp_path: Path, widths: tuple[int, ...], parts: int, undivided: str, fitting: int
 ) -> None:
     names = "num_attention_heads", "num_key_value_heads", "intermediate_size"

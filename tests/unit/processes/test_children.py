@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.processes import children, leash, server_log
+from bridge.processes import children, leash, server_process
 
 FAMILY = """
 import subprocess, sys, time
@@ -277,16 +277,16 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 def test_the_root_error_is_the_first_one_without_vllms_prefix(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(LOG)
-    assert server_log.root_error(tmp_path / "log") == "RuntimeError: Cannot find any model weights"
-    assert server_log.last_line(tmp_path / "log") == "last words"
-    assert server_log.own_error(tmp_path / "log") is None
+    assert server_process.root_error(tmp_path / "log") == "RuntimeError: Cannot find any model weights"
+    assert server_process.last_line(tmp_path / "log") == "last words"
+    assert server_process.own_error(tmp_path / "log") is None
 
 
 def test_a_log_without_an_error_ends_in_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("one\n\ntwo\n")
-    assert server_log.root_error(tmp_path / "log") == "no error in its log, which ends with: two"
+    assert server_process.root_error(tmp_path / "log") == "no error in its log, which ends with: two"
     (tmp_path / "log").write_text("")
-    assert server_log.root_error(tmp_path / "log") == "it printed nothing"
+    assert server_process.root_error(tmp_path / "log") == "it printed nothing"
 
 
 def test_what_pydantic_refuses_is_told_whole(tmp_path: Path) -> None:
@@ -295,7 +295,9 @@ def test_what_pydantic_refuses_is_told_whole(tmp_path: Path) -> None:
         "  Value error, max_model_len is too long [type=value_error, input_value=...]\n"
         "    For further information visit x\n"
     )
-    assert server_log.root_error(tmp_path / "log").endswith("for ModelConfig Value error, max_model_len is too long")
+    assert server_process.root_error(tmp_path / "log").endswith(
+        "for ModelConfig Value error, max_model_len is too long"
+    )
 
 
 def test_progress_is_what_vllm_reports_without_its_warnings(tmp_path: Path) -> None:
@@ -305,14 +307,14 @@ def test_progress_is_what_vllm_reports_without_its_warnings(tmp_path: Path) -> N
         "WARNING 11-24 10:00:01 [cpu.py:4] Environment variable VLLM_CPU_KVCACHE_SPACE for CPU backend is not set\n"
         "[W1124 allocator.cpp:1] Error: a warning of torch\n"
     )
-    assert server_log.progress(tmp_path / "log") == "Loading weights took 1.2 seconds"
+    assert server_process.log_progress(tmp_path / "log") == "Loading weights took 1.2 seconds"
     (tmp_path / "log").write_text("")
-    assert server_log.progress(tmp_path / "log") == ""
+    assert server_process.log_progress(tmp_path / "log") == ""
 
 
 def test_argparses_complaint_is_a_root_error(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("usage: api_server.py [-h]\napi_server.py: error: unrecognized arguments: --x\nbye\n")
-    assert server_log.root_error(tmp_path / "log") == "api_server.py: error: unrecognized arguments: --x"
+    assert server_process.root_error(tmp_path / "log") == "api_server.py: error: unrecognized arguments: --x"
 
 
 def test_an_error_of_ours_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
@@ -320,7 +322,7 @@ def test_an_error_of_ours_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(
         f"{prefix}bridge.errors.UnsupportedModelError: lm_head.weight is repacked\n{prefix}hint: serve it in bfloat16\n"
     )
-    error = server_log.own_error(tmp_path / "log")
+    error = server_process.own_error(tmp_path / "log")
     assert error is not None
     assert (type(error).__name__, error.exit_code) == ("UnsupportedModelError", 4)
     assert (error.message, error.remedy) == ("lm_head.weight is repacked", "serve it in bfloat16")

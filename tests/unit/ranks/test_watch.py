@@ -13,7 +13,7 @@ import torch
 
 from bridge.errors import UsageError
 from bridge.passes.cut_layers import summed
-from bridge.ranks.watch import FAILED, PERIOD_S, Watch
+from bridge.ranks.groups import FAILED, PERIOD_S, Watch
 from bridge.ranks.world import Ranks
 from tests.unit.several_ranks import on_ranks
 
