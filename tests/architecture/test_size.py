@@ -66,5 +66,5 @@ def test_no_statement_sets_two_attributes() -> None:
                 if sum(isinstance(element, ast.Attribute) for element in elements) > 1 or (
                     isinstance(target, ast.Attribute) and len(node.targets) > 1
                 ):
-                    double.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+                    double.append(f"{file.relative_to(ROOT)}:{target.lineno}")
     assert double == []

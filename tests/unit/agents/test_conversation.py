@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_template_that_does_not_keep_earlier_turns_is_refused_by_name(
+def test_a_template_that_changes_earlier_turns_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     name, choices, expected = REFUSED[case]
@@ -125,7 +125,7 @@ def test_others_are_proven(tmp_path: Path, name: str, choices: dict[str, Any]) -
     assert len(ours.between(calls, [CALL.answered("19") if calls else said], 5)) > 3
 
 
-def test_a_server_that_would_not_stop_at_the_end_of_a_turn_is_named(tmp_path: Path) -> None:
+def test_a_server_that_does_not_stop_at_the_end_of_a_turn(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     tokenizer.eos_token = "<|endoftext|>"  # as in Qwen 2.5's base models
     GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path)

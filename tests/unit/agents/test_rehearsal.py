@@ -62,7 +62,7 @@ def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, *
     return told
 
 
-def test_messages_for_a_model_without_a_chat_template_are_refused(model: Path) -> None:
+def test_messages_without_a_chat_template_are_refused(model: Path) -> None:
     held_out: list[Problem] = [{"prompt": CHAT}]
     for task in (Task(prompt=CHAT), Task(kept=held_out)):
         with pytest.raises(RewardError, match="the model's tokenizer has no chat template"):
@@ -125,7 +125,7 @@ def test_a_score_that_lacks_a_key_is_refused_with_the_way_to_it(model: Path, mon
         lambda text: [1.0][len(text)],
     ],
 )
-def test_a_score_that_takes_one_form_only_is_no_reason_to_refuse(model: Path, function: Callable[[str], float]) -> None:
+def test_a_score_that_takes_one_form_only_passes(model: Path, function: Callable[[str], float]) -> None:
     task = Task(function)
     assert tried(model, task) == []
     assert 1 <= len(task.scored) <= 5

@@ -89,7 +89,7 @@ def check_tokens(ours: Rolled, groups: list[Group]) -> int:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_tokens_of_a_run_with_tools_are_those_that_were_sampled_and_read(tmp_path: Path, name: str) -> None:
+def test_tokens_of_a_run_are_those_sampled_and_read(tmp_path: Path, name: str) -> None:
     off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}} if name == "qwen3_training" else {}
     with spoken(tmp_path, calling(name), name, environment=f"{FILE}:Calling", max_new_tokens=4000, **off) as ours:
         groups = ours.stream.take(2, step=1)
@@ -128,7 +128,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_changes_earlier_turns_begins_other_sequences(tmp_path: Path, name: str) -> None:
+def test_a_template_that_changes_turns_begins_other_sequences(tmp_path: Path, name: str) -> None:
     is_off = name in ("qwen3_off", "qwen3_training")
     off: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}} if is_off else {}
     thought = "<think>\nI see.\n</think>\n\n" if name == "qwen3" else ""
@@ -153,7 +153,7 @@ def test_a_template_that_changes_earlier_turns_begins_other_sequences(tmp_path: 
     assert all(group.rewards == (7.0,) * 4 for group in groups)
 
 
-def test_runs_with_several_sequences_share_a_reward_and_count_once(tmp_path: Path) -> None:
+def test_sequences_of_a_run_share_a_reward_and_count_once(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Branching", max_new_tokens=4000) as ours:
         groups = ours.stream.take(2, step=1)
         num_extended = check_tokens(ours, groups)
@@ -235,7 +235,7 @@ def shares(ranks: Ranks, folder: Path) -> Any:
         return steps, evaluated, [(*prompt, *ids) for prompt, ids in ours.said], num_workers
 
 
-def test_each_replica_runs_its_share_of_the_agents_and_its_other_parts_none(tmp_path: Path) -> None:
+def test_each_replica_runs_its_share_of_the_agents(tmp_path: Path) -> None:
     found = on_ranks(4, shares, tmp_path, tp_size=2)
     steps, evaluated, *_ = found[0]
     assert all(repr(each[:2]) == repr((steps, evaluated)) for each in found), "all ranks have the same groups"
@@ -249,7 +249,7 @@ def test_each_replica_runs_its_share_of_the_agents_and_its_other_parts_none(tmp_
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_the_reward_may_come_from_a_score_and_an_answer_as_a_stream(tmp_path: Path, processes: int) -> None:
+def test_the_reward_may_come_from_a_score(tmp_path: Path, processes: int) -> None:
     words, environment = saying("qwen2_5"), f"{FILE}:Scored"
     with spoken(tmp_path, words, environment=environment, reward_processes=processes, eval_samples=2) as ours:
         (group, *_) = ours.stream.take(2, step=1)
@@ -281,7 +281,7 @@ def test_a_reward_per_turn_is_for_a_run_of_one_sequence(tmp_path: Path, name: st
         assert {each.fault.partition(", on")[0] for each in group.unscored} == {expected}
 
 
-def test_what_an_agent_requests_is_answered_as_the_protocol_has_it(tmp_path: Path) -> None:
+def test_requests_are_answered_as_the_protocol_defines(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Listing") as ours:
         groups = ours.stream.take(2, step=1)
         asked = [each.body for each in ours.asked if each.method == "POST"]
@@ -292,7 +292,7 @@ def test_what_an_agent_requests_is_answered_as_the_protocol_has_it(tmp_path: Pat
     assert line.startswith("an agent sets temperature in a request, which is ignored")
 
 
-def test_limits_end_a_run_by_an_empty_turn_and_it_is_scored_as_truncated(tmp_path: Path) -> None:
+def test_a_run_at_a_limit_is_scored_as_truncated(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], int]] = [
         ({"max_turns": 2, "max_new_tokens": 4000}, 2),
         ({"max_new_tokens": 500}, 3),
@@ -306,7 +306,7 @@ def test_limits_end_a_run_by_an_empty_turn_and_it_is_scored_as_truncated(tmp_pat
         assert all(len(each.token_ids) <= limits["max_new_tokens"] for each in group.completions)
 
 
-def test_a_request_that_the_server_has_no_room_for_is_at_a_limit(tmp_path: Path) -> None:
+def test_a_request_without_room_on_the_server_is_at_a_limit(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Chatting", max_model_len=400) as ours:
         (group, *_) = ours.stream.take(2, step=1)
         asked = [each.body for each in ours.asked if each.method == "POST"]
@@ -315,7 +315,7 @@ def test_a_request_that_the_server_has_no_room_for_is_at_a_limit(tmp_path: Path)
     assert len(group.rewards) == 4
 
 
-def test_half_of_a_surrogate_pair_is_read_as_a_replacement_character(tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:HalfCharacters") as ours:
         (group, *_) = ours.stream.take(2, step=1)
     assert group.rewards == (1.0,) * 4

@@ -169,7 +169,7 @@ def test_every_token_is_the_one_that_the_server_sampled_or_read(tmp_path: Path, 
     assert num_other > 300, "re-encoding would have changed most turns"
 
 
-def test_a_trajectory_is_scored_by_its_own_instance_and_can_be_read(tmp_path: Path) -> None:
+def test_a_trajectory_is_scored_by_its_own_instance(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add", "add")) as ours:
         groups = ours.stream.take(2, step=1)
     for group in groups:
@@ -191,7 +191,7 @@ def test_a_trajectory_is_scored_by_its_own_instance_and_can_be_read(tmp_path: Pa
         assert "reset" not in prompt
 
 
-def test_an_evaluation_and_the_record_of_a_run_hold_whole_trajectories(tmp_path: Path) -> None:
+def test_evaluations_and_records_hold_whole_trajectories(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add"), eval_samples=2) as ours:
         first, second = (ours.stream.evaluate(step=step) for step in (0, 4))
         groups = ours.stream.take(2, step=1)
@@ -214,7 +214,7 @@ def test_an_evaluation_and_the_record_of_a_run_hold_whole_trajectories(tmp_path:
             assert one.text == f"assistant: {first['text']}\nadd: {answer['text']}\nassistant: {last['text']}"
 
 
-def test_each_turn_of_each_trajectory_has_a_seed_of_its_own_and_the_rest_of_the_tokens(tmp_path: Path) -> None:
+def test_each_turn_has_its_own_seed_and_the_remaining_tokens(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add", "add"), max_turns=5) as ours:
         ours.stream.take(2, step=1)
         ours.stream.take(2, step=2)
@@ -228,7 +228,7 @@ def test_each_turn_of_each_trajectory_has_a_seed_of_its_own_and_the_rest_of_the_
     assert min(lengths) < 500
 
 
-def test_turns_and_tokens_are_limited_and_what_is_cut_counts_as_truncated(tmp_path: Path) -> None:
+def test_limits_on_turns_and_tokens_truncate_a_trajectory(tmp_path: Path) -> None:
     say = calls("qwen2_5", *["add"] * 50)
     with rolled(tmp_path, say, max_turns=3) as ours:
         (group, *_) = ours.stream.take(2, step=1)
@@ -277,7 +277,7 @@ def test_what_a_reset_adds_may_differ_and_is_read_like_a_prompt(tmp_path: Path) 
     assert {each.num_turns for each in group.completions} == {2}
 
 
-def test_a_class_may_have_the_reward_of_trl_and_tools_that_are_awaited(tmp_path: Path) -> None:
+def test_trls_get_reward_and_async_tools_work(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add", "slow"), kind="Rewarded") as ours:
         (group, *_) = ours.stream.take(2, step=1)
     start = group.problem["start"]  # type: ignore[typeddict-item]
@@ -304,7 +304,7 @@ def test_a_class_may_reward_each_turn(tmp_path: Path) -> None:
     assert [turn["reward"] for turn in written["turns"] if "tokens" in turn] == rewards
 
 
-def test_another_number_of_rewards_than_of_turns_costs_its_trajectory(tmp_path: Path) -> None:
+def test_a_wrong_number_of_turn_rewards_costs_its_trajectory(tmp_path: Path) -> None:
     def say(number: int, turn: int) -> str:
         return calls("qwen2_5", "add", *["misbehave prints"] * (number == 1))(number, turn)
 
@@ -386,7 +386,7 @@ def test_a_tool_that_does_not_exist_and_an_answer_of_a_megabyte(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_half_of_a_surrogate_pair_is_read_as_a_replacement_character(tmp_path: Path, processes: int) -> None:
+def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path, processes: int) -> None:
     say = calls("qwen2_5", "add", text="\ude00")  # the model writes it as \\ude00
     with rolled(tmp_path, say, kind="Halves", reward_processes=processes) as ours:
         (group, *_) = ours.stream.take(2, step=1)
@@ -427,7 +427,7 @@ def test_a_tool_that_hangs_or_dies_costs_its_trajectory_alone(
     assert line.startswith(f"step 1: 4 completions left out for lack of a reward: {FATAL[how]}")
 
 
-def test_a_process_that_ends_between_two_calls_is_not_replaced_in_silence(tmp_path: Path) -> None:
+def test_a_process_that_ends_between_two_calls_is_reported(tmp_path: Path) -> None:
     def say(number: int, turn: int) -> str:
         if turn:
             time.sleep(1.0)

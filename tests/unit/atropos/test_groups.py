@@ -26,7 +26,7 @@ def known(logprobs: tuple[float, ...]) -> list[float | None]:
     return [None if math.isnan(value) else value for value in logprobs]
 
 
-def test_a_plain_group_becomes_its_prompt_and_completions_without_a_mask() -> None:
+def test_a_plain_group_needs_no_mask() -> None:
     group = learnt(pair())
     assert (group.problem, group.prompt_token_ids, group.rewards) == ({"prompt": "AB"}, (5, 6), (0.0, 1.0))
     first, second = group.completions
@@ -35,7 +35,7 @@ def test_a_plain_group_becomes_its_prompt_and_completions_without_a_mask() -> No
     assert group.advantages is None
 
 
-def test_the_prompt_is_what_all_sequences_begin_with_and_the_rest_is_read_without_being_sampled() -> None:
+def test_the_prompt_is_the_common_beginning_of_all_sequences() -> None:
     group = learnt(scored(((1, 2, 3, 9), 3), ((1, 2, 4, 9), 3), ((1, 2, 3, 3, 9), 4)))
     assert group.prompt_token_ids == (1, 2)
     assert [completion.token_ids for completion in group.completions] == [(3, 9), (4, 9), (3, 3, 9)]
@@ -43,13 +43,13 @@ def test_the_prompt_is_what_all_sequences_begin_with_and_the_rest_is_read_withou
     assert known(group.completions[0].logprobs) == [None, -0.5]
 
 
-def test_a_prompt_ends_before_the_first_sampled_token_of_any_sequence() -> None:
+def test_a_prompt_ends_before_the_first_sampled_token() -> None:
     group = learnt(scored(((1, 2, 3, 4), 3), ((1, 2, 3, 4), 2)))
     assert group.prompt_token_ids == (1, 2)
     assert [completion.sampled for completion in group.completions] == [(False, True), None]
 
 
-def test_sequences_that_begin_with_different_tokens_have_an_empty_prompt() -> None:
+def test_sequences_without_a_common_beginning_have_no_prompt() -> None:
     group = learnt(scored(((1, 2), 1), ((3, 2), 1)))
     assert group.prompt_token_ids == ()
     assert [completion.sampled for completion in group.completions] == [(False, True)] * 2
@@ -67,7 +67,7 @@ def test_the_first_token_of_a_sequence_is_never_trained_on() -> None:
     assert [completion.sampled for completion in group.completions] == [None, None]
 
 
-def test_a_sequence_of_which_nothing_was_sampled_stays_with_its_reward() -> None:
+def test_a_sequence_without_sampled_tokens_keeps_its_reward() -> None:
     group = learnt(scored(((1, 2, 3), 3), ((1, 2), 1)))
     assert (group.prompt_token_ids, group.rewards) == ((1,), (0.0, 1.0))
     assert group.completions[0].sampled == (False, False)
@@ -83,19 +83,17 @@ def test_a_sequence_of_which_nothing_was_sampled_stays_with_its_reward() -> None
         ([[math.nan, 7.0, -0.25, math.nan], [1.0, 1.0, -1.0]], [-0.25, None]),
     ],
 )
-def test_a_log_probability_of_one_or_none_is_unknown_and_what_is_masked_does_not_matter(
-    given: Any, expected: list[float | None]
-) -> None:
+def test_a_log_probability_of_one_or_none_is_unknown(given: Any, expected: list[float | None]) -> None:
     assert known(learnt(pair(inference_logprobs=given)).completions[0].logprobs) == expected
 
 
-def test_versions_are_those_of_the_sampled_tokens_and_unknown_where_none_are_sent() -> None:
+def test_versions_are_those_of_the_sampled_tokens() -> None:
     overrides = [{"weight_versions": [[3, 1], [5, 1]]}, {}]
     tool = scored(((1, 5, 6, 7, 8), 1), ((1, 9), 1), masks=[[-100, 5, -100, -100, 8], [-100, 9]], overrides=overrides)
     assert [completion.versions for completion in learnt(tool).completions] == [(3, None, None, 5), ()]
 
 
-def test_advantages_are_per_token_from_the_first_one_on_or_one_for_the_sequence() -> None:
+def test_advantages_are_per_token_or_per_sequence() -> None:
     group = learnt(pair(advantages=[[9.0, None, 1.0, -1.0], [2.0]]))
     assert group.advantages == ((1.0, -1.0), (2.0,))
 

@@ -71,7 +71,7 @@ def running(
 # Registration
 
 
-def test_a_trainer_registers_with_its_first_step_and_says_for_how_long_sequences(model: Path) -> None:
+def test_a_trainer_registers_with_its_first_step(model: Path) -> None:
     api = FakeApi(batches=[[pair()], [pair()]])
     with running(model, api) as run:
         assert run.asked("/register") == []
@@ -90,7 +90,7 @@ def test_a_trainer_registers_with_its_first_step_and_says_for_how_long_sequences
     assert "registered this trainer: batches of 8 sequences, each of at most 1,024 tokens (the server's limit)" in line
 
 
-def test_where_the_server_tells_no_length_the_models_own_is_the_bound(model: Path) -> None:
+def test_without_a_server_length_the_models_is_the_bound(model: Path) -> None:
     api = FakeApi(models={"data": [{"id": "tiny"}]}, batches=[[pair()]])
     with running(model, api) as run:
         run.step()
@@ -107,7 +107,7 @@ def test_an_api_that_keeps_the_same_settings_continues(model: Path) -> None:
     assert "continues with a trainer of the same settings" in run.said[0]
 
 
-def test_another_trainers_batch_size_is_refused_before_anything_else(model: Path) -> None:
+def test_another_trainers_batch_size_is_refused_first(model: Path) -> None:
     with pytest.raises(UsageError) as caught, running(model, FakeApi(settings={**OURS, "batch_size": 64})):
         pass
     assert caught.value.message.endswith("keeps the settings of another trainer (batch_size 64, expected 8)")
@@ -121,13 +121,13 @@ def test_another_trainers_length_is_refused_when_ours_is_known(model: Path) -> N
         assert run.asked("/batch") == []
 
 
-def test_an_api_that_took_groups_before_it_had_a_trainer_is_refused(model: Path) -> None:
+def test_an_api_with_groups_but_no_trainer_is_refused(model: Path) -> None:
     with running(model, FakeApi(has_strays=True)) as run:
         assert "got groups of environments before it had a trainer" in run.fails(UsageError).message
 
 
 @pytest.mark.parametrize("was_reset", [False, True])
-def test_an_api_that_was_started_again_or_reset_gets_its_trainer_again(model: Path, was_reset: bool) -> None:
+def test_a_restarted_or_reset_api_is_registered_with_again(model: Path, was_reset: bool) -> None:
     api = FakeApi(batches=[[pair()], [pair()]], was_reset=was_reset)
     with running(model, api) as run:
         run.step(1)
@@ -174,7 +174,7 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
         ),
     ],
 )
-def test_an_empty_api_is_explained_now_and_then_and_ends_the_run_after_its_time(
+def test_an_empty_api_is_explained_and_ends_the_run(
     model: Path, state: dict[str, Any], found: str, remedy: str
 ) -> None:
     with running(model, FakeApi(**state), atropos_timeout_s=200) as run:
@@ -199,7 +199,7 @@ def test_the_time_is_that_of_one_step(model: Path) -> None:
 # Failures
 
 
-def test_an_api_that_is_not_there_is_told_before_the_model_is_looked_at() -> None:
+def test_a_missing_api_is_reported_before_the_model_is_read() -> None:
     with serving(FakeApi(is_gone=lambda _: True)) as server:
         choices = {"model_name": "/nowhere", "rollouts": "atropos", "atropos_url": server.url, "max_retries": 2}
         config = TrainConfig.of(**(choices))
@@ -251,7 +251,7 @@ def test_a_connection_that_drops_now_and_then_is_a_retry(model: Path) -> None:
         assert run.stream.num_retries == 0
 
 
-def test_a_batch_that_the_api_lost_is_told_once_and_the_next_is_taken(model: Path) -> None:
+def test_a_batch_lost_by_the_api_is_reported_once(model: Path) -> None:
     api = FakeApi(batches=[[pair()], LOST, LOST])
     with running(model, api) as run:
         assert len(run.step()) == 1
@@ -261,7 +261,7 @@ def test_a_batch_that_the_api_lost_is_told_once_and_the_next_is_taken(model: Pat
 
 
 @pytest.mark.parametrize("fault", ["gone", "unwell"])
-def test_a_server_that_dies_while_environments_wait_for_it_is_told_to_the_loop(model: Path, fault: str) -> None:
+def test_a_server_that_dies_is_reported_to_the_loop(model: Path, fault: str) -> None:
     api, time = FakeApi(), FakeTime()
 
     def die() -> None:
@@ -289,7 +289,7 @@ def test_a_server_that_knows_no_health_route_is_well(model: Path) -> None:
 # Groups that cannot be trained on
 
 
-def test_a_group_with_a_fault_is_left_out_told_once_for_its_kind_and_counted(model: Path) -> None:
+def test_a_faulty_group_is_left_out_and_reported_once(model: Path) -> None:
     bad, other = pair(scores=[None, 1.0]), pair(masks=[[1], [2]])
     api = FakeApi(batches=[[bad, other, *[pair() for _ in range(8)]], [bad, *[pair() for _ in range(9)]]])
     with running(model, api) as run:
@@ -351,7 +351,7 @@ def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:
     assert "staleness is known only of `bridge env`" in run.said[2]
 
 
-def test_empty_lists_are_nothing_as_atropos_own_environments_send_them(model: Path) -> None:
+def test_empty_lists_count_as_absent(model: Path) -> None:
     plain = pair(advantages=[], ref_logprobs=[], messages=[], overrides=[], images=[], group_overrides={})
     with running(model, FakeApi(batches=[[plain]])) as run:
         (group,) = run.step()
@@ -360,7 +360,7 @@ def test_empty_lists_are_nothing_as_atropos_own_environments_send_them(model: Pa
 
 
 @pytest.mark.parametrize(("scale", "expected"), [("none", 0.5), ("batch", 0.5 / 0.5), ("group", 0.5 / 0.5)])
-def test_an_advantage_that_is_to_be_zero_is_and_its_reward_counts(model: Path, scale: Scale, expected: float) -> None:
+def test_an_advantage_set_to_zero_keeps_its_reward(model: Path, scale: Scale, expected: float) -> None:
     first = pair(overrides=[{"set_advantage_to_zero": True}, {}])
     with running(model, FakeApi(batches=[[first, pair()]]), advantage_scale=scale) as run:
         zeroed, other = with_advantages(run.step(), scale)

@@ -138,7 +138,7 @@ BAD: dict[str, tuple[dict[str, Any] | list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_request_that_cannot_be_answered_is_refused_in_one_sentence(case: str) -> None:
+def test_an_unanswerable_request_is_refused_in_one_sentence(case: str) -> None:
     body, expected = BAD[case]
     with pytest.raises(Refusal) as caught:
         chat_request.read(body)

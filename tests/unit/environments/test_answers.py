@@ -79,7 +79,7 @@ def test_what_is_wrong_empty_or_cut_off_is_not_right(completion: str) -> None:
         ("1,000,000", "#### 1000000"),
     ],
 )
-def test_equal_numbers_and_formulae_are_right_however_they_are_written(answer: object, completion: str) -> None:
+def test_equal_numbers_and_formulae_are_right(answer: object, completion: str) -> None:
     assert rewards.is_right(answer, completion)
 
 
@@ -109,7 +109,7 @@ def test_the_last_mark_is_read_up_to_its_end(completion: str, found: str | None)
     assert rewards.marked(completion) == found
 
 
-def test_answers_are_compared_away_from_the_main_thread_and_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_compared_quietly_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(rewards.is_right("7", "#### 7")))
     thread.start()

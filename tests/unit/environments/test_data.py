@@ -71,7 +71,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_gsm8k_without_data_has_the_bundled_problems_and_holds_its_test_split_out() -> None:
+def test_gsm8k_without_data_has_the_bundled_problems() -> None:
     environment: Any = load("gsm8k")
     problem: Any = next(iter(environment))
     assert (len(list(environment)), len(environment.held_out())) == (120, 42)
@@ -83,7 +83,7 @@ def test_gsm8k_without_data_has_the_bundled_problems_and_holds_its_test_split_ou
     assert environment.score(problem, "#### 0.123") == 0.0
 
 
-def test_the_hubs_layout_is_read_from_a_folder_with_and_without_its_card(hub: Path) -> None:
+def test_a_folder_in_the_hubs_layout_is_read(hub: Path) -> None:
     card = "---\nconfigs:\n- config_name: main\n  data_files:\n" + "".join(
         f"  - split: {split}\n    path: main/{split}-*\n" for split in ("train", "test")
     )
@@ -146,7 +146,7 @@ def test_what_is_neither_there_nor_a_name_is_refused(tmp_path: Path) -> None:
     assert refusal("jsonl").remedy == "--environment jsonl --data path/to/problems.jsonl"
 
 
-def test_jsonl_takes_text_and_messages_and_keeps_the_other_columns(write: Write) -> None:
+def test_jsonl_takes_text_and_messages_with_other_columns(write: Write) -> None:
     messages = [{"role": "user", "content": "1+1?"}]
     path = write({"prompt": "2+2=", "answer": 4, "level": 1}, "", {"prompt": messages, "answer": " two "})
     environment: Any = load("jsonl", data=str(path))
@@ -161,7 +161,7 @@ def test_jsonl_takes_text_and_messages_and_keeps_the_other_columns(write: Write)
     assert environment.held_out() == []
 
 
-def test_columns_are_named_by_choices_and_evaluation_has_a_file_of_its_own(write: Write) -> None:
+def test_columns_and_evaluation_data_can_be_chosen(write: Write) -> None:
     path = write({"q": "2+2=", "a": "4"})
     other = write({"q": "3+3=", "a": "6"}, name="eval.jsonl")
     environment: Any = load("jsonl", data=str(path), eval_data=str(other), prompt_column="q", answer_column="a")
@@ -232,7 +232,7 @@ def test_the_number_at_the_end_is_the_answer(write: Write, solution: object, ans
     assert problem["answer"] == answer
 
 
-def test_a_system_prompt_goes_in_front_of_every_prompt_in_place_of_its_own(write: Write) -> None:
+def test_a_system_prompt_replaces_each_prompts_own(write: Write) -> None:
     path = write(OWN + "    def score(self, problem, completion): return 1.0\n", name="task.py")
     first, second = load(f"{path}:Task", system_prompt="Be brief.")
     system = {"role": "system", "content": "Be brief."}
@@ -254,7 +254,7 @@ def test_chosen_rewards_take_the_place_of_an_environments_own() -> None:
     assert (len(list(environment)), len(environment.held_out())) == (320, 80)
 
 
-def test_a_class_without_a_score_will_do_where_rewards_are_chosen_that_fit_its_problems(write: Write) -> None:
+def test_chosen_rewards_replace_a_missing_score(write: Write) -> None:
     path = write(OWN, name="task.py")
     assert "has no method score" in refusal(f"{path}:Task").message
     assert load(f"{path}:Task", reward="format").score({"prompt": "a?"}, "#### 7") == 1.0
@@ -275,7 +275,7 @@ def scored(recipe: bytes, problem: Problem, completion: str) -> Any:
     return pickle.loads(recipe)().scores(problem, completion)
 
 
-def test_what_scores_can_be_sent_to_another_process_and_needs_no_data_there() -> None:
+def test_a_scorer_can_be_pickled_and_needs_no_data() -> None:
     chosen = TaskConfig(environment="jsonl", data="gone.jsonl", reward="math,format=0.5")
     recipe = pickle.dumps(partial(registry.scorer, chosen))
     with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -36,7 +36,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             Path(block.splitlines()[0].removeprefix("# ")).write_text(block)
 
 
-def test_the_smallest_task_with_tools_comes_first_in_at_most_15_lines() -> None:
+def test_the_smallest_task_with_tools_has_at_most_15_lines() -> None:
     kind, block = BLOCKS[0]
     assert kind == "python"
     assert len([line for line in block.splitlines()[1:] if line.strip()]) <= 15

@@ -53,7 +53,7 @@ def test_a_class_of_a_file_is_loaded(write: Write) -> None:
     assert [environment.score(PROBLEM, completion) for completion in ("7", "8")] == [1.0, 1.0]
 
 
-def test_a_file_imports_its_neighbors_and_leaves_the_path_as_it_was(write: Write, tmp_path: Path) -> None:
+def test_a_file_imports_its_neighbors_and_restores_the_path(write: Write, tmp_path: Path) -> None:
     (tmp_path / "neighbor_of_task.py").write_text("PROMPT = 'from next door'\n")
     path = write(
         "from neighbor_of_task import PROMPT\nclass Task:\n"
@@ -64,7 +64,7 @@ def test_a_file_imports_its_neighbors_and_leaves_the_path_as_it_was(write: Write
     assert sys.path == before
 
 
-def test_a_file_may_be_called_like_a_module_of_the_standard_library(tmp_path: Path) -> None:
+def test_a_file_may_be_named_like_a_standard_module(tmp_path: Path) -> None:
     import random
 
     (tmp_path / "random.py").write_text("class Task:\n" + ITERATES + SCORES)
@@ -218,9 +218,7 @@ ENDLESS = (
 
 
 @pytest.mark.parametrize("choices", [{}, {"system_prompt": "Add."}, {"reward": "exact"}])
-def test_an_environment_without_an_end_is_loaded_and_its_problems_are_checked_as_they_come(
-    write: Write, choices: dict[str, str]
-) -> None:
+def test_problems_of_an_endless_environment_are_checked_lazily(write: Write, choices: dict[str, str]) -> None:
     name = f"{write(ENDLESS.replace('BAD', '7') + SCORES)}:Task"
     environment = registry.load(TaskConfig.model_validate({"environment": name} | choices))
     for _ in range(2):  # each epoch starts over
@@ -230,7 +228,7 @@ def test_an_environment_without_an_end_is_loaded_and_its_problems_are_checked_as
             next(problems)
 
 
-def test_a_later_problem_without_the_answer_that_a_reward_needs_is_named_by_its_index(write: Write) -> None:
+def test_a_later_problem_without_its_answer_is_named(write: Write) -> None:
     name = f"{write(ENDLESS.replace('BAD', repr('2+2=')))}:Task"
     problems = iter(registry.load(TaskConfig(environment=name, reward="exact")))
     with pytest.raises(RewardError, match="problem 200 has no answer, and the reward exact compares with it"):

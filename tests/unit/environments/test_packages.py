@@ -111,13 +111,13 @@ def test_arguments_of_another_form_are_refused() -> None:
         registry.load(TaskConfig(environment="verifiers:calm", env_args={"taskset": "b"}))
 
 
-def test_without_a_python_for_verifiers_the_target_that_makes_it_is_named(tmp_path: Path) -> None:
+def test_a_missing_python_for_verifiers_names_make_verifiers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no file .*/python") as found:
         registry.load(TaskConfig(environment="verifiers:any", verifiers_python=tmp_path / "python"))
     assert found.value.remedy.startswith("make verifiers, or")
 
 
-def test_an_episode_is_a_trajectory_of_an_agent_whose_failure_is_one_line() -> None:
+def test_an_episode_is_an_agents_trajectory() -> None:
     agent: Any = registry.scorer(TaskConfig(environment="verifiers:calm"))
     score = agent.run(verifiers_stand_in.listed(1), "http://here/v1")
     assert isinstance(score, Score)
@@ -157,7 +157,7 @@ def test_a_choice_that_would_be_ignored_is_refused(choices: dict[str, Any], name
         ("import time; time.sleep(60)", r"its process took longer than 3 s \(exit status 0\)"),
     ],
 )
-def test_the_real_program_reports_what_happened_and_ends_with_the_connection(
+def test_the_real_program_ends_with_its_connection(
     loaders: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "verifiers" / "v1" / "utils"
@@ -201,7 +201,7 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gym")
-def test_entries_of_reasoning_gym_are_problems_with_its_own_score() -> None:
+def test_reasoning_gym_entries_are_scored_by_their_task() -> None:
     task = registry.load(TaskConfig(environment="reasoning_gym:counting", env_args={"size": 3}))
     first, second, _ = list(task)
     assert first["plain_prompt"] == "Answer.\n\n0?"

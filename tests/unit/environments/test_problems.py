@@ -46,7 +46,7 @@ def test_there_are_enough_of_them_and_none_comes_twice() -> None:
     assert all(row.keys() == {"question", "answer"} for row in EVERY)
 
 
-def test_they_are_of_many_situations_and_those_held_out_are_of_others() -> None:
+def test_held_out_problems_have_other_situations() -> None:
     def situations(split: str) -> set[str]:
         # Problems of one situation differ in names, things and numbers, but not in how they are solved.
         return {" ".join(STEPS.findall(row["answer"])) for row in SPLITS[split]}
@@ -68,7 +68,7 @@ def test_every_calculation_is_right_and_the_last_is_the_answer() -> None:
         assert found[-1][2] == answer, row
 
 
-def test_every_number_of_a_calculation_is_given_or_was_calculated_before() -> None:
+def test_every_number_is_given_or_calculated_before() -> None:
     for row in EVERY:
         known = {Fraction(number) for number in re.findall(r"\d+(?:\.\d+)?", row["question"])} | IN_WORDS
         known |= {Fraction(number) / 100 for number in re.findall(r"(\d+)%", row["question"])}

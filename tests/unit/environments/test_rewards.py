@@ -44,7 +44,7 @@ def test_the_named_rewards_are_one_or_nothing(completion: str, exact: int, math:
     assert scores("exact,math,format", completion)[1] == {"exact": exact, "math": math, "format": marked}
 
 
-def test_rewards_are_added_up_by_their_weights_and_told_apart_before_them(write: Write) -> None:
+def test_rewards_are_summed_by_weight_with_parts_unweighted(write: Write) -> None:
     spec = f"math, format=0.5, {write(MINE)}:brief=2"
     reward, parts = scores(spec, "#### 42")
     assert parts == {"math": 1.0, "format": 1.0, "brief": -0.7}
@@ -64,7 +64,7 @@ def test_a_function_in_trls_form_gets_lists_of_what_it_names(write: Write) -> No
     assert scores(f"{path}:ends", "so 42")[0] == 1.0
 
 
-def test_a_function_in_trls_form_gets_chat_messages_for_chat_messages_and_every_column(write: Write) -> None:
+def test_a_reward_in_trls_form_gets_messages_and_columns(write: Write) -> None:
     path = write(
         "def ends(completions, **columns):\n    assert sorted(columns) == ['answer', 'level', 'prompts']\n"
         "    return [m[0]['content'].endswith(a) for m, a in zip(completions, columns['answer'])]\n"
@@ -101,7 +101,7 @@ def test_a_weight_that_is_no_finite_number_is_refused(weight: str) -> None:
     assert error.remedy == "--reward math=0.5"
 
 
-def test_two_rewards_of_one_name_and_rewards_of_no_weight_are_refused(write: Write) -> None:
+def test_duplicate_or_weightless_rewards_are_refused(write: Write) -> None:
     assert "two rewards are called math" in refusal("math,math=2").message
     path = write("def math(problem, completion):\n    return 0\n")
     assert "two rewards are called math" in refusal(f"math,{path}:math").message
@@ -124,6 +124,6 @@ def test_what_is_no_reward_is_refused(write: Write, source: str, message: str) -
     assert message in refusal(f"{write(source)}:mine").message
 
 
-def test_a_file_that_is_not_there_or_names_no_function_says_how_to_name_one(tmp_path: Path) -> None:
+def test_a_reward_file_without_a_function_is_refused(tmp_path: Path) -> None:
     assert refusal("mine.py").remedy == "--reward mine.py:function"
     assert "there is no such file" in refusal(f"{tmp_path / 'gone.py'}:mine").message

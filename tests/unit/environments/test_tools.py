@@ -53,7 +53,7 @@ def test_a_class_with_a_reset_has_tools_with_schemas(load: Load) -> None:
     assert isinstance(task.recipe(), Tools)
 
 
-def test_its_problems_may_come_from_rows_and_its_reward_from_elsewhere(tmp_path: Path) -> None:
+def test_problems_may_come_from_rows_and_rewards_from_flags(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"prompt": "3+4=", "answer": 7, "start": 3}))
     task = registry.load(TaskConfig(environment=f"{FILE}:Bench", data=str(data), reward="math", system_prompt="Add."))

@@ -109,9 +109,7 @@ def sampled(
         yield Sampled(stream, endpoint, server.asked, told, progress)
 
 
-def test_what_cannot_be_scored_is_left_out_named_and_told_once_and_the_rest_keeps_its_order(
-    model: Path, tmp_path: Path
-) -> None:
+def test_unscored_completions_are_left_out_and_reported_once(model: Path, tmp_path: Path) -> None:
     recipe = partial(Sample, tmp_path / "log")
     choices = {"reward_processes": 4, "reward_timeout_s": 2.0}
     with sampled(model, Task(), saying(), recipe, **choices) as ours:
@@ -141,7 +139,7 @@ def test_what_cannot_be_scored_is_left_out_named_and_told_once_and_the_rest_keep
     assert ours.progress == [(1, 3), (2, 3), (3, 3), (1, 1)]
 
 
-def test_past_the_share_the_batch_is_given_up_by_a_line_that_names_the_commonest_fault(model: Path) -> None:
+def test_too_many_unscored_name_the_commonest_fault(model: Path) -> None:
     def score(_: Problem, text: str) -> float:
         return {"good": 1.0, "fine": 2.0}.get(text, float("nan")) if text != "raises" else 1 / 0
 
@@ -171,7 +169,7 @@ def test_a_group_is_scored_while_others_are_still_sampled(model: Path) -> None:
         assert [group.rewards for group in ours.groups()] == [(1.0,) * 8] * 3
 
 
-def test_a_step_that_failed_is_sampled_anew_as_if_it_had_not_been_begun(model: Path) -> None:
+def test_a_failed_step_is_sampled_again_from_the_start(model: Path) -> None:
     alive = threading.Event()
 
     def bend(document: dict[str, Any], asked: Asked) -> Any:
@@ -189,7 +187,7 @@ def test_a_step_that_failed_is_sampled_anew_as_if_it_had_not_been_begun(model: P
         assert len(undisturbed.seeds) == len(asked) == 3
 
 
-def test_a_resumed_run_skips_the_very_problems_that_were_trained_on(model: Path) -> None:
+def test_a_resumed_run_skips_exactly_the_trained_problems(model: Path) -> None:
     with sampled(model, Task(), saying()) as straight:
         groups = [group for step in (1, 2, 3) for group in straight.groups(step=step)]
     trained = TrainedProblems().including([0, 1, 2, 4, 7])
@@ -201,7 +199,7 @@ def test_a_resumed_run_skips_the_very_problems_that_were_trained_on(model: Path)
     assert [group.problem for group in found] == [groups[number].problem for number in (3, 5, 6, 8)]
 
 
-def test_the_next_version_of_the_weights_may_be_at_another_endpoint(model: Path) -> None:
+def test_the_next_version_may_be_at_another_endpoint(model: Path) -> None:
     with sampled(model, Task(), saying()) as ours:
         assert {version for group in ours.groups() for one in group.completions for version in one.versions} == {3}
         ours.stream.served(Endpoint(url=ours.endpoint.url, model="adapter-4", version=4), 4)
@@ -209,7 +207,7 @@ def test_the_next_version_of_the_weights_may_be_at_another_endpoint(model: Path)
     assert [asked.body["model"] for asked in ours.asked if asked.method == "POST"] == ["tiny"] * 3 + ["adapter-4"] * 3
 
 
-def test_retries_are_those_of_the_last_step_with_what_it_took_before_it_failed(model: Path) -> None:
+def test_retries_include_those_before_a_step_failed(model: Path) -> None:
     drops = [True] * 5  # both tries of the first two calls, and one of the third
 
     def bend(document: dict[str, Any], asked: Asked) -> Any:
@@ -225,7 +223,7 @@ def test_retries_are_those_of_the_last_step_with_what_it_took_before_it_failed(m
         assert ours.stream.num_retries == 0
 
 
-def test_a_run_with_another_seed_repeats_no_step_and_no_evaluation(model: Path) -> None:
+def test_another_seed_repeats_no_step_and_no_evaluation(model: Path) -> None:
     """Otherwise step 1 with `--seed 1` would sample what step 2 with `--seed 0` samples."""
     asked = list[int]()
     for seed in (0, 1, 2):
@@ -238,7 +236,7 @@ def test_a_run_with_another_seed_repeats_no_step_and_no_evaluation(model: Path) 
     assert max(asked) < 2**62
 
 
-def test_an_evaluation_requests_the_same_each_time_and_counts_what_was_scored(model: Path) -> None:
+def test_evaluations_repeat_requests_and_count_scores(model: Path) -> None:
     def score(_: Problem, text: str) -> float:
         return {"good": 1.0, "raises": 4.0}.get(text, float("nan"))
 
@@ -261,9 +259,7 @@ def test_an_evaluation_requests_the_same_each_time_and_counts_what_was_scored(mo
     assert ours.told[0].startswith("evaluation after step 0: 2 completions left out for lack of a reward: ")
 
 
-def test_the_chat_template_gets_its_arguments_in_training_and_evaluation(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chat_template_gets_its_arguments_everywhere(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Chat(Task):
         def __iter__(self) -> Iterator[Problem]:
             yield {"prompt": [{"role": "user", "content": "1+2"}]}
@@ -295,7 +291,7 @@ def test_an_evaluation_may_have_a_temperature_of_its_own(
     assert asked == [temperature] * 2 + [0.7] * 3 + [temperature] * 2
 
 
-def test_pass_at_k_is_the_share_of_the_draws_of_k_in_which_one_passes(model: Path) -> None:
+def test_pass_at_k_is_the_share_of_draws_with_a_pass(model: Path) -> None:
     """Of 5 completions, 2 of one problem pass, and none of the other; of its draws of 2, 3 of 10 have none."""
 
     def score(problem: Problem, text: str) -> float:
@@ -320,7 +316,7 @@ def test_nothing_is_evaluated_unless_asked_for(model: Path) -> None:
         assert ours.asked == []
 
 
-def test_the_parts_of_a_reward_come_beside_it_for_the_completions_that_are_kept(model: Path) -> None:
+def test_reward_parts_are_those_of_the_kept_completions(model: Path) -> None:
     class Parts(Task):
         def scores(self, problem: Problem, completion: str) -> tuple[float, dict[str, float]]:
             number = float(WORDS.index(completion))
@@ -333,7 +329,7 @@ def test_the_parts_of_a_reward_come_beside_it_for_the_completions_that_are_kept(
             assert len(group.unscored) == 1
 
 
-def test_groups_of_which_some_one_or_none_is_left_teach_what_is_left(model: Path) -> None:
+def test_groups_train_on_the_completions_that_are_left(model: Path) -> None:
     def score(problem: Problem, text: str) -> float:
         kept = {"say": WORDS, "say!": WORDS[:1], "say!!": ()}[str(problem["prompt"])]
         return float(WORDS.index(text)) if text in kept else float("nan")
@@ -349,7 +345,7 @@ def test_groups_of_which_some_one_or_none_is_left_teach_what_is_left(model: Path
         assert sum(value for (value,) in found["say"] or ()) == pytest.approx(0)
 
 
-def test_an_interrupt_while_scoring_ends_the_step_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
+def test_an_interrupt_while_scoring_leaves_no_process(model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     def interrupt() -> None:

@@ -113,7 +113,7 @@ def test_a_fault_that_passes_costs_a_retry_and_no_sample(fault: str) -> None:
     assert sorted(asked) == [1_000_003 + NUM_SAMPLES * index for index in range(len(PROMPTS))]
 
 
-def test_a_server_that_answers_500_for_a_while_is_asked_after_ever_longer_waits() -> None:
+def test_retries_after_errors_wait_longer_each_time() -> None:
     waits = Waits()
     with faulty(at_first(4, FAULTS["500"])) as server, sampler(sleep=waits) as ours:
         assert sample(ours, server, prompts=PROMPTS[:1]) == EXPECTED[:1]
@@ -137,7 +137,7 @@ def error_of(script: Script, **choices: Any) -> tuple[BridgeError, FaultyServer]
 
 
 @pytest.mark.parametrize(("max_retries", "words"), [(0, "tried once"), (1, "tried 2 times"), (4, "tried 5 times")])
-def test_a_server_that_stays_unwell_is_given_up_with_its_last_words(max_retries: int, words: str) -> None:
+def test_a_server_that_stays_unwell_ends_with_its_message(max_retries: int, words: str) -> None:
     error, server = error_of(always(FAULTS["500"]), max_retries=max_retries)
     assert type(error) is ServerUnreachableError
     assert f"answered 500: EngineDead; {words}" in error.message
@@ -164,7 +164,7 @@ def test_what_would_be_refused_again_is_asked_once(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_server_that_wants_a_key_names_the_variable_that_holds_it(status: int) -> None:
+def test_a_rejected_key_names_its_variable(status: int) -> None:
     error, _ = error_of(lambda _: as_json({"error": "Unauthorized"}, status))
     assert type(error) is UsageError  # restarting it would not help
     assert "VLLM_API_KEY" in error.remedy
@@ -180,7 +180,7 @@ def test_the_key_of_the_environment_goes_with_every_request(key: str | None, mon
     assert {asked.headers.get("authorization") for asked in server.asked} == {key and f"Bearer {key}"}
 
 
-def test_a_server_that_hangs_is_not_asked_again_and_sees_that_nobody_waits() -> None:
+def test_a_hanging_server_is_not_retried_and_is_disconnected() -> None:
     error, server = error_of(always(lambda _: Hang()), request_timeout_s=2)
     assert type(error) is ServerUnreachableError
     assert "no answer within 2 s; tried once" in error.message
@@ -188,7 +188,7 @@ def test_a_server_that_hangs_is_not_asked_again_and_sees_that_nobody_waits() -> 
     assert len(server.completions) == len(server.given_up) == 1
 
 
-def test_an_answer_that_never_ends_takes_no_longer_than_one_that_never_comes() -> None:
+def test_an_endless_answer_is_limited_like_a_missing_one() -> None:
     error, _ = error_of(
         always(lambda asked: Answer(react(asked).body, headers={"content-length": "99999"})), request_timeout_s=2
     )
@@ -214,7 +214,7 @@ def test_an_address_that_is_none_is_told_at_once() -> None:
 
 @pytest.mark.parametrize(("wanted", "waited"), [("7", 7.0), ("86400", 30.0), ("soon", 0.0), ("-3", 0.0), (None, 0.0),
     ("Wed, 21 Oct 2105 07:28:00 GMT", 0.0)])  # fmt: skip
-def test_a_server_that_says_when_to_come_back_is_asked_then_within_limits(wanted: str | None, waited: float) -> None:
+def test_retry_after_is_respected_within_limits(wanted: str | None, waited: float) -> None:
     waits, headers = Waits(), {} if wanted is None else {"retry-after": wanted}
     with faulty(at_first(1, lambda _: Answer("busy", 429, headers))) as server, sampler(sleep=waits) as ours:
         assert sample(ours, server) == EXPECTED
@@ -222,7 +222,7 @@ def test_a_server_that_says_when_to_come_back_is_asked_then_within_limits(wanted
     assert all(waited <= wait <= waited + FIRST_WAIT_S for wait in waits)
 
 
-def test_a_busy_server_keeps_nobody_waiting_while_another_one_is_well() -> None:
+def test_a_busy_server_delays_nothing_while_another_is_well() -> None:
     waits = Waits()
     busy = always(lambda _: Answer("busy", 429, {"retry-after": "20"}))
     with faulty(busy) as one, faulty(react) as other, sampler(sleep=waits) as ours:
@@ -231,7 +231,7 @@ def test_a_busy_server_keeps_nobody_waiting_while_another_one_is_well() -> None:
     assert max(waits) <= FIRST_WAIT_S
 
 
-def test_groups_of_a_server_that_dies_in_mid_run_are_sampled_by_the_other() -> None:
+def test_groups_of_a_dead_server_are_sampled_by_the_other() -> None:
     def dies(asked: Asked) -> Answer | None:
         if asked.method == "POST" and len(one.completions) > 1:  # the first four are spread over both
             threading.Thread(target=one.stop).start()
@@ -245,7 +245,7 @@ def test_groups_of_a_server_that_dies_in_mid_run_are_sampled_by_the_other() -> N
     assert len(other.completions) >= 2 * len(PROMPTS) - 1
 
 
-def test_groups_of_a_server_that_hangs_are_sampled_by_the_other_which_alone_is_asked_then() -> None:
+def test_groups_of_a_hanging_server_are_sampled_by_the_other() -> None:
     with (
         faulty(always(lambda _: Hang())) as one,
         faulty(react) as other,
@@ -264,7 +264,7 @@ def test_nonsense_of_one_server_is_asked_of_another() -> None:
         assert sample(ours, one, other) == EXPECTED
 
 
-def test_when_every_server_fails_the_last_one_is_named_and_who_hangs_is_not_asked_twice() -> None:
+def test_when_every_server_fails_the_last_one_is_named() -> None:
     with (
         faulty(always(FAULTS["500"])) as one,
         faulty(always(lambda _: Hang())) as other,
@@ -276,7 +276,7 @@ def test_when_every_server_fails_the_last_one_is_named_and_who_hangs_is_not_aske
     assert (len(one.completions), len(other.completions)) == (4, 1)
 
 
-def test_each_request_goes_to_the_server_with_the_fewest_under_way() -> None:
+def test_requests_go_to_the_least_loaded_server() -> None:
     released = threading.Event()
 
     def slow(asked: Asked) -> Answer:
@@ -300,7 +300,7 @@ def test_servers_take_turns_where_they_are_equally_busy() -> None:
     assert len(one.completions) == len(other.completions) == len(PROMPTS) / 2
 
 
-def test_versions_names_and_what_is_lacking_are_each_servers_own() -> None:
+def test_versions_names_and_notes_belong_to_each_server() -> None:
     def plain(asked: Asked) -> Answer:
         if asked.method == "GET":
             return as_json({"data": [{"id": "theirs"}]})
@@ -317,7 +317,7 @@ def test_versions_names_and_what_is_lacking_are_each_servers_own() -> None:
     assert {body["model"] for body in other.completions} == {"theirs"}
 
 
-def test_connections_are_used_again_within_a_call_and_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_are_reused_within_and_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "KEEPALIVE_S", 600)
     with faulty(react) as server, sampler(max_concurrency=3) as ours:
         for _ in range(5):
@@ -325,7 +325,7 @@ def test_connections_are_used_again_within_a_call_and_between_calls(monkeypatch:
         assert 1 <= len(server.connections) <= 3
 
 
-def test_a_connection_that_the_server_closed_while_nobody_used_it_costs_nothing() -> None:
+def test_an_idle_connection_closed_by_the_server_costs_nothing() -> None:
     def closes(asked: Asked) -> Answer:
         return Answer(react(asked).body, headers={"connection": "close"})
 
@@ -360,7 +360,7 @@ def endpoint_of(server: FaultyServer) -> list[Endpoint]:
     return [Endpoint(url=server.url)]
 
 
-def test_groups_are_handed_on_as_they_arrive_each_with_its_index() -> None:
+def test_groups_arrive_one_by_one_with_their_index() -> None:
     last, taken = threading.Event(), list[int]()
 
     def script(asked: Asked) -> Answer:
@@ -445,7 +445,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_no_request_running_and_the_sampler_usable(number: signal.Signals) -> None:
+def test_an_interrupt_leaves_the_sampler_usable(number: signal.Signals) -> None:
     before = signal.signal(number, signal.default_int_handler)
     try:
         with hanging(len(PROMPTS), lambda: interrupt(number)) as server, faulty(react) as well, sampler() as ours:
@@ -581,7 +581,7 @@ def failing(health: Health) -> None:
         raise RequestFailed("no", "anywhere")
 
 
-def test_a_server_that_fails_is_left_out_for_a_growing_while_and_tried_with_one_request() -> None:
+def test_a_failing_server_rests_longer_each_time() -> None:
     clock = Clock()
     health, rests = Health(clock), list[float]()
     assert health.is_well()
@@ -599,7 +599,7 @@ def test_a_server_that_fails_is_left_out_for_a_growing_while_and_tried_with_one_
         assert health.is_well()  # it has answered
 
 
-def test_where_every_server_is_left_out_the_one_that_is_back_first_is_asked() -> None:
+def test_when_all_servers_rest_the_first_back_is_used() -> None:
     clock = Clock()
     one, other = (Server(Endpoint(url=url), Health(clock)) for url in ("http://one", "http://other"))
     servers = [one, other]

@@ -49,7 +49,7 @@ def taken(seed: int, count: int) -> list[str | list[Message]]:
     return [problem["prompt"] for problem in islice(endless(PROBLEMS, seed), count)]
 
 
-def test_each_pass_holds_every_problem_once_in_an_order_of_its_own() -> None:
+def test_each_pass_has_every_problem_once_in_a_new_order() -> None:
     order = taken(0, 60)
     passes = [order[:20], order[20:40], order[40:]]
     for one in passes:
@@ -62,7 +62,7 @@ def test_the_seed_alone_decides_the_order() -> None:
     assert taken(3, 20) != taken(4, 20)
 
 
-def test_few_problems_are_shuffled_as_a_whole_whether_they_are_a_list_or_not() -> None:
+def test_few_problems_are_shuffled_as_a_whole() -> None:
     expected: list[Problem] = []
     for number in range(3):
         order = list(range(20))
@@ -100,7 +100,7 @@ def test_problems_without_an_end_are_read_as_they_are_needed() -> None:
     assert sum(drawn[:100]) / 100 > WINDOW / 4, "from the whole window"
 
 
-def test_problems_that_end_past_the_window_come_once_in_each_pass() -> None:
+def test_more_problems_than_the_window_come_once_a_pass() -> None:
     size = 2 * WINDOW + 7
     problems = Numbers(size)
     drawn = numbers(problems, 0, 2 * size)
@@ -146,7 +146,7 @@ def test_text_is_encoded_as_it_is(tokenizer: PreTrainedTokenizerBase) -> None:
     assert encode(tokenizer, {"prompt": "1+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
 
 
-def test_messages_go_through_the_template_with_the_cue_to_answer(
+def test_messages_get_the_templates_generation_prompt(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
@@ -167,7 +167,7 @@ def test_half_of_a_surrogate_pair_is_refused(tokenizer: PreTrainedTokenizerBase,
         encode(tokenizer, {"prompt": prompt})
 
 
-def test_messages_without_a_template_are_encoded_as_the_text_beside_them(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_messages_without_a_template_use_the_plain_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     beside: Any = {"prompt": [{"role": "user", "content": "1+2"}], "plain_prompt": "1+2="}
     assert encode(tokenizer, beside) == tuple(tokenizer.convert_tokens_to_ids(list("1+2=")))
     assert encode(tokenizer, beside | {"prompt": "2+2="}) == tuple(tokenizer.convert_tokens_to_ids(list("2+2=")))
@@ -179,7 +179,7 @@ def test_messages_without_a_template_are_refused(tokenizer: PreTrainedTokenizerB
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, "{% for %}", "{{ messages.nothing.more }}"])
-def test_messages_that_the_template_refuses_are_the_environments_fault(
+def test_messages_rejected_by_the_template_are_a_reward_error(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", template)

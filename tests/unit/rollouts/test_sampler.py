@@ -88,7 +88,7 @@ def test_tokens_are_asked_for_as_the_loss_needs_them() -> None:
         assert (request["presence_penalty"], request["frequency_penalty"]) == (0.0, 0.0)
 
 
-def test_a_vllm_with_bridge_in_it_is_asked_by_the_route_for_rollouts() -> None:
+def test_a_patched_vllm_is_asked_by_bridges_own_route() -> None:
     with serving(openai(is_bridge=True)) as server:
         groups = sampled(Endpoint(url=server.url), num_samples=3)
     assert [len(group) for group in groups] == [3, 3, 3]
@@ -99,7 +99,7 @@ def test_a_vllm_with_bridge_in_it_is_asked_by_the_route_for_rollouts() -> None:
 
 
 @pytest.mark.parametrize("is_bridge", [False, True])
-def test_texts_that_end_a_completion_are_asked_for_if_there_are_any(is_bridge: bool) -> None:
+def test_stop_texts_are_sent_if_there_are_any(is_bridge: bool) -> None:
     with serving(openai(is_bridge=is_bridge)) as server:
         sampled(Endpoint(url=server.url), num_samples=2)
         with sampler(stop=("x", "yz")) as ours:
@@ -113,7 +113,7 @@ def test_texts_that_end_a_completion_are_asked_for_if_there_are_any(is_bridge: b
         CompletionsRequest.model_validate(given[0])
 
 
-def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() -> None:
+def test_seeds_are_unique_and_repeatable() -> None:
     """In vLLM, completion i of a request gets the request's seed + i."""
     num_samples, prompts = 8, [(5,)] * 50
 
@@ -129,7 +129,7 @@ def test_no_two_completions_share_a_seed_and_the_same_call_has_the_same_seeds() 
     assert max(seeds(2**63 - 1)) < 2**63
 
 
-def test_runs_of_neighboring_seeds_are_far_apart_and_seed_0_begins_at_0() -> None:
+def test_runs_of_neighboring_seeds_are_far_apart() -> None:
     firsts = sorted(seed_of(run, 0) for run in range(1000))
     gaps = [after - before for before, after in pairwise([*firsts, NUM_CALLS])]
     assert firsts[0] == 0
@@ -139,7 +139,7 @@ def test_runs_of_neighboring_seeds_are_far_apart_and_seed_0_begins_at_0() -> Non
 
 
 @pytest.mark.parametrize(("header", "version"), [("3", 3), ("0", 0), ("3-4", None), ("", None), ("new", None)])
-def test_the_version_of_each_token_is_known_or_unknown_and_never_guessed(header: str, version: int | None) -> None:
+def test_the_version_of_a_token_is_never_guessed(header: str, version: int | None) -> None:
     with serving(openai(version=lambda: header)) as server:
         groups = sampled(Endpoint(url=server.url))
     assert {done.versions for group in groups for done in group} == {(version,) * 3}
@@ -176,7 +176,7 @@ def test_a_choice_that_does_not_fit_is_the_servers_fault(changes: dict[str, Any]
 
 
 @pytest.mark.parametrize("changes", [{"token_ids": None}, {"token_ids": ...}, {"logprobs": None}, {"logprobs": ...}])
-def test_a_server_without_token_ids_is_told_from_one_that_is_unwell(changes: dict[str, Any]) -> None:
+def test_a_server_without_token_ids_is_a_usage_error(changes: dict[str, Any]) -> None:
     error = error_of(bent_choice(**changes))
     assert type(error) is UsageError  # restarting it would not help
     assert "token ids" in error.message
@@ -206,7 +206,7 @@ def told_by_text(text_of: Callable[[int], str], ids_of: IdsOf | None = None, **c
         return ours, ours.sample([endpoint], PROMPTS, num_samples=2, seed=0)
 
 
-def test_a_server_that_refuses_what_the_protocol_does_not_know_is_sampled_from() -> None:
+def test_a_server_that_rejects_unknown_fields_is_sampled_from() -> None:
     _, groups = told_by_text(chr, lambda text: (ord(text),))
     assert [[done.token_ids for done in group] for group in groups] == [
         [(40 + index, 50 + len(prompt)) for index in range(2)] for prompt in PROMPTS
@@ -214,7 +214,7 @@ def test_a_server_that_refuses_what_the_protocol_does_not_know_is_sampled_from()
     assert groups[0][0].logprobs == (-5.7, -5.7)
 
 
-def test_token_ids_that_a_server_writes_as_text_need_no_vocabulary() -> None:
+def test_token_ids_written_as_text_need_no_vocabulary() -> None:
     _, groups = told_by_text("token_id:{}".format)
     assert groups[0][1].token_ids == (41, 52)
 
@@ -240,7 +240,7 @@ def test_token_ids_of_the_server_come_before_any_text() -> None:
     assert groups[0][1].token_ids == (41, 52, 2)
 
 
-def test_a_server_whose_weights_are_no_numbers_is_not_asked_again_and_its_words_are_kept() -> None:
+def test_nan_weights_are_not_retried_and_keep_the_message() -> None:
     told = Refusal(error="NaN or infinity in 2 of 26 tensors", remedy="bridge restore saved/step_3")
     times: list[float] = []
 
@@ -255,7 +255,7 @@ def test_a_server_whose_weights_are_no_numbers_is_not_asked_again_and_its_words_
     assert type(error_of(openai(lambda *_: as_json({"error": "busy"}, 409)))) is ServerUnreachableError
 
 
-def test_a_stock_server_whose_weights_may_be_no_numbers_is_suspected_of_it() -> None:
+def test_nan_weights_of_a_stock_server_are_suspected() -> None:
     error = error_of(bent_choice(logprobs={"token_logprobs": [float("nan"), -1.0, -1.0]}))
     assert "are its weights NaN?" in error.message
 
@@ -301,7 +301,7 @@ def cut(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def test_a_version_that_the_caller_knows_comes_before_the_servers() -> None:
+def test_a_version_known_to_the_caller_overrides_the_servers() -> None:
     with serving(openai(version=lambda: "3")) as server:
         groups = sampled(Endpoint(url=server.url, version=0))
     assert groups[0][0].versions == (0, 0, 0)

@@ -155,7 +155,7 @@ def streaming(model: Path, bend: Callable[..., Any], *, task: Task | None = None
     return sampled(model, task or Task(), saying(bend), **(fixed | choices))
 
 
-def test_a_step_takes_what_is_done_and_waits_for_what_would_be_too_old(model: Path) -> None:
+def test_a_step_waits_for_groups_that_would_be_too_old(model: Path) -> None:
     gate = Gate()
     gate.open()
     with streaming(model, gate) as ours:
@@ -244,7 +244,7 @@ def test_a_server_that_dies_costs_only_what_was_in_flight(model: Path) -> None:
     assert len(set(used)) == len(used) == 2 * 5
 
 
-def test_what_was_in_flight_when_the_server_was_restarted_begins_again(model: Path) -> None:
+def test_groups_in_flight_at_a_server_restart_are_requeued(model: Path) -> None:
     gate = Gate()
     gate.open()
     with streaming(model, gate) as ours:

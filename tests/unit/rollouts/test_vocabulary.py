@@ -24,7 +24,7 @@ class Counting:
         return [" a", "\ufffd", "\ufffd", "a"][ids[0]]
 
 
-def test_every_token_of_a_tokenizer_is_found_by_what_it_decodes_to(tmp_path: Path) -> None:
+def test_every_token_is_found_by_its_text(tmp_path: Path) -> None:
     tokenizer = skeleton.tokenizer(str(tiny.write(tiny.llama(), tmp_path / "model")))
     vocabulary = Vocabulary(tokenizer)
     assert [vocabulary(tokenizer.decode([token_id])) for token_id in range(tiny.VOCABULARY)] == [
@@ -37,7 +37,7 @@ def test_a_text_may_stand_for_one_token_several_or_none(text: str, ids: tuple[in
     assert Vocabulary(Counting())(text) == ids
 
 
-def test_nothing_is_decoded_before_the_first_question_and_nothing_twice() -> None:
+def test_the_vocabulary_is_decoded_once_at_the_first_lookup() -> None:
     tokenizer = Counting()
     vocabulary = Vocabulary(tokenizer)
     assert tokenizer.asked == 0

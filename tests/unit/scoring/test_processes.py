@@ -125,7 +125,7 @@ async def begun(ours: Scoring, completion: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_whatever_goes_wrong_with_some_the_others_are_scored_in_their_order(tmp_path: Path) -> None:
+def test_faults_cost_only_their_own_scores(tmp_path: Path) -> None:
     given = [
         *("good", "raises", "spins", "fine", "is_nan", "dies", "crashes", "matches", "well", "is_text"),
         *("runs_out_of_memory", "starts_another", "exits", "enough"),
@@ -200,7 +200,7 @@ LATE = "Sample.score took longer than 2 s"
         ("ends_by_a_nameless_signal", ENDED + f"by signal {signal.SIGRTMIN + 5}"),
     ],
 )
-def test_whatever_a_score_does_to_its_process_the_next_rewards_are_their_own(
+def test_harm_to_a_process_never_changes_the_next_rewards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str, kind: str | None
 ) -> None:
     monkeypatch.setattr(worker_process, "GRACE_S", 0.5)
@@ -214,7 +214,7 @@ def test_whatever_a_score_does_to_its_process_the_next_rewards_are_their_own(
     assert not ours.log.with_suffix(".unpickled").exists()
 
 
-def test_without_processes_a_child_that_a_score_forks_is_no_second_trainer(tmp_path: Path) -> None:
+def test_a_forked_child_never_becomes_a_second_trainer(tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children()}
     with scoring(tmp_path, processes=0) as ours:
         assert ours.rewards("forks", "good") == [1, 4]
@@ -232,7 +232,7 @@ def test_as_many_are_scored_at_once_as_there_are_processes(tmp_path: Path) -> No
         assert len(ours.processes) == 3
 
 
-def test_a_process_that_was_killed_while_idle_is_no_fault_of_a_completion(tmp_path: Path) -> None:
+def test_a_process_killed_while_idle_costs_no_completion(tmp_path: Path) -> None:
     with scoring(tmp_path) as ours:
         (first,) = ours.rewards("process")
         assert first is not None
@@ -242,7 +242,7 @@ def test_a_process_that_was_killed_while_idle_is_no_fault_of_a_completion(tmp_pa
         assert second not in {None, first}
 
 
-def test_an_answer_that_came_in_time_counts_however_late_it_is_read(tmp_path: Path) -> None:
+def test_an_answer_in_time_counts_however_late_it_is_read(tmp_path: Path) -> None:
     with scoring(tmp_path) as ours:
 
         async def held_up() -> list[Score | FailedScore]:
@@ -290,7 +290,7 @@ def test_the_processes_import_nothing_heavy_for_us(tmp_path: Path) -> None:
         assert ours.rewards("knows sys", *(f"knows {module}" for module in modules)) == [1, 0, 0, 0, 0, 0]
 
 
-def test_without_processes_the_score_is_called_here_and_takes_its_time(tmp_path: Path) -> None:
+def test_without_processes_scores_run_here_without_a_limit(tmp_path: Path) -> None:
     with scoring(tmp_path, processes=0, timeout_s=1e-9) as ours:
         assert ours.rewards("process", "raises", "fine") == [os.getpid(), None, 4]
 
@@ -340,7 +340,7 @@ def output(*given: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_every_kind_of_script_can_score_and_nothing_of_it_is_run_again(tmp_path: Path) -> None:
+def test_a_script_that_scores_is_not_run_again(tmp_path: Path) -> None:
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(PROGRAM)
     stdout, stderr = output(sys.executable, str(script), str(log), "good", "raises")
@@ -356,7 +356,7 @@ def test_a_recipe_of_the_script_itself_says_where_to_put_it(tmp_path: Path) -> N
     assert "not of the script that was started" in stderr
 
 
-def test_processes_end_with_a_parent_that_is_killed_whatever_they_do(tmp_path: Path) -> None:
+def test_busy_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with subprocess.Popen(command(PROGRAM, log, "matches", "spins"), cwd=ROOT) as parent:
         until(lambda: {"matches", "spins"} <= set(noted(log)))
@@ -365,7 +365,7 @@ def test_processes_end_with_a_parent_that_is_killed_whatever_they_do(tmp_path: P
     until(lambda: not alive(processes(log)))
 
 
-def test_what_a_score_has_started_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+def test_what_a_score_started_ends_with_a_killed_trainer(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with subprocess.Popen(command(PROGRAM, log, "leaves_a_daemon_and_hangs"), cwd=ROOT) as parent:
         until(lambda: "started" in noted(log))
@@ -385,7 +385,7 @@ def test_idle_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None
     until(lambda: not alive(processes(log)))
 
 
-def test_a_connection_that_is_closed_before_the_answer_is_read_ends_the_process_without_a_traceback(
+def test_a_closed_connection_ends_the_process_quietly(
     tmp_path: Path,
 ) -> None:
     ours, theirs = socket.socketpair()

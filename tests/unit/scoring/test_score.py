@@ -70,7 +70,7 @@ def test_whatever_is_no_finite_number_is_a_fault(value: Any) -> None:
     assert found.line.endswith("on prompt '3+4=' and completion '7'")
 
 
-def test_a_score_that_raises_names_the_line_and_shortens_what_it_scored(tmp_path: Path) -> None:
+def test_a_score_that_raises_names_the_line(tmp_path: Path) -> None:
     task = of_file(tmp_path / "task.py", TASK + "int(completion)\n")
     problem: Problem = {"prompt": "why\n" * 100}
     found = fault(task, "long\n" * 100, problem)
@@ -85,7 +85,7 @@ def test_the_line_is_the_users_own_even_when_a_library_raised(tmp_path: Path) ->
     assert fault(task).kind == "Task.score raised JSONDecodeError (task.py line 4)"
 
 
-def test_an_error_of_ours_is_told_as_it_is_and_known_by_what_it_came_from(tmp_path: Path) -> None:
+def test_a_bridge_error_keeps_its_message_and_cause(tmp_path: Path) -> None:
     def score(completion: str) -> float:
         return int(completion)
 
@@ -99,7 +99,7 @@ def test_an_error_of_ours_is_told_as_it_is_and_known_by_what_it_came_from(tmp_pa
     assert found.kind == fault(Task(), "c").kind
 
 
-def test_an_exception_that_cannot_even_be_printed_is_a_fault_too() -> None:
+def test_an_unprintable_exception_is_a_fault_too() -> None:
     class MuteError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -113,7 +113,7 @@ def test_an_interrupt_is_no_fault_of_the_score() -> None:
         scored(scoring(KeyboardInterrupt()))
 
 
-def test_the_parts_of_a_reward_come_with_it_and_each_is_a_finite_number() -> None:
+def test_each_part_of_a_reward_is_a_finite_number() -> None:
     assert scored(Several(), "four") == Score(reward=4.0, parts={"length": 4.0, "format": 0.5})
     for completion in ("odd", "nan", "text"):
         assert "expected a finite number and a dict of finite numbers (" in fault(Several(), completion).line
@@ -157,7 +157,7 @@ def test_a_fault_is_one_line_without_control_characters() -> None:
     assert line.startswith(r"Task.score raised E\x1b[2J: half \ud800 \x07 rtl \u202e end (test_score.py line")
 
 
-def test_a_list_is_a_reward_per_turn_and_each_is_a_finite_number() -> None:
+def test_a_list_is_one_finite_reward_per_turn() -> None:
     assert scored(scoring([1, np.float32(0.5)])) == Score(reward=1.5, turns=[1.0, 0.5])
     for value in ([], [1.0, float("nan")], [[1.0]], ["1.0"]):
         assert "expected one finite number per turn (test_score.py line" in fault(scoring(value)).line
@@ -218,7 +218,7 @@ def test_each_kind_of_fault_is_told_once_with_its_count() -> None:
     ]
 
 
-def test_past_a_share_of_the_batch_faults_end_the_run_and_the_commonest_is_named() -> None:
+def test_too_many_faults_end_the_run_and_name_the_commonest() -> None:
     batch = FailedScores("step 1", num_completions=8, max_share=0.25)
     batch.add([Score(reward=1.0)] * 4)
     batch.add([FailedScore(kind="b", line="b, on 1"), FailedScore(kind="a", line="a, on 2")])
