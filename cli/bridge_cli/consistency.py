@@ -86,7 +86,7 @@ def _files(train: TrainConfig) -> Iterator[tuple[str, str]]:
         yield f"the files of {name}", _digest(described.encode())
     task = train.task
     rewards = [item.strip().partition("=")[0] for item in (task.reward or "").split(",")]
-    code = [name.rpartition(":")[0] for name in (task.environment, *rewards)]
+    code = [name.rpartition(":")[0] for name in (task.environment, train.loss.name, *rewards)]
     for file in map(Path, filter(None, dict.fromkeys([*code, task.data, task.eval_data]))):
         if file.is_file():
             yield f"the file {file}", _digest(file.read_bytes())

@@ -43,7 +43,8 @@ def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "task.py").write_text("class A: ...")
     task = {"environment": f"{tmp_path / 'task.py'}:A"}
     files = {"reward": f"math, {tmp_path / 'mine.py'}:brief=0.5", "eval_data": str(tmp_path / "held_out.jsonl")}
-    for name in ("mine.py", "held_out.jsonl"):
+    files["loss"] = f"{tmp_path / 'own_loss.py'}:clipped"
+    for name in ("mine.py", "held_out.jsonl", "own_loss.py"):
         (tmp_path / name).write_text("one")
         before = facts(tmp_path, **task, **files)
         (tmp_path / name).write_text("other")
