@@ -39,8 +39,8 @@ class EventLoop:
             if self._thread is None:
                 coroutine.close()
             else:
-                self._loop.call_soon_threadsafe(self._cancel, task, coroutine)
                 try:
+                    self._loop.call_soon_threadsafe(self._cancel, task, coroutine)
                     self._wait(task)
                 except KeyboardInterrupt:  # a second one ends what the first one could not
                     self._loop.call_soon_threadsafe(lambda: task.result().cancel())

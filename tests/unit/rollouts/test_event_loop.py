@@ -1,6 +1,7 @@
 """The loop of the rollouts: an interrupt at any moment ends the call that waits, and leaves the loop usable."""
 
 import asyncio
+import threading
 from queue import SimpleQueue
 from typing import Any
 
@@ -10,16 +11,18 @@ from bridge.rollouts.event_loop import EventLoop
 
 
 class Interrupted(SimpleQueue[Any]):
-    """A queue from which an interrupt loses one item: it comes after the item was taken out."""
+    """A queue from which an interrupt loses the first item: it comes after the item was taken out."""
 
-    def __init__(self, which: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.which = which
+        self.is_waited_for = threading.Event()
+        self.has_interrupted = False
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self.is_waited_for.set()
         item = super().get(block, timeout)
-        self.which -= 1
-        if self.which == 0:
+        if not self.has_interrupted:
+            self.has_interrupted = True
             raise KeyboardInterrupt
         return item
 
@@ -31,9 +34,14 @@ async def nothing() -> None:
 @pytest.mark.timeout(20)
 def test_an_interrupt_that_loses_the_wake_up_call_is_raised() -> None:
     loop = EventLoop()
-    loop._calls = Interrupted(1)
+    calls = Interrupted()
+    loop._calls = calls
+
+    async def end_once_waited_for() -> None:
+        await asyncio.to_thread(calls.is_waited_for.wait)
+
     with pytest.raises(KeyboardInterrupt):
-        loop.run(nothing())
+        loop.run(end_once_waited_for())
     assert loop.run(asyncio.sleep(0, "usable")) == "usable"
     loop.close(nothing())
 
@@ -41,7 +49,7 @@ def test_an_interrupt_that_loses_the_wake_up_call_is_raised() -> None:
 @pytest.mark.timeout(20)
 def test_an_interrupt_that_loses_a_call_cancels_what_waits_for_it() -> None:
     loop = EventLoop()
-    loop._calls = Interrupted(1)
+    loop._calls = Interrupted()
     made: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         loop.run(loop.call_here(lambda: made.append("call")))
