@@ -57,7 +57,7 @@ class AgentRuns(TrajectorySampler):
         self._conversation = conversations(tokenizer, config.model_name, **config.task.chat_template_kwargs)
 
     def check_prompt(self, problem: Problem) -> None:
-        """Check nothing: an agent makes prompts of its own."""
+        """Check nothing: an agent makes its own prompts."""
 
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         """Score a run whose agent gets the same made-up completion in each turn."""

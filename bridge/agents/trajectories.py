@@ -105,7 +105,7 @@ class TrajectorySampler:
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
-        """Return trajectories; every turn has a seed of its own, by its trajectory and its number.
+        """Return trajectories; every turn has its own seed, from its trajectory and its number.
 
         The prompt is what all of them begin with: each may add something else to it.
         """

@@ -70,7 +70,7 @@ class Source(NamedTuple):
     module: str
     """Its function `open_stream` opens the stream; imported once a run needs it."""
     samples_here: bool
-    """Whether the run samples problems of its own; else others sample from its servers, at ports that they know."""
+    """Whether the run samples its own problems; otherwise others sample from its servers, at ports that they know."""
 
 
 SOURCES: Mapping[str, Source] = {

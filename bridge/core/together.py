@@ -22,7 +22,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Re
 
 
 def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
-    """Start `call` in a thread of its own: an event loop's threads are few, and are waited for at its end."""
+    """Start `call` in its own thread: an event loop has few threads, and waits for them when it ends."""
     result = Future[Result]()
     result.set_running_or_notify_cancel()
 

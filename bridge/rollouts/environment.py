@@ -4,7 +4,7 @@ Without staleness a step's groups are sampled together, and none is in flight be
 whenever there is room, a step takes those that are done, and the server goes on with the others under new weights. In
 both cases each is scored as soon as it arrives, while others are still being sampled.
 
-The sampler's event loop has a thread of its own, which goes on while a step is computed. Only `take`, `evaluate` and
+The sampler's event loop has its own thread, which keeps running while a step is computed. Only `take`, `evaluate` and
 `served` start, take or drop groups; what a group notes meanwhile is logged by the next of them.
 """
 

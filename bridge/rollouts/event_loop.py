@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, which keeps running while its caller computes.
+"""An event loop in its own thread, which keeps running while its caller computes.
 
 Signals act in the main thread alone. One that interrupts a caller while it waits cancels the coroutine, and is raised
 once that has ended. Foreign code that scores in this process runs in the thread that waits, as debuggers and signal

@@ -117,7 +117,7 @@ def check_on_all_hosts(folder: Path, ranks: Ranks) -> None:
 
 
 def fingerprint(folder: Path) -> str | None:
-    """Return the digest of a checkpoint's marker; None if there is none that can be read."""
+    """Return the digest of a checkpoint's marker; None if it is missing or unreadable."""
     try:
         return hashlib.sha256((folder / MARKER_NAME).read_bytes()).hexdigest()
     except OSError:

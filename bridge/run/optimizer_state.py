@@ -33,7 +33,7 @@ POSITIONS = "by_position.pt"
 """The state of an optimizer that is not Bridge's, in its order: for each parameter its name and shape, its state, and
 the keys of what lies on the parameter's device."""
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file, and its copy in host memory while it is written; a larger tensor has a file of its own."""
+"""Largest file, and its copy in host memory while it is written; a larger tensor gets its own file."""
 
 
 class _State(BaseModel):
