@@ -28,10 +28,9 @@ from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.checks.verify import logprob_diffs, sample
 from bridge.config import SamplingConfig, TrainConfig
-from bridge.modes import way_of
+from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest, protocol
@@ -41,6 +40,7 @@ from bridge.server.fence import Update
 from bridge.types import Group
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
+from tests.listener import Listener
 
 ADAPTER = "compared"
 """Name of the adapter that both servers serve while their speeds are compared."""
@@ -136,7 +136,7 @@ def load(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def handed_over(options: argparse.Namespace, config: TrainConfig, run: RunDirectory) -> dict[str, Any]:
     """Publish an unchanged adapter repeatedly; return ms, with and without the first token."""
-    mode = way_of(config)(config, RunContext(name=str(run.path), scratch=run.served, note=run.note))
+    mode = WAYS[config.way](config, RunContext(name=str(run.path), scratch=run.served, note=run.note))
     try:
         mode.open()
         bare, with_token = [], []

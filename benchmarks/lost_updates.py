@@ -26,7 +26,6 @@ from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest
@@ -36,6 +35,7 @@ from bridge.weights import model_folder
 from bridge.weights.attach import AttachedModel, attach
 from bridge_cli.demo import demo_model_folder
 from bridge_environments import registry
+from tests.listener import Listener
 
 REFERENCE, PLAIN = "float32 master", "bf16"
 OURS: Mapping[str, Mapping[str, Any]] = {

@@ -24,7 +24,6 @@ from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serv
 from bridge.checks.verify import logprob_diffs, sample, verify
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.rollouts.sampler import Sampler
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest
@@ -32,6 +31,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update
 from bridge.weights.attach import attach
+from tests.listener import Listener
 
 
 def main() -> None:

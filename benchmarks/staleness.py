@@ -37,7 +37,6 @@ from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
 from bridge.run.metrics import StepMetrics
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest
@@ -49,6 +48,7 @@ from bridge.weights.attach import attach
 from bridge_cli import demo_model
 from bridge_cli.demo import GPU_SHARE, LEARNING_RATE, demo_model_folder
 from bridge_environments import registry
+from tests.listener import Listener
 
 TASKS = ("sums", "counting")
 NAIVE = "naive"

@@ -44,9 +44,9 @@ def attach(
         UnsupportedModelError: the model cannot be trained in place.
         ServerUnreachableError: the server does not answer.
     """
-    place = discovery.find(None if path is None else Path(path))
+    path_found = discovery.find(None if path is None else Path(path))
     return Policy(
-        manifest.load(place), sampling=sampling or SamplingConfig(), compute=compute or ComputeConfig(),
+        manifest.load(path_found), sampling=sampling or SamplingConfig(), compute=compute or ComputeConfig(),
         reads_only=reads_only, run_dir=None if run_dir is None else Path(run_dir),
     )  # fmt: skip
 

@@ -6,57 +6,42 @@ inside the fence; the server generates with the new weights from the next token 
 Not covered: the run directory and the checkpoints that it writes (`bridge/run/loop.py`).
 """
 
-import logging
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from bridge.checks import Check, verify
-from bridge.config import ComputeConfig, OptimizerConfig, SamplingConfig
+from bridge.config import ComputeConfig, SamplingConfig
 from bridge.config.optimizers import OptimizerName
-from bridge.core.foreign_code import described
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.whole_folder import written_whole
-from bridge.errors import RewardError, UsageError
+from bridge.errors import UsageError
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clip_gradients
 from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
-from bridge.rollouts import problems
 from bridge.rollouts.distribution import filters
-from bridge.rollouts.openai_api import Vocabulary
-from bridge.rollouts.sampler import Sampler, fitting, seed_of
-from bridge.run.loop import Loop, load_state
-from bridge.scoring.score import as_reward, limit_note
+from bridge.run.loop import load_state
+from bridge.served import ServedModel, note
 from bridge.server import fence
-from bridge.server.client import BridgeClient
-from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update, Window
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import InFlight, Status
-from bridge.types import Group, Message, Problem
-from bridge.weights import model_folder, skeleton
+from bridge.server.protocol import InFlight
+from bridge.types import Group
+from bridge.weights import model_folder
 from bridge.weights.attach import attach as attach_parameters
 
-Score = Callable[[Problem, str], float]
-"""Returns the reward of a completion's text."""
-note = logging.getLogger("bridge").info
 
-
-class Policy:
+class Policy(ServedModel):
     """The model of a live server, attached to this process: one copy of the weights. Made by `attach` and `serve`.
 
     A context manager; leaving it returns the server to others, with the weights that were published last.
@@ -66,9 +51,6 @@ class Policy:
     """The transformers model, in evaluation mode. Its parameters are the server's: change them inside `update` only.
 
     `pack` and `logprobs` give it attention for packed sequences; from then on it takes no padding."""
-    tokenizer: PreTrainedTokenizerBase
-    version: int
-    """Number of updates that were published since the server loaded its weights."""
 
     def __init__(
         self,
@@ -79,123 +61,22 @@ class Policy:
         reads_only: bool,
         run_dir: Path | None = None,
     ) -> None:
-        sampling = fitting(sampling, manifest.max_model_len, note)
-        self._sampling = sampling
+        super().__init__(manifest, sampling=sampling, reads_only=reads_only, run_dir=run_dir)
         self._compute = compute
-        self._reads_only = reads_only
-        self._manifest = manifest
-        self.tokenizer = skeleton.tokenizer(manifest.model)
-        self._num_calls = 0
-        """Calls of `sample` that drew their own seed."""
-        self._closed = False
-        self._client = BridgeClient(manifest, timeout_s=sampling.request_timeout_s)
-        self._sampler = Sampler(sampling, ids_of=Vocabulary(self.tokenizer))
-        self._loop = Loop(run_dir, manifest.model, sampling, note)
         try:
-            status = self._client.status() if reads_only else self._lease()
-            status.refuse_torn()
-            self.version = status.version
             self._attached = attach_parameters(manifest)
             self.model = self._attached.model
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        try:
-            if error is None:
-                self._loop.end()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Return the server to other trainers, and close the connections; a second time does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._sampler.close()
-        finally:
-            self._client.close()
-
-    @property
-    def sampling(self) -> SamplingConfig:
-        """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on, from when it was attached."""
-        return self._sampling
-
     @property
     def device(self) -> torch.device:
         return self._attached.device
 
-    @property
-    def url(self) -> str:
-        """Address of the server."""
-        return self._client.url
-
     def parameters(self) -> Iterable[nn.Parameter]:
         """Return the trained parameters, for an optimizer: a tied parameter once."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def sample(
-        self,
-        prompts: Sequence[str | list[Message] | Problem],
-        score: Score | None = None,
-        *,
-        seed: int | None = None,
-        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> list[Group]:
-        """Sample `sampling.group_size` completions of each prompt, with log-probabilities and versions.
-
-        A prompt is text, chat messages, or a dictionary with one of them as `prompt` and what `score` needs beside it.
-        `score(problem, text)` returns a completion's reward, in this process; without it rewards are 0. The same `seed`
-        samples the same completions from the same weights; by default each call has another one. The model's chat
-        template gets `chat_template_kwargs`.
-
-        Raises:
-            UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, or the server rejects a request, for
-                example because a prompt is too long.
-            RewardError: a prompt cannot be encoded, or a reward is not a finite number.
-            ServerUnreachableError: the server does not answer.
-        """
-        problems.check_prompts(prompts)
-        whole: list[Problem] = [each if isinstance(each, dict) else {"prompt": each} for each in prompts]
-        ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
-        first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(seed + 1, 0)
-        self._num_calls += seed is None
-        with self._loop.sampling():
-            found = self._sampler.sample(
-                [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=first_seed
-            )
-            return [
-                Group(
-                    problem=problem,
-                    prompt_token_ids=prompt,
-                    completions=completions,
-                    rewards=tuple(_reward(score, problem, each.text) for each in completions),
-                )
-                for problem, prompt, completions in zip(whole, ids, found, strict=True)
-            ]
-
-    def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
-        """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
-
-        The end-of-sequence token is added to the completion. Its log-probabilities are unknown (NaN).
-        """
-        ids = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"]]
-        end = self.tokenizer.eos_token_id
-        ids += [end] if end is not None else []
-        if not ids:
-            raise UsageError(f"the completion {completion!r} has no tokens", remedy="leave it out")
-        return Sample(
-            prompt_token_ids=problems.encode(self.tokenizer, {"prompt": prompt}),
-            token_ids=tuple(ids),
-            sampled_logprobs=(math.nan,) * len(ids),
-            advantages=(1.0,) * len(ids),
-            weight=weight,
-        )
 
     def pack(self, samples: Sequence[Sample], *, max_tokens: int = 16_384) -> list[MicroBatch]:
         """Pack samples into micro-batches of at most `max_tokens`, without padding; each prompt once where it can be.
@@ -215,7 +96,7 @@ class Policy:
         shares_prompts = preparation.prepare(
             self.model, self._compute, note, max_model_len=self._manifest.max_model_len
         )
-        self.model.register_forward_pre_hook(preparation.refuse_padding, with_kwargs=True)
+        self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
         return self.model, shares_prompts
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -252,19 +133,10 @@ class Policy:
         Raises:
             UsageError: there is no such optimizer, or a number is out of range.
         """
-        chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
-        try:
-            choices = OptimizerConfig.model_validate({"name": name, "lr": lr, **chosen})
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise UsageError(
-                f"{first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
-                remedy="policy.optimizer('adamw', lr=1e-6)",
-            ) from error
         given = [*(self.parameters() if params is None else params)]
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         defaults = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
-        return factory.make(choices, [{**defaults, **group} for group in groups], seed=seed)
+        return factory.make(factory.choices(name, lr, betas), [{**defaults, **group} for group in groups], seed=seed)
 
     def update(
         self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"
@@ -394,17 +266,12 @@ class Policy:
         """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
         return [*verify.proofs([self._attached], self._client, timeout_s=self.sampling.request_timeout_s)]
 
-    def _lease(self) -> Status:
-        program = Path(sys.argv[0]).name or "python"
-        return fence.when_free(lambda: self._client.take_lease(f"{program} (pid {os.getpid()})"))
 
-
-def _reward(score: Score | None, problem: Problem, text: str) -> float:
-    value = 0.0 if score is None else score(problem, text)
-    reward = as_reward(value)
-    if reward is None:
-        raise RewardError(
-            f"the reward of {text[:80]!r} is {described(value)}, expected a finite number{limit_note(value)}",
-            remedy="return a finite number from score",
+def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
+    mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
+    if mask is not None and not bool(mask.all()):
+        raise UsageError(
+            "the batch has padding, and this model's attention is the one for packed sequences",
+            remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
         )
-    return reward

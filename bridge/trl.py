@@ -9,51 +9,23 @@ that server; and the weights change inside the fence alone, in a step of the opt
 Not covered, and refused by name: several processes, adapters (`peft_config`), TRL's tools and environments, images.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from itertools import chain, count, groupby, repeat
+from itertools import chain, count, groupby
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from bridge.config import SamplingConfig
-from bridge.errors import IncompatibleVersionError, UsageError
+from bridge.errors import UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.policy import Policy
 from bridge.rollouts import problems
-from bridge.rollouts.distribution import filters
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.server.endpoint import Endpoint
-
-TESTED = "1.16", "1.17"
-"""The first version of TRL that works, and the first that nobody has tried."""
-UNUSED: dict[str, tuple[object, ...]] = {
-    "top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,),
-    "generation_kwargs": ({}, None), "cache_implementation": (None,), "use_vllm": (False,),
-    "use_transformers_continuous_batching": (False,), "use_transformers_paged": (False, None),
-    "transformers_continuous_batching_config": ({}, None),
-}  # fmt: skip
-"""Settings of TRL's `GRPOConfig` about generation that have no effect here -> the values that request nothing."""
-VLLM = "vllm_"
-"""Prefix of the settings of TRL's own vLLM, which have no effect either."""
-UNUSED_BY_ADAMW: dict[str, tuple[object, ...]] = {
-    "optim": ("adamw_torch", "adamw_torch_fused"), "optim_args": ("", None), "optim_target_modules": (None,),
-}  # fmt: skip
-"""The same for Bridge's AdamW, unless the script brings its own optimizer."""
-MOVING: dict[str, str] = {
-    "cast_lm_head_to_fp32": "moves the head out of the server's memory",
-    "fp16": "scales gradients for a step of the trainer's own, and the step is taken in the fence",
-    "fp16_full_eval": "copies the weights out of the server's memory",
-    "deepspeed": "copies the weights out of the server's memory",
-    "fsdp": "copies the weights out of the server's memory",
-    "parallelism_config": "trains with several processes, and one process trains a server",
-}
-"""Settings of `GRPOConfig` that would train something else than the server's weights -> why."""
+from bridge.trl_settings import check_version, refuse_settings, tokenizer_of
 
 
 def for_trl(
@@ -79,15 +51,15 @@ def for_trl(
             `processing_class` has other tokens than the server's model.
         IncompatibleVersionError: another version of TRL is installed, or none.
     """
-    _check_version()
+    check_version()
     optimizer, scheduler = optimizers
-    _refuse_settings(policy, args, UNUSED if optimizer is not None else {**UNUSED, **UNUSED_BY_ADAMW})
+    refuse_settings(policy, args, own_optimizer=optimizer is not None)
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UsageError(
             "the scheduler was made for another optimizer, and would have no effect",
             remedy="for_trl(policy, args, optimizers=(OPTIMIZER, SCHEDULER)), the scheduler made for that optimizer",
         )
-    tokenizer = _tokenizer(policy, processing_class)
+    tokenizer = tokenizer_of(policy, processing_class)
     _end_as_the_server(policy)
     return {
         "model": policy.model,
@@ -151,7 +123,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         model = self._policy.model
         own = model.state_dict()
         misfit = next(
-            (name for name, each in state_dict.items() if name in own and each.shape != own[name].shape), None
+            (name for name, weight in state_dict.items() if name in own and weight.shape != own[name].shape), None
         )
         if misfit:
             self._pending.clear()
@@ -171,7 +143,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         names: dict[int, list[str]] = {}
         for name, parameter in self._policy.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        return [each[0] for each in names.values() if not self._pending.keys() & each]
+        return [tied[0] for tied in names.values() if not self._pending.keys() & tied]
 
     def _refuse_partial(self) -> None:
         if not self._pending:
@@ -184,7 +156,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
 
     def _refuse_moved(self, model: Any) -> None:
         named = model.named_parameters() if model is not None else ()
-        moved = [name for name, each in named if each.requires_grad and each.data_ptr() not in self._places]
+        moved = [name for name, p in named if p.requires_grad and p.data_ptr() not in self._places]
         if moved:
             raise UsageError(
                 f"{len(moved)} of the trainer's parameters are outside the server's memory, the first: {moved[0]}",
@@ -224,14 +196,14 @@ class _Rollouts:
         ids = [problems.encode(self._tokenizer, {"prompt": prompt}, **self._template) for prompt, _ in runs]
         length = runs[0][1]
         with Sampler(self._config, ids_of=Vocabulary(self._policy.tokenizer)) as sampler:
-            found = sampler.sample(
+            sampled = sampler.sample(
                 [Endpoint(url=self._policy.url)], ids, num_samples=length, seed=seed_of(self._seed, next(self._calls))
             )
-        completions = [*chain.from_iterable(found)]
+        completions = [*chain.from_iterable(sampled)]
         return {
-            "prompt_ids": [[*each] for each in chain.from_iterable(repeat(prompt, length) for prompt in ids)],
-            "completion_ids": [[*each.token_ids] for each in completions],
-            "logprobs": [[*each.logprobs] for each in completions],
+            "prompt_ids": [[*prompt] for prompt in ids for _ in range(length)],
+            "completion_ids": [[*completion.token_ids] for completion in completions],
+            "logprobs": [[*completion.logprobs] for completion in completions],
         }
 
 
@@ -258,90 +230,18 @@ def _refuse_uncovered(trainer: Any, prompts: Sequence[Any]) -> None:
         )
 
 
-def _refuse_settings(policy: Policy, args: Any, unused: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse what has no effect here, and what would train something else than the server's weights.
-
-    Raises:
-        UsageError: a setting is one of these.
-    """
-    _refuse_unused(args, unused)
-    if chosen := filters(policy.sampling):
-        raise UsageError(
-            f"the policy samples with {', '.join(chosen)}, and TRL computes its loss over the whole vocabulary",
-            remedy="attach the policy without them",
-        )
-    if args.world_size > 1:
-        raise UsageError(f"{args.world_size} processes: one process trains a server", remedy="start the script alone")
-    for name, reason in MOVING.items():
-        if value := getattr(args, name, None):
-            raise UsageError(f"GRPOConfig has {name}={value!r}, which {reason}", remedy=f"leave {name} out")
-    if getattr(args, "bf16_full_eval", False) and policy.model.dtype != torch.bfloat16:
-        raise UsageError(
-            f"GRPOConfig has bf16_full_eval=True, which copies the {policy.model.dtype} weights out of the server's"
-            " memory",
-            remedy="leave bf16_full_eval out",
-        )
-    _check_device(policy, args)
-
-
-def _refuse_unused(args: Any, unused: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse every setting that the user made and that has no effect here, all at once.
-
-    Raises:
-        UsageError: there is one.
-    """
-    fields = dataclasses.fields(args) if dataclasses.is_dataclass(args) else ()
-    neutral = {field.name: (field.default,) for field in fields if field.name.startswith(VLLM)} | dict(unused)
-    values = {name: getattr(args, name, allowed[0]) for name, allowed in neutral.items()}
-    made = {name: value for name, value in values.items() if value not in neutral[name]}
-    if not made:
-        return
-    remedy = f"leave {' and '.join(made)} out"
-    if made.keys() <= UNUSED_BY_ADAMW.keys():
-        remedy += ", or make the optimizer: for_trl(policy, args, optimizers=(OPTIMIZER, None)), for example"
-        remedy += " policy.optimizer('adamw-8bit', lr=args.learning_rate)"
-    raise UsageError(
-        f"GRPOConfig has {', '.join(f'{name}={value!r}' for name, value in made.items())}, which has no effect on"
-        f" {'the optimizer of bridge.for_trl' if made.keys() <= UNUSED_BY_ADAMW.keys() else 'a Bridge server'}",
-        remedy=remedy,
-    )
-
-
 def _adamw(policy: Policy, args: Any) -> InPlaceOptimizer:
     """Return Bridge's AdamW with the settings of `args`; as in TRL, biases and norms do not decay."""
     groups: list[dict[str, Any]] = [{"params": [*policy.parameters()], "weight_decay": args.weight_decay}]
     if args.weight_decay:
         decaying = {*Trainer.get_decay_parameter_names(None, policy.model)}
-        named = [(name, each) for name, each in policy.model.named_parameters() if each.requires_grad]
+        named = [(name, parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
         groups = [
-            {"params": [each for name, each in named if (name in decaying) is decays], "weight_decay": weight_decay}
+            {"params": [p for name, p in named if (name in decaying) is decays], "weight_decay": weight_decay}
             for decays, weight_decay in ((True, args.weight_decay), (False, 0.0))
         ]
     betas = args.adam_beta1, args.adam_beta2
     return policy.optimizer("adamw", params=groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
-
-
-def _tokenizer(policy: Policy, chosen: Any) -> PreTrainedTokenizerBase:
-    """Return `chosen`, which must mean the same token by an id as the server, or the policy's own.
-
-    Raises:
-        UsageError: it does not, or is no tokenizer.
-    """
-    if chosen is None:
-        return policy.tokenizer
-    if not isinstance(chosen, PreTrainedTokenizerBase):
-        raise UsageError(
-            f"processing_class is a {type(chosen).__name__}, expected a tokenizer: images are not covered",
-            remedy="leave processing_class out, or pass its tokenizer",
-        )
-    theirs = chosen.get_vocab()
-    others = [token for token, index in policy.tokenizer.get_vocab().items() if theirs.get(token) != index]
-    if others:
-        raise UsageError(
-            f"processing_class has other ids than the server's model for {len(others)} tokens, such as {others[0]!r}",
-            remedy=f"use the tokenizer of {policy.tokenizer.name_or_path}, or leave processing_class out",
-        )
-    return chosen
 
 
 def _end_as_the_server(policy: Policy) -> None:
@@ -355,31 +255,3 @@ def _end_as_the_server(policy: Policy) -> None:
         return
     if served.eos_token_id is not None:
         policy.model.generation_config.eos_token_id = served.eos_token_id
-
-
-def _check_device(policy: Policy, args: Any) -> None:
-    """Refuse a device to which the trainer would copy the weights, and several GPUs, which it would copy them to.
-
-    Raises:
-        UsageError: the trainer's devices are not the server's.
-    """
-    here, there = policy.device, args.device
-    same = here.type == there.type and (here.index or 0) == (there.index or 0)
-    if same and args.n_gpu <= 1:
-        return
-    found = f"{args.n_gpu} GPUs" if same else str(there)
-    remedy = "GRPOConfig(use_cpu=True)"
-    if here.type == "cuda":
-        remedy = f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(here).uuid} in front of the command"
-    raise UsageError(f"the trainer would use {found}, and the server's weights are on {here}", remedy=remedy)
-
-
-def _check_version() -> None:
-    try:
-        found = version("trl")
-    except PackageNotFoundError as error:
-        raise IncompatibleVersionError("TRL is not installed", remedy=f"pip install 'trl~={TESTED[0]}.0'") from error
-    if not Version(TESTED[0]) <= Version(found) < Version(TESTED[1]):
-        raise IncompatibleVersionError(
-            f"TRL {found} is installed, expected {TESTED[0]}", remedy=f"pip install 'trl~={TESTED[0]}.0'"
-        )

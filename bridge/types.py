@@ -190,7 +190,7 @@ class Group:
 
     def with_advantages(self, advantages: Iterable[Any]) -> "Group":
         """Return a copy with these advantages: for each completion a number, or one number per token."""
-        own = tuple(tuple(map(float, each)) if _is_several(each) else (float(each),) for each in advantages)
+        own = tuple(tuple(map(float, value)) if _is_several(value) else (float(value),) for value in advantages)
         return replace(self, advantages=own)
 
 

@@ -91,7 +91,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "# agent.py": FILE,
         "bridge run --model MODEL --environment agent.py:Adder --max-turns 4 --max-new-tokens 512"
         " --reward-processes 16": RUN,
-        "# smolagents, in `run`": tested("tests/unit/test_agent_clients.py"),
+        "# smolagents, in `run`": tested("tests/unit/agents/test_clients.py"),
         "make verifiers": tested("tests/cpu/test_packages.py"),
     },
     "docs/library.md": {

@@ -33,7 +33,7 @@ from bridge.server.manifest import Manifest
 from bridge.server.protocol import Status
 from bridge.types import Completion, Group
 from bridge.weights.attach import AttachedModel, attach
-from bridge.weights.digest import digest
+from bridge.weights.parts import digest
 from tests import forked
 
 START_LIMIT_S = 300

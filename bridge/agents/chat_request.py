@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +25,15 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
-    "stream": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "stream": (True, False), "background": (False,), "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
-"""Field -> its values that can be had."""
+"""Field -> the values that are supported."""
 READ = ("messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Role in a request -> role for the chat template; templates do not know `developer`."""
 
 
-class Refusal(Exception):  # noqa: N818  the agent gets it, as the protocol has it
+class Refusal(Exception):  # noqa: N818  the agent gets it as an answer
     """A request that is answered by an error."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
@@ -95,20 +95,19 @@ def as_stream(document: Mapping[str, Any], body: Mapping[str, Any]) -> str:
 def read(body: Any) -> ChatRequest:
     """Return what a request asks."""
     if not isinstance(body, dict):
-        raise Refusal("the request is no JSON object")
+        raise Refusal("the request is not a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     _check_fields(given)
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refusal("messages is empty, or no list")
+        raise Refusal("messages is empty or not a list")
     read_messages = tuple(_message(message) for message in messages)
     if read_messages[-1]["role"] == "assistant":
-        raise Refusal("the last message is the assistant's, expected one that it answers")
+        raise Refusal("the last message is the assistant's, expected one for it to answer")
     tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Refusal("tools is no list of objects")
+        raise Refusal("tools is not a list of objects")
     choice = given.get("tool_choice", "auto")
-    _check_tool_choice(choice, tools)
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
     return ChatRequest(
         messages=read_messages,
@@ -129,22 +128,7 @@ def _check_fields(given: Mapping[str, Any]) -> None:
         if name not in {*NEUTRAL, *SAMPLING, *WITHOUT_EFFECT, *READ}:
             raise Refusal(f"the field {name} is not supported")
         if name in ("max_tokens", "max_completion_tokens") and (type(value) is not int or value < 1):
-            raise Refusal(f"{name} is no positive number")
-
-
-def _check_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-    if choice in ("auto", "none") or (choice == "required" and tools):
-        return
-    if choice == "required":
-        raise Refusal('tool_choice="required" needs tools, and the request has none')
-    try:
-        name = choice["function"]["name"]
-        names = [tool["function"]["name"] for tool in tools]
-    except (KeyError, TypeError) as error:
-        shown = shortened(json.dumps(choice))
-        raise Refusal(f"tool_choice={shown} is not supported, expected auto, none, required or a function") from error
-    if name not in names:
-        raise Refusal(f"tool_choice names {shortened(repr(name))}, which is not a tool of the request")
+            raise Refusal(f"{name} is not a positive number")
 
 
 def _stop(given: Any) -> tuple[str, ...]:
@@ -156,7 +140,7 @@ def _stop(given: Any) -> tuple[str, ...]:
 
 
 def key(message: Mapping[str, Any]) -> str:
-    """Return what makes a message the same as another: its role, its text and its calls."""
+    """Return a key that equal messages share: the role, the text and the calls."""
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
     return json.dumps([message["role"], content, calls, message.get("tool_call_id")], sort_keys=True)
@@ -175,10 +159,10 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def text_of(content: Any, kinds: Collection[str] = ("text",)) -> str:
-    """Return the text of a message, whose parts are of these kinds."""
+    """Return the text of a message with parts of these kinds."""
     if isinstance(content, list):
-        if other := [str(part.get("type")) for part in content if part.get("type") not in kinds]:
-            raise Refusal(f"a message has a part of the type {shortened(other[0])}, expected text")
+        if wrong := [str(part.get("type")) for part in content if part.get("type") not in kinds]:
+            raise Refusal(f"a message has a part of the type {shortened(wrong[0])}, expected text")
         return "\n".join(text_of(part["text"]) for part in content)
     if not isinstance(content, str | None):
         raise TypeError(content)
@@ -195,8 +179,3 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
         "id": str(call["id"]),
         "function": {"name": call["function"]["name"], "arguments": arguments},
     }
-
-
-def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return what makes tools the same as others: chat templates write their keys in the given order, too."""
-    return json.dumps(tools)

@@ -101,10 +101,10 @@ class Conversation:
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Conversation":
         """Return a copy with other tools, unchecked."""
-        other = copy(self)
-        other.template = {**self.template, "tools": list(tools)}
-        other._format = other._format_of([PROBE])
-        return other
+        copied = copy(self)
+        copied.template = {**self.template, "tools": list(tools)}
+        copied._format = copied._format_of([PROBE])
+        return copied
 
     def calls(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
         return self.read(token_ids)[1]
@@ -286,13 +286,13 @@ def _calls(text: str, form: re.Pattern[str]) -> Iterator[Call]:
     number = 0
     for written in form.findall(text):
         content = json.loads(written)
-        for one in content if isinstance(content, list) else [content]:
-            given: Any = next((one[name] for name in ARGUMENTS if name in one), {})
-            arguments, call_id = json.loads(given) if isinstance(given, str) else given, one.get("id")
-            if not isinstance(one["name"], str) or not isinstance(arguments, dict):
-                raise TypeError(one)
+        for call in content if isinstance(content, list) else [content]:
+            given: Any = next((call[name] for name in ARGUMENTS if name in call), {})
+            arguments, call_id = json.loads(given) if isinstance(given, str) else given, call.get("id")
+            if not isinstance(call["name"], str) or not isinstance(arguments, dict):
+                raise TypeError(call)
             known = call_id if isinstance(call_id, str) and re.fullmatch(r"\w{9}", call_id) else f"call{number:05d}"
-            yield Call(name=one["name"], arguments=arguments, id=known)
+            yield Call(name=call["name"], arguments=arguments, id=known)
             number += 1
 
 

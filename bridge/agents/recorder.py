@@ -17,11 +17,9 @@ from types import ModuleType
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from bridge.agents import chat_request, responses_api
 from bridge.agents.chat_request import Refusal
@@ -35,13 +33,11 @@ QUEUED = 2048
 """Connections that wait in the kernel."""
 BODY_LIMIT_BYTES = 128 * 2**20
 """Largest body. A conversation of a million tokens takes some 8 MiB."""
-BODY_LIMIT_S = 60.0
-"""Longest wait for the whole body."""
-ENDED = "this run has ended, or never was"
+ENDED = "this run has ended or never existed"
 APIS: Mapping[str, ModuleType] = {"chat/completions": chat_request, "responses": responses_api}
 """Route -> its protocol: a request as one for a chat completion, and the answer as a document or a stream."""
 EXPECTED = f"expected {' or '.join(f'POST {route}' for route in APIS)} or GET models"
-ENDS_CONNECTION = (404, 405, 408, 413)
+ENDS_CONNECTION = (404, 413)
 """Statuses of requests whose body was not read: it may still arrive."""
 Document = Mapping[str, Any]
 Answer = Callable[[Any], Awaitable[Document]]
@@ -85,7 +81,7 @@ class Recorder:
     async def close(self) -> None:
         """Close every connection."""
         if self._socket is not None:
-            self._server.force_exit = True  # wait for nobody
+            self._server.force_exit = True  # do not wait for open connections
             await self._server.shutdown([self._socket])
             self._socket = None
 
@@ -93,9 +89,9 @@ class Recorder:
         if self._socket is None:
             listener = socket.create_server(("127.0.0.1", 0))
             config = uvicorn.Config(
-                self._application(), lifespan="off", ws="none", http="h11", log_config=None, access_log=False,
-                proxy_headers=False, date_header=False, server_header=False, timeout_keep_alive=KEPT_S,
-                timeout_graceful_shutdown=CLOSING_S, backlog=ACCEPTED_AT_ONCE,
+                self._serve, interface="asgi3", lifespan="off", ws="none", http="h11",
+                log_config=None, access_log=False, proxy_headers=False, date_header=False, server_header=False,
+                timeout_keep_alive=KEPT_S, timeout_graceful_shutdown=CLOSING_S, backlog=ACCEPTED_AT_ONCE,
             )  # fmt: skip
             config.load()
             self._server = uvicorn.Server(config)
@@ -106,71 +102,62 @@ class Recorder:
         port: int = self._socket.getsockname()[1]
         return port
 
-    def _application(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/{run}/v1/{route:path}", self._answered, methods=["POST"]),
-                Route("/{run}/v1/models", self._models, methods=["GET"]),
-            ],
-            exception_handlers={Refusal: _refused, HTTPException: _not_found},
-        )
-
-    async def _models(self, request: Request) -> Response:
-        self._run_of(request)
-        model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "bridge"}
-        return _response(json.dumps({"object": "list", "data": [model]}))
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            response = await self._answered(request)
+        except Refusal as refusal:
+            error = {"message": refusal.message, "type": "invalid_request_error", "param": None, "code": None}
+            response = _response(json.dumps({"error": error}), status=refusal.status)
+        await response(scope, receive, send)
 
     async def _answered(self, request: Request) -> Response:
-        route = request.path_params["route"]
-        self._run_of(request)
-        if (api := APIS.get(route)) is None:
-            raise Refusal(f"there is no POST {route} here, {EXPECTED}", status=404)
-        body = await _body(request)
+        name, _, route = request.url.path[1:].partition("/v1/")
+        self._run_of(name)
+        if (request.method, route) == ("GET", "models"):
+            model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "bridge"}
+            return _response(json.dumps({"object": "list", "data": [model]}))
+        if request.method != "POST" or route not in APIS:
+            raise Refusal(f"there is no {request.method} {route} here, {EXPECTED}", status=404)
+        api = APIS[route]
         try:
-            asked = json.loads(body)
+            asked = json.loads(await _body(request))
         except (ValueError, RecursionError) as error:
-            raise Refusal("the request is no JSON") from error
-        run = self._run_of(request)  # it may have ended while the body arrived
+            raise Refusal("the request is not JSON") from error
+        run = self._run_of(name)  # it may have ended while the body arrived
         document = api.as_document(asked, await _in_time(run, api.as_chat(asked), request))
         try:
             if asked.get("stream"):
                 return _response(api.as_stream(document, asked), "text/event-stream")
             return _response(json.dumps(document))
-        except (
-            RecursionError
-        ) as error:  # the answer repeats a field that is nested more deeply than JSON can be written
+        except RecursionError as error:  # the answer repeats a field of the request
             raise Refusal("the request is nested too deeply") from error
 
-    def _run_of(self, request: Request) -> _Run:
-        if (run := self._runs.get(request.path_params["run"])) is None:
+    def _run_of(self, name: str) -> _Run:
+        if name not in self._runs:
             raise Refusal(ENDED, status=404)
-        return run
+        return self._runs[name]
 
 
 async def _body(request: Request) -> bytes:
-    length = request.headers.get("content-length", "")
-    num_bytes, pieces = int(length) if length.isdecimal() else 0, list[bytes]()
+    length, body = request.headers.get("content-length", ""), bytearray()
+    too_large = Refusal(f"the body is larger than {BODY_LIMIT_BYTES // 2**20} MiB", status=413)
+    if length.isdecimal() and int(length) > BODY_LIMIT_BYTES:
+        raise too_large
     try:
-        async with asyncio.timeout(BODY_LIMIT_S):
-            if num_bytes <= BODY_LIMIT_BYTES:
-                stream = request.stream()
-                async with aclosing(stream):
-                    async for piece in stream:
-                        pieces.append(piece)
-                        num_bytes = max(num_bytes, sum(map(len, pieces)))
-                        if num_bytes > BODY_LIMIT_BYTES:
-                            break
-    except TimeoutError as error:
-        raise Refusal(f"the body did not arrive within {BODY_LIMIT_S:g} s", status=408) from error
+        stream = request.stream()
+        async with aclosing(stream):
+            async for piece in stream:
+                body += piece
+                if len(body) > BODY_LIMIT_BYTES:
+                    raise too_large
     except ClientDisconnect as error:
-        raise Refusal("nobody waits for the answer", status=499) from error
-    if num_bytes > BODY_LIMIT_BYTES:
-        raise Refusal(f"the body is larger than {BODY_LIMIT_BYTES // 2**20} MiB", status=413)
-    return b"".join(pieces)
+        raise Refusal("the client closed the connection", status=499) from error
+    return bytes(body)
 
 
 async def _in_time(run: _Run, asked: Any, request: Request) -> Document:
-    """Answer as long as the run lasts, and somebody waits."""
+    """Answer unless the run ends or the client disconnects first."""
     made: Any = run.answer(asked)
     task: asyncio.Task[Document] = asyncio.create_task(made)
     disconnected = asyncio.ensure_future(request.receive())  # the body is read
@@ -178,7 +165,7 @@ async def _in_time(run: _Run, asked: Any, request: Request) -> Document:
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Refusal("nobody waits for the answer", status=499)
+            raise Refusal("the client closed the connection", status=499)
         if task.cancelled():
             raise Refusal(ENDED, status=410)
         return task.result()
@@ -191,15 +178,3 @@ async def _in_time(run: _Run, asked: Any, request: Request) -> Document:
 def _response(text: str, kind: str = "application/json", *, status: int = 200) -> Response:
     headers = {"x-should-retry": "false"} | ({"connection": "close"} if status in ENDS_CONNECTION else {})
     return Response(text.encode(), status, headers, kind)
-
-
-async def _refused(_: Request, refusal: Exception) -> Response:
-    assert isinstance(refusal, Refusal)
-    error = {"message": refusal.message, "type": "invalid_request_error", "param": None, "code": None}
-    return _response(json.dumps({"error": error}), status=refusal.status)
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    refusal = Refusal(f"there is no {request.method} {request.url.path} here, {EXPECTED}", status=error.status_code)
-    return await _refused(request, refusal)

@@ -1,4 +1,4 @@
-"""What an agent's run has said, from requests that each hold a whole conversation.
+"""The turns of an agent's run, from requests that each hold a whole conversation.
 
 A request whose messages begin with a conversation that was answered continues its tokens. Any other begins a sequence
 of its own: another agent of the same run, a history that was edited or shortened, or a chat template that changes
@@ -178,4 +178,4 @@ def _written(call: Call) -> dict[str, Any]:
 
 
 def _key(chat: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return (chat_request.tools_key(chat.tools), *map(chat_request.key, messages))
+    return (json.dumps(chat.tools), *map(chat_request.key, messages))

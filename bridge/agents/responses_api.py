@@ -15,14 +15,10 @@ from typing import Any
 from bridge.agents.chat_request import Refusal, text_of
 from bridge.core.foreign_code import said, shortened
 
-SAME = ("model", "temperature", "top_p", "top_logprobs", "tool_choice", "stream", "user", "metadata", "store")
-"""Fields that mean the same in a request for a chat completion."""
-WITHOUT_EFFECT = (
-    "include", "truncation", "reasoning", "parallel_tool_calls", "service_tier", "safety_identifier", "stream_options",
-    "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
-)  # fmt: skip
+WITHOUT_EFFECT = ("include", "truncation", "reasoning", "prompt_cache_retention", "prompt_cache_options")
 STORED = ("previous_response_id", "conversation", "prompt")
-READ = ("input", "instructions", "tools", "text", "max_output_tokens", "background")
+TRANSLATED = ("input", "instructions", "tools", "tool_choice", "text", "max_output_tokens")
+"""Fields with another form in a request for a chat completion; the others are checked there."""
 TEXT_PARTS = ("input_text", "output_text", "text")
 Item = Mapping[str, Any]
 
@@ -30,10 +26,9 @@ Item = Mapping[str, Any]
 def as_chat(body: Any) -> dict[str, Any]:
     """Return the same request for a chat completion."""
     if not isinstance(body, dict):
-        raise Refusal("the request is no JSON object")
+        raise Refusal("the request is not a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     try:
-        _check_fields(given)
         return _chat(given)
     except Refusal:
         raise
@@ -42,12 +37,18 @@ def as_chat(body: Any) -> dict[str, Any]:
 
 
 def _chat(given: Item) -> dict[str, Any]:
-    chat: dict[str, Any] = {name: given[name] for name in SAME if name in given}
+    for name in STORED:
+        if name in given:
+            raise Refusal(f"{name} is not supported, because nothing is stored: send the whole conversation as input")
+    if "message.output_text.logprobs" in given.get("include", ()):
+        raise Refusal("logprobs are not supported while a run is recorded for training")
+    chat = {name: value for name, value in given.items() if name not in {*WITHOUT_EFFECT, *TRANSLATED}}
     chat["messages"] = _messages(given)
     if given.get("tools"):
         chat["tools"] = [_tool(tool) for tool in given["tools"]]
-    if isinstance(choice := given.get("tool_choice"), dict) and choice.get("type") == "function":
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    if choice := given.get("tool_choice"):
+        is_named = isinstance(choice, dict) and choice.get("type") == "function"
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named else choice
     if "format" in given.get("text", {}):
         chat["response_format"] = given["text"]["format"]
     if "max_output_tokens" in given:
@@ -92,18 +93,6 @@ def as_stream(response: Item, _: Item) -> str:
     return "".join(written)
 
 
-def _check_fields(given: Item) -> None:
-    for name in STORED:
-        if name in given:
-            raise Refusal(f"{name} is not supported, because nothing is stored: send the whole conversation as input")
-    if given.get("background"):
-        raise Refusal("background=true is not supported while a run is recorded for training")
-    if "message.output_text.logprobs" in given.get("include", ()):
-        raise Refusal("logprobs are not supported while a run is recorded for training")
-    if unknown := given.keys() - {*SAME, *WITHOUT_EFFECT, *READ}:
-        raise Refusal(f"the field {min(unknown)} is not supported")
-
-
 def _messages(given: Item) -> list[dict[str, Any]]:
     """Return the conversation as messages: the items of one turn of the model become one message."""
     instructions, items = given.get("instructions"), given["input"]
@@ -112,40 +101,30 @@ def _messages(given: Item) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": items}]
     turn: dict[str, Any] | None = None
     for item in items:
-        if (message := _message(item)) is not None:
-            turn = None
-            messages.append(message)
+        kind = item.get("type", "message")
+        if kind in ("function_call", "reasoning") or (kind == "message" and item["role"] == "assistant"):
+            if turn is None or (kind == "message" and turn.keys() & {"content", "tool_calls"}):
+                turn = {"role": "assistant"}
+                messages.append(turn)
+            _add(turn, kind, item)
             continue
-        if turn is None or (_is_text(item) and turn.keys() & {"content", "tool_calls"}):
-            turn = {"role": "assistant"}
-            messages.append(turn)
-        _add(turn, item)
+        turn = None
+        if kind == "function_call_output":
+            text = text_of(item["output"], TEXT_PARTS)
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+        elif kind == "message":
+            messages.append({"role": item["role"], "content": text_of(item["content"], TEXT_PARTS)})
+        else:
+            raise Refusal(f"input has an item of the type {shortened(str(kind))}, expected messages and function calls")
     return messages
 
 
-def _message(item: Item) -> dict[str, Any] | None:
-    """Return an item as a message; None if it is a part of a turn of the model."""
-    kind = item.get("type", "message")
-    if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"], TEXT_PARTS)}
-    if kind in ("function_call", "reasoning") or _is_text(item):
-        return None
-    if kind != "message":
-        raise Refusal(f"input has an item of the type {shortened(str(kind))}, expected messages and function calls")
-    return {"role": item["role"], "content": text_of(item["content"], TEXT_PARTS)}
-
-
-def _is_text(item: Item) -> bool:
-    is_message: bool = item.get("type", "message") == "message"
-    return is_message and item["role"] == "assistant"
-
-
-def _add(turn: dict[str, Any], item: Item) -> None:
+def _add(turn: dict[str, Any], kind: str, item: Item) -> None:
     """Add an item of the model to its turn."""
-    if item.get("type") == "function_call":
+    if kind == "function_call":
         function = {"name": item["name"], "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
-    elif item.get("type") == "reasoning":
+    elif kind == "reasoning":
         turn["reasoning_content"] = "\n".join(part["text"] for part in item.get("content") or item.get("summary") or [])
     else:
         turn["content"] = text_of(item["content"], TEXT_PARTS)

@@ -18,7 +18,6 @@ from bridge.agents.conversation import Conversation
 from bridge.agents.recorder import Document, Recorder
 from bridge.agents.recording import Recording, Tools, TurnRequest, as_message
 from bridge.agents.trajectories import TrajectorySampler, Written, pinned
-from bridge.config import TrainConfig
 from bridge.config.choices import flag
 from bridge.core.foreign_code import said
 from bridge.errors import UsageError
@@ -44,17 +43,18 @@ class AgentRuns(TrajectorySampler):
 
     def __init__(
         self,
-        config: TrainConfig,
         tokenizer: PreTrainedTokenizerBase,
         sampler: Sampler,
         scorer: Scorer,
+        max_turns: int,
+        conversation: Callable[[Tools], Conversation],
+        recorder: Recorder,
         note: Callable[[str], None],
     ) -> None:
-        """Check the model's chat template."""
-        super().__init__(config, tokenizer, sampler, scorer)
+        super().__init__(tokenizer, sampler, scorer, max_turns)
+        self._conversation = conversation
+        self._recorder = recorder
         self._note = note
-        self._recorder = Recorder(config.model_name)
-        self._conversation = conversations(tokenizer, config.model_name, **config.task.chat_template_kwargs)
 
     def check_prompt(self, problem: Problem) -> None:
         """Check nothing: an agent makes its own prompts."""
@@ -83,7 +83,7 @@ class AgentRuns(TrajectorySampler):
     ) -> tuple[list[Written], Score | FailedScore]:
         async def room(request: TurnRequest) -> int:
             most = await self._sampler.longest(pinned(servers, number))
-            left = self._config.sampling.longest - request.num_behind_prompt
+            left = self._sampler.config.longest - request.num_behind_prompt
             return left if most is None else min(left, most - len(request.token_ids))
 
         async def sample(turn: int, request: TurnRequest, max_tokens: int) -> Completion:
@@ -95,7 +95,7 @@ class AgentRuns(TrajectorySampler):
 
         async with self._scorer.trajectory(problem) as trajectory:
             recording = Recording(self._conversation, self._note)
-            run = Run(recording, sample, room, max_turns=self._config.rollouts.max_turns, note=self._note)
+            run = Run(recording, sample, room, max_turns=self._max_turns, note=self._note)
             result = await scored(run, self._recorder, trajectory, problem)
             return run.written(), result
 
@@ -110,7 +110,7 @@ def conversations(
     def conversation(tools: str) -> Conversation:
         return without.with_tools(json.loads(tools))
 
-    return lambda tools: conversation(chat_request.tools_key(tools)) if tools else without
+    return lambda tools: conversation(json.dumps(tools)) if tools else without
 
 
 async def scored(run: "Run", recorder: Recorder, trajectory: Trajectory, problem: Problem) -> Score | FailedScore:
@@ -160,7 +160,7 @@ class Run:
             raise Refusal(f"the request cannot be read: {type(error).__name__}{said(error)}") from error
         try:
             completion = await self._sampled(request)
-        except Exception as error:  # not the agent's fault: whoever waits for the run gets it
+        except Exception as error:  # not the agent's fault: `unless_it_fails` raises it
             if not self._fault.done():
                 self._fault.set_exception(error)
             raise Refusal("the model cannot be sampled from", status=500) from error

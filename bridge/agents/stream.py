@@ -1,4 +1,4 @@
-"""The stream of an environment, whichever way the model answers its problems: `INTERACTIONS` has one row for each.
+"""The stream of an environment, whichever way the model answers its problems.
 
 `rehearse` tries an environment before anything starts: it encodes the first prompts, and scores made-up completions.
 """
@@ -6,16 +6,17 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.agents.runs import AgentRuns
+from bridge.agents.conversation import Conversation
+from bridge.agents.recorder import Recorder
+from bridge.agents.runs import AgentRuns, conversations
 from bridge.agents.trajectories import Trajectories
-from bridge.config import FeedConfig, TrainConfig
+from bridge.config import SamplingConfig, TaskConfig, TrainConfig
 from bridge.core import private
 from bridge.errors import RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
@@ -25,7 +26,7 @@ from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.stream import Completions, GroupSampler, Notes
 from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
-from bridge.types import Environment, Interaction, Problem, Task
+from bridge.types import Environment, Problem, Task
 from bridge.weights import skeleton
 
 PER_CORE = 8
@@ -33,26 +34,28 @@ PER_CORE = 8
 NUM_PROBLEMS = 3
 LIMIT_S = 10.0
 """Time limit of all scores together: training gives a slow score the time that it needs."""
-Make = Callable[[Any, Task, PreTrainedTokenizerBase, Sampler, Scorer, Callable[[str], None]], GroupSampler]
-INTERACTIONS: Mapping[Interaction, Make] = {
-    "completion": lambda config, _, tokenizer, sampler, scorer, __: Completions(
-        config.task, tokenizer, sampler, scorer
-    ),
-    "tools": lambda config, task, tokenizer, sampler, scorer, _: Trajectories(config, task, tokenizer, sampler, scorer),
-    "agent": lambda config, _, tokenizer, sampler, scorer, note: AgentRuns(config, tokenizer, sampler, scorer, note),
-}
 
 
 def group_sampler(
-    config: TrainConfig | FeedConfig,
+    model_name: str,
+    chosen: TaskConfig,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     sampler: Sampler,
     scorer: Scorer,
     note: Callable[[str], None],
+    *,
+    max_turns: int = 1,
 ) -> GroupSampler:
-    """Return what samples and scores the groups of an environment."""
-    return INTERACTIONS[task.interaction](config, task, tokenizer, sampler, scorer, note)
+    """Return what samples and scores the groups of an environment; it checks the model's chat template."""
+    template = chosen.chat_template_kwargs
+    if task.interaction == "completion":
+        return Completions(tokenizer, sampler, scorer, template)
+    if task.interaction == "tools":
+        conversation = Conversation(tokenizer, model_name, tools=task.schemas, **template)
+        return Trajectories(tokenizer, sampler, scorer, max_turns, conversation)
+    known = conversations(tokenizer, model_name, **template)
+    return AgentRuns(tokenizer, sampler, scorer, max_turns, known, Recorder(model_name), note)
 
 
 def open_stream(
@@ -67,54 +70,63 @@ def open_stream(
     """Prepare everything that needs no server; of several `ranks`, each that talks to a server samples a share."""
     assert environment is not None, "nothing to sample for"
     task = Task.of(environment)
-    notes = Notes(note)
+    notes, rollouts = Notes(note), config.rollouts
+    processes = config.task.reward_processes
+    if not (task.in_workers and ranks.is_tp_rank_zero):  # else another rank samples and scores
+        processes = 0
+    elif processes is None and task.interaction != "completion":  # one for each trajectory that runs at once
+        at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * config.hosts)
+        processes = max(1, at_once // ranks.dp_size)
     tokenizer = skeleton.tokenizer(config.model_name)
     sampler = Sampler(config.sampling, ids_of=Vocabulary(tokenizer))
-    in_workers = task.in_workers and ranks.is_tp_rank_zero  # else another rank samples and scores
     with ExitStack() as undo:
         scorer = Scorer(
             task.recipe,
-            processes=_num_processes(config, task, ranks) if in_workers else 0,
+            processes=processes,
             timeout_s=config.task.reward_timeout_s,
-            tool_timeout_s=config.rollouts.tool_timeout_s,
+            tool_timeout_s=rollouts.tool_timeout_s,
             variables=config.task.worker_env,
             call_here=sampler.call_here,
         )
         undo.callback(scorer.close)
-        groups = group_sampler(config, task, tokenizer, sampler, scorer, notes)
+        groups = group_sampler(
+            config.model_name, config.task, task, tokenizer, sampler, scorer, notes, max_turns=rollouts.max_turns
+        )
         stream = EnvironmentStream(config, task, groups, sampler, scorer, notes, progress=progress, ranks=ranks)
         undo.pop_all()
     return stream
 
 
-def _num_processes(config: TrainConfig, task: Task, ranks: Ranks) -> int | None:
-    """Return how many processes score: the chosen number, or with turns one for each trajectory that runs at once."""
-    chosen = config.task.reward_processes
-    if task.interaction == "completion" or chosen is not None:
-        return chosen
-    cores = len(os.sched_getaffinity(0))
-    at_once = min(config.rollouts.batch_size, PER_CORE * cores * config.hosts)
-    return max(1, at_once // ranks.dp_size)
-
-
-def rehearse(config: TrainConfig | FeedConfig, environment: Environment, note: Callable[[str], None]) -> None:
+def rehearse(
+    model_name: str,
+    chosen: TaskConfig,
+    sampling: SamplingConfig,
+    environment: Environment,
+    note: Callable[[str], None],
+) -> None:
     """Try the first problems and the first held-out ones; `note` gets problems that are not fatal."""
-    chosen, task = config.task, Task.of(environment)
+    task = Task.of(environment)
     problems = list(islice(task, NUM_PROBLEMS))
     processes = 1 if task.in_workers and chosen.reward_processes != 0 else 0
-    with Sampler(config.sampling) as sampler, ExitStack() as closing:  # the sampler opens no connection
+    with Sampler(sampling) as sampler, ExitStack() as closing:  # the sampler opens no connection
         scorer = Scorer(
             task.recipe, processes=processes, timeout_s=chosen.reward_timeout_s, variables=chosen.worker_env,
             call_here=sampler.call_here,
         )  # fmt: skip
         closing.callback(scorer.close)
-        tokenizer = skeleton.tokenizer(config.model_name)  # takes seconds, in which the process starts
-        groups = group_sampler(config, task, tokenizer, sampler, scorer, note)
+        tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
+        groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, note)
         tried = [*problems, *task.held_out()[:NUM_PROBLEMS]]
         for problem in tried:
             groups.check_prompt(problem)
         is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for problem in tried)
-        _refuse_unused(chosen.chat_template_kwargs, "" if is_text else str(tokenizer.chat_template or ""))
+        template = "" if is_text else str(tokenizer.chat_template or "")
+        if unused := [name for name in chosen.chat_template_kwargs if name not in template]:
+            why = "the model's chat template does not use " + ", ".join(unused) if template else "the prompts are text"
+            raise UsageError(
+                f"--chat-template-kwargs has no effect: {why}",
+                remedy="leave it out, or give the names that the model's chat template uses",
+            )
         failures = sampler.run(_failures(groups, problems))
     if not failures:
         return
@@ -129,16 +141,6 @@ def rehearse(config: TrainConfig | FeedConfig, environment: Environment, note: C
     if processes and (hidden := private.hidden(chosen.worker_env)):
         remedy += f"; it cannot read {', '.join(hidden)} (--worker-env NAME passes a variable on)"
     raise RewardError(what, remedy=remedy)
-
-
-def _refuse_unused(arguments: Iterable[str], template: str) -> None:
-    """Refuse an argument of the chat template that would be ignored without a word."""
-    if unused := [name for name in arguments if name not in template]:
-        why = "the prompts are text" if not template else f"the model's chat template does not use {', '.join(unused)}"
-        raise UsageError(
-            f"--chat-template-kwargs has no effect: {why}",
-            remedy="leave it out, or give the names that the model's chat template uses",
-        )
 
 
 async def _failures(groups: GroupSampler, problems: Sequence[Problem]) -> list[FailedScore]:

@@ -7,7 +7,7 @@ has a method `run`, which gets its turns from an OpenAI-compatible address and m
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from bridge.core.foreign_code import described, said
 from bridge.scoring.score import (
@@ -36,34 +36,35 @@ def names(kind: type) -> list[str]:
     return [name for name, _ in methods if not name.startswith("_") and name not in NO_TOOLS]
 
 
-class _OwnReward:
-    """Lets `get_reward()` be called as other scores are."""
-
-    def __init__(self, instance: Any) -> None:
-        self._instance = instance
-
-    def get_reward(self, *_: Any) -> Any:
-        return awaited(self._instance.get_reward())
-
-
-class Tools(Host):
-    """An instance of a class with tools."""
+class _MadeHost(Host):
+    """An instance of a class of the user's, made anew for each trajectory that runs at the same time."""
 
     def __init__(self, make: Callable[[], Any], rewards: Scores | None = None) -> None:
         """Make it by `make`; `rewards` replace its own."""
         self._make = make
         self._rewards = rewards
         self._instance = make()
+
+    def fresh(self) -> Self:
+        return type(self)(self._make, self._rewards)
+
+
+class Tools(_MadeHost):
+    """An instance of a class with tools."""
+
+    def __init__(self, make: Callable[[], Any], rewards: Scores | None = None) -> None:
+        super().__init__(make, rewards)
         kind = type(self._instance)
         self._names = names(kind)
         self._reset = Origin.of(kind, "reset")
         if rewards is None and hasattr(kind, "get_reward"):
-            super().__init__(_OwnReward(self._instance), Origin.of(kind, "get_reward"))
+            Host.__init__(self, self, Origin.of(kind, "get_reward"))
         else:
-            super().__init__(rewards or self._instance)
+            Host.__init__(self, rewards or self._instance)
 
-    def fresh(self) -> "Tools":
-        return Tools(self._make, self._rewards)
+    def get_reward(self, *_: Any) -> Any:
+        """Return the instance's own reward; called as other scores are."""
+        return awaited(self._instance.get_reward())
 
     def begin(self, problem: Problem) -> Reply | FailedScore:
         """Reset it for a trajectory; the reply is what `reset` adds to the prompt."""
@@ -85,25 +86,19 @@ class Tools(Host):
             return Reply(text=_cut(f"error: {type(error).__name__}{said(error)}"), is_error=True)
 
 
-class Agent(Host):
-    """An instance of a class of agents."""
+class Agent(_MadeHost):
+    """An instance of a class of agents; `rewards` replace what it returns."""
 
     runs_in_thread = True
     """Its requests are answered by this process meanwhile."""
 
     def __init__(self, make: Callable[[], Any], rewards: Scores | None = None) -> None:
-        """Make it by `make`; `rewards` replace what it returns."""
-        self._make = make
-        self._rewards = rewards
-        self._instance = make()
+        super().__init__(make, rewards)
         self._runner: Any = None
         kind = type(self._instance)
         self._run = Origin.of(kind, "run")
         scores = rewards or (self._instance if hasattr(kind, "score") else None)
-        super().__init__(scores, None if scores else self._run)
-
-    def fresh(self) -> "Agent":
-        return Agent(self._make, self._rewards)
+        Host.__init__(self, scores, None if scores else self._run)
 
     def run(self, problem: Problem, base_url: str) -> Reply | Score | FailedScore:
         """Run it to its end; a reply means that `score` has the reward."""

@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from bridge.agents.conversation import Call, Conversation, encodable
-from bridge.config import TrainConfig
 from bridge.core.together import together
 from bridge.errors import RewardError, UsageError
 from bridge.rollouts.problems import encode
@@ -22,7 +21,7 @@ from bridge.rollouts.servers import Server
 from bridge.rollouts.stream import Sampled, Servers
 from bridge.scoring.score import FailedScore, Score, failed
 from bridge.scoring.scorer import Scorer, Trajectory
-from bridge.types import Completion, FinishReason, Problem, Task
+from bridge.types import Completion, FinishReason, Problem
 
 NOT_SAMPLED = 0.0, 0
 """What filters kept for a token that is only read: nothing looks at it."""
@@ -69,7 +68,7 @@ class Written:
         self.kept += [NOT_SAMPLED] * count if self.kept else []
 
     def completion(self, start: int) -> Completion:
-        """Return it as a completion of a prompt that ends before place `start` of its own."""
+        """Return it as a completion of the shared prompt, the first `start` tokens of its own."""
         rest = self.prompt[start:]
         lines = [f"{entry.get('name', entry['role'])}: {entry['text']}" for entry in self.transcript]
         return Completion(
@@ -90,22 +89,16 @@ class TrajectorySampler:
 
     is_chat = True
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        sampler: Sampler,
-        scorer: Scorer,
-    ) -> None:
-        self._config = config
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sampler: Sampler, scorer: Scorer, max_turns: int) -> None:
         self._tokenizer = tokenizer
         self._sampler = sampler
         self._scorer = scorer
+        self._max_turns = max_turns
 
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
-        """Return trajectories; every turn has its own seed, from its trajectory and its number.
+        """Return trajectories; the seed of a turn comes from the numbers of the trajectory and the turn.
 
         The prompt is what all of them begin with: each may add something else to it.
         """
@@ -135,7 +128,7 @@ class TrajectorySampler:
             tuple(token_ids),
             num_samples=1,
             seed=seed,
-            index=number * self._config.rollouts.max_turns + turn,
+            index=number * self._max_turns + turn,
             **params,
         )
         return completion
@@ -152,16 +145,14 @@ class Trajectories(TrajectorySampler):
 
     def __init__(
         self,
-        config: TrainConfig,
-        task: Task,
         tokenizer: PreTrainedTokenizerBase,
         sampler: Sampler,
         scorer: Scorer,
+        max_turns: int,
+        conversation: Conversation,
     ) -> None:
-        """Prove the model's chat template."""
-        super().__init__(config, tokenizer, sampler, scorer)
-        template = config.task.chat_template_kwargs
-        self._conversation = Conversation(tokenizer, config.model_name, tools=task.schemas, **template)
+        super().__init__(tokenizer, sampler, scorer, max_turns)
+        self._conversation = conversation
 
     def check_prompt(self, problem: Problem) -> None:
         self._prompt(problem, "")
@@ -185,8 +176,8 @@ class Trajectories(TrajectorySampler):
             except RewardError as error:
                 fault = failed(problem, "", "what reset returned does not fit into the prompt", error.message)
                 return [written], fault
-            longest, max_turns = self._config.sampling.longest, self._config.rollouts.max_turns
-            for turn in range(max_turns):
+            longest = self._sampler.config.longest
+            for turn in range(self._max_turns):
                 said = await self._turn(
                     servers, (*written.prompt, *written.token_ids), seed=seed, number=number, turn=turn,
                     max_tokens=longest - len(written.token_ids), **params,
@@ -198,7 +189,7 @@ class Trajectories(TrajectorySampler):
                     return [written], added
                 if not added:
                     break
-                if turn + 1 == max_turns or len(written.token_ids) + len(added) >= longest:
+                if turn + 1 == self._max_turns or len(written.token_ids) + len(added) >= longest:
                     written.finish_reason = "length"
                     break
                 written.add_answers(added)

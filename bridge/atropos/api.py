@@ -47,16 +47,11 @@ class TrainerInfo(Body):
     """Environments leave out groups with a sequence of so many tokens or more; 0 or less: no limit."""
 
 
-class QueueStatus(Body):
-    """The answer of `GET /status`."""
-
-    queue_size: int
-    """Groups that wait and are in no batch yet; for an environment, counted in its own group size."""
-
-
-class EnvironmentStatus(QueueStatus):
+class EnvironmentStatus(Body):
     """The answer of `GET /status-env`."""
 
+    queue_size: int
+    """Groups that wait and are in no batch yet, counted in the environment's own group size."""
     current_step: int
     """Batches formed since the trainer's first step."""
     max_group_size: int = 1
@@ -182,10 +177,6 @@ class AtroposApi:
         response = self._send("GET", "batch")
         return None if response.is_server_error else self._parsed(response, BatchAnswer)
 
-    def status(self) -> QueueStatus:
-        """Return how many groups wait."""
-        return self._parsed(self._send("GET", "status"), QueueStatus)
-
     def register_environment(self, name: str, *, group_size: int, max_token_length: int) -> RegisteredEnvironment:
         """Register an environment; it has to wait until a trainer has requested its first batch.
 
@@ -232,9 +223,9 @@ class AtroposApi:
             return kind.model_validate_json(self._checked(response).content)
         except ValidationError as error:
             fault = error.errors()[0]
-            place = ".".join(map(str, fault["loc"])) or "body"
+            field = ".".join(map(str, fault["loc"])) or "body"
             route = response.request.url.path
-            raise self._gone(f"{route} answered nonsense: {place}: {fault['msg']}") from error
+            raise self._gone(f"{route} answered nonsense: {field}: {fault['msg']}") from error
 
     def _gone(self, reason: str) -> AtroposError:
         return AtroposError(

@@ -28,18 +28,17 @@ from bridge.rollouts import problems
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
 from bridge.rollouts.servers import Server
-from bridge.scoring.score import FailedScores, Score, Scores
+from bridge.rollouts.stream import Notes
+from bridge.scoring.score import FailedScore, FailedScores, Score, Scores
 from bridge.scoring.scorer import Scorer
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import ADAPTER
-from bridge.types import Completion, Environment, Problem
+from bridge.types import Environment, Problem
 from bridge.weights import skeleton
 
 JOIN_POLL_S, POLL_S, REPORT_S = 0.5, 0.25, 10.0
 """Between two attempts to join, two looks into the queue, and two reports."""
-SPARE_BATCHES = 1
-"""Sent beyond the trainer's last step: groups of several environments may not add up to whole batches at the end."""
 SEEDS = 1_000_000
 """Between the first seeds of two environments: each group takes one."""
 MAX_TOO_LONG = 32
@@ -100,12 +99,11 @@ def feed(
     )  # fmt: skip
     with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
         joined = join(api, config, note)
+        order = problems.endless(environment, seed_of(config.seed, joined.env_id))
+        pairs = ((problem, problems.encode(tokenizer, problem, **task.chat_template_kwargs)) for problem in order)
         try:
             feeder = _Feeder(config, api, joined, sampler, scorer, note)
-            order = problems.endless(environment, seed_of(config.seed, joined.env_id))
-            pairs = ((each, problems.encode(tokenizer, each, **task.chat_template_kwargs)) for each in order)
-            fitting = (pair for pair in pairs if not feeder.is_too_long(len(pair[1]) + 1))
-            return sampler.run(feeder.run(fitting, sampler.servers_at(endpoints(urls)), report))
+            return sampler.run(feeder.run(pairs, sampler.servers_at(endpoints(urls)), report))
         finally:
             with suppress(AtroposError):  # an API that is gone knows no environment
                 api.disconnect_environment(joined.env_id)
@@ -116,19 +114,14 @@ def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Me
 
     A UsageError says that our groups do not make up the trainer's batches.
     """
-    group_size, noted = config.sampling.group_size, set[str]()
-
-    def wait_for(event: str) -> None:
-        if event not in noted:
-            noted.add(event)
-            note(f"{api.url}: waiting for {event}")
-        time.sleep(JOIN_POLL_S)
-
+    group_size, notes = config.sampling.group_size, Notes(note)
     while (trainer := api.info()).batch_size < 1:
-        wait_for("a trainer to register (bridge train --rollouts atropos ...)")
+        notes(f"{api.url}: waiting for a trainer to register (bridge train --rollouts atropos ...)")
+        notes.flush()
+        time.sleep(JOIN_POLL_S)
     if trainer.batch_size % group_size:  # the API would never form a batch, without a word
-        fitting = [size for size in range(2, trainer.batch_size + 1) if trainer.batch_size % size == 0]
-        nearest = min(fitting, key=lambda size: abs(size - group_size), default=None)
+        sizes = [size for size in range(2, trainer.batch_size + 1) if trainer.batch_size % size == 0]
+        nearest = min(sizes, key=lambda size: abs(size - group_size), default=None)
         hint = f"--group-size {nearest}" if nearest else "let the trainer register a larger batch"
         raise UsageError(
             f"groups of {group_size} do not make up the trainer's batches of {trainer.batch_size} sequences",
@@ -139,7 +132,9 @@ def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Me
     while (
         answer := api.register_environment(name, group_size=group_size, max_token_length=longest)
     ).status != "success":
-        wait_for("the trainer to request its first batch")
+        notes(f"{api.url}: waiting for the trainer to request its first batch")
+        notes.flush()
+        time.sleep(JOIN_POLL_S)
     assert answer.env_id is not None, answer
     num_steps = answer.num_steps or 0
     return Membership(
@@ -167,11 +162,9 @@ class _Feeder:
         self._joined = joined
         self._sampler = sampler
         self._scorer = scorer
-        self._note = note
-        self._noted = set[str]()
+        self._notes = Notes(note)
         self._counts = Counter[str]()
-        self._batch_size = joined.groups_per_batch * config.sampling.group_size
-        self._rewards = deque[float](maxlen=self._batch_size)
+        self._rewards = deque[float](maxlen=joined.groups_per_batch * config.sampling.group_size)
         """Of the last batch that was sent."""
         self._begun = time.monotonic()
 
@@ -183,22 +176,29 @@ class _Feeder:
     ) -> FeedProgress:
         """Feed until the trainer has what it wants."""
         seeds = itertools.count(seed_of(self._config.seed, self._joined.env_id * SEEDS))
-        groups, reported = set[asyncio.Task[None]](), self._begun
+        fitting = (pair for pair in pairs if not self._is_too_long(len(pair[1]) + 1))
+        room = int(self._config.max_queued_batches * self._joined.groups_per_batch)
+        tasks, reported = set[asyncio.Task[None]](), self._begun
         status = EnvironmentStatus(queue_size=0, current_step=0)
         try:
             while not 0 < self._joined.num_steps <= (status := await self._status(status.current_step)).current_step:
                 if time.monotonic() - reported >= REPORT_S:
                     reported = time.monotonic()
                     report(self._progress(status))
-                # What was sent since the status counts twice rather than never: `groups` is from before.
-                for problem, prompt in itertools.islice(pairs, max(self._room(status) - len(groups), 0)):
-                    groups.add(asyncio.create_task(self._feed(servers, problem, prompt, next(seeds))))
-                groups = await _pause(groups)
+                # What was sent since the status counts twice rather than never: `tasks` is from before.
+                for problem, prompt in itertools.islice(fitting, max(room - status.queue_size - len(tasks), 0)):
+                    tasks.add(asyncio.create_task(self._feed(servers, problem, prompt, next(seeds))))
+                await asyncio.sleep(POLL_S)
+                self._notes.flush()
+                ended = {task for task in tasks if task.done()}
+                await asyncio.gather(*ended)  # raises what one of them raised
+                tasks -= ended
             return self._progress(status)
         finally:
-            for group in groups:
-                group.cancel()
-            await asyncio.gather(*groups, return_exceptions=True)
+            self._notes.flush()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _status(self, step: int) -> EnvironmentStatus:
         """Return what waits in the API, which had formed batches up to `step` before."""
@@ -210,24 +210,17 @@ class _Feeder:
             )
         return status
 
-    def _room(self, status: EnvironmentStatus) -> int:
-        """Return how many groups more than those that wait the trainer can use."""
-        room = int(self._config.max_queued_batches * self._joined.groups_per_batch)
-        if self._joined.num_steps > 0:
-            left = self._joined.num_steps - status.current_step + SPARE_BATCHES
-            room = min(room, left * self._joined.groups_per_batch)
-        return room - status.queue_size
-
     async def _feed(self, servers: Sequence[Server], problem: Problem, prompt: tuple[int, ...], seed: int) -> None:
         """Sample and score one group, and send it once, or leave it out."""
         sampling = self._config.sampling
         completions = await self._sampler.one(servers, prompt, num_samples=sampling.group_size, seed=seed)
-        for line in {*self._sampler.lacks} - self._noted:
-            self._noted.add(line)
-            self._note(line)
-        if self.is_too_long(len(prompt) + max(len(completion.token_ids) for completion in completions)):
+        for line in self._sampler.lacks:
+            self._notes(line)
+        if self._is_too_long(len(prompt) + max(len(completion.token_ids) for completion in completions)):
             return
-        rewards = await self._rewards_of(problem, completions)
+        results = await self._scorer.score(problem, [completion.text for completion in completions])
+        self._check(results)
+        rewards = [result.reward for result in results if isinstance(result, Score)]
         if len(rewards) < len(completions):
             self._counts["unscored"] += 1
             return
@@ -244,20 +237,18 @@ class _Feeder:
         self._counts["tokens"] += sum(len(completion.token_ids) for completion in completions)
         self._rewards += rewards
 
-    async def _rewards_of(self, problem: Problem, completions: Sequence[Completion]) -> list[float]:
-        """Return the rewards of those completions that have one; too many without one in a batch end the run."""
-        results = await self._scorer.score(problem, [completion.text for completion in completions])
-        if self._counts["scored"] % self._batch_size == 0:
-            first = self._counts["scored"] // self._config.sampling.group_size + 1
-            name = f"groups {first} to {first + self._joined.groups_per_batch - 1}"
+    def _check(self, results: Sequence[Score | FailedScore]) -> None:
+        """Count the failed scores: too many of them in one batch end the run."""
+        groups, size = self._joined.groups_per_batch, self._config.sampling.group_size
+        if self._counts["scored"] % groups == 0:
+            batch = f"groups {self._counts['scored'] + 1} to {self._counts['scored'] + groups}"
             share = self._config.task.max_unscored_share
-            self._failures = FailedScores(name, num_completions=self._batch_size, max_share=share)
-        self._counts["scored"] += len(results)
+            self._failures = FailedScores(batch, num_completions=groups * size, max_share=share)
+        self._counts["scored"] += 1
         self._failures.add(results)
-        self._failures.note(self._note, self._noted)
-        return [result.reward for result in results if isinstance(result, Score)]
+        self._failures.note(self._notes.add, self._notes.noted)
 
-    def is_too_long(self, num_tokens: int) -> bool:
+    def _is_too_long(self, num_tokens: int) -> bool:
         """Return whether the trainer does not want so many tokens, and count it.
 
         A UsageError says that nothing was short enough so far.
@@ -283,7 +274,7 @@ class _Feeder:
             queued_batches=status.queue_size / self._joined.groups_per_batch,
             groups=self._counts["groups"],
             reward_mean=statistics.fmean(self._rewards) if self._rewards else None,
-            tokens_per_s=self._counts["tokens"] / seconds if seconds else 0.0,
+            tokens_per_s=self._counts["tokens"] / seconds,
             too_long=self._counts["too_long"],
             unscored=self._counts["unscored"],
             unanswered=self._counts["unanswered"],
@@ -291,23 +282,12 @@ class _Feeder:
         )
 
 
-async def _pause(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Wait a moment, or until all tasks are done, and return those that are not; what fails is raised."""
-    if not tasks:
-        await asyncio.sleep(POLL_S)
-        return tasks
-    done, pending = await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-    for task in done:
-        task.result()
-    return pending
-
-
 def endpoints(urls: Sequence[str]) -> list[Endpoint]:
     """Return what to sample from: on each server the adapter that is trained, else the model itself.
 
     A UsageError says that an adapter changes its name with every step.
     """
-    chosen = []
+    sampled = []
     for url in urls:
         with VllmClient(url) as server:
             names = [model.id for model in server.models()]
@@ -316,5 +296,5 @@ def endpoints(urls: Sequence[str]) -> list[Endpoint]:
                 f"the adapter that is trained at {url} gets a new name with every step, now {renamed[-1]}",
                 remedy="train it with --lora-handover memory, which keeps its name",
             )
-        chosen.append(Endpoint(url=url, model=ADAPTER if ADAPTER in names else None))
-    return chosen
+        sampled.append(Endpoint(url=url, model=ADAPTER if ADAPTER in names else None))
+    return sampled

@@ -39,7 +39,7 @@ class Flaw(NamedTuple):
 
     kind: str
     """The field that is wrong, by which flaws are counted."""
-    found: str
+    fault: str
     """What is wrong with it, in a line."""
 
 
@@ -51,7 +51,7 @@ def to_train_on(group: ScoredGroup, decode: Decode) -> Group:
     ]
     first, last = min(prefixes), max(prefixes)  # all begin with what these two begin with
     pairs = enumerate(zip(first, last, strict=False))
-    start = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
+    start = next((index for index, (low, high) in pairs if low != high), min(len(first), len(last)))
     prompt = group.tokens[0][:start]
     return Group(
         problem={"prompt": decode(prompt)},
@@ -107,7 +107,7 @@ def _advantages(
 
 def _sampled(mask: tuple[int, ...]) -> tuple[bool, ...]:
     """Return which tokens of a sequence can be trained on."""
-    return (False, *(place != MASKED for place in mask[1:]))
+    return (False, *(entry != MASKED for entry in mask[1:]))
 
 
 def _logprob(value: float | None) -> float:
@@ -168,8 +168,8 @@ def _flaws(group: ScoredGroup, bounds: Bounds) -> Iterator[Flaw]:
     if group.images:
         yield Flaw("images", "its prompt has images, and only text can be trained on")
     for index, (tokens, mask) in enumerate(zip(group.tokens, group.masks, strict=True)):
-        for kind, found in chain(_of_tokens(tokens, mask, bounds), _of_values(group, index)):
-            yield Flaw(kind, f"sequence {index + 1} of {num_sequences} has {found}")
+        for kind, fault in chain(_of_tokens(tokens, mask, bounds), _of_values(group, index)):
+            yield Flaw(kind, f"sequence {index + 1} of {num_sequences} has {fault}")
 
 
 def _of_tokens(tokens: tuple[int, ...], mask: tuple[int, ...], bounds: Bounds) -> Iterator[tuple[str, str]]:
@@ -182,7 +182,7 @@ def _of_tokens(tokens: tuple[int, ...], mask: tuple[int, ...], bounds: Bounds) -
         yield "vocabulary", f"the token {odd}, and the model has 0 to {bounds.num_words - 1}: another tokenizer?"
     if len(mask) != len(tokens):
         yield "masks", f"{len(tokens)} tokens and a mask of {len(mask)}"
-    if any(place not in (MASKED, token) for place, token in zip(mask, tokens, strict=True)):
+    if any(entry not in (MASKED, token) for entry, token in zip(mask, tokens, strict=True)):
         yield "masks", f"a mask that is neither {MASKED} nor the token at its place"
 
 
@@ -234,5 +234,5 @@ def ignored(group: ScoredGroup, *, temperature: float) -> Iterator[str]:
             )
         if changed := changes(params):
             yield f"an environment samples with {in_words(changed)}"
-    for name in sorted({name for each in overrides for name in each} - KNOWN_OVERRIDES):
+    for name in sorted(set().union(*overrides) - KNOWN_OVERRIDES):
         yield f"an environment overrides {name}, which is ignored"

@@ -8,7 +8,7 @@ Of several ranks the first one talks to the API, and gives every batch to all; e
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -36,18 +36,6 @@ FIRST_REPORT_S = 30.0
 """Seconds without a batch after which the reason is reported, and again whenever the time has doubled."""
 
 
-def open_stream(
-    config: TrainConfig,
-    environment: Environment | None,  # noqa: ARG001  the environments are elsewhere
-    note: Callable[[str], None],
-    *,
-    run_name: str,
-    progress: Callable[[int, int], None],  # noqa: ARG001
-    ranks: Ranks = ALONE,
-) -> "AtroposStream":
-    return AtroposStream(config, note, run_name=run_name, ranks=ranks)
-
-
 class AtroposStream:
     """The batches of one API."""
 
@@ -56,7 +44,14 @@ class AtroposStream:
     """What is in flight belongs to the environments."""
 
     def __init__(
-        self, config: TrainConfig, note: Callable[[str], None], *, run_name: str, ranks: Ranks = ALONE
+        self,
+        config: TrainConfig,
+        environment: Environment | None,  # noqa: ARG002  the environments are elsewhere
+        note: Callable[[str], None],
+        *,
+        run_name: str,
+        progress: Callable[[int, int], None] = lambda *_: None,  # noqa: ARG002
+        ranks: Ranks = ALONE,
     ) -> None:
         """Check the API before anything that takes long; environments group their own runs under `run_name`.
 
@@ -77,7 +72,9 @@ class AtroposStream:
         """The next step's: they are kept if another rank's server is gone, until it was started again."""
         self._bounds: Bounds | None = None
         """Known once the trainer is registered, which takes a server."""
-        ranks.run_on_rank_zero(lambda: _check(config))
+        api = AtroposApi(config.rollouts.atropos_url, max_retries=config.sampling.max_retries)
+        with api:
+            ranks.run_on_rank_zero(lambda: _refuse_others(api, batch_size=config.rollouts.batch_size))
         tokenizer = skeleton.tokenizer(config.model_name)
         self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
         self._model = skeleton.build(config.model_name, torch.bfloat16).config
@@ -147,13 +144,13 @@ class AtroposStream:
                 yield None
                 self._check_server()
             if now - begun >= min(limit_s, report_s):
-                found, hint = diagnose(self._api, batch_size)
+                reason, hint = diagnose(self._api, batch_size)
                 if now - begun >= limit_s:
                     raise AtroposError(
-                        f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {found}", remedy=hint
+                        f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {reason}", remedy=hint
                     )
                 report_s *= 2
-                self._note(f"no batch from the Atropos API for {now - begun:.0f} s: {found}; {hint}")
+                self._note(f"no batch from the Atropos API for {now - begun:.0f} s: {reason}; {hint}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
         yield self._fetched
@@ -201,7 +198,7 @@ class AtroposStream:
                 starting_step=step - 1,
                 num_steps=self._config.training_steps,
             )
-        _refuse_others(self._api, self._api.info(), {"batch_size": batch_size, "max_token_len": max_token_len})
+        _refuse_others(self._api, is_registered=True, batch_size=batch_size, max_token_len=max_token_len)
         how = "registered this trainer" if is_first else "continues with a trainer of the same settings"
         self._note(
             f"the Atropos API at {self._api.url} {how}: batches of {batch_size} sequences, each of at most"
@@ -221,12 +218,13 @@ class AtroposStream:
             if flaw is None:
                 good.append(scored)
                 continue
-            bad.append(left_out(scored, flaw.found))
+            bad.append(left_out(scored, flaw.fault))
             self._left_out[flaw.kind] += 1
             if self._left_out[flaw.kind] == 1:
                 whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
-                self._note(f"a group{whose} is left out: {flaw.found}; others of this kind are counted")
-        unscored, num_sequences = [one for group in bad for one in group.unscored], sum(len(s.tokens) for s in batch)
+                self._note(f"a group{whose} is left out: {flaw.fault}; others of this kind are counted")
+        unscored = [completion for group in bad for completion in group.unscored]
+        num_sequences = sum(len(scored.tokens) for scored in batch)
         if len(unscored) > self._config.task.max_unscored_share * num_sequences:
             raise RewardError(
                 f"{len(unscored)} of the {num_sequences} sequences of a batch are in groups that cannot be used;"
@@ -244,22 +242,14 @@ class AtroposStream:
             self._note(line)
 
 
-def _check(config: TrainConfig) -> None:
-    """Refuse an API that does not answer, or that keeps another trainer's settings."""
-    with AtroposApi(config.rollouts.atropos_url, max_retries=config.sampling.max_retries) as api:
-        found = api.info()
-        if found.batch_size != NOBODY:
-            _refuse_others(api, found, {"batch_size": config.rollouts.batch_size})
-
-
 def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int, str]:
     """Return the tokens of the longest sequence that can be trained on, and whose limit it is.
 
     Raises:
         UsageError: neither the model nor the server at `url` has one.
     """
-    found = {"the model's max_position_embeddings": max_position_embeddings, "the server's": max_model_len(url)}
-    bounds = [(bound, whose) for whose, bound in found.items() if bound]
+    limits = [(max_position_embeddings, "the model's max_position_embeddings"), (max_model_len(url), "the server's")]
+    bounds = [(bound, whose) for bound, whose in limits if bound]
     if not bounds:
         raise UsageError(
             f"neither the model's config.json nor the server at {url} limits the length of a sequence",
@@ -268,16 +258,19 @@ def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int
     return min(bounds)
 
 
-def _refuse_others(api: AtroposApi, found: TrainerInfo, wanted: Mapping[str, int]) -> None:
+def _refuse_others(api: AtroposApi, *, is_registered: bool = False, **wanted: int) -> None:
+    """Refuse an API that keeps another trainer's settings; without any it is free, unless one `is_registered`."""
+    kept = api.info()
+    is_free = kept.batch_size == NOBODY
     differing = [
-        f"{name} {other}, expected {value}"
+        f"{name} {getattr(kept, name)}, expected {value}"
         for name, value in wanted.items()
-        if (other := getattr(found, name)) != value
+        if getattr(kept, name) != value
     ]
-    if not differing:
+    if not differing or (is_free and not is_registered):
         return
     what = f"keeps the settings of another trainer ({'; '.join(differing)})"
-    if found.batch_size == NOBODY:
+    if is_free:
         what = "got groups of environments before it had a trainer, and no longer accepts any"
     raise UsageError(
         f"the Atropos API at {api.url} {what}",
@@ -292,16 +285,15 @@ def diagnose(api: AtroposApi, batch_size: int) -> tuple[str, str]:
     Raises:
         AtroposError: the API is gone.
     """
-    num_groups, environment = api.status().queue_size, api.environment_status(0)
-    waiting = f"{num_groups} groups wait" if num_groups else "no groups wait"
+    environment = api.environment_status(0)
     if environment is None:
-        found = f"no environment is connected, and {waiting}"
+        reason = "no environment is connected"
         hint = (
             f"start one: python my_environment.py serve --env.rollout_server_url {api.url}, or bridge env; restart one"
             " that was started before the API"
         )
-    elif not num_groups:
-        found = f"environments have registered, and {waiting}"
+    elif not environment.queue_size:
+        reason = "environments have registered, and no groups wait"
         hint = (
             "check that they still run, and read their logs: they end at a total_steps of their own, and leave out"
             " groups whose scores are all equal or with too long a sequence. One that sends no request to the server"
@@ -310,12 +302,18 @@ def diagnose(api: AtroposApi, batch_size: int) -> tuple[str, str]:
         )
     else:
         largest = environment.max_group_size
-        found = f"{waiting}, of up to {largest} sequences each, and they make no batch of {batch_size}"
+        reason = (
+            f"{environment.queue_size} groups wait, of up to {largest} sequences each, and they make no batch of"
+            f" {batch_size}"
+        )
         hint = "read the environments' logs; if they have a min_batch_allocation, each has to send its share"
         if batch_size % largest:
-            found += f", which is not a multiple of {largest}"
+            reason += f", which is not a multiple of {largest}"
             hint = (
                 f"--batch-size {-(-batch_size // largest) * largest} --group-size {largest}, or another group size of"
                 " the environment; restart run-api for it, and then the environments"
             )
-    return found, hint
+    return reason, hint
+
+
+open_stream = AtroposStream

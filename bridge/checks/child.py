@@ -268,26 +268,19 @@ def _build(model: str) -> None:
     skeleton.build(model, torch.bfloat16)
 
 
-def _logprobs(path: str, rank: str, port: str) -> None:
-    from bridge.checks import parts
-
-    parts.run(path, rank, port)
-
-
 PROGRAMS: dict[str, Callable[..., None]] = {
     "facts": _facts,
     "write-memfd": _write_memfd,
     "export-cuda": _export_cuda,
     "write-cuda": _write_cuda,
     "build": _build,
-    "logprobs": _logprobs,
 }
 
 
-def main(program: str, *arguments: str) -> int:
-    """Run one of the programs and return its exit code; the last line on stderr says why it failed."""
+def exit_code(program: Callable[..., None], *arguments: str) -> int:
+    """Run a child's program and return its exit code; the last line on stderr says why it failed."""
     try:
-        PROGRAMS[program](*arguments)
+        program(*arguments)
     except (BridgeError, OSError, RuntimeError, ValueError) as error:
         traceback.print_exc()
         sys.stderr.write(f"{ERROR}{_first_line(error)}\n")
@@ -296,4 +289,4 @@ def main(program: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(exit_code(PROGRAMS[sys.argv[1]], *sys.argv[2:]))

@@ -1,15 +1,12 @@
 """Check the server that a trainer would use, its port, and what servers left behind. Nothing is ever stopped here.
 
 vLLM's engine and workers call themselves `VLLM::...`. If the API server is killed with -9, they may keep running and
-hold memory, most of it on a GPU. With tensor parallelism on a CPU, vLLM leaves files in /dev/shm whenever it ends (seen
-in vLLM 0.32).
+hold memory, most of it on a GPU.
 Not covered: proof that both sides compute the same (`verify.py`).
 """
 
 import os
-import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,8 +28,6 @@ FOUND, PROCESS, OTHERS, FENCE, WEIGHTS, NUMBERS = (
 )  # fmt: skip
 START = "bridge serve-vllm --model"
 ENGINE = "VLLM::"
-MAILBOXES = "vllm_dist_*cpushm_*"
-"""Files in /dev/shm of vLLM's ranks on a CPU."""
 OWNERS = ("vllm", "bridge", "python")
 """Any process that can own an engine has one of these in its command line; init has none."""
 
@@ -276,23 +271,3 @@ def _is_owned(engine: Process, by_pid: Mapping[int | None, Process]) -> bool:
     while parent and parent.command.startswith(ENGINE):
         parent = by_pid.get(parent.ancestors[0])
     return parent is not None and any(owner in parent.command.lower() for owner in OWNERS)
-
-
-def leftover_mailboxes(folder: Path = Path("/dev/shm"), processes: Path = Path("/proc")) -> list[Path]:  # noqa: S108
-    """Return the files through which ranks of vLLM on a CPU reduce tensors, and which no process has mapped."""
-    mailboxes = {str(path): path for path in sorted(folder.glob(MAILBOXES))}
-    for maps in processes.glob("[0-9]*/maps") if mailboxes else ():
-        with suppress(OSError):
-            for line in maps.read_text().splitlines():
-                mailboxes.pop(f"{folder}/{line.partition(f'{folder}/')[2]}", None)
-    return [*mailboxes.values()]
-
-
-def mailboxes_have_ranks(lost: Sequence[Path]) -> Check:
-    megabytes = sum(path.stat().st_size for path in lost) / 2**20
-    return judged(
-        "Leftover mailboxes", not lost,
-        f"{len(lost)}, {megabytes:.0f} MiB together, the first: {lost[0]}" if lost else "none",
-        "every mailbox of vLLM's ranks in /dev/shm has its server",
-        "if they are yours: rm " + " ".join(shlex.quote(str(path)) for path in lost), otherwise="WARN",
-    )  # fmt: skip

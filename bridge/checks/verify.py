@@ -6,7 +6,9 @@ compared instead.
 
 import json
 import math
+import os
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,20 +18,23 @@ import torch
 from transformers import PreTrainedModel
 
 from bridge.checks import Check, judged, skipped
-from bridge.checks.child import MODULE, run_child
+from bridge.checks.child import exit_code, run_child
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
-from bridge.ranks.world import LOOPBACK
+from bridge.passes.parallel import divide
+from bridge.ranks import messages
+from bridge.ranks.world import INTERFACES, LOOPBACK, Ranks
 from bridge.rollouts.sampler import Sampler
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import Element, Status
 from bridge.types import Group
+from bridge.weights import cuda_ipc
 from bridge.weights.attach import AttachedModel, attach
-from bridge.weights.digest import digest
+from bridge.weights.parts import digest
 
 NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
 LOGPROB_MEAN_LIMIT = 0.05
@@ -37,6 +42,8 @@ LOGPROB_MEAN_LIMIT = 0.05
 LOGPROBS, LOGPROBS_EXPECTED = "log-probabilities", f"mean difference at most {LOGPROB_MEAN_LIMIT}"
 TRIES = 5
 """Retries, because a publication can change versions between two reads."""
+MODULE = "bridge.checks.verify"
+"""Runs once for each part of a model, if there are several."""
 RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
 
 
@@ -111,13 +118,13 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
     for _ in range(TRIES):
         with ThreadPoolExecutor(len(paths)) as pool:
             first, *others = pool.map(look, paths)
-        if all(other.version == first.version for other in others):
+        if all(replica.version == first.version for replica in others):
             break
     else:
         return skipped("replicas", "a trainer published again and again", expected, "run bridge verify again")
-    for path, other in zip(paths[1:], others, strict=True):
-        names = sorted(first.digests.keys() | other.digests.keys())
-        if different := [name for name in names if first.digests.get(name) != other.digests.get(name)]:
+    for path, replica in zip(paths[1:], others, strict=True):
+        names = sorted(first.digests.keys() | replica.digests.keys())
+        if different := [name for name in names if first.digests.get(name) != replica.digests.get(name)]:
             found = f"{len(different)} of {len(names)} tensors of {path} differ from those of {paths[0]}"
             remedy = "end the run, and continue with --resume: every server loads the same checkpoint"
             return judged("replicas", False, f"{found}, the first: {different[0]}", expected, remedy)
@@ -167,7 +174,7 @@ def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
     yield skipped("marks", "a trainer is updating this server: nothing else may write now", "no trainer")
     elements, cells = _middles(attached)
     ours, theirs = [cell.item() for cell in cells], client.read(elements)
-    equal = sum(_is_same(one, other) for one, other in zip(ours, theirs, strict=True))
+    equal = sum(map(_is_same, ours, theirs))
     found = f"{equal} of {len(ours)} values are equal"
     yield judged("values", equal == len(ours), found, "the same value from both sides", RESTART)
 
@@ -236,23 +243,41 @@ def diffs_of_parts(path: Path, num_parts: int, groups: Sequence[Group], *, timeo
     """
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-    tokens = [
-        [group.prompt_token_ids, [[one.token_ids, one.logprobs] for one in group.completions]] for group in groups
-    ]
-    sampled = json.dumps(tokens)
+    sampled = messages.dumps([*groups]).decode()
 
     def computed(part: int) -> str:
-        ended = run_child("logprobs", str(path), str(part), str(port), timeout_s=timeout_s, stdin=sampled)
+        ended = run_child(*map(str, (path, part, port)), module=MODULE, timeout_s=timeout_s, stdin=sampled)
         if trouble := ended.trouble():
             raise AttachError(
                 f"the process of part {part} did not compute: {trouble}",
-                remedy=f"bridge doctor; for the whole error: python -m {MODULE} logprobs MANIFEST PART PORT",
+                remedy=f"bridge doctor; for the whole error: python -m {MODULE} MANIFEST PART PORT",
             )
         return ended.stdout
 
     with ThreadPoolExecutor(num_parts) as pool:
         first, *_ = pool.map(computed, range(num_parts))
     return torch.tensor(json.loads(first))
+
+
+def print_diffs_of_part(path: str, rank: str, port: str) -> None:
+    """Compute with the ranks of the other parts what `logprob_diffs` does, of the groups on stdin; rank 0 prints it."""
+    os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
+    groups = messages.loads(sys.stdin.buffer.read())
+    exported, part = manifest.load(Path(path)), int(rank)
+    uuid, count = exported.shard(part).gpu_uuid, exported.tp_degree
+    device = torch.device("cpu") if uuid is None else cuda_ipc.device_of(uuid)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    listener = socket.create_server((LOOPBACK, int(port))) if part == 0 else None
+    ranks = Ranks.join(part, count, tp_size=count, port=int(port), device=device, listener=listener)
+    try:
+        attached = attach(exported, part, num_parts=count)
+        divide(attached.model, attached.cuts, ranks.tp_group.process_group)
+        diffs = logprob_diffs(attached.model, groups)
+    finally:
+        ranks.close()
+    if part == 0:
+        sys.stdout.write(json.dumps(diffs.tolist()))
 
 
 def _middles(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:
@@ -276,6 +301,10 @@ def _is_same(left: float, right: float) -> bool:
 
 
 def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...]) -> Check:
-    wrong = sum(not _is_same(left, right) for left, right in zip(found, expected, strict=True))
+    wrong = len(expected) - sum(map(_is_same, found, expected))
     text = f"{len(found) - wrong} of {len(found)} marks seen"
     return judged(name, not wrong, text, "one mark in every parameter", RESTART)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(print_diffs_of_part, *sys.argv[1:]))

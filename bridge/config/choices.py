@@ -45,12 +45,12 @@ class Config(Section):
         given: dict[str, Any] = {}
         places: dict[str, str] = {}
         names: dict[str, str] = {}
-        for name, value, place in _given(flags, toml, (cls, *beside)):
+        for name, value, origin in _given(flags, toml, (cls, *beside)):
             key = cls.field_of(name)
             if key is not None:
-                given[key], places[key], names[key] = value, place, name
+                given[key], places[key], names[key] = value, origin, name
             elif not any(other.field_of(name) for other in beside):
-                raise _unknown(name, place, (cls, *beside))
+                raise _unknown(name, origin, (cls, *beside))
         try:
             config = cls.of(**given)
         except ValidationError as error:
@@ -74,11 +74,11 @@ class Config(Section):
     @cache
     def choices(cls) -> Mapping[str, Choice]:
         """Return every choice by its key, in the order of declaration."""
-        found: dict[str, Choice] = {}
+        choices: dict[str, Choice] = {}
         for key, top in cls.declared().items():
             section = _section(cls, top.path[0])
-            found |= section.declared(*top.path) if section else {key: top}
-        return found
+            choices |= section.declared(*top.path) if section else {key: top}
+        return choices
 
     @classmethod
     @cache
@@ -118,10 +118,10 @@ class Config(Section):
 
     def document(self, settled: Self | None = None) -> dict[str, Any]:
         """Return what is written down of a run: these choices and, apart from them, what `settled` derived."""
-        chosen = self.model_dump(mode="json")
-        before = flattened(type(self), chosen)
+        document = self.model_dump(mode="json")
+        before = flattened(type(self), document)
         after = flattened(type(self), (settled or self).model_dump(mode="json"))
-        return {**chosen, "derived": {key: value for key, value in after.items() if value != before[key]}}
+        return {**document, "derived": {key: value for key, value in after.items() if value != before[key]}}
 
     @classmethod
     def written(cls, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,8 +129,8 @@ class Config(Section):
 
         Runs of earlier versions wrote flat keys and nothing derived.
         """
-        chosen = {name: value for name, value in document.items() if name != "derived"}
-        return {**flattened(cls, chosen), **(document.get("derived") or {})}
+        choices = {name: value for name, value in document.items() if name != "derived"}
+        return {**flattened(cls, choices), **(document.get("derived") or {})}
 
     @model_validator(mode="before")
     @classmethod
@@ -142,7 +142,7 @@ class Config(Section):
         nested: dict[str, Any] = {}
         for key, value in choices.items():
             *sections, field = cls.choices()[key].path if key in cls.choices() else (key,)
-            reduce(lambda place, name: place.setdefault(name, {}), sections, nested)[field] = value
+            reduce(lambda table, name: table.setdefault(name, {}), sections, nested)[field] = value
         return nested
 
 
@@ -208,13 +208,13 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid TOML{said(error)}", remedy="fix the line that it names") from error
 
 
-def _unknown(name: str, place: str, classes: tuple[type[Config], ...]) -> UsageError:
+def _unknown(name: str, origin: str, classes: tuple[type[Config], ...]) -> UsageError:
     known = [other for cls in classes for other in cls.names()]
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    is_variable = place.startswith(ENVIRONMENT_PREFIX)
+    is_variable = origin.startswith(ENVIRONMENT_PREFIX)
     meant = [ENVIRONMENT_PREFIX + other.upper() if is_variable else other for other in near]
     remedy = hint(name) or (f"did you mean {meant[0]}?" if meant else "see --help for every choice")
-    return UsageError(f"{place}: there is no such choice", remedy=remedy)
+    return UsageError(f"{origin}: there is no such choice", remedy=remedy)
 
 
 def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], places: Mapping[str, str]) -> str:

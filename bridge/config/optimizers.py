@@ -19,13 +19,12 @@ BF16_BYTES, FLOAT32_BYTES = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """One value of `--optimizer`; the classes are named by module and attribute."""
+    """One value of `--optimizer`."""
 
     state_bytes: float
     """Bytes of state per parameter, beside the remainder."""
-    made_by: str = "bridge.optimizers.split_adamw:SplitMasterAdamW"
-    offloaded_by: str | None = None
-    """What makes it with `--offload-optimizer`; None: its state stays beside the weights."""
+    can_offload: bool = False
+    """Whether `--offload-optimizer` moves its state to host memory; otherwise it stays beside the weights."""
     has_master: bool = True
     """Whether a bf16 weight has a remainder of a float32 master; otherwise it is rounded stochastically."""
     beta2: float = 0.999
@@ -33,7 +32,7 @@ class OptimizerSpec:
 
 
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
-    "adamw": OptimizerSpec(state_bytes=2 * 4, offloaded_by="bridge.optimizers.offload:OffloadedAdamW"),
+    "adamw": OptimizerSpec(state_bytes=2 * 4, can_offload=True),
     "adamw-bf16": OptimizerSpec(state_bytes=2 * 2, beta2=0.99),
     "adamw-8bit": OptimizerSpec(state_bytes=2 * (1 + SCALE_BYTES / BLOCK_OF_8_BIT)),
     "adamw-4bit": OptimizerSpec(state_bytes=2 * (0.5 + SCALE_BYTES / BLOCK_OF_4_BIT), has_master=False),

@@ -37,8 +37,8 @@ def _from_json(given: Any) -> Any:
 
 
 def _texts(given: Any) -> tuple[str, ...]:
-    found = _from_json(given)
-    texts = tuple(found) if isinstance(found, list | tuple) else (given,)
+    parsed = _from_json(given)
+    texts = tuple(parsed) if isinstance(parsed, list | tuple) else (given,)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError("must be text, or a JSON list of texts, none of them empty")
     return texts

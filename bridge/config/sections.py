@@ -146,6 +146,11 @@ class OptimizerConfig(Section, panel="Optimizer", renamed={"name": "optimizer", 
         """Return the number of updates that are planned for each batch."""
         return self.updates_per_batch * self.passes_per_batch
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Return whether each parameter is stepped once its gradient is ready: an update is then one backward pass."""
+        return self.gradient_release and not self.offload
+
 
 class ComputeConfig(Section, panel=MEMORY):
     """How forward and backward passes are computed."""

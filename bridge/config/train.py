@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from bridge.config.choices import Config, flag
+from bridge.config.choices import Config, flag, flattened
 from bridge.config.declaration import NoEffectError, declare
 from bridge.config.optimizers import OPTIMIZERS
 from bridge.config.rollouts import EVALUATION, RolloutConfig, SamplingConfig, TaskConfig
@@ -22,6 +22,7 @@ from bridge.config.sections import (
     ServerConfig,
     TrackingConfig,
 )
+from bridge.errors import UsageError
 
 FULL_RATE, ADAPTER_RATE = 1e-6, 1e-5
 """Default learning rates. 1e-6 is TRL's for GRPO; an adapter needs about ten times the rate of all weights.
@@ -90,9 +91,24 @@ class TrainConfig(Config):
         return self.gpus * self.hosts
 
     @property
+    def completions_per_replica(self) -> int:
+        """Return how many completions of a batch each replica's server samples."""
+        return self.rollouts.batch_size // self.replicas
+
+    @property
+    def way(self) -> tuple[str, str]:
+        """Return how new weights reach vLLM: --mode, and its --lora-handover or --reload if it has one."""
+        return self.mode, {"lora_only": self.lora.handover, "none": self.publishing.reload}.get(self.mode, "")
+
+    @property
     def trains_in_server(self) -> bool:
         """Return whether what is trained lies in the server's memory, in as many parts as its weights."""
         return self.mode == "shared_vllm" or (self.mode == "lora_only" and self.lora.handover == "memory")
+
+    @property
+    def needs_patched_server(self) -> bool:
+        """Return whether the server shares its weights; one that is only restarted can be the stock vLLM."""
+        return self.mode != "none" or self.publishing.reload == "in-place"
 
     @property
     def learning_rate(self) -> float:
@@ -105,12 +121,62 @@ class TrainConfig(Config):
         """Return these choices with the defaults that depend on others."""
         return self.changed(lr=self.learning_rate, max_new_tokens=self.sampling.longest)
 
+    def flat(self) -> dict[str, Any]:
+        """Return all choices by key, as JSON holds them, those that depend on others included."""
+        return flattened(type(self), self.settled().model_dump(mode="json"))
+
     def on_one_gpu(self) -> dict[str, bool]:
         """Return what trains on one GPU alone, and whether it was chosen."""
         return {
             f"--trainer-device {self.trainer_device}": self.trainer_device.partition(":")[2] not in ("", "0"),
             "--offload-optimizer with --gradient-release": self.optimizer.offload and self.optimizer.gradient_release,
         }
+
+    def tp_size(self, server_gpus: int) -> int:
+        """Return the number of ranks that train on one server: one per GPU of it, if its memory is trained.
+
+        Raises:
+            UsageError: what is trained cannot be cut into parts.
+        """
+        if server_gpus == 1:
+            return 1
+        parts = f"--tensor-parallel-size {server_gpus}"
+        if not self.trains_in_server:
+            if self.replicas > 1:
+                raise UsageError(
+                    f"--mode {self.mode}: each of several servers has one GPU, found {parts}", remedy="leave it out"
+                )
+            return 1
+        if alone := next((name for name, is_chosen in self.on_one_gpu().items() if is_chosen), None):
+            raise UsageError(f"{alone} trains on one GPU, found {parts}", remedy=f"leave out {alone} or {parts}")
+        if self.optimizer.gradient_release:
+            raise UsageError(
+                f"--gradient-release trains on servers of one GPU each, found {parts}",
+                remedy=f"leave out --gradient-release or {parts}",
+            )
+        return server_gpus
+
+    def dp_size(self, tp_size: int) -> int:
+        """Return the number of replicas on each host, of `tp_size` GPUs each.
+
+        Raises:
+            UsageError: their GPUs are not those of `--gpus`, or they do not divide a batch.
+        """
+        if self.gpus % tp_size and self.gpus > 1:
+            raise UsageError(
+                f"--gpus {self.gpus} is not a multiple of --tensor-parallel-size {tp_size}",
+                remedy=f"--gpus {max(1, self.gpus // tp_size) * tp_size}",
+            )
+        count = max(1, self.gpus // tp_size)  # --gpus 1 is the default
+        group_size, size = self.sampling.group_size, count * self.hosts
+        num_groups = self.rollouts.batch_size // group_size
+        if self.rollouts.samples_here and num_groups % size:
+            least = math.lcm(size, self.optimizer.updates_per_batch)
+            raise UsageError(
+                f"{size} replicas do not divide the {num_groups} groups of a batch",
+                remedy=f"--batch-size {group_size * least * -(-num_groups // least)}",
+            )
+        return count
 
     def misread(self, names: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         updates, bound = self.optimizer.updates_per_step, self.loss.clip_high
@@ -162,10 +228,10 @@ class TrainConfig(Config):
         }
 
     def _rules_of_gpus(self) -> dict[str, bool]:
-        found = f"--gpus {self.gpus}" + (f" on each of --hosts {self.hosts}" if self.hosts > 1 else "")
+        given = f"--gpus {self.gpus}" + (f" on each of --hosts {self.hosts}" if self.hosts > 1 else "")
         return {
-            f"{name} trains on one GPU, found {found}": chosen and self.replicas > 1
-            for name, chosen in self.on_one_gpu().items()
+            f"{name} trains on one GPU, found {given}": is_chosen and self.replicas > 1
+            for name, is_chosen in self.on_one_gpu().items()
         }
 
     def _rules_of_publishing(self) -> dict[str, bool]:
@@ -202,7 +268,7 @@ class TrainConfig(Config):
             f"--warmup-steps {optimizer.warmup_steps} must be less than --training-steps {self.training_steps}: the"
             " learning rate would never reach --lr": optimizer.warmup_steps >= self.training_steps,
             "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
-            f" {optimizer.name}": (optimizer.offload and OPTIMIZERS[optimizer.name].offloaded_by is None),
+            f" {optimizer.name}": (optimizer.offload and not OPTIMIZERS[optimizer.name].can_offload),
             f"--batch-size {batch_size} is not a multiple of --group-size {group_size}": bool(batch_size % group_size),
             f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch": (
                 bool(num_groups % updates)

@@ -41,7 +41,7 @@ def _is_host(text: str) -> bool:
 
 def _is_url(text: str) -> bool:
     try:
-        found = urlsplit(text)
-        return found.scheme in {"http", "https"} and _is_host(found.hostname or "") and found.port != 0
+        parts = urlsplit(text)
+        return parts.scheme in {"http", "https"} and _is_host(parts.hostname or "") and parts.port != 0
     except ValueError:  # an invalid port, or brackets around something else than an address
         return False

@@ -37,9 +37,9 @@ def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
     if not _lock(descriptor):
         pid = holder(os.fstat(descriptor).st_ino)
         os.close(descriptor)
-        other, stop = (f"process {pid}", f", stop it (kill -INT {pid})") if pid else ("another process", "")
+        user, stop = (f"process {pid}", f", stop it (kill -INT {pid})") if pid else ("another process", "")
         raise UsageError(
-            f"the {what} {folder} is in use by {other}: two runs would overwrite each other",
+            f"the {what} {folder} is in use by {user}: two runs would overwrite each other",
             remedy=f"wait for it to finish{stop}, or choose another {flag}",
         )
     return missing

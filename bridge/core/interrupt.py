@@ -66,8 +66,8 @@ def _handled_by(change: Callable[[Any], Any]) -> Iterator[dict[signal.Signals, A
     if threading.current_thread() is not threading.main_thread():
         yield {}
         return
-    found = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in found.items() if handler not in (None, signal.SIG_IGN)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
     try:
         for number, handler in before.items():
             signal.signal(number, change(handler))

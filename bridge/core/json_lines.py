@@ -46,10 +46,10 @@ def cut(path: Path, step: int) -> int | None:
     if not path.exists():
         return last
     with path.open("rb") as file:
-        for each in file:
-            if not (found := _step_of(each)) <= step:
+        for line in file:
+            if not (line_step := _step_of(line)) <= step:
                 break
-            last, end = int(found), end + len(each)
+            last, end = int(line_step), end + len(line)
         file.seek(end)
         rest = file.read()
     if rest:
@@ -79,9 +79,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if value is None or isinstance(value, str | int) else described(value, LONGEST_REPR)

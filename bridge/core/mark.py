@@ -30,10 +30,10 @@ def put(folder: Path, kind: Kind) -> None:
 def kind_of(folder: Path) -> str | None:
     """Return what Bridge made `folder` for; None if it did not."""
     try:
-        found = json.loads((folder / NAME).read_bytes())
+        document = json.loads((folder / NAME).read_bytes())
     except (OSError, ValueError):
         return None
-    return found.get("kind") if isinstance(found, dict) and found.get("made_by") == MADE_BY else None
+    return document.get("kind") if isinstance(document, dict) and document.get("made_by") == MADE_BY else None
 
 
 def remove_if_alone(folder: Path) -> None:
@@ -72,12 +72,12 @@ def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -
         raise UsageError(f"{folder} is not empty and holds no {kind} of Bridge", remedy=elsewhere)
     ours = (*names, NAME)
     half_written = tuple(f".{name}." for name in ours)  # by a process that was killed
-    found = sorted(folder.iterdir(), key=lambda path: (path.name == NAME, path))
-    foreign = [path for path in found if not (path.name in ours or path.name.startswith(half_written))]
+    paths = sorted(folder.iterdir(), key=lambda path: (path.name == NAME, path))
+    foreign = [path for path in paths if not (path.name in ours or path.name.startswith(half_written))]
     if foreign:
         raise UsageError(f"{folder} also holds files that Bridge did not make: {_listed(foreign)}", remedy=elsewhere)
     claim.make(folder, what="folder", flag=flag)
-    for path in found:  # the mark comes last, so that this can be repeated if it is interrupted
+    for path in paths:  # the mark comes last, so that this can be repeated if it is interrupted
         if _is_folder(path):
             shutil.rmtree(path)
         else:

@@ -31,10 +31,10 @@ class ProcessIdentity(BaseModel):
         Raises:
             ProcessLookupError: there is no such process.
         """
-        found = _state_and_start(pid)
-        if found is None:
+        stat = _state_and_start(pid)
+        if stat is None:
             raise ProcessLookupError(pid)
-        return cls(pid=pid, start_ticks=found[1], pid_namespace=_pid_namespace())
+        return cls(pid=pid, start_ticks=stat[1], pid_namespace=_pid_namespace())
 
     @classmethod
     def current(cls) -> "ProcessIdentity":
@@ -46,8 +46,8 @@ class ProcessIdentity(BaseModel):
 
     def is_alive(self) -> bool:
         """Return whether this very process still runs; a zombie does not."""
-        found = _state_and_start(self.pid)
-        return found is not None and found[0] not in ENDED and found[1] == self.start_ticks
+        stat = _state_and_start(self.pid)
+        return stat is not None and stat[0] not in ENDED and stat[1] == self.start_ticks
 
 
 def boot_id() -> str:

@@ -4,7 +4,7 @@ Shape suffixes: N rows (positions that predict a sampled token).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -13,57 +13,11 @@ from torch import Tensor
 
 from bridge.config import OptimizerConfig
 from bridge.learn import samples
-from bridge.learn.mismatch import Mismatch, Tally, share
+from bridge.learn.mismatch import Tally, share
 from bridge.learn.policy_loss import LossSpec, means
 from bridge.passes.packing import MicroBatch, Sample
 from bridge.ranks.world import Ranks
 from bridge.types import Group
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learnt:
-    """The figures of one step."""
-
-    loss: float
-    """Mean over the updates."""
-    grad_norm: float
-    """Global norm of the gradient before it is clipped, mean over the updates."""
-    lr: float
-    """Learning rate of the first update."""
-    entropy: float
-    """Mean entropy of the policy at the sampled tokens, before the first update, in nats."""
-    mismatch: Mismatch
-    """Between the server and the trainer, before the first update."""
-    loss_metrics: Mapping[str, float]
-    """The loss's own: means over the tokens of all updates."""
-    num_tokens: int
-    """Sampled tokens that were trained on."""
-    balance: float
-    """Tokens of the busiest replica over the mean; NaN for one."""
-    num_updates: int
-    num_skipped: int
-    """Updates that were skipped because their gradient was not finite: the first of them ends its step."""
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Return the figures by their names in `metrics.jsonl`."""
-        return {
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "lr": self.lr,
-            "updates": self.num_updates,
-            "skipped_updates": self.num_skipped,
-            "entropy": self.entropy,
-            **self.loss_metrics,
-            "logprob_diff_mean": self.mismatch.mean,
-            "logprob_diff_max": self.mismatch.max,
-            "logprob_diff_histogram": self.mismatch.histogram,
-            "corrected_share": self.mismatch.changed_share,
-            "importance_weight": self.mismatch.weight_mean,
-            "effective_share": self.mismatch.effective_share,
-            "tokens_trained": self.num_tokens,
-            "rank_token_balance": self.balance,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,20 +95,23 @@ class Computed:
         loss_sums = torch.zeros(num_metrics, 2, dtype=torch.float64, device=device)
         return cls(entropy=zero, loss_sums=loss_sums, tally=Tally.zero(device))
 
-    def figures(self, batch: Batch, ranks: Ranks, lr: float, loss_metrics: Sequence[str]) -> Learnt:
-        """Wait for the device, and return the figures of all ranks; the loss has metrics of these names."""
+    def figures(self, batch: Batch, ranks: Ranks, lr: float, loss_metrics: Sequence[str]) -> dict[str, Any]:
+        """Wait for the device, and return the step's metrics over all ranks; the loss has metrics of these names.
+
+        Those of the policy and of the mismatch are from before the first update.
+        """
         num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
         losses = ranks.all_reduce_dp(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         tallies = ranks.one_per_replica(ranks.all_gather_object(self.tally.cpu()))
-        return Learnt(
-            loss=sum(losses.tolist()) / max(num_taken, 1),
-            grad_norm=sum(self.norms[:num_taken]) / max(num_taken, 1),
-            lr=lr,
-            entropy=share(ranks.all_reduce_dp(self.entropy).item(), batch.num_tokens),
-            mismatch=sum(tallies, Tally.zero(torch.device("cpu"))).read(),
-            loss_metrics=means(dict(zip(loss_metrics, ranks.all_reduce_dp(self.loss_sums), strict=True))),
-            num_tokens=batch.num_tokens,
-            balance=batch.balance,
-            num_updates=self.num_updates,
-            num_skipped=sum(not math.isfinite(norm) for norm in self.norms),
-        )
+        return {
+            "loss": sum(losses.tolist()) / max(num_taken, 1),
+            "grad_norm": sum(self.norms[:num_taken]) / max(num_taken, 1),
+            "lr": lr,
+            "updates": self.num_updates,
+            "skipped_updates": sum(not math.isfinite(norm) for norm in self.norms),
+            "entropy": share(ranks.all_reduce_dp(self.entropy).item(), batch.num_tokens),
+            **sum(tallies, Tally.zero(torch.device("cpu"))).metrics(),
+            **means(dict(zip(loss_metrics, ranks.all_reduce_dp(self.loss_sums), strict=True))),
+            "tokens_trained": batch.num_tokens,
+            "rank_token_balance": batch.balance,
+        }

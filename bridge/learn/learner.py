@@ -3,16 +3,14 @@
     take       turn the groups into samples, and cut them into mini-batches
     prepare    run forward and backward passes up to the first change of a weight
     write      take the update, and if a batch has several, run the remaining passes and take their updates
-    learnt     return the figures of the step
+    learnt     return the metrics of the step
 
 With one update per batch, `write` only takes the optimizer step. With gradient release each parameter is updated in the
 middle of the backward pass, which is then part of `write`.
 
-Several replicas split each mini-batch. Its weights are those of the whole, so that the sum over all replicas is its
-loss, and gradients and figures add up. The tensor-parallel ranks of a replica compute the same samples, each with its
-own weights.
+Several replicas split each mini-batch. Its weights are those of the whole, so that losses, gradients and metrics add up
+over the replicas. The tensor-parallel ranks of a replica compute the same samples, each with its own weights.
 
-Not covered: the fence around `write` (`bridge/server/fence.py`), the loss (`policy_loss.py`).
 Shape suffixes: N rows (positions that predict a sampled token).
 """
 
@@ -21,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +28,7 @@ from transformers import PreTrainedModel
 from bridge.config import OptimizerConfig, SamplingConfig
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import RewardError, UsageError
-from bridge.learn.batch import Batch, Computed, Learnt, Pass
+from bridge.learn.batch import Batch, Computed, Pass
 from bridge.learn.mismatch import measure
 from bridge.learn.policy_loss import LossSpec, least_entropy, policy_loss
 from bridge.learn.reference import Reference
@@ -38,7 +36,6 @@ from bridge.optimizers.gradients import added_in_float32
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.passes.budget import Budget
 from bridge.passes.logprobs import model_logprobs
-from bridge.passes.packing import MicroBatch, Sample
 from bridge.passes.parallel import Parallel
 from bridge.ranks.world import ALONE, Ranks
 from bridge.types import Group
@@ -64,19 +61,18 @@ class Learner:
         ranks: Ranks = ALONE,
         parallel: Parallel | None = None,
     ) -> None:
-        """`schedule` is the factor of the learning rate by the number of planned updates before."""
+        """`schedule` returns the factor of the learning rate, given the number of planned updates before."""
         self._model = model
         self.optimizer = optimizer
         self._choices = choices
         self._lr = lr
         self._schedule = schedule
-        self._spec = spec
+        self.spec = spec
         self._sampling = sampling
         self._budget = budget
         self._reference = reference
         self._ranks = ranks
         self._parallel = parallel
-        self._updates_in_backward = choices.gradient_release and not choices.offload
         self._thresholds = list[Tensor]()
         """For each update, the least entropy of the tokens that are trained on; empty: all are."""
         self._refusal: UsageError | None = None
@@ -85,7 +81,7 @@ class Learner:
 
     def take(self, groups: Sequence[Group], *, step: int = 1) -> None:
         """Start the step of this number with this batch; UsageError: given advantages are invalid."""
-        self._start(Batch.of(groups, self._spec, self._ranks, self._choices, longest=self._sampling.longest, step=step))
+        self._start(Batch.of(groups, self.spec, self._ranks, self._choices, longest=self._sampling.longest, step=step))
 
     def wants_sleep(self) -> bool | None:
         """Whether the batch needs the memory of a sleeping KV cache; None: it is empty."""
@@ -93,11 +89,6 @@ class Learner:
             return None
         largest = max(self._batch.mini_batches, key=lambda samples: sum(sample.num_tokens for sample in samples))
         return any(self._ranks.run_and_gather(lambda: bool(largest) and self._budget.is_short(largest)))
-
-    @property
-    def loss_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that the loss returns."""
-        return self._spec.metrics
 
     def check_usable(self, cause: type[UsageError] = UsageError) -> None:
         """Raise what keeps a batch from following, an update that can never fit or a loss that failed, if a `cause`."""
@@ -114,9 +105,9 @@ class Learner:
             return
         try:
             with deferred_interrupt():  # in the midst of an exchange the other ranks would wait for this one
-                self._thresholds = self._least_entropies() if self._spec.top_entropy < 1 else []
+                self._thresholds = self._least_entropies() if self.spec.top_entropy < 1 else []
                 self._ranks.run_on_all(lambda: self._within_memory(self._prepare))
-                if self._computed.passes and not self._updates_in_backward:
+                if self._computed.passes and not self._choices.steps_in_backward:
                     self._exchange()
         except BaseException:
             self.forget()
@@ -126,32 +117,32 @@ class Learner:
     def write(self) -> None:
         """Take every update of the batch.
 
-        An update is skipped if its gradient is not finite, and ends the batch. So does one after the first that does
-        not fit in memory, or in which the user's loss fails: the weights and the optimizer's state are then those of
-        the update before. UsageError: memory ran out in the middle of an update with gradient release.
+        An update whose gradient is not finite is skipped, and ends the batch. So does one after the first that runs out
+        of memory or in which the user's loss fails: weights and state are then those of the update before it.
+        UsageError: memory ran out in the middle of an update with gradient release.
         """
         updates = self._computed.passes
         for number in range(self._choices.passes_per_batch * len(updates)):
             self.optimizer.scale_rates(self._schedule(self._batch.num_before + number))
             if not self._update(updates[number % len(updates)], first=number == 0):
                 break
-        self._drop_gradients()  # a KV cache that slept needs their memory
+        self.optimizer.zero_grad()  # a KV cache that slept needs their memory
         self._computed.is_written = True
 
     def forget(self) -> None:
         """Drop what was computed for the batch; its figures are kept if it is written."""
-        self._drop_gradients()
+        self.optimizer.zero_grad()
         if not self._computed.is_written:
             self._start(self._batch)
 
-    def learnt(self) -> Learnt:
-        """Wait for the device, and return the figures."""
+    def learnt(self) -> dict[str, Any]:
+        """Wait for the device, and return the step's metrics, by their names in `metrics.jsonl`."""
         lr = self._lr * self._schedule(self._batch.num_before)
-        return self._computed.figures(self._batch, self._ranks, lr, self._spec.metrics)
+        return self._computed.figures(self._batch, self._ranks, lr, self.spec.metrics)
 
     def _start(self, batch: Batch) -> None:
         self._batch = batch
-        self._computed = Computed.nothing(self._model.device, len(self._spec.metrics))
+        self._computed = Computed.nothing(self._model.device, len(self.spec.metrics))
 
     def _least_entropies(self) -> list[Tensor]:
         """Return, for each update, the entropy from which on its tokens are trained on, of all ranks' tokens."""
@@ -159,30 +150,28 @@ class Learner:
         def own() -> list[Tensor]:
             others = self._within_memory(self._other_entropies)
             self._within_memory(self._look_ahead)
-            trained = ([one.entropies.cpu() for one in passes] for passes in self._computed.passes)
+            trained = ([model_pass.entropies.cpu() for model_pass in passes] for passes in self._computed.passes)
             both = zip(trained, others, strict=True)
             return [torch.cat([torch.zeros(0), *of_trained, *of_others]) for of_trained, of_others in both]
 
-        # The ranks of one replica compute the same tokens.
-        of_replicas = self._ranks.one_per_replica(self._ranks.run_and_gather(own))
+        of_replicas = self._ranks.one_per_replica(self._ranks.run_and_gather(own))  # whose ranks have the same tokens
         whole = (torch.cat(of_update) for of_update in zip(*of_replicas, strict=True))
-        return [least_entropy(whole_N, self._spec.top_entropy).to(self._model.device) for whole_N in whole]
+        return [least_entropy(whole_N, self.spec.top_entropy).to(self._model.device) for whole_N in whole]
 
     def _other_entropies(self) -> list[list[Tensor]]:
         """Return, for each update, the entropies of the samples that are only ranked."""
-        entropies = [list[Tensor]() for _ in self._batch.only_ranked]
+        entropies, temperature = [list[Tensor]() for _ in self._batch.only_ranked], self._sampling.temperature
         updates = zip(entropies, self._batch.only_ranked, self._batch.mini_batches, strict=True)
         for of_update, samples, trained in updates:
             for micro_batch in self._budget.packs(samples, [*trained, *samples]):
                 with torch.enable_grad():  # as in `_look_ahead`
-                    of_update.append(self._logprobs(micro_batch)[1].cpu())
+                    of_update.append(model_logprobs(self._model, micro_batch, temperature)[1].cpu())
         return entropies
 
     def _within_memory(self, act: Callable[[], Result]) -> Result:
         """Compute this rank's share of the batch, in smaller passes if memory runs out.
 
-        Tensor-parallel ranks communicate in every layer: if one is out of memory or interrupted, the others wait, and
-        its process has to end with a RankError.
+        Tensor-parallel ranks communicate in every layer: one that fails ends with a RankError, so that none waits.
         """
         if self._ranks.tp_size > 1:
             with self._ranks.tp_pass():
@@ -201,37 +190,34 @@ class Learner:
         if self._budget.sums_in_float32:
             self.optimizer.expect(torch.float32)  # compiled now, and not between two writes
         updates = self._computed.passes
-        for least, passes in zip(self._thresholds, updates, strict=False):  # none: all are trained on
-            for one in passes:
-                one.batch = replace(one.batch, advantages_N=one.batch.advantages_N * (one.entropies >= least))
-        if updates and not self._updates_in_backward:
+        for least, passes in zip(self._thresholds, updates, strict=False):  # no thresholds: all are trained on
+            for model_pass in passes:
+                advantages_N = model_pass.batch.advantages_N * (model_pass.entropies >= least)
+                model_pass.batch = replace(model_pass.batch, advantages_N=advantages_N)
+        if updates and not self._choices.steps_in_backward:
             self._differentiate(updates[0])
 
     def _look_ahead(self) -> None:
         """Cut the batch into passes, and compute what updates need from before the first one."""
-        self._computed.passes = [self._passes(samples) for samples in self._batch.mini_batches]
-        chooses = self._spec.top_entropy < 1
-        for one in chain.from_iterable(self._computed.passes[0 if chooses else 1 :]):  # the first update's ratios are 1
+        for samples in self._batch.mini_batches:
+            packed = self._budget.packs(samples, samples)
+            if len(packed) > 1 and self._choices.steps_in_backward:
+                num_updates = len(self._batch.mini_batches)
+                raise self._budget.too_few_for_one_pass(samples, len(packed), num_updates=num_updates)
+            self._computed.passes.append([Pass(batch=micro_batch) for micro_batch in packed])
+        chooses = self.spec.top_entropy < 1
+        first = 0 if chooses else 1  # the ratios of the first update are 1
+        for model_pass in chain.from_iterable(self._computed.passes[first:]):
             # With gradients enabled, as in training: without, compiled layers are another graph, which rounds
             # differently. In bf16 the two differ by 0.01 nats a token, and GSPO clips at 0.0003.
             with torch.enable_grad():
-                logprobs_N, entropies_N = self._logprobs(one.batch)
-            self._remember(one, logprobs_N.detach(), entropies_N)
-            one.entropies_N = entropies_N if chooses else None
-
-    def _passes(self, samples: list[Sample]) -> list[Pass]:
-        packed = self._budget.packs(samples, samples)
-        if len(packed) > 1 and self._updates_in_backward:
-            num_updates = len(self._batch.mini_batches)
-            raise self._budget.too_few_for_one_pass(samples, len(packed), num_updates=num_updates)
-        return [Pass(batch=micro_batch) for micro_batch in packed]
-
-    def _logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return model_logprobs(self._model, micro_batch, self._sampling.temperature)
+                logprobs_N, entropies_N = model_logprobs(self._model, model_pass.batch, self._sampling.temperature)
+            self._remember(model_pass, logprobs_N.detach(), entropies_N)
+            model_pass.entropies_N = entropies_N if chooses else None
 
     def _update(self, passes: Sequence[Pass], *, first: bool) -> bool:
         """Take one update; return whether it was taken."""
-        if self._updates_in_backward:
+        if self._choices.steps_in_backward:
             self._update_in_backward(passes)
         elif not first and not self._fits(passes):
             return False
@@ -243,24 +229,22 @@ class Learner:
 
     def _fits(self, passes: Sequence[Pass]) -> bool:
         """Compute the gradients of an update after the first; return whether every rank could."""
+        fits = True
         try:
             with self._ranks.tp_pass():
                 self._differentiate(passes)
         except RewardError as error:  # not raised here: no weight is half written
-            self._refusal = error
             fits = False
+            self._refusal = error
         except torch.OutOfMemoryError as error:
+            fits = False
             try:
                 self._budget.shrink(error)
             except UsageError as refusal:  # raised later, for the same reason
                 self._refusal = refusal
-            fits = False
-        else:
-            fits = True
-        if not all(self._ranks.all_gather_object(fits)):
-            return False
-        self._exchange()
-        return True
+        if fits := all(self._ranks.all_gather_object(fits)):
+            self._exchange()
+        return fits
 
     def _differentiate(self, passes: Sequence[Pass]) -> None:
         """Compute the gradients of one update, and their norm."""
@@ -271,8 +255,8 @@ class Learner:
                 gradients.enter_context(self.optimizer.releasing())
             elif len(passes) > 1 and self._budget.sums_in_float32:
                 gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
-            for one in passes:
-                self._loss(one).backward()
+            for model_pass in passes:
+                self._loss(model_pass).backward()
         if self._ranks.world_size == 1:
             self._computed.norms.append(self.optimizer.global_norm())
 
@@ -284,12 +268,16 @@ class Learner:
         self._model.zero_grad(set_to_none=True)
         self._computed.losses.append(torch.zeros((), dtype=torch.float64, device=self._model.device))
         try:
-            losses = self._losses_before_writing(passes)
-            is_usable = losses is not None and all(math.isfinite(loss.item()) for loss in losses)
+            losses = list[Tensor]()  # stays empty if the whole update is other ranks'
+            try:
+                losses += [self._loss(model_pass) for model_pass in passes]
+            except RewardError as error:
+                self._refusal = error
+            is_usable = self._refusal is None and all(math.isfinite(loss.item()) for loss in losses)
             is_finite = all(self._ranks.all_gather_object(is_usable))
             if is_finite:
                 with self.optimizer.releasing(max_norm=self._choices.max_grad_norm):
-                    for loss in losses or ():
+                    for loss in losses:
                         loss.backward()
         except torch.OutOfMemoryError as error:
             raise UsageError(
@@ -298,14 +286,6 @@ class Learner:
                 " --kv-sleep always",
             ) from error
         self._computed.norms.append(self.optimizer.global_norm() if is_finite else math.nan)
-
-    def _losses_before_writing(self, passes: Sequence[Pass]) -> list[Tensor] | None:
-        """Return the losses of an update, none if all of it is other ranks'; None if the user's loss failed."""
-        try:
-            return [self._loss(one) for one in passes]
-        except RewardError as error:
-            self._refusal = error
-            return None
 
     def _exchange(self) -> None:
         """Add up the gradients of several ranks, and compute their norm."""
@@ -316,27 +296,25 @@ class Learner:
             self.optimizer.exchange()
             self._computed.norms.append(self.optimizer.global_norm())
 
-    def _drop_gradients(self) -> None:
-        self._model.zero_grad(set_to_none=True)
-        self.optimizer.zero_grad()
-
-    def _loss(self, one: Pass) -> Tensor:
+    def _loss(self, model_pass: Pass) -> Tensor:
         """Return the loss of one pass, and add it to that of its update."""
-        logprobs_N, entropies_N = self._logprobs(one.batch)
-        if one.old_logprobs_N is None:
-            self._remember(one, logprobs_N.detach(), entropies_N)
-        if self._reference is not None and one.reference_logprobs_N is None:
-            one.reference_logprobs_N = self._reference.logprobs(one.batch, self._sampling.temperature)
-        assert one.old_logprobs_N is not None
-        loss, sums = policy_loss(logprobs_N, one.old_logprobs_N, one.batch, self._spec, one.reference_logprobs_N)
+        logprobs_N, entropies_N = model_logprobs(self._model, model_pass.batch, self._sampling.temperature)
+        if model_pass.old_logprobs_N is None:
+            self._remember(model_pass, logprobs_N.detach(), entropies_N)
+        if self._reference is not None and model_pass.reference_logprobs_N is None:
+            model_pass.reference_logprobs_N = self._reference.logprobs(model_pass.batch, self._sampling.temperature)
+        assert model_pass.old_logprobs_N is not None
+        loss, sums = policy_loss(
+            logprobs_N, model_pass.old_logprobs_N, model_pass.batch, self.spec, model_pass.reference_logprobs_N
+        )
         self._computed.losses[-1] += loss.detach()
-        self._computed.loss_sums += torch.stack([sums[name] for name in self._spec.metrics])
+        self._computed.loss_sums += torch.stack([sums[name] for name in self.spec.metrics])
         return loss
 
-    def _remember(self, one: Pass, logprobs_N: Tensor, entropies_N: Tensor) -> None:
-        one.old_logprobs_N = logprobs_N
+    def _remember(self, model_pass: Pass, logprobs_N: Tensor, entropies_N: Tensor) -> None:
+        model_pass.old_logprobs_N = logprobs_N
         self._computed.entropy += entropies_N.sum(dtype=torch.float64)
-        batch, spec = one.batch, self._spec
+        batch, spec = model_pass.batch, self.spec
         self._computed.tally += measure(
             logprobs_N, batch.sampled_logprobs_N, spec.correction, spec.weighted_sequences(batch)
         )

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -84,24 +84,6 @@ def _ratios(old_logprobs_N: Tensor, sampled_logprobs_N: Tensor, sequences_N: Ten
     return differences_N.exp()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mismatch:
-    """The mismatch of one step, over the tokens whose log-probability the server reported; NaN if there are none."""
-
-    mean: float
-    """Mean of |log-probability of the server - of the trainer|, in nats."""
-    max: float
-    """Largest of these differences."""
-    histogram: tuple[float, ...]
-    """Share of the tokens in each bin of `LOGPROB_DIFF_EDGES`."""
-    changed_share: float
-    """Share of the tokens whose weight was truncated or masked."""
-    weight_mean: float
-    """Mean importance weight after that; 1 where the engines agree."""
-    effective_share: float
-    """Effective sample size of these weights over the number of tokens; 1 where all weigh the same."""
-
-
 @dataclass(frozen=True)
 class Tally:
     """Sums over the tokens of micro-batches, on their device."""
@@ -122,19 +104,19 @@ class Tally:
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(self.sums_K + other.sums_K, torch.maximum(self.max, other.max))
 
-    def read(self) -> Mismatch:
-        """Wait for the device."""
+    def metrics(self) -> dict[str, Any]:
+        """Wait for the device, and return the metrics by name; NaN if the server reported no log-probability."""
         *sums, largest = torch.cat([self.sums_K, self.max.unsqueeze(0)]).tolist()
         num_tokens, difference, weight, squared_weight, changed, *at_or_above = sums
         in_bins = [above - beyond for above, beyond in pairwise([num_tokens, *at_or_above, 0.0])]
-        return Mismatch(
-            mean=share(difference, num_tokens),
-            max=largest if num_tokens else math.nan,
-            histogram=tuple(share(count, num_tokens) for count in in_bins),
-            changed_share=share(changed, num_tokens),
-            weight_mean=share(weight, num_tokens),
-            effective_share=share(weight * weight, num_tokens * squared_weight),
-        )
+        return {
+            "logprob_diff_mean": share(difference, num_tokens),
+            "logprob_diff_max": largest if num_tokens else math.nan,
+            "logprob_diff_histogram": tuple(share(count, num_tokens) for count in in_bins),
+            "corrected_share": share(changed, num_tokens),
+            "importance_weight": share(weight, num_tokens),
+            "effective_share": share(weight * weight, num_tokens * squared_weight),
+        }
 
 
 @torch.no_grad()
@@ -162,13 +144,14 @@ def measure(
     return Tally(sums_K, largest.double())
 
 
-def alarm(measured: Mismatch, threshold: float) -> str | None:
+def alarm(metrics: Mapping[str, Any], threshold: float) -> str | None:
     """Return one line with the likely causes if the mean mismatch is at least `threshold`, in nats."""
-    if not measured.mean >= threshold:
+    mean, largest = metrics["logprob_diff_mean"], metrics["logprob_diff_max"]
+    if not mean >= threshold:
         return None
     low, high = HEALTHY_NATS
     return (
-        f"the log-probs of vLLM and the trainer differ by {measured.mean:.3g} nats on average, up to {measured.max:.3g}"
+        f"the log-probs of vLLM and the trainer differ by {mean:.3g} nats on average, up to {largest:.3g}"
         f"; {low} to {high} is healthy in bf16. Likely causes: a stale prefix cache, rollouts from older weights,"
         " another temperature, --logprobs-mode or dtype, or top-p sampling without processed log-probs"
     )

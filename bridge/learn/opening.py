@@ -7,12 +7,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import OptimizerConfig, TrainConfig
-from bridge.errors import UsageError
+from bridge.errors import AttachError, UsageError
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
 from bridge.optimizers import factory
-from bridge.optimizers.gradients import NOTHING, Alike
+from bridge.optimizers.gradients import NOTHING, Replicated
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
 from bridge.passes.parallel import Parallel, divide
@@ -20,6 +20,7 @@ from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import Note
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.attach import OpenedModel
+from bridge.weights.parts import Parts
 
 
 def learner_of(
@@ -44,8 +45,8 @@ def learner_of(
         factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=weight_decay)
         for name, factor in opened.lr_factors.items()
     ]
-    alike = NOTHING if parallel is None else _alike(model, parallel)
-    optimizer = factory.make(config.optimizer, groups, seed=config.seed, ranks=ranks, alike=alike)
+    replicated = NOTHING if parallel is None else _replicated(model, parallel)
+    optimizer = factory.make(config.optimizer, groups, seed=config.seed, ranks=ranks, replicated=replicated)
     try:
         optimizer.allocate()
         reference = open_reference(
@@ -77,6 +78,13 @@ def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
     """Let the model compute with this rank's part of the weights, and prove that it does; None: it is whole."""
     if not opened.cuts:
         return None
+    differing = [*Parts(cuts=opened.cuts, tp_group=ranks.tp_group).differing(dict(opened.model.named_parameters()))]
+    if differing:
+        more = f", and of {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise AttachError(
+            f"the server's ranks hold different values of {differing[0]}{more}, which they share",
+            remedy="restart the server, or restore a checkpoint: bridge restore",
+        )
     parallel = divide(opened.model, opened.cuts, ranks.tp_group.process_group)
     check_layers(opened.model, parallel)
     return parallel
@@ -93,7 +101,7 @@ def _note_rates(choices: OptimizerConfig, lr: float, trained: str, note: Note) -
         )
 
 
-def _alike(model: PreTrainedModel, parallel: Parallel) -> Alike:
+def _replicated(model: PreTrainedModel, parallel: Parallel) -> Replicated:
     """Return each parameter of which several ranks hold the same elements, and those that another rank counts."""
     counted_elsewhere: dict[Tensor, list[range]] = {}
     for shared in parallel.shared:

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.core import own_code
-from bridge.core.foreign_code import described, foreign_code
+from bridge.core.foreign_code import described, find_object, foreign_code
 from bridge.errors import RewardError
 
 EXAMPLE = "return -ratios * tensors.advantages, {'ratio': ratios}"
@@ -135,7 +134,7 @@ def load(name: str, *, has_reference: bool) -> OwnLoss:
 
 @cache
 def _load(name: str, _folder: Path, has_reference: bool) -> OwnLoss:
-    function = own_code.find("loss", name)
+    function = find_object("loss", name)
     loss = OwnLoss(name=name, function=function)
     try:
         inspect.signature(function).bind(None)

@@ -147,7 +147,7 @@ def policy_loss(
     sequences_N = spec.weighted_sequences(batch)
     weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
     impossible_N = old_logprobs_N == -math.inf  # times a weight of 0, a term that is not finite would be NaN
-    logprobs_N, old_logprobs_N = (each.masked_fill(impossible_N, 0.0) for each in (logprobs_N, old_logprobs_N))
+    logprobs_N, old_logprobs_N = (logprobs.masked_fill(impossible_N, 0.0) for logprobs in (logprobs_N, old_logprobs_N))
     if reference_logprobs_N is not None:
         reference_logprobs_N = reference_logprobs_N.masked_fill(impossible_N, 0.0)
     kl_N = torch.zeros_like(logprobs_N)

@@ -77,7 +77,7 @@ def open_reference(
     """Return the reference of `model`; None without a KL divergence.
 
     Call it after `check`, once the model is open. A second model is prepared like the trained one, so that both round
-    alike. `max_model_len` is the server's, on which positions may depend.
+    equally. `max_model_len` is the server's, on which positions may depend.
 
     UsageError: it cannot be loaded, or does not fit. UnsupportedModelError: it is not a plain causal language model of
     transformers, or does not support packing.

@@ -55,14 +55,14 @@ def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Grou
             _check(group, advantages, number)
         else:
             by_turn = []
-            for each in rewards:
+            for compared_rewards in rewards:
                 divisor = {
                     "group": _divisor(rewards),
                     "batch": of_batch,
                     "none": 1.0,
-                    "leave_one_out": 1 - 1 / max(len(each), 2),  # a group of one has no others, and no advantage
+                    "leave_one_out": 1 - 1 / max(len(compared_rewards), 2),  # alone in its group: no advantage
                 }[scale]
-                by_turn.append([value / divisor for value in _centered(each)])
+                by_turn.append([value / divisor for value in _centered(compared_rewards)])
             advantages = _of_tokens(group, by_turn) if group.turn_rewards else tuple((value,) for value in by_turn[0])
         if any(group.zero_advantage):
             flags = zip(advantages, group.zero_advantage, strict=True)
@@ -130,11 +130,11 @@ def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int)
             "sequence_mean": num_completions * completion.num_sampled,
             "constant": num_completions * max_new_tokens,
         }[spec.aggregation]
-        for one in completion.sequences:
-            num_given = len(one.token_ids)
-            advantages = of_sampled(given if len(given) == num_given else given * num_given, one.sampled)
+        for sequence in completion.sequences:
+            num_given = len(sequence.token_ids)
+            advantages = of_sampled(given if len(given) == num_given else given * num_given, sequence.sampled)
             if advantages:
-                result.append(_sample(prompt, one, advantages, 1 / divisor))
+                result.append(_sample(prompt, sequence, advantages, 1 / divisor))
     return result
 
 
@@ -186,7 +186,7 @@ def _compared(group: Group) -> list[list[float]]:
 
 def _of_tokens(group: Group, by_turn: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
     """Return an advantage per token, from those of the turns in the order of `_compared`."""
-    turns = [iter(each) for each in by_turn]
+    turns = [iter(advantages) for advantages in by_turn]
     each_own = [[next(turns[turn]) for turn in range(len(rewards))] for rewards in group.turn_rewards]
     return tuple(
         tuple(0.0 if turn is None else own[turn] for turn in completion.turns)

@@ -3,7 +3,6 @@
 A mode opens the model to train and publishes each update of it. The trainer does not know which one it runs.
 """
 
-from bridge.config import TrainConfig
 from bridge.modes.lora import LoraDisk, LoraMemory
 from bridge.modes.mode import Mode
 from bridge.modes.none import InPlace, Restart
@@ -16,8 +15,4 @@ WAYS: dict[tuple[str, str], type[Mode]] = {
     ("none", "restart"): Restart,
     ("none", "in-place"): InPlace,
 }
-"""(`--mode`, `--lora-handover` or `--reload`) -> the class that implements it."""
-
-
-def way_of(config: TrainConfig) -> type[Mode]:
-    return WAYS[config.mode, {"lora_only": config.lora.handover, "none": config.publishing.reload}.get(config.mode, "")]
+"""`TrainConfig.way` -> the class that implements it."""

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,8 +71,7 @@ class LoraMemory(_LoraMode, PatchedServer):
 
     def open(self) -> OpenedModel:
         """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
-        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
-        opened = self._add_adapter(self.attach())
+        opened = self._add_adapter(super().open())
         self._move_in(takeover=self._run.resumes)
         self._run.note("the base is the server's own, 0 bytes of it here")
         return opened
@@ -88,7 +88,7 @@ class LoraMemory(_LoraMode, PatchedServer):
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         self._adapter.check(checkpoint)  # before the server pauses
-        with self.overwriting(checkpoint, version):
+        with self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint)):
             self._adapter.load(checkpoint)
 
     def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002 - the base class's
@@ -109,7 +109,8 @@ class LoraMemory(_LoraMode, PatchedServer):
         """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
         ranks, ours = self._run.ranks, self._adapter.modules
         ranks.tp_group.run_on_all(self._refuse_unfit_slots)
-        ranks.tp_group.run_on_all(self._hand_over if ranks.is_tp_rank_zero else self._adapter.pass_on)
+        hand_over = partial(self._run.saved, ADAPTER, self._adapter.save)
+        ranks.tp_group.run_on_all(hand_over if ranks.is_tp_rank_zero else self._adapter.pass_on)
         number = ranks.tp_group.run_on_rank_zero(self._seat)
         slots = ranks.tp_group.run_on_all(lambda: self._open_slots(number))
         with self.publish(Update(takeover=takeover, version=version)), torch.no_grad():
@@ -117,9 +118,6 @@ class LoraMemory(_LoraMode, PatchedServer):
                 for here, there in ((ours[name].lora_a, slot.lora_a), (ours[name].lora_b, slot.lora_b)):
                     there.copy_(here)
                     here.data = there.data
-
-    def _hand_over(self) -> None:
-        self._run.saved(ADAPTER, self._adapter.save)
 
     def _seat(self) -> int:
         """Let the server load what was saved, and return the slot's number."""
@@ -197,7 +195,6 @@ class LoraDisk(_LoraMode):
 
     def open(self) -> OpenedModel:
         """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter."""
-        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
         base = self._open_base()
         opened = self._add_adapter(base)
         self._serve_first()
@@ -317,4 +314,4 @@ def _fits(slot: LoraSlot, ours: Matrices) -> bool:
 def _hold(slot: Matrices, ours: Matrices) -> bool:
     """Compare up to rounding: B is divided by the scaling on saving, and multiplied by it on loading."""
     pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
-    return all(torch.allclose(one.float(), other.float(), rtol=1 / 64, atol=1e-6) for one, other in pairs)
+    return all(torch.allclose(theirs.float(), held.float(), rtol=1 / 64, atol=1e-6) for theirs, held in pairs)

@@ -1,4 +1,4 @@
-"""What a mode is: the base class of each, and what it needs from its run."""
+"""What a mode is: the base class of each, what it needs from its run, and when its server pauses."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
-from bridge.config import TrainConfig
+from bridge.config import PublishingConfig, TrainConfig
 from bridge.core.whole_folder import written_whole
-from bridge.errors import ServerUnreachableError
+from bridge.errors import ServerUnreachableError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient
 from bridge.server.endpoint import Endpoint
@@ -72,10 +72,43 @@ class RunContext:
         self.process.restart(model)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PausePolicy:
+    """What the server does while this process computes a step's passes."""
+
+    kv_sleeps: bool | None
+    """Whether its KV cache gives up its memory; None: the first batch that is trained on decides."""
+    stops_sampling: bool
+
+    @classmethod
+    def of(cls, publishing: PublishingConfig, *, max_staleness: int, can_sleep: bool, shares_gpu: bool) -> Self:
+        """Derive the policy of a run.
+
+        `can_sleep`: the server can free its KV cache. `shares_gpu`: it samples on the GPU that this process computes
+        on, so that sampling at the same time would only slow both down.
+        """
+        if publishing.kv_sleep == "always" and not can_sleep:
+            raise UsageError(
+                "--kv-sleep always, but the server's KV cache cannot sleep",
+                remedy="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
+            )
+        is_open = publishing.kv_sleep == "auto" and can_sleep
+        chosen = publishing.pause_while_training
+        return cls(
+            kv_sleeps=None if is_open else publishing.kv_sleep == "always",
+            stops_sampling=max_staleness > 0 and shares_gpu if chosen is None else chosen,
+        )
+
+    @property
+    def computes_inside(self) -> bool:
+        """Whether the passes before the first write are computed inside the fence, and not before it."""
+        return bool(self.kv_sleeps) or self.stops_sampling
+
+
 class Mode(ABC):
     """One way of publishing new weights to vLLM, connected to its server.
 
-    A new one defines `_connect` and the abstract members, and stands in `bridge.modes.WAYS`.
+    A new one defines `_connect` and the abstract members, and is listed in `bridge.modes.WAYS`.
     """
 
     checkpoint_prefix: ClassVar[str] = "step_"

@@ -29,7 +29,7 @@ from bridge.weights.attach import OpenedModel
 
 
 class OwnCopy(Mode):
-    """A trainer process with its own weights, beside a server that generates meanwhile, or does not run at all."""
+    """A trainer process with its own weights, beside a server that generates at the same time, or does not run."""
 
     _dtype: torch.dtype | None = None
     """Of the copy; None: the model's own."""
@@ -38,7 +38,6 @@ class OwnCopy(Mode):
 
     def open(self) -> OpenedModel:
         name = self._config.model_name
-        model_folder.tokenizer_files(name)  # checkpoints need them
         device = self._config.trainer_device
         opened = loaded.load(name, device=device, dtype=self._dtype, max_model_len=self.max_model_len)
         self._model = opened.model
@@ -123,7 +122,7 @@ class Restart(OwnCopy):
         return 0.0
 
     def _start(self, model: str | Path, version: int, *, is_needed: bool = True) -> None:
-        """Serve `model` as `version`; a server that serves it already goes on if a restart is not needed."""
+        """Serve `model` as `version`; a server that serves it already keeps running if a restart is not needed."""
         self._run.ranks.run_on_all(lambda: self._process.restart(model) if is_needed else None)
         self.version = version
         self._num_behind = 0
@@ -151,7 +150,7 @@ class InPlace(OwnCopy):
     def open(self) -> OpenedModel:
         """Load the model, attach to the server, and reload it if an earlier run has trained it."""
         own = super().open()
-        self._served = self._server.attach().model
+        self._served = self._server.open().model
         if self.version > 0:
             self._reload()
         return own

@@ -5,7 +5,7 @@
 
 import shlex
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,7 +32,7 @@ class PatchedServer(Mode):
     writes: ClassVar[Written] = "weights"
     """What an update writes."""
 
-    def attach(self) -> OpenedModel:
+    def open(self) -> OpenedModel:
         """Return a model whose parameters are the server's weights, after a restart too."""
         ranks = self._run.ranks
         self._attached = attach(self.manifest, ranks.tp_rank, num_parts=ranks.tp_size)
@@ -50,10 +50,6 @@ class PatchedServer(Mode):
             ) as window:  # fmt: skip
                 yield window
             self.version = window.times.version
-
-    def overwriting(self, checkpoint: Path, version: int | None) -> AbstractContextManager[Window]:
-        """Let the block set everything to what is in `checkpoint`, and publish it; the server may be torn."""
-        return self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint))
 
     def publish_as(self, version: int) -> None:
         """Publish the same weights as another version."""
@@ -134,8 +130,8 @@ class PatchedServer(Mode):
             return
 
         def digests() -> dict[tuple[int, str], str]:
-            each = (self.client.digests(part) for part in range(ranks.tp_size if ranks.is_tp_rank_zero else 0))
-            return {(part, name): text for part, own in enumerate(each) for name, text in own.items()}
+            parts = range(ranks.tp_size if ranks.is_tp_rank_zero else 0)
+            return {(part, name): text for part in parts for name, text in self.client.digests(part).items()}
 
         first, *others = ranks.one_per_replica(ranks.run_and_gather(digests))
         for number, other in enumerate(others, start=1):
@@ -161,10 +157,6 @@ class PatchedServer(Mode):
 class SharedVllm(PatchedServer):
     """`shared_vllm`: a trainer attached to one live server, by a process for each part of the weights."""
 
-    def open(self) -> OpenedModel:
-        model_folder.tokenizer_files(self._config.model_name)  # checkpoints need them
-        return self.attach()
-
     def save(self, folder: Path) -> None:
         model_folder.save(self._attached.model, self._config.model_name, folder, self._parts)
 
@@ -175,7 +167,7 @@ class SharedVllm(PatchedServer):
     def restore(self, checkpoint: Path, *, version: int) -> None:
         model, parts = self._attached.model, self._parts
         model_folder.check(model, checkpoint, parts)  # before the server pauses
-        with self.overwriting(checkpoint, version):
+        with self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint)):  # even a torn server
             model_folder.load_into(model, checkpoint, parts)
 
     def revive(self, checkpoint: Path | None) -> None:

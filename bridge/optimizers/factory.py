@@ -1,17 +1,21 @@
 """Make the optimizer that a run's configuration asks for, and the schedule of its learning rate."""
 
 from collections.abc import Callable, Iterable
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import get_scheduler
 
 from bridge.config import OptimizerConfig
-from bridge.config.optimizers import OPTIMIZERS
-from bridge.optimizers.gradients import NOTHING, Alike
+from bridge.config.optimizers import OPTIMIZERS, OptimizerName
+from bridge.errors import UsageError
+from bridge.optimizers.gradients import NOTHING, Replicated
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
+from bridge.optimizers.offload import OffloadedAdamW
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
 
 LEAST_DECAY = 2.0**-25
@@ -24,15 +28,31 @@ def make(
     *,
     seed: int = 0,
     ranks: Ranks = ALONE,
-    alike: Alike = NOTHING,
+    replicated: Replicated = NOTHING,
 ) -> InPlaceOptimizer:
     """Return the optimizer for groups made by `scaled_group`, which several ranks share."""
-    spec = OPTIMIZERS[choices.name]
-    made_by = spec.offloaded_by if choices.offload else spec.made_by
-    assert made_by is not None, "refused by the configuration"
-    betas = choices.beta1, spec.beta2 if choices.beta2 is None else choices.beta2
-    kind: type[InPlaceOptimizer] = resolve_name(made_by)
-    return kind.of(choices, groups, betas=betas, seed=seed, ranks=ranks, alike=alike)
+    beta2 = OPTIMIZERS[choices.name].beta2 if choices.beta2 is None else choices.beta2
+    shared: dict[str, Any] = {"betas": (choices.beta1, beta2), "ranks": ranks, "replicated": replicated}
+    if choices.offload:
+        return OffloadedAdamW(groups, streams=choices.gradient_release, **shared)
+    return SplitMasterAdamW(groups, kind=KINDS[choices.name], seed=seed, **shared)
+
+
+def choices(name: OptimizerName, lr: float, betas: tuple[float, float] | None) -> OptimizerConfig:
+    """Return the choices of a loop of the user's.
+
+    Raises:
+        UsageError: there is no such optimizer, or a number is out of range.
+    """
+    chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
+    try:
+        return OptimizerConfig.model_validate({"name": name, "lr": lr, **chosen})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(
+            f"{first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
+            remedy="policy.optimizer('adamw', lr=1e-6)",
+        ) from error
 
 
 def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], float]:
@@ -43,7 +63,7 @@ def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], f
     """
     scheduler = get_scheduler(
         choices.lr_scheduler_type,
-        torch.optim.SGD([torch.zeros(1)], lr=1.0),  # stands in for ours, whose `step` would be wrapped
+        torch.optim.SGD([torch.zeros(1)], lr=1.0),  # instead of ours, whose `step` would be wrapped
         num_warmup_steps=choices.warmup_steps * choices.updates_per_step,
         num_training_steps=training_steps * choices.updates_per_step,
     )

@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-Alike = Mapping[Tensor, Sequence[range]]
+Replicated = Mapping[Tensor, Sequence[range]]
 """Every trained parameter of which several tensor-parallel ranks hold the same elements, in an order that all ranks
 have -> those elements of this rank's that another one counts in a sum over all ranks."""
-NOTHING: Alike = {}
+NOTHING: Replicated = {}
 
 
 def counted(tensor: Tensor, others: Sequence[range], first: int = 0) -> Tensor:

@@ -5,12 +5,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bridge.config import OptimizerConfig
 from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers.gradients import norm_of
 
@@ -21,9 +20,8 @@ EPS = 1e-8
 class InPlaceOptimizer(torch.optim.Optimizer):
     """Writes updates into parameters and never moves one.
 
-    A new one defines `_step`, and `of` if `--optimizer` names it; it keeps its tensors in torch's `state`, or says
-    where they are. Norms are those of the unscaled parameters: a group's `factor` (`scaled_group`) changes neither the
-    reported norm nor clipping.
+    A new one defines `_step`, and keeps its tensors in torch's `state` or overrides `_state`. Norms are those of the
+    unscaled parameters: a group's `factor` (`scaled_group`) changes neither the reported norm nor clipping.
 
     Raises:
         UsageError: a parameter is neither bf16 nor float32.
@@ -91,11 +89,6 @@ class InPlaceOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _step(self, norm: float, max_norm: float) -> None: ...
-
-    @classmethod
-    def of(cls, choices: OptimizerConfig, groups: Iterable[dict[str, Any]], **shared: Any) -> Self:
-        """Return the optimizer that a configuration asks for; `shared` are seed, betas and ranks."""
-        raise NotImplementedError
 
     def releasing(self, *, max_norm: float = math.inf) -> AbstractContextManager[None]:
         """Take each gradient away as soon as a backward pass inside has completed it; `step` ends the update."""
@@ -166,15 +159,18 @@ class InPlaceOptimizer(torch.optim.Optimizer):
             CheckpointError: it is of another kind of optimizer, or of other parameters; nothing was loaded.
         """
         parameters, state = [*self._steps], state_dict["state"]
-        if (found := state_dict.get("flags", "another optimizer")) != self.flags:
+        if (flags := state_dict.get("flags", "another optimizer")) != self.flags:
             raise CheckpointError(
-                f"the optimizer's state was saved with {found}, and this one is {self.flags}",
-                remedy=f"load it with {found}",
+                f"the optimizer's state was saved with {flags}, and this one is {self.flags}",
+                remedy=f"load it with {flags}",
             )
         known = [index for index in state if index in range(len(parameters))]
         shapes = {(index, name): part.shape for index in known for name, part in self.parts(parameters[index]).items()}
         held = {
-            (index, name): part.shape for index, each in state.items() for name, part in each.items() if name != "step"
+            (index, name): part.shape
+            for index, parts in state.items()
+            for name, part in parts.items()
+            if name != "step"
         }
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if held != shapes or sizes != [len(group["params"]) for group in self.param_groups]:
@@ -184,7 +180,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         copies = {(index, name): state[index][name].clone() for index, name in held}  # they may be these very tensors
-        self.reset({parameters[index]: each["step"] for index, each in state.items()})
+        self.reset({parameters[index]: parts["step"] for index, parts in state.items()})
         for (index, name), copy in copies.items():
             self.put(parameters[index], {name: copy})
 
@@ -208,9 +204,9 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iter
             f"{type(optimizer).__name__} needs a closure, and the gradients exist before the fence",
             remedy="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
         )
-    own = {id(each) for each in served}
-    changed = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-    if changed and not any(id(each) in own for each in changed):
+    served_ids = {id(parameter) for parameter in served}
+    changed = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if changed and not any(id(parameter) in served_ids for parameter in changed):
         raise UsageError(
             f"none of the {len(changed)} parameters that {type(optimizer).__name__} would change is the server's",
             remedy="make it with policy.parameters(), before anything is added to policy.model",
@@ -218,9 +214,9 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iter
     if isinstance(optimizer, InPlaceOptimizer):
         norm = optimizer.global_norm()
     else:
-        norm = norm_of((each.grad, 1.0) for each in changed)
+        norm = norm_of((parameter.grad, 1.0) for parameter in changed)
         if math.isfinite(norm) and norm > max_norm:
-            torch._foreach_mul_([each.grad for each in changed], max_norm / norm)
+            torch._foreach_mul_([parameter.grad for parameter in changed], max_norm / norm)
     if not math.isfinite(norm):
         raise UsageError(
             f"the gradient norm is {norm}, expected a finite number: no weight was changed",

@@ -44,7 +44,7 @@ class StateTensor:
 
     dtype: torch.dtype
     elements: int = 1
-    """Elements of the parameter that one element of it stands for."""
+    """Elements of the parameter per element of this tensor."""
 
 
 @dataclass(frozen=True)

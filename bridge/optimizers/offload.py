@@ -7,7 +7,7 @@ It works chunk by chunk, so that neither side needs a second copy. torch rounds 
 the buffers have such a size, and nothing larger is pinned.
 
 Several ranks share the work (`sharded.py`): gradients are summed on the device, and each rank has the master and the
-moments of its own rows.
+moments of its rows.
 """
 
 import math
@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bridge.config import OptimizerConfig
-from bridge.optimizers.gradients import NOTHING, Alike, each_gradient, norm_of
+from bridge.optimizers.gradients import NOTHING, Replicated, each_gradient, norm_of
 from bridge.optimizers.moments import FIRST, FLOAT32, SECOND, StateTensor
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.slabs import Member, Slab
@@ -65,26 +64,21 @@ class OffloadedAdamW(ShardedOptimizer):
         *,
         streams: bool = False,
         ranks: Ranks = ALONE,
-        alike: Alike = NOTHING,
+        replicated: Replicated = NOTHING,
         **hyperparameters: Any,
     ) -> None:
         assert not streams or ranks.world_size == 1, "the configuration refuses several"
-        super().__init__(params, kind=KIND, ranks=ranks, alike=alike, state_device=HOST, **hyperparameters)
+        super().__init__(params, kind=KIND, ranks=ranks, replicated=replicated, state_device=HOST, **hyperparameters)
         self._streams = streams
         self._streamed: dict[Tensor, Tensor] = {}
         self._is_summed: set[Tensor] = set()
         self._to_host = _ToHost(self._device)
         self._to_device = _ToDevice(self._device)
 
-    @classmethod
-    def of(cls, choices: OptimizerConfig, groups: Iterable[dict[str, Any]], *, seed: int = 0, **shared: Any) -> Self:
-        del seed  # nothing is rounded stochastically
-        return cls(groups, streams=choices.gradient_release, **shared)
-
     def allocate(self) -> None:
         super().allocate()
         if self._streams and not self._streamed:
-            self._streamed = {each: torch.empty(each.numel(), dtype=torch.float32).zero_() for each in self._steps}
+            self._streamed = {p: torch.empty(p.numel(), dtype=torch.float32).zero_() for p in self._steps}
 
     @contextmanager
     def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:
@@ -152,7 +146,7 @@ class OffloadedAdamW(ShardedOptimizer):
         number = self._steps[member.parameter] + 1
         held = [slab.state[name][slab.held(rows)] for name in (MASTER, FIRST, SECOND)]
         weight, master, first, second, gradient = (
-            each.reshape(-1)[:num_elements] for each in (weight, *held, gradient)
+            tensor.reshape(-1)[:num_elements] for tensor in (weight, *held, gradient)
         )
         if number == 1:  # not in `allocate`: a checkpoint may be loaded into the weights after it
             master.copy_(weight)

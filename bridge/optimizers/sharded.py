@@ -1,9 +1,9 @@
 """The base of both AdamWs, whose state lies beside the weights (`split_adamw.py`) or in host memory (`offload.py`).
 
 Several ranks share the work (ZeRO, in place): each has the state of its part of every slab's rows. `exchange` gives it
-the sum of all gradients for them; `step` updates them, and gathers everybody's rows into everybody's weights. So each
-element is computed once and copied, and replicas are equal by construction. The ranks that share are peers: they hold
-the same part of the weights.
+the sum of all gradients for these rows; `step` updates them, and gathers the rows of all ranks into everyone's weights.
+Each element is computed once and copied, so replicas are equal by construction. The ranks that share hold the same part
+of the weights.
 
 Shape suffixes: R blocks, B elements of a block.
 """
@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bridge.optimizers.gradients import NOTHING, Alike, counted, norm_of
+from bridge.optimizers.gradients import NOTHING, Replicated, counted, norm_of
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.slabs import Slab, slabs
 from bridge.optimizers.split_master import Kind
@@ -33,7 +34,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         *,
         kind: Kind,
         ranks: Ranks = ALONE,
-        alike: Alike = NOTHING,
+        replicated: Replicated = NOTHING,
         state_device: torch.device | None = None,
         **hyperparameters: Any,
     ) -> None:
@@ -42,9 +43,9 @@ class ShardedOptimizer(InPlaceOptimizer):
         self._world = ranks
         self._ranks = ranks.dp_group
         self.kind = kind
-        self._alike = alike
+        self._replicated = replicated
         self._device = next(iter(self._steps)).device
-        self._slabs = slabs(kind, self.param_groups, ranks=self._ranks, alike=alike, device=state_device)
+        self._slabs = slabs(kind, self.param_groups, ranks=self._ranks, replicated=replicated, device=state_device)
         self._places = {
             member.parameter: (slab, index) for slab in self._slabs for index, member in enumerate(slab.members)
         }
@@ -68,8 +69,8 @@ class ShardedOptimizer(InPlaceOptimizer):
         """Return the sum of the squares of this rank's gradients, without those that another part counts."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._ranks.world_size == 1:
-            own = [(each.grad, each, factor) for each, factor in self._factors.items() if each.grad is not None]
-            norm = norm_of((counted(grad, self._alike.get(each, ())), factor) for grad, each, factor in own)
+            own = [(p, p.grad, factor) for p, factor in self._factors.items() if p.grad is not None]
+            norm = norm_of((counted(grad, self._replicated.get(p, ())), factor) for p, grad, factor in own)
             return squares + norm**2
         for slab, sum_RB in self._sums.items():
             factors = {self._factors[member.parameter] for member in slab.members}
@@ -82,7 +83,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         """Return this rank's summed gradients of a slab with zeros where another part counts them."""
         block = slab.kind.moments.block
         for member in slab.members:
-            rows, others = slab.own(member), self._alike.get(member.parameter)
+            rows, others = slab.own(member), self._replicated.get(member.parameter)
             if rows and others:
                 held = slab.held(rows)
                 kept_RB = counted(sum_RB[held], others, (rows.start - member.rows.start) * block)
@@ -99,7 +100,7 @@ class ShardedOptimizer(InPlaceOptimizer):
             return
         self._drop_sums()
         widths = {None: 0, torch.bfloat16: 1, torch.float32: 2}
-        own = [widths[None if each.grad is None else each.grad.dtype] for each in self._places]
+        own = [widths[None if parameter.grad is None else parameter.grad.dtype] for parameter in self._places]
         dtypes = dict(zip(self._places, self._ranks.all_reduce_max(own), strict=True))
         for slab in self._slabs:
             width = max(dtypes[member.parameter] for member in slab.members)
@@ -148,7 +149,7 @@ class ShardedOptimizer(InPlaceOptimizer):
             self._gathered = slab, {name: self._ranks.all_gather(part) for name, part in slab.state.items()}
         parts = slab.parts(slab.members[index], self._gathered[1])
         later = [member.parameter for member in slab.members[index + 1 :]]
-        if not later or (self._steps[parameter] and not any(self._steps[each] for each in later)):
+        if not later or (self._steps[parameter] and not any(self._steps[member] for member in later)):
             self._gathered = None  # as large as the state of several ranks; without an update, a parameter has none
         return parts
 
@@ -168,8 +169,8 @@ class ShardedOptimizer(InPlaceOptimizer):
 
     def _ready(self) -> list[tuple[Slab, list[int]]]:
         """Return the members, slab by slab, that have a gradient; of several ranks, on any of them."""
-        places = [place for parameter, place in self._places.items() if self._has_gradient(parameter)]
-        return [(slab, [index for _, index in each]) for slab, each in groupby(places, key=lambda place: place[0])]
+        places = [self._places[parameter] for parameter in self._places if self._has_gradient(parameter)]
+        return [(slab, [index for _, index in run]) for slab, run in groupby(places, key=itemgetter(0))]
 
     def _has_gradient(self, parameter: Tensor) -> bool:
         return parameter in self._summed if self._ranks.world_size > 1 else parameter.grad is not None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.optimizers.gradients import Alike
+from bridge.optimizers.gradients import Replicated
 from bridge.optimizers.split_master import Kind
 from bridge.ranks.world import ALONE, Ranks
 
@@ -66,9 +66,9 @@ class Slab:
     @property
     def mine(self) -> range:
         """This rank's rows: all ranks have as many, the last ones beyond the slab's end."""
-        each = -(-self.num_rows // self.ranks.world_size)
-        each += each % LEAST_ROWS if self.ranks.world_size > 1 else 0
-        return range(self.ranks.rank * each, (self.ranks.rank + 1) * each)
+        num_rows = -(-self.num_rows // self.ranks.world_size)
+        num_rows += num_rows % LEAST_ROWS if self.ranks.world_size > 1 else 0
+        return range(self.ranks.rank * num_rows, (self.ranks.rank + 1) * num_rows)
 
     def allocate(self) -> None:
         """Allocate the state, zeroed, unless that is done."""
@@ -87,7 +87,7 @@ class Slab:
         return range(first, max(first, min(self.mine.stop, member.rows.stop)))
 
     def held(self, rows: range) -> slice:
-        """Return where this rank's tensors of the slab have these rows of its own."""
+        """Return where this rank's tensors of the slab have these rows, which it owns."""
         return slice(rows.start - self.mine.start, rows.stop - self.mine.start)
 
     def parts(self, member: Member, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ class Slab:
 
     def pieces(self, indices: Iterable[int], steps: Mapping[Tensor, int]) -> Iterator["Piece"]:
         """Yield the pieces of these members, in order; neighbors with as many `steps` so far share one."""
-        runs = groupby(enumerate(indices), key=lambda each: (each[1] - each[0], steps[self.members[each[1]].parameter]))
+        runs = groupby(enumerate(indices), key=lambda pair: (pair[1] - pair[0], steps[self.members[pair[1]].parameter]))
         for (_, step), run in runs:
             members = [self.members[index] for _, index in run]
             first, num_rows = members[0].rows.start, members[-1].rows.stop - members[0].rows.start
@@ -172,17 +172,22 @@ class Piece:
 
 
 def slabs(
-    kind: Kind, groups: Iterable[Mapping[str, Any]], *, ranks: Ranks, alike: Alike, device: torch.device | None = None
+    kind: Kind,
+    groups: Iterable[Mapping[str, Any]],
+    *,
+    ranks: Ranks,
+    replicated: Replicated,
+    device: torch.device | None = None,
 ) -> list[Slab]:
     """Assign the parameters of all groups to slabs, with their state on `device`; None: beside the weights.
 
-    What parts hold alike comes first, by itself: random bits depend on the slab and the row.
+    What several parts hold comes first, by itself: random bits depend on the slab and the row.
     """
     dealt: list[list[Member]] = []
     open_slabs: dict[tuple[object, ...], list[Member]] = {}
     pairs = [(parameter, group) for group in groups for parameter in group["params"]]
-    for parameter, group in sorted(pairs, key=lambda pair: pair[0] not in alike):
-        key = (parameter in alike, parameter.dtype, parameter.device, *hyperparameters(group))
+    for parameter, group in sorted(pairs, key=lambda pair: pair[0] not in replicated):
+        key = (parameter in replicated, parameter.dtype, parameter.device, *hyperparameters(group))
         is_small = parameter.numel() <= SMALL_ELEMENTS[parameter.device.type]
         members = open_slabs.get(key, []) if is_small else []
         num_rows = max(LEAST_ROWS, -(-parameter.numel() // kind.moments.block))

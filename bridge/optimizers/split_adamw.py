@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bridge.config import OptimizerConfig
 from bridge.errors import UsageError
-from bridge.optimizers.gradients import NOTHING, Alike, each_gradient, each_group
+from bridge.optimizers.gradients import NOTHING, Replicated, each_gradient, each_group
 from bridge.optimizers.moments import key
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.slabs import Piece, Slab, hyperparameters
@@ -37,19 +36,15 @@ class SplitMasterAdamW(ShardedOptimizer):
         seed: int = 0,
         compiles: bool | None = None,
         ranks: Ranks = ALONE,
-        alike: Alike = NOTHING,
+        replicated: Replicated = NOTHING,
         **hyperparameters: Any,
     ) -> None:
-        super().__init__(params, kind=kind, ranks=ranks, alike=alike, **hyperparameters)
+        super().__init__(params, kind=kind, ranks=ranks, replicated=replicated, **hyperparameters)
         self.flags = f"--optimizer {kind.name} --no-offload-optimizer"
         self._seed = seed
         self._compiles = self._device.type == "cuda" if compiles is None else compiles
         self._released: list[Tensor] = []
         """Norms of the gradients released since the last step."""
-
-    @classmethod
-    def of(cls, choices: OptimizerConfig, groups: Iterable[dict[str, Any]], **shared: Any) -> Self:
-        return cls(groups, kind=KINDS[choices.name], **shared)
 
     def allocate(self) -> None:
         super().allocate()
@@ -117,14 +112,14 @@ class SplitMasterAdamW(ShardedOptimizer):
 
         def take(number: int) -> None:
             slab = last_first[number]
-            found = [member.parameter.grad is not None for member in slab.members]
+            has_gradient = [member.parameter.grad is not None for member in slab.members]
             sum_RB = self._sums[slab] = self._sum(slab, slab.members[0].parameter.dtype)
             own = [sum_RB[slab.held(slab.own(member))].square().sum(dtype=torch.float64) for member in slab.members]
-            counts = _on_device(found, torch.float64, self._device)
-            squares, num_found = self._ranks.all_reduce(torch.stack([torch.stack(own), counts]))
+            counts = _on_device(has_gradient, torch.float64, self._device)
+            squares, num_gradients = self._ranks.all_reduce(torch.stack([torch.stack(own), counts]))
             factor = self._factors[slab.members[0].parameter]
             norms.append((squares.sqrt() * factor).float())
-            ready.append(num_found > 0)
+            ready.append(num_gradients > 0)
             bounds = torch.where(ready[-1], norms[-1], math.nan)  # the update leaves what has no norm unchanged
             pieces = [
                 (*pair, bound)
@@ -137,10 +132,10 @@ class SplitMasterAdamW(ShardedOptimizer):
         with each_group([[member.parameter for member in slab.members] for slab in last_first], take):
             yield
         members = [member for slab in last_first for member in slab.members]
-        each = zip(members, torch.cat(norms), torch.cat(ready).tolist(), strict=True)
-        for member, norm in ((member, norm) for member, norm, is_ready in each if is_ready):
-            self._released.append(norm)
-            self._steps[member.parameter] += 1
+        for member, norm, is_ready in zip(members, torch.cat(norms), torch.cat(ready).tolist(), strict=True):
+            if is_ready:
+                self._released.append(norm)
+                self._steps[member.parameter] += 1
 
     def global_norm(self) -> float:
         if self._released:
@@ -159,12 +154,12 @@ class SplitMasterAdamW(ShardedOptimizer):
         self.allocate()
         pieces = [piece for slab, indices in ready for piece in slab.pieces(indices, self._steps)]
         norm_on_device = _on_device([norm], torch.float32, self._device)[0]
-        each = zip(pieces, self._scalars(pieces, max_norm), strict=True)
+        with_scalars = zip(pieces, self._scalars(pieces, max_norm), strict=True)
         if self._ranks.world_size > 1:
-            for slab, of_slab in groupby(each, key=lambda pair: pair[0].slab):
+            for slab, of_slab in groupby(with_scalars, key=lambda pair: pair[0].slab):
                 self._step_own_rows(slab, ((*pair, norm_on_device) for pair in of_slab))
         else:
-            for piece, scalars in each:
+            for piece, scalars in with_scalars:
                 self._step_piece(piece, norm_on_device, scalars)
         self._count(ready)
 
@@ -197,10 +192,10 @@ class SplitMasterAdamW(ShardedOptimizer):
                     continue
                 own = slab.held(rows)
                 state = {name: tensor[own] for name, tensor in slab.state.items()}
-                place = first.clone()
-                place[1] += rows.start - piece.rows.start
+                random_place = first.clone()
+                random_place[1] += rows.start - piece.rows.start
                 weight = weight_RB[rows.start : rows.stop]
-                self._num_changed.append(step(weight, sum_RB[own], state, coefficients, norm, place).sum())
+                self._num_changed.append(step(weight, sum_RB[own], state, coefficients, norm, random_place).sum())
 
     def _update(self, weight: torch.dtype, gradient: torch.dtype) -> Update:
         if not self._compiles:

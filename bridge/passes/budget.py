@@ -11,7 +11,6 @@ Not covered: the memory of a pass (`pass_cost.py`), packing (`packing.py`), retr
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -31,24 +30,14 @@ MASKED_TOKENS = 8_192
 ENOUGH_TOKENS = 2_048
 """Fewer would leave a GPU idle: recomputing activations is faster then."""
 SHARE = 0.85
-"""Of the free memory: the rest is for fragments, and for what a pass takes besides its tokens."""
+"""Share of the free memory that passes may take; the rest is for fragments and for what does not grow with tokens."""
 HOST_SHARE = 0.5
 """The same on the CPU: other processes take memory at any time, and the system kills instead of refusing."""
 BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 256 of it"
 """The cost of summing gradients in bf16: each addition is off by up to 1/256 of its result. Errors add up like noise
-where gradients are noisy; where each gradient equals the one before, all errors have the same sign."""
+if gradients are noisy; if all gradients are equal, all errors have the same sign."""
 WORTH_IT = 0.9
 """Share of a budget's tokens that is enough beside float32 gradients: an adapter's gradients take next to nothing."""
-
-
-@dataclass(frozen=True)
-class _Demand:
-    """The samples of an update, as far as memory is concerned."""
-
-    longest: int
-    """Tokens of the longest sample."""
-    total: int
-    """Tokens of all of them in a single micro-batch."""
 
 
 class Budget:
@@ -84,12 +73,14 @@ class Budget:
         self._recomputes = bool(compute.gradient_checkpointing)
         self.sums_in_float32: bool | None = None
         """Whether gradients of many micro-batches are summed in float32; None: no update has had more than a few."""
-        self._last = _Demand(0, 0)
-        """What the last budget was for."""
+        self._longest = 0
+        """Tokens of the longest sample that the last budget was for."""
+        self._total = 0
+        """Tokens of all of those samples in a single micro-batch."""
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
         """Whether this batch needs more memory: else its activations are recomputed, or its passes are small."""
-        return self._on_gpu and self._fitting(self._free()) < self._wanted(self._demand(samples))
+        return self._on_gpu and self._fitting(self._free()) < self._wanted(*self._sizes(samples))
 
     def packs(self, samples: Sequence[Sample], measured: Sequence[Sample]) -> list[MicroBatch]:
         """Pack samples into micro-batches within the budget for those that are `measured`."""
@@ -103,11 +94,13 @@ class Budget:
 
         The first call measures it. The optimizer's state has to be allocated by then, and no gradient.
         """
-        self._last = self._demand(samples)
+        longest, total = self._sizes(samples)
+        self._longest = longest
+        self._total = total
         if self._tokens is None:
-            self._tokens = self._measured(self._last)
-        if self._last.total > FEW * self._tokens and self.sums_in_float32 is None:
-            self.sums_in_float32 = self._widen(self._last, self._tokens)
+            self._tokens = self._measured(longest, total)
+        if total > FEW * self._tokens and self.sums_in_float32 is None:
+            self.sums_in_float32 = self._widen(longest, self._tokens)
         return self._tokens
 
     def shrink(self, error: torch.OutOfMemoryError) -> None:
@@ -117,7 +110,7 @@ class Budget:
         """
         assert self._tokens is not None, "no budget was requested yet"
         let_go(error, self._model.device)
-        longest, halved = self._last.longest, min(self._tokens, self._last.total) // 2
+        longest, halved = self._longest, min(self._tokens, self._total) // 2
         is_small = halved < max(longest, ENOUGH_TOKENS)
         if self.sums_in_float32 and is_small:
             self.sums_in_float32 = False
@@ -149,20 +142,20 @@ class Budget:
             + (", which sums gradients in host memory" if self._replicas == 1 else " without --gradient-release"),
         )
 
-    def _demand(self, samples: Sequence[Sample]) -> _Demand:
+    def _sizes(self, samples: Sequence[Sample]) -> tuple[int, int]:
+        """Return the tokens of the longest sample, and of all samples in a single micro-batch."""
         longest = max(sample.num_tokens for sample in samples)
-        return _Demand(longest, num_tokens(samples, share_prompts=self.share_prompts))
+        return longest, num_tokens(samples, share_prompts=self.share_prompts)
 
-    def _wanted(self, demand: _Demand) -> int:
+    def _wanted(self, longest: int, total: int) -> int:
         """Return how many tokens have to fit at once to keep a GPU busy."""
-        return max(demand.longest, min(self._tokens or ENOUGH_TOKENS, demand.total))
+        return max(longest, min(self._tokens or ENOUGH_TOKENS, total))
 
     @property
     def _most(self) -> int:
         if self._model.config._attn_implementation != attention.NAME:
             return MASKED_TOKENS
-        steps_in_backward = self._optimizer.gradient_release and not self._optimizer.offload
-        return sys.maxsize if steps_in_backward else MOST_TOKENS  # an update is one backward pass then
+        return sys.maxsize if self._optimizer.steps_in_backward else MOST_TOKENS
 
     @property
     def _may_recompute(self) -> bool:
@@ -173,28 +166,28 @@ class Budget:
         recompute_activations(self._model, self._note)
         self._recomputes = True
 
-    def _measured(self, demand: _Demand) -> int:
-        free, wanted = self._free(), self._wanted(demand)
+    def _measured(self, longest: int, total: int) -> int:
+        free, wanted = self._free(), self._wanted(longest, total)
         fitting = self._fitting(free)
         if fitting < wanted and self._may_recompute:
             self._note(f"activations are recomputed: without, only {fitting:,} of {wanted:,} tokens fit at once")
             self._recompute()
             fitting = self._fitting(free)
-        tokens = min(max(fitting, demand.longest), self._most)
+        tokens = min(max(fitting, longest), self._most)
         if self._on_gpu or tokens < min(self._most, MOST_TOKENS):
             self._note(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
-        if fitting < demand.longest and not self._on_gpu:
-            self._note(f"a sequence of {demand.longest:,} tokens may not fit: the system may kill the process")
+        if fitting < longest and not self._on_gpu:
+            self._note(f"a sequence of {longest:,} tokens may not fit: the system may kill the process")
         return tokens
 
-    def _widen(self, demand: _Demand, tokens: int) -> bool:
+    def _widen(self, longest: int, tokens: int) -> bool:
         """Whether gradients are summed in float32: they are if that leaves enough memory for the passes."""
         more = _widening_bytes(self._model)
         if not more or self._optimizer.gradient_release:  # which sums in host memory, or has a single pass
             return False
         chosen = self._compute.micro_batch_tokens
         fitting = self._fitting(self._free() - self._share * more)
-        fits = fitting >= min(max(demand.longest, chosen or ENOUGH_TOKENS), WORTH_IT * tokens)
+        fits = fitting >= min(max(longest, chosen or ENOUGH_TOKENS), WORTH_IT * tokens)
         if not fits:
             self._note(f"gradients are summed in bf16, because float32 needs {more / GIB:.1f} GiB more; {BF16_SUMS}")
         elif fitting < tokens and chosen is None:

@@ -110,8 +110,8 @@ def count_own_heads(block: nn.Module, num_parts: int) -> None:
 class OwnHeads:
     """A view of a model's configuration with this part's numbers of heads.
 
-    The model's own is asked for everything else, now and later: its attention is chosen after this view is made. The
-    view in a copy of the model asks the copy's configuration.
+    Everything else is read from the model's configuration, also later: its attention is chosen after this view is made.
+    The view in a copy of the model reads the copy's configuration.
     """
 
     def __init__(self, config: Any, own: Mapping[str, int]) -> None:
@@ -136,7 +136,7 @@ class _Entrance:
     group: str
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return tuple(map(self._entered, args)), {name: self._entered(each) for name, each in kwargs.items()}
+        return tuple(map(self._entered, args)), {name: self._entered(value) for name, value in kwargs.items()}
 
     def _entered(self, given: Any) -> Any:
         if isinstance(given, Tensor) and given.is_floating_point() and given.requires_grad:
@@ -185,8 +185,8 @@ def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     assert isinstance(words, Words)
     own = ids - words.start
     is_own = (own >= 0) & (own < len(embedding.weight))
-    found: Tensor = type(embedding).forward(embedding, torch.where(is_own, own, 0))
-    share = torch.where(is_own.unsqueeze(-1), found, 0.0)
+    rows: Tensor = type(embedding).forward(embedding, torch.where(is_own, own, 0))
+    share = torch.where(is_own.unsqueeze(-1), rows, 0.0)
     output: Tensor = _Leave.apply(share, words.group)  # type: ignore[no-untyped-call]
     return output
 
@@ -194,7 +194,7 @@ def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
 def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
     """Compute the norm of all parts' outputs, and return this part's; each output is taken from its first part.
 
-    Each part knows a share of the gradient, of its own results: shares are added up on the way back, too.
+    Each part knows only its share of the gradient, so shares are added up in the backward pass, too.
     """
     outputs, num_own = norm.outputs, own.shape[-1]
     assert isinstance(outputs, Outputs)

@@ -33,6 +33,12 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def first_trained(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the trained parameters of the first layer that has any: their gradients need the whole backward pass."""
+    candidates = ([p for p in part.parameters() if p.requires_grad] for part in (*decoder_layers(model), model))
+    return next((trained for trained in candidates if trained), [])
+
+
 def call_again(model: PreTrainedModel) -> None:
     """Keep only each layer's input for the backward pass, and call the layer again there.
 

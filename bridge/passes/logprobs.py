@@ -120,7 +120,7 @@ def check_head(model: PreTrainedModel) -> None:
     head, bias_V, transform = _head(model, temperature=1.0)
     ours_V = transform.apply(_multiply(_operand(hidden_1H), _operand(head).T), bias_V)[0]
     largest_2 = torch.stack([(ours_V - own_V).abs().max(), own_V.abs().max()])
-    if words := words_of(model.get_output_embeddings()):  # so that all parts decide alike
+    if words := words_of(model.get_output_embeddings()):  # so that all parts decide the same
         largest_2 = largest(largest_2.nan_to_num(torch.inf), words.group)
     difference = float(largest_2[0] / largest_2[1])
     if not difference <= HEAD_TOLERANCE:

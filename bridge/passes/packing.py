@@ -126,7 +126,7 @@ def packs(
     """Pack samples into as few micro-batches of at most `max_tokens` as first-fit decreasing finds.
 
     With `share_prompts` a micro-batch holds each prompt once. If one shares a prompt, all of them have `seen`: compiled
-    layers then have one form. A sample longer than `max_tokens` gets a micro-batch of its own. The longest samples come
+    layers then have one form. A sample longer than `max_tokens` gets its own micro-batch. The longest samples come
     first, so that what does not fit in memory fails at once. The result does not depend on the order of the samples.
     """
     ordered = sorted(samples, key=_order, reverse=True)
@@ -137,13 +137,13 @@ def packs(
         ordered = list(chain.from_iterable(by_prompt.values()))
     bins: list[_Bin] = []
     for sample in ordered:
-        chosen = next((each for each in bins if each.num_tokens + each.cost(sample) <= max_tokens), None)
+        chosen = next((pack for pack in bins if pack.num_tokens + pack.cost(sample) <= max_tokens), None)
         if chosen is None:
             chosen = _Bin(share_prompts=share_prompts)
             bins.append(chosen)
         chosen.add(sample)
-    shares = any(len(group) > 1 for each in bins for group in each.groups.values())
-    return _micro_batches([_Layout(list(each.groups.values()), shares=shares) for each in bins], device)
+    shares = any(len(group) > 1 for pack in bins for group in pack.groups.values())
+    return _micro_batches([_Layout(list(pack.groups.values()), shares=shares) for pack in bins], device)
 
 
 def _order(sample: Sample) -> tuple[object, ...]:
@@ -188,7 +188,7 @@ class _Layout:
         targets = [token for sample in self.samples for token in of_sampled(sample.token_ids, sample.sampled)]
         counts = [sample.num_trained for sample in self.samples]
         is_filtered = any(sample.kept for sample in self.samples)
-        kept = [each.kept or [KEEP_ALL] * each.num_trained for each in self.samples] if is_filtered else []
+        kept = [sample.kept or [KEEP_ALL] * sample.num_trained for sample in self.samples] if is_filtered else []
         self.integers = [
             torch.from_numpy(np.array(values, dtype=np.int64))  # torch.tensor takes four times as long
             for values in (self._tokens, self._positions, self._starts, self._key_starts, keys, rows, targets)
@@ -200,8 +200,8 @@ class _Layout:
                 (sample.sampled_logprobs for sample in self.samples),
                 (sample.advantages for sample in self.samples),
                 (repeat(sample.weight, sample.num_trained) for sample in self.samples),
-                ((threshold for threshold, _ in each) for each in kept),
-                ((count for _, count in each) for each in kept),
+                ((threshold for threshold, _ in of_sample) for of_sample in kept),
+                ((count for _, count in of_sample) for of_sample in kept),
             )
         ]
         assert len(rows) == len(targets) == len(self.floats[0]) == len(self.floats[1]), (len(rows), len(targets))

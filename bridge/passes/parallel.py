@@ -1,4 +1,4 @@
-"""Tensor parallelism that follows from the layout: what a part holds of a parameter tells what kind of layer it is.
+"""Tensor parallelism that follows from the layout: what a part holds of a parameter decides what kind of layer it is.
 
 | what is cut | kind |
 |---|---|
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bridge.errors import AttachError, UnsupportedModelError
+from bridge.errors import UnsupportedModelError
 from bridge.passes import cut_layers, layers
 from bridge.passes.cut_layers import Outputs, Words
 from bridge.weights.parts import Cut, Shared, shared_elements
@@ -40,9 +40,6 @@ BOTH = {COLUMN, ROW}
 FLAT_ELEMENTS = 2**26
 """Most elements of gradients that are combined at once, in float32."""
 ONE_PART = "serve it with --tensor-parallel-size 1, or train it with --mode none"
-
-
-Exchanged = tuple[Shared, Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,51 +63,37 @@ class Parallel:
 
         Every part calls it with gradients of the same parameters: one collective, or a few for large models.
         """
-        for _, mine, one in self._exchanged(gradients):
-            mine.copy_(one)
+        for mine, combined in self._exchanged(gradients):
+            mine.copy_(combined)
 
-    @torch.no_grad()
-    def check_shared(self, parameters: Mapping[str, Tensor]) -> None:
-        """Check that parts hold the same values of what they share; called by every part."""
-        differs = dict.fromkeys((each.name for each in self.shared), 0)
-        for each, mine, one in self._exchanged(parameters, values=True):
-            differs[each.name] |= int(not torch.equal(mine.float(), one))
-        device = next(iter(parameters.values())).device
-        found = cut_layers.largest(torch.tensor([*differs.values()], device=device), self.group).tolist()
-        if faults := [name for name, fault in zip(differs, found, strict=True) if fault]:
-            more = f", and of {len(faults) - 1} more" if len(faults) > 1 else ""
-            raise AttachError(
-                f"the server's ranks hold different values of {faults[0]}{more}, which they share",
-                remedy="restart the server, or restore a checkpoint: bridge restore",
-            )
+    def _exchanged(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this part's gradient of each shared element, as a view, and the one that all parts take, in float32.
 
-    def _exchanged(self, tensors: Mapping[str, Tensor], *, values: bool = False) -> Iterator[Exchanged]:
-        """Yield what this part has of each shared element, as a view, and what the parts make of it, in float32.
-
-        That is the sum of gradients that add up, and what the first part has of others, and of `values`.
+        That is the sum of gradients that add up, and the first part's of others.
         """
         batch, num_elements = list[Shared](), 0
-        for each in self.shared:
-            if each.name in tensors:
-                batch.append(each)
-                num_elements += each.num_elements(self.cuts[0][each.name])
+        for shared in self.shared:
+            if shared.name in gradients:
+                batch.append(shared)
+                num_elements += shared.num_elements(self.cuts[0][shared.name])
             if num_elements > FLAT_ELEMENTS:
-                yield from self._at_once(batch, tensors, values)
+                yield from self._at_once(batch, gradients)
                 batch, num_elements = [], 0
         if batch:
-            yield from self._at_once(batch, tensors, values)
+            yield from self._at_once(batch, gradients)
 
-    def _at_once(self, batch: Sequence[Shared], tensors: Mapping[str, Tensor], values: bool) -> Iterator[Exchanged]:
-        cuts, device = self.cuts[self.part], tensors[batch[0].name].device
-        sizes = [each.num_elements(cuts[each.name]) for each in batch]
+    def _at_once(self, batch: Sequence[Shared], gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        cuts, device = self.cuts[self.part], gradients[batch[0].name].device
+        sizes = [shared.num_elements(cuts[shared.name]) for shared in batch]
         shares = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        own = {each: each.of(tensors[each.name], cuts[each.name]) for each in batch if self.part in each.parts}
-        for each, place in zip(batch, shares.split(sizes), strict=True):
-            if each in own and (self.part == each.parts[0] or (each.adds_up and not values)):
-                place.view(own[each].shape).copy_(own[each])
-        for each, place in zip(batch, cut_layers.summed(shares, self.group).split(sizes), strict=True):
-            if each in own:
-                yield each, own[each], place.view(own[each].shape)
+        held = (shared for shared in batch if self.part in shared.parts)
+        own = {shared: shared.of(gradients[shared.name], cuts[shared.name]) for shared in held}
+        for shared, flat in zip(batch, shares.split(sizes), strict=True):
+            if shared in own and (self.part == shared.parts[0] or shared.adds_up):
+                flat.view(own[shared].shape).copy_(own[shared])
+        for shared, flat in zip(batch, cut_layers.summed(shares, self.group).split(sizes), strict=True):
+            if shared in own:
+                yield own[shared], flat.view(own[shared].shape)
 
 
 def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGroup) -> Parallel:
@@ -118,26 +101,26 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
 
     `cuts` are those of every part, in the order of their ranks in `group`.
     """
-    part, name = dist.get_rank(group), group.group_name
+    part, group_name = dist.get_rank(group), group.group_name
     whole = _whole(model, cuts[part])
-    axes = {parameter: _cut_axis(parameter, [each[parameter] for each in cuts]) for parameter in cuts[0]}
+    axes = {parameter: _cut_axis(parameter, [of_part[parameter] for of_part in cuts]) for parameter in cuts[0]}
     kinds = _kinds(model, axes, cuts[part])
     blocks = _blocks(model, kinds)
     for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
-        _divide_vocabulary(model, embedding, axes, cuts, part, name)
-    for norm, outputs in _norms(model, axes, cuts, blocks, part, name):
+        _divide_vocabulary(model, embedding, axes, cuts, part, group_name)
+    for norm, outputs in _norms(model, axes, cuts, blocks, part, group_name):
         cut_layers.make_gathering(norm, outputs)
-    rows = [owner for owner, found in kinds.items() if found == {ROW}]
+    rows = [owner for owner, kind in kinds.items() if kind == {ROW}]
     for owner in rows:
-        cut_layers.make_row(model.get_submodule(owner), name)
-    for place in blocks:
-        block = model.get_submodule(place)
-        cut_layers.enter(block, name, adds_up=kinds.get(place) == BOTH)
+        cut_layers.make_row(model.get_submodule(owner), group_name)
+    for path in blocks:
+        block = model.get_submodule(path)
+        cut_layers.enter(block, group_name, adds_up=kinds.get(path) == BOTH)
         cut_layers.count_own_heads(block, len(cuts))
     behind = {f"{owner}.bias" for owner in rows}
     behind |= {f"{owner.replace('.lora_A.', '.lora_B.')}.weight" for owner in rows}
-    inside = {each for each in axes if each not in behind and any(place in blocks for place in _above(each))}
-    return Parallel(cuts=cuts, part=part, group=name, shared=[*shared_elements(cuts, inside)], whole=whole)
+    inside = {name for name in axes if name not in behind and not blocks.isdisjoint(_above(name))}
+    return Parallel(cuts=cuts, part=part, group=group_name, shared=[*shared_elements(cuts, inside)], whole=whole)
 
 
 def _whole(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
@@ -159,7 +142,7 @@ def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:
 
 def _kinds(model: PreTrainedModel, axes: Axes, cuts: Cuts) -> dict[str, set[str]]:
     """Return the kinds of cut parameters of each module that has any, by its name, without the vocabulary."""
-    vocabulary = {id(each) for each in (model.get_input_embeddings(), model.get_output_embeddings())}
+    vocabulary = {id(embedding) for embedding in (model.get_input_embeddings(), model.get_output_embeddings())}
     kinds = dict[str, set[str]]()
     for name, axis in axes.items():
         owner, _, _ = name.rpartition(".")
@@ -179,18 +162,18 @@ def _blocks(model: PreTrainedModel, kinds: Mapping[str, set[str]]) -> set[str]:
     whole = {id(layer) for layer in layers.decoder_layers(model)}
     places = {name for name, module in model.named_modules() if id(module) in whole}
     under = dict[str, set[str]]()
-    for owner, found in kinds.items():
-        for place in (owner, *_above(owner)):
-            under.setdefault(place, set()).update(found)
+    for owner, kind in kinds.items():
+        for path in (owner, *_above(owner)):
+            under.setdefault(path, set()).update(kind)
     blocks = set[str]()
-    for owner, found in kinds.items():
-        inside = (place for place in (owner, *_above(owner)) if not places.isdisjoint(_above(place)))
-        around = [place for place in inside if under[place] == BOTH]
+    for owner, kind in kinds.items():
+        inside = (path for path in (owner, *_above(owner)) if not places.isdisjoint(_above(path)))
+        around = [path for path in inside if under[path] == BOTH]
         if not around:
-            raise _refusal(owner, f"is a {next(iter(found))} layer without its counterpart")
+            raise _refusal(owner, f"is a {next(iter(kind))} layer without its counterpart")
         blocks.add(around[0])
     for owner in kinds:
-        inner, *outer = (place for place in (owner, *_above(owner)) if place in blocks)
+        inner, *outer = (path for path in (owner, *_above(owner)) if path in blocks)
         if outer:
             raise _refusal(outer[0], f"is cut, and so is {inner} inside it, expected one of them")
     return blocks
@@ -207,12 +190,13 @@ def _norms(
     """Yield the norms that may be over all outputs of a column layer of their block, and the part's outputs."""
     for name, axis in axes.items():
         owner, _, leaf = name.rpartition(".")
-        block = next((place for place in _above(owner) if place in blocks), None)
+        block = next((path for path in _above(owner) if path in blocks), None)
         if axis is not None or leaf != "weight" or block is None or len(cuts[part][name].shape) != 1:
             continue
         size = cuts[part][name].shape[0]
-        columns = [each for each in axes if each.startswith(f"{block}.") and axes[each] == 0]
-        held = {tuple(every[each].runs[0] for every in cuts) for each in columns if cuts[part][each].shape[0] == size}
+        columns = [column for column in axes if column.startswith(f"{block}.") and axes[column] == 0]
+        same_size = (column for column in columns if cuts[part][column].shape[0] == size)
+        held = {tuple(of_part[column].runs[0] for of_part in cuts) for column in same_size}
         by_part = held.pop() if len(held) == 1 else ()
         if by_part and all(len(runs) == 1 for runs in by_part):
             start, _ = by_part[part][0]
@@ -230,11 +214,11 @@ def _divide_vocabulary(
     model: PreTrainedModel, module: nn.Module, axes: Axes, cuts: Sequence[Cuts], part: int, group: str
 ) -> None:
     """Let the embedding or the head compute with this part's words, if it has some."""
-    name = next(each for each, parameter in model.named_parameters() if parameter is module.weight)
+    name = next(parameter_name for parameter_name, parameter in model.named_parameters() if parameter is module.weight)
     if axes[name] is None:
         return
-    runs = [each[name].runs[0] for each in cuts]
-    if axes[name] != 0 or any(len(each) != 1 or not each[0][1] for each in runs):
+    runs = [of_part[name].runs[0] for of_part in cuts]
+    if axes[name] != 0 or any(len(words) != 1 or not words[0][1] for words in runs):
         raise _refusal(name, "is cut, expected one run of words for each part")
     words = Words(start=runs[part][0][0], group=group)
     if isinstance(module, nn.Embedding):

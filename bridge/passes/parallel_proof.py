@@ -4,8 +4,8 @@ One layer of each kind is made whole on every part, in float32, and computed bes
 adapter if there is one. A wrong gradient cannot be seen otherwise: the outputs, and so the log-probabilities, are right
 without it.
 
-Weights and input are random, the same on every part. Trained ones may hide a fault, as a bias of zeros does that every
-part adds, or tell of one where there is none: with attention scores in the thousands, float32 rounds by more than
+Weights and input are random, the same on every part. Trained ones may hide a fault, such as a bias of zeros that every
+part adds, or report one where there is none: with attention scores in the thousands, float32 rounds by more than
 `TOLERANCE`. That the parts' memory holds what is expected is seen from the server's log-probabilities.
 
 Not covered: the vocabulary, whose code no model changes.
@@ -59,7 +59,6 @@ class _Computed:
 
 def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
     """Compare one layer of each kind with the whole one; call it on every part, in evaluation mode."""
-    parallel.check_shared(dict(model.named_parameters()))
     names = {id(module): name for name, module in model.named_modules()}
     chosen = dict[Any, str]()
     for layer in layers.decoder_layers(model):
@@ -80,11 +79,11 @@ def _check_layer(name: str, call: _Call, model: PreTrainedModel, parallel: Paral
     own, whole_layer = parallel.cuts[parallel.part], parallel.whole.get_submodule(name).eval()
     _fill(whole_layer, call.args[0])
     layer = copy.deepcopy(model.get_submodule(name)).eval().requires_grad_()
-    for each, parameter in layer.named_parameters():
-        parameter.data = own[f"{name}.{each}"].of(whole_layer.get_parameter(each).detach()).clone()
+    for leaf, parameter in layer.named_parameters():
+        parameter.data = own[f"{name}.{leaf}"].of(whole_layer.get_parameter(leaf).detach()).clone()
     cut = _tried(name, lambda: _run(layer.float(), name, call, lambda _, gradient: gradient))
     parallel.combine(cut.gradients)
-    whole = _run(whole_layer, name, call, lambda each, gradient: own[each].of(gradient).clone())
+    whole = _run(whole_layer, name, call, lambda leaf, gradient: own[leaf].of(gradient).clone())
     whole_layer.to("meta")
     _compare(name, cut, whole, parallel)
 
@@ -92,8 +91,8 @@ def _check_layer(name: str, call: _Call, model: PreTrainedModel, parallel: Paral
 def _kind(layer: nn.Module, name: str, parallel: Parallel) -> Any:
     """Return what layers of one kind have in common: their classes, and what each part holds of their parameters."""
     classes = tuple(type(module) for module in layer.modules())
-    parameters = [each for each, _ in layer.named_parameters()]
-    return classes, tuple((each, *(cuts[f"{name}.{each}"] for cuts in parallel.cuts)) for each in parameters)
+    parameters = [parameter for parameter, _ in layer.named_parameters()]
+    return classes, tuple((leaf, *(cuts[f"{name}.{leaf}"] for cuts in parallel.cuts)) for leaf in parameters)
 
 
 def _calls(model: PreTrainedModel, names: Sequence[str]) -> dict[str, _Call]:
@@ -117,7 +116,7 @@ def _widened(given: Any) -> Any:
     if isinstance(given, Tensor):
         return given.float() if given.is_floating_point() else given
     if isinstance(given, dict):
-        return {name: _widened(each) for name, each in given.items()}
+        return {name: _widened(value) for name, value in given.items()}
     return tuple(map(_widened, given)) if isinstance(given, tuple) else given
 
 
@@ -136,7 +135,7 @@ def _run(layer: nn.Module, name: str, call: _Call, own: Callable[[str, Tensor], 
     """Run the layer forward and backward, and keep of each parameter's gradient what `own` returns."""
     chance, gradients = torch.Generator(device=call.args[0].device).manual_seed(1), dict[str, Tensor]()
     hidden = torch.empty_like(call.args[0]).normal_(generator=chance).requires_grad_()
-    names: dict[Tensor, str] = {parameter: f"{name}.{each}" for each, parameter in layer.named_parameters()}
+    names: dict[Tensor, str] = {parameter: f"{name}.{leaf}" for leaf, parameter in layer.named_parameters()}
 
     def keep(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -147,26 +146,26 @@ def _run(layer: nn.Module, name: str, call: _Call, own: Callable[[str, Tensor], 
         output = output[0] if isinstance(output, tuple) else output
         weights = torch.linspace(-1, 1, output.numel(), device=output.device)
         (output.flatten() * weights).sum().backward()
-    for parameter, each in names.items():
-        if each not in gradients:  # an expert that no token was sent to
-            gradients[each] = own(each, torch.zeros_like(parameter))
+    for parameter, key in names.items():
+        if key not in gradients:  # an expert that no token was sent to
+            gradients[key] = own(key, torch.zeros_like(parameter))
     assert hidden.grad is not None
     return _Computed(output.detach(), hidden.grad, gradients)
 
 
 def _compare(name: str, cut: _Computed, whole: _Computed, parallel: Parallel) -> None:
-    least = FLOOR * max(_rms(each) for each in whole.gradients.values())
-    found = {
+    least = FLOOR * max(_rms(gradient) for gradient in whole.gradients.values())
+    differences_of = {
         f"the output of {name}": _difference(cut.output, whole.output),
         f"the gradient of {name}'s input": _difference(cut.input_gradient, whole.input_gradient),
         **{
-            f"the gradient of {each}": _difference(cut.gradients[each], whole.gradients[each], least)
-            for each in sorted(whole.gradients)  # in one order on every part
+            f"the gradient of {parameter}": _difference(cut.gradients[parameter], whole.gradients[parameter], least)
+            for parameter in sorted(whole.gradients)  # in one order on every part
         },
     }
-    differences = torch.tensor([*found.values()], device=cut.output.device).nan_to_num(torch.inf)
-    differences = cut_layers.largest(differences, parallel.group)  # so that all parts decide alike
-    worst, what = max(zip(differences.tolist(), found, strict=True))
+    differences = torch.tensor([*differences_of.values()], device=cut.output.device).nan_to_num(torch.inf)
+    differences = cut_layers.largest(differences, parallel.group)  # so that all parts decide the same
+    worst, what = max(zip(differences.tolist(), differences_of, strict=True))
     if worst > TOLERANCE:
         raise UnsupportedModelError(
             f"{what}, computed in {len(parallel.cuts)} parts, differs by {worst:.2g} from the whole one's,"
@@ -175,9 +174,9 @@ def _compare(name: str, cut: _Computed, whole: _Computed, parallel: Parallel) ->
         )
 
 
-def _difference(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+def _difference(computed: Tensor, expected: Tensor, least: float = 0.0) -> float:
     """Return the relative difference; of elements that are smaller than `least`, relative to that."""
-    return _rms(found - expected) / max(_rms(expected), least, torch.finfo(torch.float32).tiny)
+    return _rms(computed - expected) / max(_rms(expected), least, torch.finfo(torch.float32).tiny)
 
 
 def _rms(tensor: Tensor) -> float:

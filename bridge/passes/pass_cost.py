@@ -18,7 +18,6 @@ from bridge.core.memory import left_bytes
 from bridge.passes import layers
 from bridge.passes.logprobs import BLOCK_LOGITS, model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
-from bridge.passes.preparation import first_trained
 
 PROBES, PROBE_LENGTH = (1_024, 2_048), 512
 """Tokens of the two measured passes, and of each of their sequences."""
@@ -76,7 +75,7 @@ def _peak_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> 
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     logprobs_N, _ = model_logprobs(model, part, temperature)
-    torch.autograd.grad(logprobs_N.sum(), first_trained(model))
+    torch.autograd.grad(logprobs_N.sum(), layers.first_trained(model))
     return int(torch.cuda.max_memory_allocated(model.device) - before)
 
 
@@ -91,8 +90,8 @@ def _cost_on_cpu(model: PreTrainedModel, temperature: float) -> Cost:
         layer.gradient_checkpointing = True  # type: ignore[assignment]
     share = LIVE_LAYERS / max(len(layers.decoder_layers(model)), 1)
     totals = [some + int(share * all_) for some, all_ in zip(kept, plain, strict=True)]
-    found = Cost.of(list(zip(CPU_PROBES, totals, strict=True)))
-    return Cost(fixed_bytes=found.fixed_bytes + CPU_LOGITS_BYTES, token_bytes=found.token_bytes)
+    cost = Cost.of(list(zip(CPU_PROBES, totals, strict=True)))
+    return Cost(fixed_bytes=cost.fixed_bytes + CPU_LOGITS_BYTES, token_bytes=cost.token_bytes)
 
 
 def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
@@ -101,9 +100,9 @@ def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> 
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in weights:
-            kept[place] = tensor  # held, so that no other tensor gets its place
+        address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            kept[address] = tensor  # held, so that no other tensor gets its address
         return tensor
 
     part = _example(model, num_tokens, CPU_PROBE_LENGTH)

@@ -9,17 +9,18 @@ Shape suffixes: T tokens, H hidden size.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
-from bridge.errors import BridgeError, UnsupportedModelError, UsageError
+from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.passes import attention, layers
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing import Sample, packs
@@ -56,7 +57,7 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
     """
     try:
         check_head(model)
-        expected = Expected(model, max_model_len)
+        expected = Expected.of(model, max_model_len)
     except MISFITS as error:
         if isinstance(error, BridgeError):
             raise
@@ -88,12 +89,6 @@ def recompute_activations(model: PreTrainedModel, note: Note) -> None:
     if layers.are_compiled(model):
         layers.compile_layers(model, recomputed=True)
     _recompute(model, note)
-
-
-def first_trained(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the trained parameters of the first layer that has any: their gradients need the whole backward pass."""
-    candidates = ([p for p in part.parameters() if p.requires_grad] for part in (*layers.decoder_layers(model), model))
-    return next((trained for trained in candidates if trained), [])
 
 
 def _choose_attention(model: PreTrainedModel, expected: "Expected", note: Note) -> None:
@@ -177,7 +172,7 @@ def _run_all_forms(model: PreTrainedModel) -> None:
 
     No gradient is left, and no hook on gradients is called.
     """
-    tokens_T, trained = _example_tokens(model), first_trained(model)
+    tokens_T, trained = _example_tokens(model), layers.first_trained(model)
     forms: list[Callable[[], Tensor]] = [
         lambda: packed(model, tokens_T, LENGTHS),
         lambda: packed(model, tokens_T[LENGTHS[0] :], LENGTHS[1:]),
@@ -188,59 +183,77 @@ def _run_all_forms(model: PreTrainedModel) -> None:
         torch.autograd.grad(compute_hidden().float().sum(), trained)
 
 
+@dataclass
 class Expected:
-    """What transformers' eager attention computes for a few sequences, each alone, and for all as one sequence."""
+    """What transformers' eager attention computes for a few sequences, each alone, and how far others may differ."""
 
+    tokens_T: Tensor
+    """All sequences, one behind the other."""
+    alone_TH: Tensor
+    """Last hidden states of each sequence alone."""
+    mixed_up: float
+    """Difference if all were one sequence."""
+    most: float
+    """Largest difference that counts as none."""
+    farthest: int
+    """Position from which the first sequence still fits; not positive: unknown."""
+    is_noted: bool = False
+
+    @classmethod
     @torch.no_grad()
-    def __init__(self, model: PreTrainedModel, max_model_len: int | None = None) -> None:
+    def of(cls, model: PreTrainedModel, max_model_len: int | None = None) -> Self:
+        """Run the model on the sequences, each alone and all as one, with eager attention and with its own."""
         bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
-        self._farthest = min((bound for bound in bounds if isinstance(bound, int)), default=0) - LENGTHS[0]
-        self._tokens_T = _example_tokens(model)
-        chosen = model.config._attn_implementation
+        tokens_T, own_attention = _example_tokens(model), model.config._attn_implementation
         attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
         with _checking(model):
-            self.alone_TH = torch.cat([_plain(model, part_T) for part_T in self._tokens_T.split(LENGTHS)])
-            together_TH = _plain(model, self._tokens_T)
-            attention.choose(model, chosen)
-            other_TH = torch.cat([_plain(model, part_T) for part_T in self._tokens_T.split(LENGTHS)])
-        self._mixed_up = self.difference(together_TH)
-        explained = min(2 * self.difference(other_TH), ROUNDING_TOLERANCE * self._mixed_up)
-        self._most = max(TOLERANCE * self._mixed_up, explained)
-        self._rounding = ROUNDINGS * torch.finfo(self.alone_TH.dtype).eps
-        self._is_noted = False
-
-    def difference(self, hidden_TH: Tensor, *, first: int = 0) -> float:
-        """Return the median relative difference over the tokens of the sequence in which it is largest, from `first`.
-
-        The median, since rounding alone may send a few tokens to other experts. Where the hidden state of a token is 0,
-        as at the start of a sequence whose first embedding is 0, an equal one differs by 0.
-        """
-        error_T = (hidden_TH.float() - self.alone_TH.float()).norm(dim=1)
-        relative_T = torch.where(error_T == 0, 0.0, error_T / self.alone_TH.float().norm(dim=1))
-        medians = [part_T.median() for part_T in relative_T.split(LENGTHS)[first:]]
-        return float(torch.stack(medians).max())  # nan, if one is
+            alone_TH = torch.cat([_plain(model, part_T) for part_T in tokens_T.split(LENGTHS)])
+            mixed_up = difference(_plain(model, tokens_T), alone_TH)
+            attention.choose(model, own_attention)
+            other_TH = torch.cat([_plain(model, part_T) for part_T in tokens_T.split(LENGTHS)])
+        explained = min(2 * difference(other_TH, alone_TH), ROUNDING_TOLERANCE * mixed_up)
+        return cls(
+            tokens_T=tokens_T,
+            alone_TH=alone_TH,
+            mixed_up=mixed_up,
+            most=max(TOLERANCE * mixed_up, explained),
+            farthest=min((bound for bound in bounds if isinstance(bound, int)), default=0) - LENGTHS[0],
+        )
 
     def check(self, model: PreTrainedModel, note: Note, *, share_prompts: bool = False) -> None:
         """Compare with the packed forward pass of the model as it is prepared now.
 
         And once more with the first sequence at the end of the longest possible one: the others must not depend on it.
         """
+        tokens_T = self.tokens_T
         with torch.no_grad(), _checking(model):
-            tokens_T = self._tokens_T
             hidden_TH = _packed_sharing(model, tokens_T) if share_prompts else packed(model, tokens_T, LENGTHS)
-            found = self.difference(hidden_TH)
-            if self._farthest > 0 and not share_prompts:
-                beside_TH = packed(model, tokens_T, LENGTHS, begin=self._farthest)
-                found = float(torch.tensor([found, self.difference(beside_TH, first=1)]).max())  # nan, if one is
-        differ = f"hidden states differ by {found:.1%} from those of each sequence alone, and by {self._mixed_up:.1%}"
-        if not found <= max(self._most, self._rounding):
+            differs = difference(hidden_TH, self.alone_TH)
+            if self.farthest > 0 and not share_prompts:
+                beside_TH = packed(model, tokens_T, LENGTHS, begin=self.farthest)
+                beside = difference(beside_TH, self.alone_TH, first=1)
+                differs = float(torch.tensor([differs, beside]).max())  # NaN if either is
+        line = f"hidden states differ by {differs:.1%} from those of each sequence alone, and by {self.mixed_up:.1%}"
+        if not differs <= max(self.most, ROUNDINGS * torch.finfo(self.alone_TH.dtype).eps):
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not keep packed sequences apart: {differ} if all are one sequence",
+                f"{type(model).__name__} does not keep packed sequences apart: {line} if all are one sequence",
                 remedy="train another model, or report this one",
             )
-        if found > self._most and not self._is_noted:
-            self._is_noted = True
-            note(f"attention hardly matters with these weights: packed, {differ} if all are one sequence")
+        if differs > self.most and not self.is_noted:
+            self.is_noted = True
+            note(f"attention hardly matters with these weights: packed, {line} if all are one sequence")
+
+
+def difference(hidden_TH: Tensor, alone_TH: Tensor, *, first: int = 0) -> float:
+    """Return the median relative difference over the tokens of the sequence in which it is largest, from `first`.
+
+    The median, since rounding alone may send a few tokens to other experts. Where the hidden state of a token is 0, as
+    at the start of a sequence whose first embedding is 0, an equal one differs by 0.
+    """
+    error_T = (hidden_TH.float() - alone_TH.float()).norm(dim=1)
+    relative_T = torch.where(error_T == 0, 0.0, error_T / alone_TH.float().norm(dim=1))
+    medians = [part_T.median() for part_T in relative_T.split(LENGTHS)[first:]]
+    return float(torch.stack(medians).max())  # NaN if one is
 
 
 def packed(model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int], *, begin: int = 0) -> Tensor:
@@ -275,8 +288,8 @@ def _example_tokens(model: PreTrainedModel) -> Tensor:
     vocabulary: int = model.config.get_text_config().vocab_size
     tokens_T = (torch.arange(sum(LENGTHS)) * 7919 + 11) % vocabulary
     starts = [0, *accumulate(LENGTHS)]
-    for one, other in ((0, 1), (2, 3)):
-        tokens_T[starts[other] :][: PROMPTS[other]] = tokens_T[starts[one] :][: PROMPTS[one]]
+    for first, second in ((0, 1), (2, 3)):
+        tokens_T[starts[second] :][: PROMPTS[second]] = tokens_T[starts[first] :][: PROMPTS[first]]
     return tokens_T.to(model.device)
 
 
@@ -299,13 +312,3 @@ def _checking(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
-
-
-def refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
-    mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
-    if mask is not None and not bool(mask.all()):
-        raise UsageError(
-            "the batch has padding, and this model's attention is the one for packed sequences",
-            remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
-        )

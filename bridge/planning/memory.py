@@ -28,7 +28,7 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from bridge.config import TrainConfig
+from bridge.config import ComputeConfig, OptimizerConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import BytesPerParameter
 from bridge.planning.model_size import Dimensions, ModelSize
 
@@ -101,14 +101,15 @@ class Need:
         beside = reference + (adapter + base if is_apart else 0)
         whole = adapter or copy or size.num_params
         trained = adapter or copy or shard
-        each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
-        least, most = micro_batch_tokens(config)
-        has_many = update_tokens(config) > FEW * least
+        bytes_each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
+        longest = sequence_tokens(config.sampling)
+        update = longest * (config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas)
+        least, most = micro_batch_tokens(longest, update, optimizer, config.compute)
         forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
         sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
         head = 0 if config.mode == "lora_only" else BF16_BYTES * widths.vocabulary * widths.hidden
         copies = EXCHANGED if config.replicas > 1 else 1
-        step = STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if _steps_in_backward(config) else 0
+        step = STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if optimizer.steps_in_backward else 0
         return cls(
             gpu=gpu_bytes,
             trainer=math.inf if copy and config.trainer_device == "cpu" else gpu_bytes,
@@ -117,13 +118,13 @@ class Need:
             served=BF16_BYTES * (shard + adapter),
             engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
             own=BF16_BYTES * (copy + beside),
-            state=trained * each.device / config.replicas,
-            gradients=trained * each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
-            sums=trained * each.gradient if has_many else 0,
+            state=trained * bytes_each.device / config.replicas,
+            gradients=trained * bytes_each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
+            sums=trained * bytes_each.gradient if update > FEW * least else 0,
             temporaries=LOGITS_BYTES + head + step,
             least_activations=activation_bytes(widths, least, recomputed=recompute is not False),
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
-            offloaded=whole * each.host / config.hosts,
+            offloaded=whole * bytes_each.host / config.hosts,
             kv_per_token=2 * BF16_BYTES * widths.num_layers * widths.key_value / num_ranks,
             replicas=config.gpus,
         )
@@ -163,7 +164,7 @@ class Fit:
 def fit(need: Need, *, least_kv: float, kv_sleep: str = "auto") -> Fit:
     """Fit a run with a KV cache of at least `least_kv` bytes: awake if possible, else asleep."""
     ways = {"auto": (False, True), "always": (True,), "never": (False,)}[kv_sleep if need.can_sleep else "never"]
-    return min((fit_by(need, least_kv, asleep=way) for way in ways), key=lambda found: found.lacking)
+    return min((fit_by(need, least_kv, asleep=way) for way in ways), key=lambda way: way.lacking)
 
 
 def fit_by(need: Need, least_kv: float, *, asleep: bool) -> Fit:
@@ -173,40 +174,34 @@ def fit_by(need: Need, least_kv: float, *, asleep: bool) -> Fit:
     return Fit(asleep=asleep, kv=max(kv, 0), lacking=max(0, least_kv - kv, -left))
 
 
-def share(need: Need, found: Fit, *, least_kv: float) -> float:
+def share(need: Need, chosen: Fit, *, least_kv: float) -> float:
     """Return vLLM's share: a KV cache of twice `least_kv` comes before larger micro-batches, the rest after them."""
-    kv = found.kv
-    if not (found.asleep or need.apart):
+    kv = chosen.kv
+    if not (chosen.asleep or need.apart):
         spared = min(need.most_activations - need.least_activations, kv - least_kv - max(least_kv, ENGINE_MARGIN_BYTES))
         kv -= max(spared, 0)
     return (need.served + need.engine + max(kv, least_kv)) / need.gpu
 
 
-def least_kv_tokens(config: TrainConfig, max_model_len: int | None = None) -> int:
+def least_kv_tokens(num_completions: int, longest: int, max_model_len: int | None = None) -> int:
     """Return the tokens of a server's share of a batch, or of the longest sequence that it must hold, if more."""
-    longest = sequence_tokens(config) if max_model_len is None else min(sequence_tokens(config), max_model_len)
-    return max(config.rollouts.batch_size // config.replicas * longest, max_model_len or 0)
+    return max(num_completions * min(longest, max_model_len or longest), max_model_len or 0)
 
 
-def sequence_tokens(config: TrainConfig) -> int:
+def sequence_tokens(sampling: SamplingConfig) -> int:
     """Return the assumed length of a prompt and its completion."""
-    return PROMPT_TOKENS + config.sampling.longest
+    return PROMPT_TOKENS + sampling.longest
 
 
-def update_tokens(config: TrainConfig) -> int:
-    """Return the tokens of one GPU's share of an update."""
-    num_completions = config.rollouts.batch_size // config.optimizer.updates_per_batch // config.replicas
-    return sequence_tokens(config) * num_completions
-
-
-def micro_batch_tokens(config: TrainConfig) -> tuple[int, int]:
-    """Return the tokens of the smallest and the largest micro-batch that `config` allows."""
-    longest, whole = sequence_tokens(config), update_tokens(config)
-    if _steps_in_backward(config):
-        return whole, whole
-    if config.compute.micro_batch_tokens is not None:
-        return config.compute.micro_batch_tokens, config.compute.micro_batch_tokens
-    return max(longest, min(LEAST_TOKENS, whole)), max(longest, min(MOST_TOKENS, whole))
+def micro_batch_tokens(
+    longest: int, update: int, optimizer: OptimizerConfig, compute: ComputeConfig
+) -> tuple[int, int]:
+    """Return the tokens of the smallest and the largest micro-batch, given those of a sequence and of an update."""
+    if optimizer.steps_in_backward:
+        return update, update
+    if compute.micro_batch_tokens is not None:
+        return compute.micro_batch_tokens, compute.micro_batch_tokens
+    return max(longest, min(LEAST_TOKENS, update)), max(longest, min(MOST_TOKENS, update))
 
 
 def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool) -> float:
@@ -222,8 +217,3 @@ def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool) -
     ends = 16 * widths.hidden  # the embedding's output, the last norm, and the head's rows with a float32 gradient
     kept = 2 * widths.hidden * widths.num_layers + 1.5 * layer if recomputed else layer * widths.num_layers
     return SLACK * num_tokens * (kept + ends)
-
-
-def _steps_in_backward(config: TrainConfig) -> bool:
-    """Report whether each parameter is stepped once its gradient is ready: then an update is one backward pass."""
-    return config.optimizer.gradient_release and not config.optimizer.offload

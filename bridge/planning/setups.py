@@ -19,7 +19,7 @@ SETUPS = tuple(
     {"optimizer": name, "offload_optimizer": offloaded, "gradient_release": released}
     for has_master, released, offloaded in product((True, False), (False, True), (False, True))
     for name, spec in OPTIMIZERS.items()
-    if spec.has_master == has_master and (spec.offloaded_by or not offloaded)
+    if spec.has_master == has_master and (spec.can_offload or not offloaded)
 )
 """Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
 alone; then a state on the GPU before one on the host."""
@@ -72,7 +72,7 @@ def plan_rows(
     `config.gpus` servers have `num_gpus` GPUs each; with several `num_parts`, their memory is trained.
     """
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
-    setups = [{**place, **way} for place, ways in PLACES if place["mode"] in modes for way in ways]
+    setups = [{**trainer, **way} for trainer, ways in PLACES if trainer["mode"] in modes for way in ways]
     agreeing = [
         {**choices, **given}
         for choices in setups
@@ -83,7 +83,12 @@ def plan_rows(
     if not agreeing:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
         raise UsageError(f"no setup has all of {flags}", remedy="omit one of these flags")
-    return [_row(size, config.changed(**choices), choices, limits, num_gpus) for choices in agreeing]
+    rows = []
+    for choices in agreeing:
+        setup = config.changed(**choices)
+        need = Need.of(size, setup, gpu_bytes=limits.gpu_bytes, num_ranks=num_gpus)
+        rows.append(_row(need, choices, limits, setup.publishing.kv_sleep))
+    return rows
 
 
 def _can_train(choices: Choices, replicas: int, num_parts: int) -> bool:
@@ -101,18 +106,18 @@ def _agree(choices: Choices, field: str, value: Any) -> bool:
     return bool(choices.get(field, value) == value)
 
 
-def _row(size: ModelSize, config: TrainConfig, choices: Choices, limits: Limits, num_gpus: int) -> Row:
-    need = Need.of(size, config, gpu_bytes=limits.gpu_bytes, num_ranks=num_gpus)
+def _row(need: Need, choices: Choices, limits: Limits, kv_sleep: str) -> Row:
+    """Return how the setup of these choices fits, which needs so much."""
     least_kv = limits.kv_tokens * need.kv_per_token
-    fit = memory.fit(need, least_kv=least_kv, kv_sleep=config.publishing.kv_sleep)
+    fit = memory.fit(need, least_kv=least_kv, kv_sleep=kv_sleep)
     awake, asleep = (memory.fit_by(need, least_kv, asleep=way) for way in (False, True))
     lacking = max(fit.lacking, need.host - limits.host_bytes, 0)
-    kind = config.lora.handover if config.mode == "lora_only" else config.optimizer.name
-    offloaded = ", offloaded" if config.optimizer.offload else ""
+    kind = choices["lora_handover"] if choices["mode"] == "lora_only" else choices["optimizer"]
+    offloaded = ", offloaded" if choices.get("offload_optimizer") else ""
     return Row(
-        mode=config.mode,
-        trainer_device=config.trainer_device,
-        name=kind + offloaded + (", released" if config.optimizer.gradient_release else ""),
+        mode=choices["mode"],
+        trainer_device=choices.get("trainer_device", TrainConfig.default("trainer_device")),
+        name=kind + offloaded + (", released" if choices.get("gradient_release") else ""),
         flags=tuple(part for item in choices.items() for part in _flag(*item)),
         verdict="does not fit" if lacking else "fits asleep" if fit.asleep else "fits",
         lacking_gib=lacking / GIB,
@@ -140,7 +145,7 @@ def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) 
     parts += ["--rendezvous", "HOST:PORT"] if config.hosts > 1 and config.rendezvous is None else []
     longest = serve.max_model_len or size.max_tokens or 0
     if longest > row.kv_tokens:  # vLLM does not start if its KV cache cannot hold one sequence
-        longest = max(2 ** (row.kv_tokens.bit_length() - 1), memory.sequence_tokens(config))
+        longest = max(2 ** (row.kv_tokens.bit_length() - 1), memory.sequence_tokens(config.sampling))
     parts += ["--max-model-len", str(longest)] if longest != size.max_tokens else []
     return shlex.join(parts)
 

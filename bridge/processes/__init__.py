@@ -1,7 +1,7 @@
 """Start the stock vLLM with our plugins, watch it, restart it, and stop it with everything that it started.
 
 `start_checks` refuses what cannot work, `server_command` derives the command line (`vllm_flags`, `accelerator`),
-`server_process` runs it (`children`, `leash`), and `server_log` finds out why it ended.
+`server_process` runs it (`children`, `leash`), and finds out from its log why it ended.
 May import: `bridge.checks` and what is below it.
 """
 

@@ -90,15 +90,17 @@ def derive(
     if need.apart:
         return MemoryShare(memory.LARGEST_SHARE, "the trainer is on another device")
     # vLLM does not start if its KV cache is too small for the longest sequence
-    least_kv = need.kv_per_token * memory.least_kv_tokens(trainer, max_model_len or size.max_tokens)
-    found = memory.fit(need, least_kv=least_kv, kv_sleep=trainer.publishing.kv_sleep)
-    exactly = min(memory.share(need, found, least_kv=least_kv), memory.LARGEST_SHARE)
+    longest = memory.sequence_tokens(trainer.sampling)
+    least_kv_tokens = memory.least_kv_tokens(trainer.completions_per_replica, longest, max_model_len or size.max_tokens)
+    least_kv = need.kv_per_token * least_kv_tokens
+    fitted = memory.fit(need, least_kv=least_kv, kv_sleep=trainer.publishing.kv_sleep)
+    exactly = min(memory.share(need, fitted, least_kv=least_kv), memory.LARGEST_SHARE)
     fixed = need.own + need.state + need.gradients + need.temporaries
     reason = (
         f"{size.num_params / 1e9:.2f}B parameters: of {need.gpu / GIB:.0f} GiB training needs {fixed / GIB:.0f}, "
         f"and at least {need.least_activations / GIB:.0f} for activations"
-        + (", while the KV cache sleeps" if found.asleep else "")
-        + (f"; {found.lacking / GIB:.0f} GiB more than there is: see bridge plan" if found.lacking else "")
+        + (", while the KV cache sleeps" if fitted.asleep else "")
+        + (f"; {fitted.lacking / GIB:.0f} GiB more than there is: see bridge plan" if fitted.lacking else "")
     )
     return MemoryShare(math.floor(100 * exactly) / 100, reason)
 

@@ -72,8 +72,8 @@ def wait_until(child: Child, ready: Callable[[], T], *, limit_s: float, progress
     """
     began = time.monotonic()
     while child.is_alive() and (elapsed := time.monotonic() - began) < limit_s:
-        if found := ready():
-            return found
+        if result := ready():
+            return result
         progress(elapsed)
         time.sleep(POLL_S)
     return None
@@ -114,12 +114,12 @@ def _kill(processes: set[psutil.Process]) -> None:
 
 def _trackers(tree: set[psutil.Process]) -> set[psutil.Process]:
     """Return Python's resource trackers, which remove their users' shared memory and end after them."""
-    found = set()
+    trackers = set()
     for process in tree:
         with contextlib.suppress(psutil.Error):
             if any("multiprocessing.resource_tracker" in part for part in process.cmdline()):
-                found.add(process)
-    return found
+                trackers.add(process)
+    return trackers
 
 
 def _wait(busy: Callable[[], object], limit_s: float) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from bridge.checks import software
@@ -34,6 +35,7 @@ SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.open
 """Modules that serve, the newest first: vLLM 0.32 has both, and calls the second deprecated."""
 PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
 """vLLM's groups of plugins that load unless VLLM_PLUGINS is set, which our routes require."""
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
 MODEL = "{model}"
 EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"
 
@@ -86,6 +88,17 @@ class ServerCommand:
         )
 
     @property
+    def client_host(self) -> str:
+        """The address at which the server answers."""
+        return LOOPBACKS.get(self.host, self.host)
+
+    @property
+    def server_choices(self) -> dict[str, Any]:
+        """The choices, by key, of a trainer that uses this server."""
+        choices: dict[str, Any] = {"vllm_host": self.client_host, "vllm_port": self.port}
+        return choices | ({"vllm_config_path": self.manifest} if self.shares_weights else {})
+
+    @property
     def awaited_manifest(self) -> Path | None:
         """The manifest that exists once the server can be attached to; None: it writes none."""
         return self.manifest if self.shares_weights else None
@@ -94,8 +107,8 @@ class ServerCommand:
         """Return the arguments with the weights of `model`, served under the first model's name; None: of that."""
         if model is None:
             return self.argv
-        place = self.argv.index(self.model)  # a name that the user gave comes later, and wins
-        return (*self.argv[:place], str(model), "--served-model-name", self.model, *self.argv[place + 1 :])
+        index = self.argv.index(self.model)  # a name that the user gave comes later, and wins
+        return (*self.argv[:index], str(model), "--served-model-name", self.model, *self.argv[index + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +121,8 @@ class StartCommand(ServerCommand):
     """The first one is vLLM's; any server has the second."""
 
     @classmethod
-    def parse(cls, config: TrainConfig, outer: Mapping[str, str] = os.environ) -> "StartCommand":
-        """Parse the command of `config`, without a shell."""
-        given = config.publishing.start_command
-        assert given is not None
+    def parse(cls, given: str, url: str, model: str, outer: Mapping[str, str] = os.environ) -> "StartCommand":
+        """Parse the command `given`, without a shell; the server is used at `url`."""
         try:
             parts = shlex.split(given)
         except ValueError as error:
@@ -122,7 +133,7 @@ class StartCommand(ServerCommand):
             environment[name] = value
         if not any(MODEL in part for part in parts):
             raise UsageError(f"--start-command {given!r} has no {MODEL} in it", remedy=EXAMPLE)
-        address = urlsplit(config.server.url())
+        address = urlsplit(url)
         host, port = address.hostname or "", address.port or 0
         named = re.search(r"--port[ =](\d+)", " ".join(parts))
         if named and int(named[1]) != port:
@@ -136,7 +147,7 @@ class StartCommand(ServerCommand):
             raise UsageError(f"--start-command: no program {parts[0]}", remedy="give its full path, or fix PATH")
         start_checks.check_port(host, port, flag="--vllm-port")
         argv = (str(Path(program).absolute()), *parts[1:])
-        return cls(argv=argv, environment=environment, model=config.model_name, host=host, port=port)
+        return cls(argv=argv, environment=environment, model=model, host=host, port=port)
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
         """Return the arguments with `model`, or else the first model, in its place."""

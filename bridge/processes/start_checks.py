@@ -24,8 +24,8 @@ PORTS = range(20000, 32768)
 
 def check_software(device: Literal["auto", "cpu", "cuda"]) -> None:
     """Check what `bridge doctor` checks of the software that vLLM cannot start without."""
-    chosen, _ = accelerator.choose(device)
-    if fault := software.obstacle(chosen):
+    built_for, _ = accelerator.choose(device)
+    if fault := software.obstacle(built_for):
         assert fault.remedy is not None, "a failed check has one"
         raise IncompatibleVersionError(
             f"{fault.name}: {fault.found}", remedy=f"{fault.remedy}; all checks: bridge doctor"
@@ -38,9 +38,9 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
 
     folder = Path(model).expanduser()  # vLLM would take a missing folder for a name on the hub
     if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
-        found = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
+        missing = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
         remedy = "give the folder of a Hugging Face model, or its name on the hub"
-        raise UsageError(f"--model {model}: {found}", remedy=remedy)
+        raise UsageError(f"--model {model}: {missing}", remedy=remedy)
     config = model_checks.read(model)
     if config is None and not folder.is_dir():
         hub.fetch_config(model)
@@ -59,9 +59,9 @@ def check_length(config: ServeConfig) -> None:
     """Check that vLLM has RoPE frequencies for the longest sequence."""
     limit = model_checks.dynamic_limit(model_checks.read(config.model))
     if limit is not None and (config.max_model_len is None or config.max_model_len > limit):
-        found = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
+        given = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
         raise UsageError(
-            f"--model {config.model} has dynamic RoPE: vLLM has the frequencies of {limit} tokens, {found} is longer",
+            f"--model {config.model} has dynamic RoPE: vLLM has the frequencies of {limit} tokens, {given} is longer",
             remedy=f"--max-model-len {limit}",
         )
 

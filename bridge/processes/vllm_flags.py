@@ -60,11 +60,11 @@ def _at_most(limit: float) -> Callable[[str], bool]:
 def _drafts_without_weights(value: str) -> bool:
     """Return whether the JSON of a speculation names a method that reads its drafts from the tokens themselves."""
     try:
-        chosen = json.loads(value)
+        choices = json.loads(value)
     except json.JSONDecodeError:
         return False
-    is_exact = isinstance(chosen, dict) and chosen.get("rejection_sample_method", "standard") in EXACT_REJECTION
-    return is_exact and chosen.get("method") in WEIGHTLESS_DRAFTS and not chosen.get("model")
+    is_exact = isinstance(choices, dict) and choices.get("rejection_sample_method", "standard") in EXACT_REJECTION
+    return is_exact and choices.get("method") in WEIGHTLESS_DRAFTS and not choices.get("model")
 
 
 _QUANTIZED = "quantized weights are not the bytes that a trainer updates"
@@ -158,7 +158,7 @@ def names(flags: Sequence[str]) -> set[str]:
 
 def value(flags: Sequence[str], name: str) -> str:
     """Return the value of flag `name`, the first of several; empty if it is not given."""
-    return next((value for found, value in _pairs(flags) if found == name), "")
+    return next((value for given, value in _pairs(flags) if given == name), "")
 
 
 @dataclass
@@ -237,8 +237,8 @@ def _add_cpu(extra: Added, config: ServeConfig, outer: Mapping[str, str]) -> Non
     derived = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if config.tensor_parallel_size > 1:
         cores = sorted(os.sched_getaffinity(0))
-        each = max(1, len(cores) // config.tensor_parallel_size)
-        groups = [cores[rank * each : (rank + 1) * each] for rank in range(config.tensor_parallel_size)]
+        share = max(1, len(cores) // config.tensor_parallel_size)
+        groups = [cores[rank * share : (rank + 1) * share] for rank in range(config.tensor_parallel_size)]
         derived["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
     unset = {name: value for name, value in derived.items() if not outer.get(name)}
     extra.environment |= unset
@@ -247,10 +247,10 @@ def _add_cpu(extra: Added, config: ServeConfig, outer: Mapping[str, str]) -> Non
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (long name, value or an empty string) of every flag."""
-    for place, flag in enumerate(flags):
+    for index, flag in enumerate(flags):
         if re.match(r"--?[A-Za-z]", flag):
             name, _, value = flag.partition("=")
             name = name.partition(".")[0]
             name = SHORT_NAMES.get(name.rstrip("0123456789"), name.replace("_", "-"))
-            following = flags[place + 1] if place + 1 < len(flags) else ""
+            following = flags[index + 1] if index + 1 < len(flags) else ""
             yield name, value or ("" if following.startswith("-") else following)

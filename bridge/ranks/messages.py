@@ -1,7 +1,8 @@
-"""What ranks send each other: JSON, so that no message can run code. Numbers keep every bit.
+"""What ranks send each other, and how a phase went on one of them: JSON, so that no message can run code.
 
-Besides JSON's own types it carries tuples, dictionaries with any keys, paths, tensors, and the dataclasses and
-pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096 tokens takes milliseconds.
+Numbers keep every bit. Besides JSON's own types it carries tuples, dictionaries with any keys, paths, tensors, and the
+dataclasses and pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096 tokens
+takes milliseconds.
 
 Source: "Using distributed features" in PyTorch's SECURITY.md.
 """
@@ -13,7 +14,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,67 @@ LEAST_PACKED = 16
 PACKAGE = "bridge."
 FIELDS_SET = "model_fields_set"
 """pydantic's name for the fields of a model that were given a value."""
+AGREED = "was_agreed"
+"""Attribute of an error that ranks raise together: how many."""
+OF_TENSORS = "is_of_tensors"
+"""Attribute of an error that an exchange of tensors raises: the rank that failed may report why."""
+INTERRUPTED = "interrupted"
 gather_bytes: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a phase went on one rank."""
+
+    result: Any = None
+    error: BaseException | None = None
+    """An error that every rank can raise: one of ours, or an interrupt."""
+    fault: str = ""
+    """Any other error, on one line."""
+    raised: BaseException | None = None
+    """The error itself, on the rank that raised it."""
+    message: bytes = b"[null]"
+    """The result as it is sent."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        if isinstance(error, BridgeError):
+            return cls(error=error, raised=error)
+        if isinstance(error, KeyboardInterrupt):
+            return cls(error=KeyboardInterrupt(), raised=error)
+        return cls(fault=f"{type(error).__name__}: {error}", raised=error)
+
+    def dumps(self) -> bytes:
+        """Return a line about an error, and the result on the next one."""
+        error = self.error
+        kind = INTERRUPTED if isinstance(error, KeyboardInterrupt) else ""
+        text, remedy = self.fault, ""
+        if isinstance(error, BridgeError):
+            kind = name_of(type(error))
+            text = error.message
+            remedy = error.remedy
+        return dumps([kind, text, remedy]) + b"\n" + self.message
+
+    @classmethod
+    def loads(cls, message: bytes) -> Self:
+        line, _, result = message.partition(b"\n")
+        kind, text, remedy = loads(line)
+        if kind == INTERRUPTED:
+            return cls(error=KeyboardInterrupt())
+        if kind:
+            return cls(error=_error(kind, text, remedy))
+        return cls(fault=text, result=loads(result)[0])
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or bool(self.fault)
+
+    @property
+    def kind(self) -> int:
+        """Which of several ranks' errors explains the others: the lowest."""
+        error = self.error
+        return 0 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, RankError) else 1
 
 
 def dumps(value: object) -> bytes:
@@ -58,12 +118,12 @@ def loads(message: bytes) -> Any:
         ) from error
 
 
-def error(kind: str, message: str, remedy: str) -> BridgeError:
+def _error(kind: str, message: str, remedy: str) -> BridgeError:
     """Return the error of a rank; `kind` is the name of its class."""
-    found = _class(kind)
-    if not issubclass(found, BridgeError):
+    error_class = _class(kind)
+    if not issubclass(error_class, BridgeError):
         raise RankError(f"a message of another rank has no error named {kind}", remedy="run the same code on all hosts")
-    return found(message, remedy=remedy)
+    return error_class(message, remedy=remedy)
 
 
 def exchange(mine: bytes, group: "dist.ProcessGroup", size: int) -> list[bytes]:
@@ -129,11 +189,11 @@ def _decoded(value: Any) -> Any:
     ((tag, content),) = value.items()
     if tag in DECODERS:
         return DECODERS[tag](content)
-    found = _class(tag)
+    record = _class(tag)
     fields = {name: _decoded(item) for name, item in content.items()}
-    if issubclass(found, BaseModel):
-        return found.model_construct(_fields_set={*fields.pop(FIELDS_SET)}, **fields)
-    return found(**fields)
+    if issubclass(record, BaseModel):
+        return record.model_construct(_fields_set={*fields.pop(FIELDS_SET)}, **fields)
+    return record(**fields)
 
 
 def _unpacked(tag: str, content: str) -> tuple[Any, ...]:
@@ -160,12 +220,12 @@ def _class(name: str) -> type[Any]:
     module, _, attribute = name.partition(":")
     if not module.startswith(PACKAGE):
         raise ValueError(f"{name} is not a class of Bridge")
-    found = getattr(importlib.import_module(module), attribute)
+    record = getattr(importlib.import_module(module), attribute)
     if not (
-        isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, BaseModel | BridgeError))
+        isinstance(record, type) and (dataclasses.is_dataclass(record) or issubclass(record, BaseModel | BridgeError))
     ):
         raise ValueError(f"{name} is not a record")
-    return found
+    return record
 
 
 def _text(content: bytes) -> str:

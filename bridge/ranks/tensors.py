@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.errors import BridgeError, RankError
-from bridge.ranks.messages import gather_bytes
-from bridge.ranks.outcome import OF_TENSORS
-from bridge.ranks.watch import Watch
+from bridge.ranks.groups import Watch
+from bridge.ranks.messages import OF_TENSORS, gather_bytes
 
 
 class Tensors:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RankError
 from bridge.ranks import groups, messages
-from bridge.ranks.outcome import AGREED, OF_TENSORS, Outcome
+from bridge.ranks.messages import AGREED, OF_TENSORS, Outcome
 from bridge.ranks.tensors import Tensors
-from bridge.ranks.watch import Watch
 
 Result = TypeVar("Result")
 FENCE_LIMIT = timedelta(minutes=10)
@@ -66,7 +65,7 @@ class Ranks(Tensors):
         ranks = cls(rank, world_size, tp_size)
         with ranks._errors_of_torch(), groups.noticing_silence():
             store, connections = groups.meet(rank, world_size, host, port, device, listener)
-            ranks._watch = Watch(store, device, rank, lambda: ranks._num_exchanges)
+            ranks._watch = groups.Watch(store, device, rank, lambda: ranks._num_exchanges)
             ranks._watch.add(dist.group.WORLD, connections)
             ranks._objects = groups.object_group(None)
             if tp_size > 1:
@@ -162,14 +161,14 @@ class Ranks(Tensors):
             self.is_broken = True
             is_memory = isinstance(error, torch.OutOfMemoryError)
             what = "is out of memory" if is_memory else "stopped in a pass"
-            found = RankError(
+            reported = RankError(
                 f"rank {self.rank} of {self.world_size} {what}: {str(error).strip().partition(chr(10))[0]}",
                 remedy="continue with --resume and a lower --micro-batch-tokens, or --gradient-checkpointing"
                 if is_memory
                 else "continue with --resume; the rank that ended first says why",
             )
-            setattr(found, OF_TENSORS, True)
-            raise found from error
+            setattr(reported, OF_TENSORS, True)
+            raise reported from error
 
     def check_abort(self) -> None:
         """Raise if another rank has failed or exited; call it during something long, such as a server's start.

@@ -1,4 +1,4 @@
-"""Sampling parameters for the whole distribution, which is the one that the trainer computes unless filters are chosen.
+"""Sampling parameters for the whole distribution, as the trainer computes it unless filters are chosen.
 
 A server fills in what a request leaves out from the model's `generation_config.json`: every request names all of
 `WHOLE`. Temperature is not among them, because the trainer applies it as well.
@@ -32,7 +32,7 @@ def changes(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filters(choices: Any) -> dict[str, float]:
-    """Return the filters that `choices`, whose attributes they are, switch on."""
+    """Return the filters that are switched on, by the attributes of `choices`."""
     return changes({name: getattr(choices, name) for name in FILTERS})
 
 

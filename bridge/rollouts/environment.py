@@ -1,7 +1,7 @@
 """The stream of a run's own environment: samples its problems in order, and scores the completions.
 
 Without staleness a step's groups are sampled together, and none is in flight between two steps. With it, groups begin
-whenever there is room, a step takes those that are done, and the server goes on with the others under new weights. In
+whenever there is room, a step takes those that are done, and the others continue under new weights. In
 both cases each is scored as soon as it arrives, while others are still being sampled.
 
 The sampler's event loop has its own thread, which keeps running while a step is computed. Only `take`, `evaluate` and
@@ -233,7 +233,7 @@ class EnvironmentStream:
             lambda: self._servers, started.number, started.problem, None,
             num_samples=self._config.sampling.group_size, seed=seed_of(self._config.seed, step + 1), index=index,
         )  # fmt: skip
-        return penalized(group, self._config)
+        return penalized(group, self._config.rollouts, self._config.sampling.longest)
 
     async def _scored(
         self,

@@ -153,7 +153,7 @@ class EventLoop:
         while True:
             try:
                 self._loop.run_forever()
-            except (KeyboardInterrupt, SystemExit):  # raised by a task, whose result it is, too
+            except (KeyboardInterrupt, SystemExit):  # raised by a task, which also has it as its result
                 continue
             return
 

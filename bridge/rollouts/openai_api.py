@@ -25,7 +25,7 @@ from bridge.types import Completion, FinishReason
 
 Retry = Literal["anywhere", "elsewhere", "once", "never"]
 """Where to retry a failed request: at any server; at another one, because this one would take as long again; at any one
-but only once, because two answers that cannot be used are no accident; nowhere."""
+but only once, because a second unusable answer is no coincidence; nowhere."""
 IdsOf = Callable[[str], Sequence[int]]
 """The text of a token, as a server writes it -> the ids of all tokens with this text."""
 Dialect = Literal["openai", "vllm", "bridge"]
@@ -50,7 +50,7 @@ class RequestFailed(Exception):  # noqa: N818  a retry may succeed: no error yet
         self.retry_after_s = retry_after_s
 
     def final(self, url: str, num_tries: int) -> ServerUnreachableError:
-        """Return the error that a person sees when there is no further try."""
+        """Return the error to raise when no retries are left."""
         error = unreachable(url, f"{self.reason}; tried {'once' if num_tries == 1 else f'{num_tries} times'}")
         if self.retry == "elsewhere":
             error.remedy += "; or raise --request-timeout-s, or lower --max-new-tokens"

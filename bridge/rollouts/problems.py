@@ -35,7 +35,7 @@ def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
 
 
 def _shuffled(problems: Iterator[Problem], order: random.Random) -> Iterator[Problem]:
-    """Yield each problem once: a random one of the buffer, whose place the next problem takes."""
+    """Yield each problem once: a random one of the buffer, which the next problem replaces."""
     held = list(islice(problems, max(WINDOW, length_hint(problems))))
     for problem in problems:
         index = order.randrange(len(held))

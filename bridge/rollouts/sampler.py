@@ -28,7 +28,7 @@ AHEAD = 2
 """Prompts begun for each request that may be in flight: one that is retried waits behind no more than these."""
 FIRST_WAIT_S = 0.5
 """Longest wait before the first retry, doubled for each further one up to the limit. With the default number of retries
-that is less than 8 s in all: whoever runs a server wants to know soon that it is dead."""
+that is less than 8 s in all: a dead server is reported soon."""
 WAIT_LIMIT_S = 8.0
 CALL_SEEDS = 1_000_003
 """Between the first seeds of one call and the next: more than any call has completions."""
@@ -87,7 +87,7 @@ class Sampler:
         """Open no connection yet; `ids_of` looks up tokens for servers that return them as text."""
         self.num_retries = 0
         """Requests that were sent again, in all calls so far."""
-        self._config = config
+        self.config = config
         self._ids_of = ids_of
         self._sleep = sleep
         self._health: dict[str, Health] = {}
@@ -118,7 +118,7 @@ class Sampler:
     @property
     def lacks(self) -> tuple[str, ...]:
         """What training lacks with the servers of the last call, a sentence each."""
-        return tuple(line for server in self._servers for line in server.lacks(self._config.temperature))
+        return tuple(line for server in self._servers for line in server.lacks(self.config.temperature))
 
     def sample(
         self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
@@ -140,7 +140,7 @@ class Sampler:
 
     def servers_at(self, endpoints: Sequence[Endpoint]) -> Sequence[Server]:
         """Return the servers for further requests."""
-        self._servers = [Server(one, self._health.setdefault(one.url, Health())) for one in endpoints]
+        self._servers = [Server(endpoint, self._health.setdefault(endpoint.url, Health())) for endpoint in endpoints]
         return self._servers
 
     async def one(
@@ -158,7 +158,7 @@ class Sampler:
         `other` are sampling parameters in place of the run's; a `stop` is added to the run's.
         """
         first = seed * CALL_SEEDS + index * num_samples  # vLLM gives the i-th completion of a request its seed + i
-        stop = list(dict.fromkeys((*self._config.stop, *other.pop("stop", ()))))
+        stop = list(dict.fromkeys((*self.config.stop, *other.pop("stop", ()))))
         body = {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other} | ({"stop": stop} if stop else {})
         async with self._places:
             return await self._completions(servers, body)
@@ -166,7 +166,7 @@ class Sampler:
     async def longest(self, server: Server) -> int | None:
         """Return a server's longest sequence in tokens; None if it reports none, or does not answer."""
         try:
-            async with asyncio.timeout(self._config.request_timeout_s):
+            async with asyncio.timeout(self.config.request_timeout_s):
                 models = await server.list_models(self._connections)
         except (RequestFailed, TimeoutError):  # the next request finds out, and is retried
             return None
@@ -204,9 +204,9 @@ class Sampler:
             except RequestFailed as failure:
                 num_failed += 1
                 num_unusable += failure.retry == "once"
-                others = [other for other in left if other is not server]
+                others = [candidate for candidate in left if candidate is not server]
                 left = others if failure.retry == "elsewhere" else left
-                is_used_up = num_failed > self._config.max_retries or num_unusable > 1 or not left
+                is_used_up = num_failed > self.config.max_retries or num_unusable > 1 or not left
                 if failure.retry == "never" or is_used_up:
                     raise failure.final(server.endpoint.url, num_failed) from failure
                 requested_s = 0.0 if any(other.health.is_well() for other in others) else failure.retry_after_s
@@ -214,7 +214,7 @@ class Sampler:
             self.num_retries += 1
 
     async def _try(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
-        limit_s = self._config.request_timeout_s
+        limit_s = self.config.request_timeout_s
         with server.health.watched():
             try:
                 async with self._loop.timeout(limit_s):
@@ -224,14 +224,14 @@ class Sampler:
 
     async def _request(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
         models = await server.list_models(self._connections)
-        if server.dialect != "bridge" and (chosen := filters(self._config)):
+        if server.dialect != "bridge" and (chosen := filters(self.config)):
             given = " ".join(f"{flag(name)} {value:g}" for name, value in chosen.items())
             raise UsageError(
                 f"{given} needs a server that reports which tokens were kept, and {server.endpoint.url} does not",
                 remedy="sample from a server that Bridge started with shared weights (bridge serve-vllm), or leave it"
                 " out",
             )
-        fields = openai_api.request(server.dialect, self._config, has_stop="stop" in body)
+        fields = openai_api.request(server.dialect, self.config, has_stop="stop" in body)
         name = server.endpoint.model or models[0].id
         answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import httpx
@@ -98,27 +96,12 @@ def _rejection(url: str, route: str, response: httpx.Response) -> Exception:
         )
     if status in LOCKED:
         return key_rejected(url, response)
+    seconds = response.headers.get("retry-after", "")  # the other form, a date, is not read
     return RequestFailed(
         f"{route} answered {status}: {words}",
         "anywhere" if status in TRANSIENT else "never",
-        retry_after_s=_seconds(response.headers.get("retry-after", "")),
+        retry_after_s=min(float(seconds), RETRY_AFTER_LIMIT_S) if seconds.isdecimal() else 0.0,
     )
-
-
-def _seconds(retry_after: str) -> float:
-    """Return the wait that a server requests, within limits; 0 if it requests none, or an unreadable one.
-
-    Source: RFC 9110, 10.2.3: a number of seconds, or a date.
-    """
-    try:
-        if retry_after.isdecimal():
-            seconds = float(retry_after)
-        else:
-            date = parsedate_to_datetime(retry_after)
-            seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
-    except ValueError:
-        return 0.0
-    return min(max(seconds, 0.0), RETRY_AFTER_LIMIT_S)
 
 
 @dataclass

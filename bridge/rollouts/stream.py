@@ -6,14 +6,13 @@ modules that open one, by a function `open_stream`. A problem becomes a group by
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.config import TrainConfig
-from bridge.config.rollouts import TaskConfig
+from bridge.config import RolloutConfig
 from bridge.rollouts import problems
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
@@ -118,11 +117,18 @@ class Completions:
 
     is_chat = False
 
-    def __init__(self, task: TaskConfig, tokenizer: PreTrainedTokenizerBase, sampler: Sampler, scorer: Scorer) -> None:
-        self._template = task.chat_template_kwargs
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        scorer: Scorer,
+        template: Mapping[str, Any],
+    ) -> None:
+        """`template` is given to the chat template."""
         self._tokenizer = tokenizer
         self._sampler = sampler
         self._scorer = scorer
+        self._template = template
 
     def check_prompt(self, problem: Problem) -> None:
         problems.encode(self._tokenizer, problem, **self._template)
@@ -145,15 +151,15 @@ class Completions:
         """Close nothing: the sampler and the scorer are the stream's."""
 
 
-def penalized(group: Group, config: TrainConfig) -> Group:
+def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:
     """Lower the rewards of completions that end in the buffer before the longest length, or reach that.
 
     Source: DAPO (arXiv 2503.14476), equation 13.
     """
-    buffer, penalty = config.rollouts.overlong_buffer, config.rollouts.overlong_penalty
+    buffer, penalty = rollouts.overlong_buffer, rollouts.overlong_penalty
     if not buffer:
         return group
-    begin = config.sampling.longest - buffer
+    begin = longest - buffer
     parts = tuple(-min(max(_length(completion) - begin, 0) / buffer, 1.0) for completion in group.completions)
     added = [penalty * part for part in parts]
     return replace(
@@ -170,7 +176,7 @@ def penalized(group: Group, config: TrainConfig) -> Group:
 
 def _length(completion: Completion) -> int:
     """Return the tokens from the first sampled one on, of the longest sequence."""
-    return max(len(one.token_ids) - (one.sampled or (True,)).index(True) for one in completion.sequences)
+    return max(len(part.token_ids) - (part.sampled or (True,)).index(True) for part in completion.sequences)
 
 
 def checked(problem: Problem, completion: Completion, result: Score | FailedScore) -> Score | FailedScore:

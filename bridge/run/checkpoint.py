@@ -109,9 +109,9 @@ def check_on_all_hosts(folder: Path, ranks: Ranks) -> None:
     hosts = ranks.all_gather_object((socket.gethostname(), fingerprint(folder)))
     for name, marker in hosts:
         if marker != hosts[0][1]:
-            found = "has no checkpoint" if marker is None else "has another checkpoint"
+            fault = "has no checkpoint" if marker is None else "has another checkpoint"
             raise CheckpointError(
-                f"{name} {found} in {folder.absolute()}, and {hosts[0][0]} has the one to resume from",
+                f"{name} {fault} in {folder.absolute()}, and {hosts[0][0]} has the one to resume from",
                 remedy="keep checkpoints in a folder that all hosts share, with --save-path",
             )
 
@@ -150,13 +150,13 @@ def newest(save_path: Path, prefix: str) -> tuple[Found | None, tuple[str, ...]]
     passed_over = []
     for step, folder in sorted(numbered(save_path, prefix).items(), reverse=True):
         try:
-            found = read(folder)
-            if found.progress.step != step:
-                raise _not_whole(folder, f"its name says step {step}, its marker step {found.progress.step}")
+            checkpoint = read(folder)
+            if checkpoint.progress.step != step:
+                raise _not_whole(folder, f"its name says step {step}, its marker step {checkpoint.progress.step}")
         except CheckpointError as error:
             passed_over.append(error.message)
         else:
-            return found, tuple(passed_over)
+            return checkpoint, tuple(passed_over)
     return None, tuple(passed_over)
 
 
@@ -203,18 +203,18 @@ def _checksums(paths: Iterable[Path]) -> Iterator[str]:
 
 def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:
     """Yield what is wrong, the cheapest to find first."""
-    found = _files(folder)
+    held = _files(folder)
     for name, file in files.items():
-        num_bytes = found[name].stat().st_size if name in found else None
+        num_bytes = held[name].stat().st_size if name in held else None
         if num_bytes is None:
             yield f"{name} is missing"
         elif num_bytes != file.num_bytes:
             how = "was cut short" if num_bytes < file.num_bytes else "has grown"
             yield f"{name} {how}: {num_bytes} bytes, expected {file.num_bytes}"
-    extra = [name for name in found if name not in files and name.endswith(WEIGHT_SUFFIXES)]
+    extra = [name for name in held if name not in files and name.endswith(WEIGHT_SUFFIXES)]
     yield from (f"{name} was not saved with it" for name in extra)
     try:
-        for (name, file), checksum in zip(files.items(), _checksums([found[name] for name in files]), strict=True):
+        for (name, file), checksum in zip(files.items(), _checksums([held[name] for name in files]), strict=True):
             if checksum != file.sha256:
                 yield f"{name} has another checksum than when it was saved"
     except OSError as error:

@@ -28,7 +28,7 @@ def export(source: Path, out: Path, *, base: str | None = None) -> Path:
     """Write the model in `source` with its tokenizer to `out`, whole or not at all, and return the folder.
 
     `source` is a checkpoint, or any folder with a model or an adapter. `base` overrides the base that an adapter names.
-    Only an earlier export to which nobody has added a file is replaced.
+    Only an earlier export without added files is replaced.
 
     Raises:
         UsageError: `source` is damaged or holds no model, `base` does not fit it, or `out` cannot be written.
@@ -105,9 +105,9 @@ def _merged(source: Path, base: str) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"the adapter {source} does not fit {base}: {reason}", remedy=NAME_BASE) from error
-    found = {name: stored.shape for name, stored in headers(source / ADAPTER_WEIGHTS).items()}
+    shapes = {name: stored.shape for name, stored in headers(source / ADAPTER_WEIGHTS).items()}
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    refuse_misfits(f"the adapter {source}", found, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    refuse_misfits(f"the adapter {source}", shapes, {name: tuple(tensor.shape) for name, tensor in state.items()})
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
         raise UsageError(

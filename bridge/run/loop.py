@@ -175,7 +175,7 @@ class Loop:
         return {"rollout_s": self._sampled_s, "train_s": max(0.0, others), **times}
 
 
-def load_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_state(source: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the optimizer's state and torch's random state from a checkpoint; hyperparameters stay the optimizer's own.
 
     Raises:
@@ -183,9 +183,9 @@ def load_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer)
         UsageError: it is of other parameters; nothing was loaded.
     """
     if isinstance(optimizer, InPlaceOptimizer):
-        optimizer_state.read(found.folder, _trained(model, optimizer), optimizer)
+        optimizer_state.read(source.folder, _trained(model, optimizer), optimizer)
     else:
-        optimizer_state.read_foreign(found.folder, model, optimizer)
+        optimizer_state.read_foreign(source.folder, model, optimizer)
 
 
 def _write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -206,18 +206,18 @@ def _measured(step: int, groups: Sequence[Group]) -> dict[str, Any]:
         return {}
     whole = measuring.evaluation(groups, step=step, version=0, seconds=0.0)
     others = ("step", "weight_version", "seconds", "num_problems", "pass_at_k")
-    completions = [each for group in groups for each in group.completions]
+    completions = [completion for group in groups for completion in group.completions]
     return {
         **{name: value for name, value in whole.items() if name not in others},
         "no_signal_share": share(sum(not has_signal(group) for group in groups), len(groups)),
-        "tokens_generated": sum(each.num_sampled for each in completions),
+        "tokens_generated": sum(completion.num_sampled for completion in completions),
     }
 
 
 def _number(name: str, value: Any) -> Any:
     """Return a metric as JSON holds it: a number, or numbers by name; a tensor of one element is one."""
     if isinstance(value, Mapping):
-        return {str(key): _number(f"{name}[{key!r}]", each) for key, each in value.items()}
+        return {str(key): _number(f"{name}[{key!r}]", item) for key, item in value.items()}
     try:
         number = value if isinstance(value, int) else float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Compute the metrics of a step, of an evaluation and of a whole run.
+"""Compute the metrics of a step, of an evaluation and of a whole run, and log what they say is wrong.
 
 Not covered: what the metrics mean (`metric_table.py`).
 """
@@ -8,12 +8,14 @@ import math
 import resource
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bridge.errors import UsageError
+from bridge.learn.mismatch import alarm as mismatch_alarm
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal, mean
 from bridge.rollouts.stream import Stream
@@ -22,6 +24,8 @@ from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group
 from bridge.weights.attach import OpenedModel
 
+SKIPS_IN_A_ROW = 3
+"""Steps in a row whose first gradient is not finite, after which the run ends: the next would be no better."""
 ROUNDING = 1e-9
 """A weighted sum of rewards may be so much too small."""
 
@@ -45,6 +49,7 @@ def rollouts(groups: Sequence[Group], stream: Stream, *, served: int) -> dict[st
     """
     completions, every_group = _sampled(groups), [*groups, *stream.skipped]
     by_lag = lags(completions, served)
+    tokens = [sequence.token_ids for sequence in _sequences(completions)]
     return {
         **_of_rollouts(every_group),
         "no_signal_share": share(sum(not has_signal(group) for group in every_group), len(every_group)),
@@ -54,7 +59,7 @@ def rollouts(groups: Sequence[Group], stream: Stream, *, served: int) -> dict[st
         "lag_shares": tuple(share(by_lag[lag], by_lag.total()) for lag in range(max(by_lag, default=-1) + 1)),
         "groups_in_flight": stream.num_in_flight,
         "skipped_groups": len(stream.skipped),
-        "rollouts": hashlib.sha256(repr([one.token_ids for one in _sequences(completions)]).encode()).hexdigest()[:16],
+        "rollouts": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
         "tokens_generated": sum(completion.num_sampled for completion in _sampled(every_group)),
     }
 
@@ -152,10 +157,58 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
     return f"step {metrics.step} has nothing to learn from: in each group all rewards are equal; likely cause: {cause}"
 
 
+class Alarms:
+    """Logs what is wrong with a step, in the first of consecutive steps with the same alarm."""
+
+    def __init__(self, note: Callable[[str], None], *, mismatch_limit: float) -> None:
+        self._note = note
+        self._mismatch_limit = mismatch_limit
+        self._active: dict[str, str | None] = {}
+        """Alarms of the last step, by their kind."""
+        self._is_ahead = False
+        """Whether the server has older weights than the next batch is trained on, as in mode `none` between reloads."""
+        self._skipped = 0
+        """Steps in a row without an update because the first gradient was not finite."""
+
+    def check(self, metrics: StepMetrics, *, is_published: bool) -> None:
+        """Log a mismatch between vLLM and the trainer, unless it is expected, and a step that taught nothing."""
+        self._sound("mismatch", None if self._is_ahead else mismatch_alarm(metrics, self._mismatch_limit))
+        self._is_ahead = not is_published
+        self._sound("signal", nothing_learnt(metrics))
+
+    def count_skipped(self, metrics: StepMetrics) -> None:
+        """Log a skipped update; the step was published with the weights of the update before.
+
+        Raises:
+            UsageError: too many in a row.
+        """
+        if metrics.updates:
+            self._skipped = 0
+        if not metrics.skipped_updates:
+            return
+        if metrics.updates:
+            left = f"{metrics.updates} updates of the batch were taken before it, and none after it"
+        else:
+            self._skipped += 1
+            left = f"no weight was changed ({self._skipped} in a row; the run ends after {SKIPS_IN_A_ROW})"
+        self._note(f"step {metrics.step}: a gradient was not finite, and its update was skipped: {left}")
+        if self._skipped == SKIPS_IN_A_ROW:
+            raise UsageError(
+                f"the gradients of {SKIPS_IN_A_ROW} steps in a row were not finite; no weight was changed in them",
+                remedy="lower --lr or --max-grad-norm and continue with --resume; if no step before them had an update,"
+                " check the model with bridge verify",
+            )
+
+    def _sound(self, kind: str, alarm: str | None) -> None:
+        if alarm and not self._active.get(kind):
+            self._note(alarm)
+        self._active[kind] = alarm
+
+
 def lags(completions: Sequence[Completion], served: int) -> Counter[int]:
     """Count the tokens of known version by how many versions older than `served` they are."""
     return Counter(
-        served - version for one in _sequences(completions) for version in one.versions if version is not None
+        served - version for sequence in _sequences(completions) for version in sequence.versions if version is not None
     )
 
 
@@ -163,7 +216,7 @@ def _of_rollouts(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the fields that steps and evaluations have in common; a mean of nothing is NaN."""
     rewards = [reward for group in groups for reward in group.rewards]
     completions = _sampled(groups)
-    with_tools = [each for each in completions if each.sampled is not None]
+    with_tools = [completion for completion in completions if completion.sampled is not None]
     names = dict.fromkeys(name for group in groups for name in group.reward_parts)
     parts = {name: [part for group in groups for part in group.reward_parts.get(name, ())] for name in names}
     return {
@@ -172,14 +225,14 @@ def _of_rollouts(groups: Sequence[Group]) -> dict[str, Any]:
         "reward_parts": {name: mean(values) for name, values in parts.items()},
         "unscored": sum(len(group.unscored) for group in groups),
         "completion_tokens_mean": _mean([completion.num_sampled for completion in completions]),
-        "truncated_share": share(sum(each.finish_reason == "length" for each in completions), len(completions)),
-        "turns_mean": _mean([each.num_turns for each in with_tools]),
-        "tool_errors": sum(each.tool_errors for each in with_tools) if with_tools else math.nan,
+        "truncated_share": share(sum(c.finish_reason == "length" for c in completions), len(completions)),
+        "turns_mean": _mean([completion.num_turns for completion in with_tools]),
+        "tool_errors": sum(completion.tool_errors for completion in with_tools) if with_tools else math.nan,
     }
 
 
 def _sequences(completions: Sequence[Completion]) -> list[Completion]:
-    return [one for completion in completions for one in completion.sequences]
+    return [sequence for completion in completions for sequence in completion.sequences]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -189,4 +242,4 @@ def _mean(values: Sequence[float]) -> float:
 def _sampled(groups: Sequence[Group]) -> list[Completion]:
     """Return every completion, those with a reward first."""
     scored = [completion for group in groups for completion in group.completions]
-    return scored + [one.completion for group in groups for one in group.unscored]
+    return scored + [unscored.completion for group in groups for unscored in group.unscored]

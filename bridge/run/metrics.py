@@ -100,7 +100,7 @@ def check_names(names: Collection[str], loss: str) -> None:
 
 
 def undeclared(name: str) -> Metric:
-    """Return the declaration of a metric that a loss or a loop of the user's named."""
+    """Return the declaration of a metric that a custom loss or a library loop named."""
     return Metric(name=name, title=name, curve=f"loss/{name}")
 
 

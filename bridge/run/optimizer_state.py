@@ -9,14 +9,13 @@ Not covered: hyperparameters, which come from the configuration, and the order o
 """
 
 import base64
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,7 +24,7 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.moments import CodedMoments
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.weights.parts import Parts
-from bridge.weights.stored_tensors import describe, headers, refuse_misfits
+from bridge.weights.stored_tensors import describe, headers, refuse_misfits, write_shards
 
 FOLDER = "optimizer"
 STATE_NAME = "state.json"
@@ -59,7 +58,7 @@ def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: "
     try:
         if folder is not None:
             _write_state(folder, optimizer.flags, steps)
-            _write_shards(folder / FOLDER, tensors)
+            write_shards(folder / FOLDER, "optimizer", tensors, _on_host, max_bytes=MAX_SHARD_BYTES)
     finally:
         for _ in tensors:  # the other ranks wait until all of it was read, even if the disk is full
             pass
@@ -214,26 +213,8 @@ def _named_tensors(
         yield from ((f"{name}.{part}", tensor) for part, tensor in parts(trained[name]).items())
 
 
-def _write_shards(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    files = list[Path]()
-    for shard in _shards(tensors):
-        files.append(path / f"{len(files)}.safetensors")
-        save_file(shard, files[-1])
-    for number, file in enumerate(files, start=1):
-        file.rename(path / f"optimizer-{number:05}-of-{len(files):05}.safetensors")
-
-
-def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    num_bytes = 0
-    for key, tensor in tensors:
-        if shard and num_bytes + tensor.nbytes > MAX_SHARD_BYTES:
-            yield shard
-            shard, num_bytes = {}, 0
-        shard[key] = tensor.to("cpu", copy=True)  # no two in one memory
-        num_bytes += tensor.nbytes
-    if shard:
-        yield shard
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)  # no two in one memory
 
 
 def _decoded(moments: CodedMoments, parts: Mapping[str, Tensor], shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
-from bridge.config import TrainConfig
-from bridge.config.choices import flattened
+from bridge.config import TrackingConfig
 from bridge.core import atomic_file, private
 from bridge.core.foreign_code import said
 from bridge.errors import UsageError
@@ -47,16 +46,6 @@ class Reporter:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """The held-out problems were evaluated."""
-
-
-class Listener(Reporter):
-    """Passes the metrics of each step to a function."""
-
-    def __init__(self, on_step: Callable[[StepMetrics], object] = lambda _: None) -> None:
-        self._on_step = on_step
-
-    def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:  # noqa: ARG002 - the base's
-        self._on_step(metrics)
 
 
 class Several(Reporter):
@@ -116,12 +105,12 @@ class Tracker(Protocol):
 class TensorBoard:
     """Writes a folder that `tensorboard --logdir` reads."""
 
-    def __init__(self, config: TrainConfig, run: RunDirectory, first_step: int) -> None:
+    def __init__(self, run: RunDirectory, choices: Mapping[str, Any], first_step: int) -> None:
         """Write into `run`; curves of an earlier process end before `first_step`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.tensorboard), purge_step=first_step, flush_secs=10)
-        self._writer.add_text("config", _indented(json.dumps(_shown(config), indent=1)))
+        self._writer.add_text("config", _indented(json.dumps(choices, indent=1)))
 
     def log(self, step: int, values: Mapping[str, float], text: str | None = None) -> None:
         for name, value in values.items():
@@ -139,7 +128,7 @@ class Wandb:
     A point that is sent again after a run resumed from an earlier step is kept beside the first one.
     """
 
-    def __init__(self, config: TrainConfig, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, choices: Mapping[str, Any]) -> None:
         """Begin a run there, or resume the one that `run` knows."""
         wandb: Any = import_module("wandb")
         if not run.wandb_id.exists():
@@ -152,7 +141,7 @@ class Wandb:
             dir=os.environ.get("WANDB_DIR", str(run.path)),
             id=run.wandb_id.read_text().strip(),
             resume="allow",
-            config=_shown(config),
+            config=choices,
             settings=wandb.Settings(console="off"),  # the terminal is ours
         )
         self._run.define_metric("*", step_metric="step")
@@ -218,28 +207,31 @@ class Trackers(Reporter):
                 self._note(f"{name} failed and gets nothing more of this run: {type(error).__name__}{said(error)}")
 
 
-def check_trackers(config: TrainConfig) -> None:
+def check_trackers(tracking: TrackingConfig) -> None:
     """Check that the requested packages are installed, before anything is started.
 
     Raises:
         UsageError: one is not.
     """
     for package, name in TRACKERS.items():
-        if getattr(config.tracking, package) and not is_installed(package):
+        if getattr(tracking, package) and not is_installed(package):
             raise UsageError(
                 f"--{package} needs {name}, and its package {package} is not installed here",
                 remedy=f"pip install {package}, or leave --{package} out",
             )
 
 
-def trackers_of(config: TrainConfig, run: RunDirectory, *, first_step: int = 1) -> Trackers:
-    """Return the trackers of `run`, whose next step is `first_step`; only rank 0 opens any.
+def trackers_of(
+    tracking: TrackingConfig, choices: Mapping[str, Any], run: RunDirectory, *, first_step: int = 1
+) -> Trackers:
+    """Return the trackers of `run`, whose next step is `first_step`; only rank 0 opens any, and shows it the `choices`.
 
     Raises:
         UsageError: a requested package is not installed.
     """
-    check_trackers(config)
-    return Trackers(lambda: _open_all(config, run, first_step), run.note, shows_texts=config.tracking.save_rollouts)
+    check_trackers(tracking)
+    shown = private.shown(choices)
+    return Trackers(lambda: _open_all(tracking, shown, run, first_step), run.note, shows_texts=tracking.save_rollouts)
 
 
 def is_installed(package: str) -> bool:
@@ -248,20 +240,22 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _open_all(config: TrainConfig, run: RunDirectory, first_step: int) -> dict[str, Tracker]:
+def _open_all(
+    tracking: TrackingConfig, choices: Mapping[str, Any], run: RunDirectory, first_step: int
+) -> dict[str, Tracker]:
     """Open the requested trackers, and TensorBoard if it is installed; one that nobody requested may fail."""
     wanted: dict[str, Callable[[], Tracker]] = {}
-    if is_installed("tensorboard") if config.tracking.tensorboard is None else config.tracking.tensorboard:
-        wanted["tensorboard"] = lambda: TensorBoard(config, run, first_step)
-    if config.tracking.wandb:
-        wanted["wandb"] = lambda: Wandb(config, run)
+    if is_installed("tensorboard") if tracking.tensorboard is None else tracking.tensorboard:
+        wanted["tensorboard"] = lambda: TensorBoard(run, choices, first_step)
+    if tracking.wandb:
+        wanted["wandb"] = lambda: Wandb(run, choices)
     opened: dict[str, Tracker] = {}
     for package, make in wanted.items() if run.is_writer else ():
         try:
             opened[TRACKERS[package]] = make()
         except Exception as error:
             line = f"{TRACKERS[package]} cannot be used: {type(error).__name__}{said(error)}"
-            if getattr(config.tracking, package):
+            if getattr(tracking, package):
                 for tracker in opened.values():
                     with suppress(Exception):  # foreign code too
                         tracker.close(failed=True)
@@ -282,7 +276,3 @@ def _sample_text(groups: Sequence[Group]) -> str | None:
 def _indented(text: str) -> str:
     """Return `text` as a Markdown code block: nothing in it is interpreted."""
     return "".join(f"    {line}\n" for line in text.splitlines())
-
-
-def _shown(config: TrainConfig) -> dict[str, Any]:
-    return private.shown(flattened(TrainConfig, config.settled().model_dump(mode="json")))

@@ -34,8 +34,8 @@ def cut(value: Any, longest: int) -> Any:
         end = longest // 3
         return f"{value[: longest - end]}\n[… {len(value) - longest:,} characters left out …]\n{value[-end:]}"
     if isinstance(value, dict):
-        return {name: cut(each, longest) for name, each in value.items()}
-    return [cut(each, longest) for each in value] if isinstance(value, list) else value
+        return {name: cut(item, longest) for name, item in value.items()}
+    return [cut(item, longest) for item in value] if isinstance(value, list) else value
 
 
 def _column(name: str, value: Any) -> Any:

@@ -27,13 +27,13 @@ LONGEST_EVENT = 10_000
 """Characters of a line of `events.log`."""
 
 
-class _Place:
+@dataclass(frozen=True)
+class _Entry:
     """Path of a file or folder in a run directory."""
 
-    def __init__(self, name: str, *, checked_apart: bool = False) -> None:
-        """`checked_apart`: it is recognized by its content, and never replaces anything else."""
-        self.name = name
-        self.checked_apart = checked_apart
+    name: str
+    checked_apart: bool = False
+    """It is recognized by its content, and never replaces anything else."""
 
     def __get__(self, run: "RunDirectory", _: type["RunDirectory"]) -> Path:
         return run.path / self.name
@@ -53,37 +53,37 @@ class RunDirectory:
     is_writer: bool = True
     """False on every rank but the first: it shows events, and writes nothing."""
 
-    config = _Place("config.json")
+    config = _Entry("config.json")
     """The choices, and what was derived from them."""
-    server_config = _Place("serve.json")
+    server_config = _Entry("serve.json")
     """The server's choices, if the run started the server."""
-    metrics = _Place("metrics.jsonl")
+    metrics = _Entry("metrics.jsonl")
     """The steps, one JSON object a line."""
-    rollouts = _Place("rollouts.jsonl")
+    rollouts = _Entry("rollouts.jsonl")
     """The completions, one JSON object a line for each group."""
-    evaluations = _Place("evaluations.jsonl")
+    evaluations = _Entry("evaluations.jsonl")
     """The evaluations on held-out problems, one JSON object a line."""
-    summary = _Place("summary.json")
+    summary = _Entry("summary.json")
     """The result of the whole run."""
-    events = _Place("events.log")
+    events = _Entry("events.log")
     """What happened between the steps, one line each."""
-    server_log = _Place("serve.log")
+    server_log = _Entry("serve.log")
     """The server's output, if the run started the server."""
-    ranks = _Place("ranks")
+    ranks = _Entry("ranks")
     """Folder with the output of each rank but the first, and of its server."""
-    manifest = _Place(MANIFEST_NAME, checked_apart=True)
+    manifest = _Entry(MANIFEST_NAME, checked_apart=True)
     """The server's manifest, if the run started the server and no other path was given."""
-    served = _Place("served")
+    served = _Entry("served")
     """Folder of the versions that a server loads between two checkpoints."""
-    checkpoints = _Place("checkpoints", checked_apart=True)
+    checkpoints = _Entry("checkpoints", checked_apart=True)
     """Folder of the checkpoints, unless `--save-path` names another."""
-    report = _Place(REPORT, checked_apart=True)
+    report = _Entry(REPORT, checked_apart=True)
     """The page that `bridge report` writes."""
-    tensorboard = _Place("tensorboard")
+    tensorboard = _Entry("tensorboard")
     """Folder that TensorBoard reads."""
-    wandb = _Place("wandb")
+    wandb = _Entry("wandb")
     """Folder that Weights & Biases writes."""
-    wandb_id = _Place("wandb_id")
+    wandb_id = _Entry("wandb_id")
     """The run's id at Weights & Biases."""
 
     @classmethod
@@ -108,7 +108,7 @@ class RunDirectory:
                 f"{path} holds another run: {run.metrics.name}",
                 remedy="name another with --run-dir" + (resume if run.save_path else ""),
             )
-        taken = run.names - {place.name for place in _places() if place.checked_apart}
+        taken = run.names - {entry.name for entry in _entries() if entry.checked_apart}
         mark.refuse_foreign(path, taken, flag="--run-dir")
         mark.put(path, kind)
         return run
@@ -153,7 +153,7 @@ class RunDirectory:
     @property
     def names(self) -> frozenset[str]:
         """The name of everything that Bridge writes into the folder."""
-        names = {place.name for place in _places()}
+        names = {entry.name for entry in _entries()}
         return frozenset(names | {json_lines.lost(Path(name)).name for name in names if name.endswith(".jsonl")})
 
     @property
@@ -183,9 +183,9 @@ class RunDirectory:
             mark.remove_if_alone(self.path)
             claim.remove_unused(self.made)
 
-    def write_config(self, chosen: TrainConfig, settled: TrainConfig | None = None) -> None:
-        """Write what was chosen and, apart from it, what `settled` derived; only the owner may read it: secrets."""
-        write_json(self.writable(self.config), chosen.document(settled), mode=0o600)
+    def write_config(self, document: dict[str, Any]) -> None:
+        """Write `Config.document`, the run's choices; only the owner may read them, because they may hold secrets."""
+        write_json(self.writable(self.config), document, mode=0o600)
 
     def write_summary(self, summary: Summary) -> None:
         """Write the result of the run; a number that is not finite becomes null."""
@@ -235,11 +235,6 @@ class RunDirectory:
         return path
 
 
-def to_json(metrics: StepMetrics) -> str:
-    """Return one step as a JSON object on one line; a number that is not finite becomes null."""
-    return json_lines.line(metrics)
-
-
 def labelled_json(label: str, record: Evaluation | Summary, **more: object) -> str:
     """Return another record, and `more` keys, as `{label: {...}}` on one line."""
     return json_lines.line({label: {**(record if isinstance(record, dict) else dataclasses.asdict(record)), **more}})
@@ -250,8 +245,8 @@ def write_json(path: Path, document: dict[str, Any], *, mode: int = 0o666) -> No
     atomic_file.replace(path, (json.dumps(document, indent=1) + "\n").encode(), mode=mode)
 
 
-def _places() -> list[_Place]:
-    return [place for place in vars(RunDirectory).values() if isinstance(place, _Place)]
+def _entries() -> list[_Entry]:
+    return [entry for entry in vars(RunDirectory).values() if isinstance(entry, _Entry)]
 
 
 def _unused(environment: str) -> Path:

@@ -80,14 +80,14 @@ class Checkpoints:
         """Return whether the weights in the memory of any rank are half-written."""
         return any(self._ranks.all_gather_object(self._is_half_written))
 
-    def load(self, found: Found) -> None:
+    def load(self, source: Found) -> None:
         """Load the weights, the optimizer's state and the random state of a checkpoint."""
-        progress = found.progress
-        optimizer_state.read(found.folder, self._weights, self._state)
-        self._mode.restore(found.folder, version=progress.weight_version)
+        progress = source.progress
+        optimizer_state.read(source.folder, self._weights, self._state)
+        self._mode.restore(source.folder, version=progress.weight_version)
         older = checkpoint.numbered(self._folder, self._mode.checkpoint_prefix)
         self._saved = {step: path for step, path in sorted(older.items()) if step < progress.step}
-        self._saved[progress.step] = found.folder
+        self._saved[progress.step] = source.folder
         self.step = progress.step
         self.trained = progress.trained
 
@@ -111,7 +111,7 @@ class Checkpoints:
         try:
             if not self._ranks.is_broken and not self.is_torn():
                 self.save()
-        except RankError:  # one was lost meanwhile
+        except RankError:  # a rank was lost
             if not self._ranks.is_broken:
                 raise
         if not self._ranks.is_broken:
@@ -144,7 +144,7 @@ class Checkpoints:
                 self._run.settle()
                 saved = {**self._saved, self.step: checkpoint.save(folder, fill, self._progress())}
         finally:
-            for send in to_send:  # on other ranks, and here after an error: somebody waits for it
+            for send in to_send:  # on other ranks, and here after an error: the others wait for it
                 send()
         free = [path for path in saved.values() if path not in self._pinned]
         kept = {*checkpoint.keep_last(free, self._choices.keep_last), *self._pinned}

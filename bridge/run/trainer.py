@@ -1,8 +1,7 @@
 """The training loop, the same in every mode: rollouts -> gradients -> one write that is published.
 
-A step reads from top to bottom in `Run._take_steps`. If this run started the server and the server dies, it is
-restarted with the newest weights, and what it interrupted is repeated. Several ranks run this loop in lockstep, each
-beside its own server; rank 0 writes and reports.
+A step reads from top to bottom in `Run._take_steps`. A server that this run started and that dies is restarted with the
+newest weights, and the step is retried. Several ranks run this loop in lockstep; rank 0 writes and reports.
 """
 
 import shlex
@@ -23,20 +22,21 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RewardError, ServerUnreachableError
 from bridge.learn import reference
 from bridge.learn.opening import learner_of
-from bridge.modes import way_of
-from bridge.modes.mode import RunContext, ServerProcess
+from bridge.modes import WAYS
+from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.sampler import fit_completions
 from bridge.rollouts.stream import Stream
 from bridge.run import checkpoint, measuring
 from bridge.run.checkpoint import Found
-from bridge.run.decisions import Alarms, PausePolicy
+from bridge.run.measuring import Alarms
 from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.run.saving import Checkpoints
 from bridge.server.fence import Update
 from bridge.types import Environment, Group
+from bridge.weights import model_folder
 
 Result = TypeVar("Result")
 RESTARTS = 3
@@ -94,7 +94,7 @@ class Run:
         """Train; an interrupt or an error ends the run with the weights of the last published step saved."""
         with ExitStack() as opened:
             self._open(opened)
-            self._tell_stream()
+            self._announce_version()
             before = self._ranks.run_on_rank_zero(self._directory.first_evaluation) if self._begun_at else None
             before = self._evaluate() if before is None else before
             try:
@@ -132,7 +132,7 @@ class Run:
 
             self._reporter.phase("fence")
             metrics = self._publish(step, groups, seconds)
-            self._tell_stream()
+            self._announce_version()
             self._reporter.step(metrics, groups)
             self._alarms.count_skipped(metrics)
             self._compare(metrics)
@@ -169,8 +169,8 @@ class Run:
                 step,
                 measuring.rollouts(groups, self._stream, served=served),
                 measuring.times(window.times, rollout_s=seconds[0], train_s=seconds[1]),
-                learnt.metrics,
-                {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt.num_updates else 0.0},
+                learnt,
+                {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt["updates"] else 0.0},
                 measuring.memory(self._opened.device),
             )
             self._steps.append(metrics)
@@ -178,13 +178,13 @@ class Run:
                 if self._config.tracking.save_rollouts:
                     self._directory.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
                 self._directory.append(metrics)
-        self._alarms.check(metrics, learnt.mismatch, is_published=window.times.version != served)
+        self._alarms.check(metrics, is_published=window.times.version != served)
         return metrics
 
     @restarting_the_server
     def _catch_up(self) -> None:
         self._mode.catch_up()
-        self._tell_stream()
+        self._announce_version()
 
     @restarting_the_server
     def _evaluate(self) -> float | None:
@@ -218,7 +218,7 @@ class Run:
             resumes=self._resume is not None, process=self._process, ranks=ranks,
         )  # fmt: skip
         self._owns_server = any(ranks.all_gather_object(self._process is not None))
-        self._mode = ranks.run_on_all(lambda: way_of(self._config)(self._config, context))
+        self._mode = ranks.run_on_all(lambda: WAYS[self._config.way](self._config, context))
         opened.callback(self._mode.close)
         lengths = [length for length in ranks.all_gather_object(self._mode.max_model_len) if length is not None]
         self._config = fit_completions(self._config, min(lengths, default=None), directory.note)
@@ -228,7 +228,7 @@ class Run:
         with ranks.raise_on_all():
             self._load()
         if ranks.is_rank_zero:
-            directory.write_config(self._chosen, self._config.settled())  # a refused run leaves no trace
+            directory.write_config(self._chosen.document(self._config.settled()))  # a refused run leaves no trace
         steps = f"steps {self._begun_at + 1} to {self._config.training_steps}"
         directory.record(f"training {self._config.model_name} by --mode {self._config.mode}: {steps}")
 
@@ -244,6 +244,7 @@ class Run:
 
     def _open_learner(self) -> None:
         config, note = self._config, self._directory.note
+        model_folder.tokenizer_files(config.model_name)  # checkpoints need them
         self._opened = self._mode.open()
         longest = self._mode.max_model_len
         self._learner = learner_of(config, self._opened, note, max_model_len=longest, ranks=self._ranks)
@@ -257,7 +258,7 @@ class Run:
         if self._pauses.stops_sampling and config.publishing.pause_while_training is None:
             note("sampling stops while a step is computed, since both would share the GPU")
         self._alarms = Alarms(note, mismatch_limit=config.loss.mismatch_alarm)
-        self._goal = goal_of(config.stop_at, self._learner.loss_metrics)
+        self._goal = goal_of(config.stop_at, self._learner.spec.metrics)
 
     def _load(self) -> None:
         """Load the checkpoint to resume from: weights, optimizer, random state and place in the data."""
@@ -294,7 +295,7 @@ class Run:
             self._is_reached = True
             self._directory.note(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
 
-    def _tell_stream(self) -> None:
+    def _announce_version(self) -> None:
         self._stream.served(self._mode.endpoint, self._mode.version)
 
     def _save(self) -> Path:
@@ -315,5 +316,5 @@ class Run:
         if self._opened.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM refuses to start if less memory is free than it is to take
         self._mode.revive(newest)
-        self._tell_stream()
+        self._announce_version()
         self._directory.note(f"the server was started again with the weights of step {self._checkpoints.step}")

@@ -73,10 +73,14 @@ class Origin:
         place = f"{Path(file).name} line {code.co_firstlineno}" if code else Path(file).name
         return cls(name=f"{kind.__name__}.{method}", file=file, place=place)
 
-    def raised(self, problem: Problem, error: BaseException, *, is_raised: bool = False) -> FailedScore:
+    def raised(
+        self, problem: Problem, error: BaseException, completion: str = "", *, is_raised: bool = False
+    ) -> FailedScore:
         """Return why a run of this code that raised `error` has no reward."""
-        kind, place = f"{self.name} raised {type(error).__name__}", place_of(error, self.file) or self.place
-        return failed(problem, "", f"{kind} ({place})", f"{kind}{said(error)} ({place})", is_raised=is_raised)
+        first = error.__cause__ or error if isinstance(error, BridgeError) else error
+        kind, place = f"{self.name} raised {type(first).__name__}", place_of(first, self.file) or self.place
+        what = error.message if isinstance(error, BridgeError) else f"{kind}{said(error)} ({place})"
+        return failed(problem, completion, f"{kind} ({place})", what, is_raised=is_raised)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +123,7 @@ def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str)
         value = getattr(scores, method)(problem, completion)
         score = _read(value if method == "scores" else (value, {}))
     except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code may raise anything, and even call sys.exit
-        first = error.__cause__ or error if isinstance(error, BridgeError) else error
-        kind, place = f"{origin.name} raised {type(first).__name__}", place_of(first, origin.file) or origin.place
-        what = error.message if isinstance(error, BridgeError) else f"{kind}{said(error)} ({place})"
-        return failed(problem, completion, f"{kind} ({place})", what)
+        return origin.raised(problem, error, completion)
     if score is not None:
         return score
     expected = "one finite number per turn" if isinstance(value, list) else "a finite number"

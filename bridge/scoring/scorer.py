@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,16 +125,9 @@ class Trajectory:
         """Return the reward; `completion` is the text of the last turn."""
         return await self._ask("", completion, "score", self._problem, completion)  # type: ignore[no-any-return]
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Suspend an agent's time limit, which begins anew afterwards."""
-        if self.worker is not None:
-            self.worker.suspend_limit()
-        try:
-            yield
-        finally:
-            if self.worker is not None:
-                self.worker.resume_limit()
+        return contextlib.nullcontext() if self.worker is None else self.worker.suspended_limit()
 
     async def _ask(self, name: str, completion: str, method: str, *given: Any, is_first: bool = False) -> Any:
         if self.worker is not None:

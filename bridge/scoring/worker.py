@@ -5,8 +5,8 @@ between them and us. The kernel gives an orphan to its nearest ancestor that is 
 runs no foreign code, and kills all of its descendants when the scoring process ends, when the trainer requests it, and
 when the trainer is gone. A process that a score forks has no connection, and ends where it would answer.
 
-The trainer sends pickled questions. A score may write anything to any descriptor, so answers are JSON of bounded size,
-checked field by field.
+The trainer sends pickled questions. A score may write anything to any descriptor, so answers are lines of JSON of
+bounded size, checked field by field.
 
 Source: prctl(2) PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG; proc(5) `/proc/PID/oom_score_adj`. A process whose
     children have all been reaped has no descendants.
@@ -19,13 +19,13 @@ import json
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import psutil
 
@@ -95,8 +95,8 @@ def pickled(content: object) -> bytes:
 
 
 def written(number: int, answer: Answer) -> bytes:
-    """Return the answer to question `number` as JSON."""
-    return json.dumps([number, type(answer).__name__, asdict(answer)]).encode()
+    """Return the answer to question `number` as a line of JSON."""
+    return json.dumps([number, type(answer).__name__, asdict(answer)]).encode() + b"\n"
 
 
 def read(text: bytes) -> tuple[int, Answer]:
@@ -110,7 +110,9 @@ def read(text: bytes) -> tuple[int, Answer]:
         kind, types = ANSWERS[name]
         given_types = {field: type(value) for field, value in fields.items()}
         numbers = [fields.get("reward", 0.0), *fields.get("parts", {}).values(), *fields.get("turns", ())]
-        are_rewards = all(type(one) is float and as_reward(one) is not None for one in numbers)  # 1e999 is infinity
+        are_rewards = all(
+            type(number) is float and as_reward(number) is not None for number in numbers
+        )  # 1e999 is infinity
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadAnswerError("not the JSON of an answer") from error
     if type(number) is not int or given_types != types or not are_rewards:
@@ -150,7 +152,7 @@ def supervise(channel: int, last_words: int, trainer: int) -> None:
         if received.si_signo == END:
             break
         if received.si_signo == STOP:
-            os.kill(scoring, signal.SIGTERM)  # ours to reap: nobody else can have its pid before that
+            os.kill(scoring, signal.SIGTERM)  # not reaped yet, so its pid is not reused
             deadline = time.monotonic() + GRACE_S
     _end_all(ended)
     status = ended.get(scoring, 0)
@@ -201,9 +203,8 @@ def work(channel: int, last_words: int, supervisor: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # ends before all others when memory runs out
     if os.getppid() != supervisor:
         os._exit(0)
-    # closed before everything was read is the end as well
-    with contextlib.suppress(ConnectionError, EOFError), Connection(channel) as connection:
-        _serve(connection)
+    with contextlib.suppress(ConnectionError), socket.socket(fileno=channel) as connection:
+        _serve(connection)  # until it is closed, maybe before everything was read
 
 
 def _disconnect(*descriptors: int) -> None:
@@ -214,32 +215,33 @@ def _disconnect(*descriptors: int) -> None:
     os.close(nowhere)
 
 
-def _serve(connection: Connection) -> None:
-    """Answer the recipe by whose code it made, then each call of the host; an empty message is the end."""
+def _serve(connection: socket.socket) -> None:
+    """Answer the recipe by the origin of the host that it made, then each call of that host."""
     own = os.getpid()
 
     def reply(number: int, answer: Answer) -> None:
         if os.getpid() != own:
             os._exit(0)  # a child that foreign code forked, and that returned in its place
-        connection.send_bytes(written(number, answer))
+        connection.sendall(written(number, answer))
 
     number = 0
-    try:
-        recipe = _unpickled(connection.recv_bytes())
-        with foreign_code("making what scores completions", ""):
-            host = host_of(recipe())
-        reply(0, host.origin)
-        while question := connection.recv_bytes():
-            number += 1
-            method, *given = _unpickled(question)
-            reply(number, getattr(host, method)(*given))
-    except BridgeError as error:
-        reply(number, CannotScore(message=error.message, remedy=error.remedy))
+    with connection.makefile("rb") as questions:
+        try:
+            recipe = _unpickled(questions)
+            with foreign_code("making what scores completions", ""):
+                host = host_of(recipe())
+            reply(0, host.origin)
+            while questions.peek(1):
+                number += 1
+                method, *given = _unpickled(questions)
+                reply(number, getattr(host, method)(*given))
+        except BridgeError as error:
+            reply(number, CannotScore(message=error.message, remedy=error.remedy))
 
 
-def _unpickled(question: bytes) -> Any:
+def _unpickled(questions: BinaryIO) -> Any:
     try:
-        return pickle.loads(question)  # noqa: S301  the trainer sent it
+        return pickle.load(questions)  # noqa: S301  the trainer sent it
     except Exception as error:  # unpickling imports and runs foreign code
         what = f"what scores completions, or a problem, cannot be loaded in another process: {type(error).__name__}"
         raise RewardError(what + said(error), remedy=NOT_PICKLED) from error

@@ -33,8 +33,8 @@ SCAN_LIMIT_S = 60.0
 RETURN_LIMIT_S = 5.0
 """Timeout for returning the lease, which also ends with this process."""
 KEEPALIVE_S = 2.0
-"""Idle time after which a connection is not reused. vLLM closes it after 5 s, also httpx's default: a call at that
-moment would be lost."""
+"""Idle time after which a connection is not reused: vLLM closes it after 5 s, and a call just then would be lost."""
+_tls = functools.cache(httpx.create_ssl_context)  # slow: one for all clients
 
 
 class Authorization(httpx.Auth):
@@ -78,9 +78,6 @@ def _options(token: str | None, timeout_s: float | None) -> dict[str, Any]:
         "trust_env": False,
         "verify": _tls(trust_env=False),
     }
-
-
-_tls = functools.cache(httpx.create_ssl_context)  # slow: one for all clients
 
 
 class ServedModel(BaseModel):

@@ -218,7 +218,7 @@ class Digests(Record):
     """The answer of `GET /bridge/tensors/digest`."""
 
     digests: dict[str, str]
-    """vLLM's parameter -> digest of its bytes on one rank (`bridge.weights.digest`)."""
+    """vLLM's parameter -> digest of its bytes on one rank (`bridge.weights.parts.digest`)."""
 
 
 class Finiteness(Record):

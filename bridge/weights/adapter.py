@@ -88,7 +88,7 @@ class Adapter:
                 self.modules[name] = Matrices(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
                 layer.scaling[NAME] = 1.0
                 layer.lora_dropout.train()
-        self.cuts = [_with_adapter(each, self.modules, lora.r) for each in cuts]
+        self.cuts = [_with_adapter(cuts_of_part, self.modules, lora.r) for cuts_of_part in cuts]
         """What each part holds of every parameter of the model, by the names that they have now."""
         self._parts = Parts(cuts=self.cuts, tp_group=tp_group) if cuts else None
         for name in self.lr_factors() if self._parts is not None else ():
@@ -106,7 +106,7 @@ class Adapter:
         return sum(m.lora_a.nbytes + m.lora_b.nbytes for m in self.modules.values())
 
     def save(self, folder: Path) -> None:
-        """Write it into `folder` as PEFT and stock vLLM load it; meanwhile the other ranks call `pass_on`."""
+        """Write it into `folder` as PEFT and stock vLLM load it; the other ranks call `pass_on` at the same time."""
         tensors = {name: tensor.contiguous() for name, tensor in self._unscaled()}
         save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
         self._peft.peft_config[NAME].save_pretrained(str(folder))
@@ -158,7 +158,7 @@ class Adapter:
         """Yield what is saved, whole; B in a wider type unless its own can be multiplied back to the very same bits."""
         state, parts = self._state(), self._parts
         if parts is not None:
-            parts.check_alike({_name_of(key): tensor for key, tensor in state.items()})
+            parts.check_equal({_name_of(key): tensor for key, tensor in state.items()})
         exact = math.frexp(self.scaling)[0] == 0.5  # a power of two
         for name, parameter in state.items():
             tensor = parameter.detach() if parts is None else parts.whole(_name_of(name), parameter)
@@ -173,15 +173,15 @@ def _with_adapter(base: Mapping[str, Cut], modules: Iterable[str], rank: int) ->
 
     An adapted module's own parameters lie in its `base_layer` now.
     """
-    found = dict(base)
+    cuts = dict(base)
     for module in modules:
         for leaf in ("weight", "bias"):
             if f"{module}.{leaf}" in base:
-                found[f"{module}.base_layer.{leaf}"] = found.pop(f"{module}.{leaf}")
+                cuts[f"{module}.base_layer.{leaf}"] = cuts.pop(f"{module}.{leaf}")
         (outputs, inputs), (rows, columns) = base[f"{module}.weight"].shape, base[f"{module}.weight"].runs
-        found[f"{module}.lora_A.{NAME}.weight"] = Cut((rank, inputs), (((0, rank),), columns))
-        found[f"{module}.lora_B.{NAME}.weight"] = Cut((outputs, rank), (rows, ((0, rank),)))
-    return found
+        cuts[f"{module}.lora_A.{NAME}.weight"] = Cut((rank, inputs), (((0, rank),), columns))
+        cuts[f"{module}.lora_B.{NAME}.weight"] = Cut((outputs, rank), (rows, ((0, rank),)))
+    return cuts
 
 
 def _name_of(key: str) -> str:

@@ -54,7 +54,7 @@ class AttachedModel:
     device: torch.device
     server_tensors: Mapping[str, torch.Tensor]  # vLLM's parameters by vLLM's name, whole, as this process maps them
     attach_s: float  # seconds to open the handles and make the views; building the model is not included
-    allocated_bytes: int  # growth of the GPU allocator meanwhile; always 0 on the CPU
+    allocated_bytes: int  # growth of the GPU allocator during it; always 0 on the CPU
 
     def unshared_parameters(self) -> list[str]:
         """Return the parameters outside the server's storages; normally none."""
@@ -182,7 +182,7 @@ def _cuts(manifest: Manifest) -> list[dict[str, Cut]]:
 
 def _check_layout(manifest: Manifest, shard: Shard, shapes: Mapping[str, Shape]) -> None:
     dtype = manifest.dtype
-    layout.check_parts([each.param_mappings for each in manifest.shards])
+    layout.check_parts([other_shard.param_mappings for other_shard in manifest.shards])
     held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
     layout.check_coverage(shapes, held, shard.param_mappings, shard.padding)
     odd = [name for name, handle in shard.ipc_handles.items() if handle.dtype != dtype]

@@ -62,11 +62,11 @@ class CopyRecorder(ViewsOnly):
 
     def copies(self, targets: Mapping[str, Tensor]) -> dict[str, list[Copy]]:
         """Return each source's parts that lie in `targets` at the end: the loader may have made new ones."""
-        found: dict[str, list[Copy]] = {name: [] for name in self._sources.values()}
+        copies: dict[str, list[Copy]] = {name: [] for name in self._sources.values()}
         for name, target in targets.items():
             start, end = _span(target)
-            for source, part, place in self._written.get(storage_of(target), ()):
-                low, high = _span(place)
+            for source, part, target_part in self._written.get(storage_of(target), ()):
+                low, high = _span(target_part)
                 if start <= low and high <= end:
                     copy = Copy(
                         start=int(part.storage_offset()),
@@ -74,10 +74,10 @@ class CopyRecorder(ViewsOnly):
                         stride=part.stride(),
                         parameter=name,
                         offset=low - start,
-                        server_stride=place.stride(),
+                        server_stride=target_part.stride(),
                     )
-                    found[source].append(copy)
-        return found
+                    copies[source].append(copy)
+        return copies
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,11 +103,12 @@ class CopyRecorder(ViewsOnly):
         """Drop every copy that a write into `tensor` may have overwritten."""
         low, high = _span(tensor)
         before = self._written.get(storage_of(tensor), [])
-        before[:] = [each for each in before if _span(each.target)[1] <= low or high <= _span(each.target)[0]]
+        spans = [_span(written.target) for written in before]
+        before[:] = [w for w, (start, end) in zip(before, spans, strict=True) if end <= low or high <= start]
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return a number that tells the tensor's storage from every other living one."""
+    """Return a number that identifies the tensor's storage among all living ones."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -121,7 +122,8 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     """Yield the tensors that `func` writes into, by its schema."""
     if not func._schema.is_mutable:
         return
-    for place, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (each for each in (value if isinstance(value, list | tuple) else [value]) if each is not None)
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            tensors = value if isinstance(value, list | tuple) else [value]
+            yield from (tensor for tensor in tensors if tensor is not None)

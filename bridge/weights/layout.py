@@ -121,7 +121,7 @@ def _fill(boxes: Sequence[_Box], sizes: Shape) -> bool:
         sorted({0, size, *(box.low[axis] for box in boxes), *(box.high[axis] for box in boxes)})
         for axis, size in enumerate(sizes)
     ]
-    places = [{edge: place for place, edge in enumerate(axis)} for axis in edges]
+    places = [{edge: index for index, edge in enumerate(axis)} for axis in edges]
     cells = {
         cell
         for box in boxes
@@ -176,7 +176,7 @@ def check_parts(parts: Sequence[Mapping[str, View]]) -> None:
     names = sorted({name for views in parts for name in views})
     _refuse([f"{name}: on some of vLLM's ranks only" for name in names if any(name not in views for views in parts)])
     cuts = ((name, [cut_of(views[name]) for views in parts]) for name in names)
-    _refuse([f"{name}: {fault}" for name, each in cuts if (fault := _fault_of_parts(each))])
+    _refuse([f"{name}: {fault}" for name, cuts_of_parts in cuts if (fault := _fault_of_parts(cuts_of_parts))])
 
 
 def _fault_of_parts(cuts: Sequence[Cut]) -> str | None:

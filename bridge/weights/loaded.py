@@ -1,6 +1,6 @@
 """A model in the trainer's own memory, for the modes that do not attach to the server's.
 
-Not covered: attaching (`attach.py`), models whose language model is a part of something larger, quantized weights.
+Not covered: attaching (`attach.py`), language models inside of larger models, quantized weights.
 """
 
 import time
@@ -37,20 +37,20 @@ def load(
     empty = skeleton.build(model, torch.float32)
     rope.follow_server(empty, max_model_len, server_class=server_class)  # refused before anything is loaded
     dtype = _checked_dtype(model, dtype)
-    place = _device(device)
+    target = _device(device)
     needed = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
-    free = free_bytes(place)
+    free = free_bytes(target)
     if free < needed:
-        raise _no_room(model, place, needed, free)
+        raise _no_room(model, target, needed, free)
     start = time.perf_counter()
     try:
-        whole = from_pretrained(model, dtype).to(place).eval()
+        whole = from_pretrained(model, dtype).to(target).eval()
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _no_room(model, place, needed, free_bytes(place)) from error
+        raise _no_room(model, target, needed, free_bytes(target)) from error
     rope.follow_server(whole, max_model_len, server_class=server_class)
     return OpenedModel(
         model=whole,
-        device=place,
+        device=target,
         lr_factors={name: 1.0 for name, _ in whole.named_parameters()},
         open_s=time.perf_counter() - start,
         weight_bytes=needed,
@@ -69,14 +69,14 @@ def _checked_dtype(model: str, dtype: torch.dtype | None) -> torch.dtype:
             f"{model} is a {config.model_type}, in which the language model is one part of several",
             remedy="use a plain language model",
         )
-    found: torch.dtype = dtype or config.dtype or torch.float32
-    name = str(found).removeprefix("torch.")
+    chosen: torch.dtype = dtype or config.dtype or torch.float32
+    name = str(chosen).removeprefix("torch.")
     if name not in DTYPES:
         raise UnsupportedModelError(
             f"{model} is in {name}, expected {' or '.join(sorted(DTYPES))}: its gradients would overflow",
             remedy="convert it to bfloat16: transformers loads it with dtype='bfloat16' and save_pretrained writes it",
         )
-    return found
+    return chosen
 
 
 def _device(name: str) -> torch.device:

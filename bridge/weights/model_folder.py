@@ -16,7 +16,6 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights.copy_recorder import ViewsOnly, storage_of
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.parts import Parts
-from bridge.weights.stored_tensors import Stored, describe, headers, refuse_misfits
+from bridge.weights.stored_tensors import Stored, describe, headers, refuse_misfits, write_shards
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest file of weights, and of their copy in host memory while it is written."""
@@ -117,13 +116,9 @@ def pass_on(model: PreTrainedModel, parts: Parts) -> None:
 
 
 def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tuple[str, Tensor]]:
-    """Return every tensor of the files; those of `parts` in host memory, once the ranks are known to agree."""
+    """Yield every tensor of the files; those of `parts` in host memory, once the ranks are known to agree."""
     if parts is not None:
-        parts.check_alike(dict(model.named_parameters()))
-    return _gathered(model, parts)
-
-
-def _gathered(model: PreTrainedModel, parts: Parts | None) -> Iterator[tuple[str, Tensor]]:
+        parts.check_equal(dict(model.named_parameters()))
     if parts is None:
         yield from saved_form(model, dict(model.named_parameters())).items()
     else:
@@ -144,29 +139,14 @@ def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder:
     Not by `save_pretrained`: where several ranks train, that writes on the first one alone, and it would clone every
     slice of a fused tensor (most of the model) on the GPU.
     """
-    files, shard, num_bytes, total = list[dict[str, None]](), dict[str, Tensor](), 0, 0
-
-    def flush() -> None:
-        path = folder / f"{len(files)}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})
-        files.append(dict.fromkeys(shard))
-        shard.clear()
-
-    for name, tensor in tensors:
-        if shard and num_bytes + tensor.nbytes > MAX_SHARD_BYTES:
-            flush()
-            num_bytes = 0
-        shard[name] = from_dlpack(tensor.contiguous())  # the same memory, in a storage that holds this tensor alone
-        num_bytes, total = num_bytes + tensor.nbytes, total + tensor.nbytes
-    flush()
+    files = write_shards(
+        folder, "model", tensors, _contiguous, max_bytes=MAX_SHARD_BYTES, metadata={"format": "pt"}
+    )  # fmt: skip
     if len(files) == 1:
-        (folder / "0.safetensors").rename(folder / SINGLE_NAME)
+        (folder / next(iter(files))).rename(folder / SINGLE_NAME)
     else:
-        weight_map = dict[str, str]()
-        for number, names in enumerate(files, start=1):
-            path = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
-            (folder / f"{number - 1}.safetensors").rename(path)
-            weight_map |= dict.fromkeys(names, path.name)
+        weight_map = {name: file for file, held in files.items() for name in held}
+        total = sum(num_bytes for held in files.values() for num_bytes in held.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
     model.config.architectures = [type(model).__name__]  # as `save_pretrained` does
@@ -174,6 +154,11 @@ def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder:
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Return the tensor in a storage that holds it alone: the same memory, if it is contiguous."""
+    return from_dlpack(tensor.contiguous())
 
 
 def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -247,18 +232,18 @@ def _like(whole: Tensor, view: Tensor) -> Tensor:
 def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor]) -> dict[str, Path]:
     """Return the file of each tensor to copy, all of them checked against the `whole` parameters."""
     files: dict[str, Path] = {}
-    found: dict[str, Stored] = {}
+    held: dict[str, Stored] = {}
     for path in _weight_files(folder):
         stored = headers(path)
         files |= dict.fromkeys(stored, path)
-        found |= stored
+        held |= stored
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}  # the other names of a tied parameter -> its first
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
-    left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in found}
-    wanted = {name: text for name, text in found.items() if name not in left_out}
+    left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in held}
+    wanted = {name: text for name, text in held.items() if name not in left_out}
     expected = {name: describe(tensor) for name, tensor in saved_form(model, whole).items()}
     refuse_misfits(str(folder), {aliases.get(name, name): text for name, text in wanted.items()}, expected)
     return {name: files[name] for name in wanted}

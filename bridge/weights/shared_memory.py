@@ -1,8 +1,8 @@
 """Shared memory on the CPU: one anonymous file per server rank, opened by path from another process.
 
 The file is a memfd: it has no name to clean up after a crash, is not limited by the size of `/dev/shm` (64 MiB in a
-default container), and its memory lives exactly as long as somebody maps it. Its size is sealed, so a mapping can never
-be cut short.
+default container), and its memory lives exactly as long as a process maps it. Its size is sealed, so that no mapping
+can be cut short.
 
 Not covered: the places in the file (`bridge/server/manifest.py`), GPU memory (`cuda_ipc.py`).
 """
@@ -58,10 +58,10 @@ def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
                 f"{path} is not a server's shared memory: its size is not sealed",
                 remedy="the manifest was edited or is stale: restart the server, which rewrites it",
             )
-        found = os.fstat(descriptor).st_size
-        if found < num_bytes:
+        size = os.fstat(descriptor).st_size
+        if size < num_bytes:
             raise AttachError(
-                f"the server's weights at {path} have {found} bytes, expected at least {num_bytes}",
+                f"the server's weights at {path} have {size} bytes, expected at least {num_bytes}",
                 remedy="the manifest is another server's: restart the server, which rewrites it",
             )
         return _map(descriptor, num_bytes)

@@ -72,10 +72,10 @@ def shapes(skeleton: PreTrainedModel) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
 
 
-def tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Load `model`'s tokenizer; UsageError if it has none."""
     try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{model!r} has no usable tokenizer: {_first_line(error)}",

@@ -1,16 +1,17 @@
-"""The names, types and shapes in safetensors files, compared with a model's or a server's adapter slots.
+"""Safetensors files: written in shards, and their names, types and shapes compared with a model's or a server's slots.
 
-No tensor is read.
+Not covered: reading tensors.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from bridge.errors import UsageError
@@ -50,17 +51,56 @@ def headers(path: Path) -> dict[str, Stored]:
         ) from error
 
 
+def write_shards(
+    folder: Path,
+    name: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    copied: Callable[[Tensor], Tensor],
+    *,
+    max_bytes: int,
+    metadata: dict[str, str] | None = None,
+) -> dict[str, dict[str, int]]:
+    """Write tensors to files `name`-00001-of-00002.safetensors and so on; return each file's tensors, with their bytes.
+
+    A file has at most `max_bytes`, or one tensor. `copied` makes what is written of a tensor, when its file is due.
+    """
+    files = list[dict[str, int]]()
+    for shard in _shards(tensors, copied, max_bytes):
+        save_file(shard, folder / f"{len(files)}.safetensors", metadata)
+        files.append({key: tensor.nbytes for key, tensor in shard.items()})
+        shard.clear()
+    names = [f"{name}-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    for number, file_name in enumerate(names):
+        (folder / f"{number}.safetensors").rename(folder / file_name)
+    return dict(zip(names, files, strict=True))
+
+
+def _shards(
+    tensors: Iterable[tuple[str, Tensor]], copied: Callable[[Tensor], Tensor], max_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    shard, num_bytes = dict[str, Tensor](), 0
+    for key, tensor in tensors:
+        if shard and num_bytes + tensor.nbytes > max_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        shard[key] = copied(tensor)
+        num_bytes += tensor.nbytes
+    if shard:
+        yield shard
+
+
 def describe(tensor: Tensor) -> Stored:
     """Return what `headers` reports of `tensor` once it is written."""
     return Stored(_DTYPE_CODES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
 
 
-def refuse_misfits(name: str, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
+def refuse_misfits(name: str, stored: Mapping[str, object], expected: Mapping[str, object]) -> None:
     """Compare descriptions by name; errors call the whole `name`."""
-    odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+    odd = sorted(key for key in stored.keys() | expected.keys() if stored.get(key) != expected.get(key))
     if odd:
         faults = [
-            f"{key} is {found.get(key, 'absent')}, expected {expected.get(key, 'none of that name')}" for key in odd[:3]
+            f"{key} is {stored.get(key, 'absent')}, expected {expected.get(key, 'none of that name')}"
+            for key in odd[:3]
         ]
         more = f"; and {len(odd) - 3} more" if len(odd) > 3 else ""
         raise UsageError(

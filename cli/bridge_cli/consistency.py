@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import bridge
 from bridge.checks import model, software
-from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
 from bridge.core import private
 from bridge.errors import UsageError
@@ -35,59 +34,50 @@ LONGEST = 60
 """Characters of a value in the message."""
 
 
-def check(ranks: "Ranks", train: TrainConfig, serve: ServeConfig, vllm_flags: Sequence[str]) -> None:
+def check(ranks: "Ranks", configs: Sequence[Config], vllm_flags: Sequence[str]) -> None:
     """Compare all hosts with the first one; called by all ranks.
 
     Raises:
         UsageError: one differs.
     """
-    first, *others = ranks.run_and_gather(lambda: facts(train, serve, vllm_flags))
+    first, *others = ranks.run_and_gather(lambda: facts(configs, vllm_flags))
     if differing := next(filter(None, (difference(first, other) for other in others)), None):
         raise UsageError(differing, remedy=REMEDY)
 
 
-def facts(train: TrainConfig, serve: ServeConfig, vllm_flags: Sequence[str]) -> Facts:
+def facts(configs: Sequence[Config], vllm_flags: Sequence[str]) -> Facts:
     """Return what must be equal on all hosts, the most general first."""
-    known = {HOST: socket.gethostname(), **dict(_software())}
-    for config in (train, serve):
-        known |= dict(_choices(config))
-    known["vLLM's flags"] = " ".join(private.shown_arguments(vllm_flags))
-    return known | dict(_files(train))
+    choices = {key: config.get(key) for config in configs for key in config.choices()}
+    return {
+        HOST: socket.gethostname(),
+        "the version of Bridge": bridge.__version__,
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        **{f"the version of {name}": metadata.version(name) for name in ("torch", "transformers")},
+        "the version of vLLM": " and ".join(map(" ".join, software.installed_vllm().items())),
+        **{flag(key): str(value) for key, value in choices.items() if key not in OWN},
+        "vLLM's flags": " ".join(private.shown_arguments(vllm_flags)),
+        **dict(_files(choices)),
+    }
 
 
 def difference(ours: Facts, theirs: Facts) -> str | None:
     """Return the first difference in one line; None if there is none."""
     for name in [*ours, *(name for name in theirs if name not in ours)]:
-        one, other = (_short(each.get(name, "nothing")) for each in (ours, theirs))
         if name != HOST and ours.get(name) != theirs.get(name):
-            return f"the hosts differ in {name}: {one} on {ours[HOST]}, {other} on {theirs.get(HOST, 'another')}"
+            here, there = (_short(facts.get(name, "nothing")) for facts in (ours, theirs))
+            return f"the hosts differ in {name}: {here} on {ours[HOST]}, {there} on {theirs.get(HOST, 'another')}"
     return None
 
 
-def _software() -> Iterator[tuple[str, str]]:
-    yield "the version of Bridge", bridge.__version__
-    yield "the version of Python", ".".join(platform.python_version_tuple()[:2])
-    for name in ("torch", "transformers"):
-        yield f"the version of {name}", metadata.version(name)
-    yield "the version of vLLM", " and ".join(map(" ".join, software.installed_vllm().items()))
-
-
-def _choices(config: Config) -> Iterator[tuple[str, str]]:
-    for key in config.choices():
-        if key not in OWN:
-            yield flag(key), str(config.get(key))
-
-
-def _files(train: TrainConfig) -> Iterator[tuple[str, str]]:
+def _files(choices: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield a digest of each file that a choice names."""
-    for name in filter(None, (train.model_name, train.loss.reference_model)):
+    for name in filter(None, (choices["model_name"], choices["reference_model"])):
         weights: Any = sorted((path.name, path.stat().st_size) for path in Path(name).glob("*.safetensors"))
         described = json.dumps([model.read(name), weights], default=str, sort_keys=True)
         yield f"the files of {name}", _digest(described.encode())
-    task = train.task
-    rewards = [item.strip().partition("=")[0] for item in (task.reward or "").split(",")]
-    code = [name.rpartition(":")[0] for name in (task.environment, train.loss.name, *rewards)]
-    for file in map(Path, filter(None, dict.fromkeys([*code, task.data, task.eval_data]))):
+    rewards = [item.strip().partition("=")[0] for item in (choices["reward"] or "").split(",")]
+    code = [name.rpartition(":")[0] for name in (choices["environment"], choices["loss"], *rewards)]
+    for file in map(Path, filter(None, dict.fromkeys([*code, choices["data"], choices["eval_data"]]))):
         if file.is_file():
             yield f"the file {file}", _digest(file.read_bytes())
 

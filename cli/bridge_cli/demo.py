@@ -14,7 +14,7 @@ from bridge.core import mark
 from bridge.processes.server_command import prepare
 from bridge.processes.start_checks import check_software, free_port
 from bridge.run.run_directory import RunDirectory, write_json
-from bridge_cli import console, ranks, report
+from bridge_cli import console, layout, rank, ranks, report
 from bridge_cli.options import Json
 from bridge_cli.ranks import Job, Opened, trained
 from bridge_cli.steps import duration
@@ -75,8 +75,9 @@ def demo(
         return
     check_software(device)
     serve, train = _choices(out, steps, device, gpus)
-    with ranks.joined(train, serve) as world:
-        job = Job(serve=serve, chosen=train, environment=load_environment(train), start_limit_s=START_LIMIT_S)
+    with ranks.joined(None if rank.PLACE.get() else layout.of(train, serve)) as world:
+        environment = load_environment(train.task, train.rollouts, evaluates=True)
+        job = Job(serve=serve, chosen=train, environment=environment, start_limit_s=START_LIMIT_S)
         opened = Opened(train=train, run_dir=out, resume=None)
         run = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
         if run is None:

@@ -17,15 +17,17 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from bridge.core.whole_folder import written_whole
 from bridge.errors import UsageError
 from bridge.types import Problem
+from bridge.weights.model_folder import no_progress_bar
 from bridge_environments.registry import Arithmetic
-
-if TYPE_CHECKING:
-    import torch
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+="
@@ -154,11 +156,6 @@ def _build(
     **size: int,
 ) -> None:
     """Train a model of a `family` of transformers on the batches of the `phases`, and write it to `folder`."""
-    import torch
-    import transformers
-
-    from bridge.weights.model_folder import no_progress_bar
-
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     config = getattr(transformers, f"{family}Config")(**MODEL | size, **ids, vocab_size=len(tokenizer))
     num_threads = torch.get_num_threads()
@@ -181,15 +178,14 @@ def word_tokenizer(words: Sequence[str], pattern: str, **choices: Any) -> Any:
     `words` are the vocabulary in the order of their ids, `<pad>`, `<eos>` and `<unk>` included.
     `choices` go to transformers.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = {word: index for index, word in enumerate(words)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     inner.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, **special, clean_up_tokenization_spaces=False, **choices)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, **special, clean_up_tokenization_spaces=False, **choices
+    )
 
 
 def demo_tokenizer() -> Any:
@@ -203,8 +199,6 @@ def _warm_up(
     batch: Callable[[float], list[Example]],
     progress: Progress,
 ) -> None:
-    import torch
-
     done, total = 0, sum(phase["num_steps"] for phase in phases)
     for phase in phases:
         # A new optimizer: after right answers the moments are tiny, and the first wrong ones would make huge steps.
@@ -259,10 +253,8 @@ def _conversation(draw: random.Random, call_share: float) -> Example:
     return [question, (call, True), (f"<result>{number}<model>", False), answer], 1.0
 
 
-def _loss(model: Any, tokenizer: Any, examples: list[Example]) -> "torch.Tensor":
+def _loss(model: Any, tokenizer: Any, examples: list[Example]) -> torch.Tensor:
     """Return the weighted negative log-likelihood of what the model learns to write, per unit of weight."""
-    import torch
-
     rows, labels = [], []
     for texts, _ in examples:
         turns = [(tokenizer(text)["input_ids"], learned) for text, learned in texts]

@@ -148,7 +148,6 @@ def table() -> tuple[Row, ...]:
         Row("Server", "search", lambda m: server.others(m.examined.path)),
         Row("Server", "", lambda m: server.port(*ports(m))),
         Row("Server", "", lambda _: server.engines_have_servers(server.running())),
-        Row("Server", "", lambda _: server.mailboxes_have_ranks(server.leftover_mailboxes())),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from bridge.core import private
 from bridge_cli import console
 
 if TYPE_CHECKING:
-    from bridge.config import TrainConfig
+    from bridge.config import CheckpointConfig
     from bridge.run.run_directory import RunDirectory
 
 GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
@@ -20,28 +20,27 @@ GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
 
 
 @contextmanager
-def printed(run: "RunDirectory", config: "TrainConfig") -> Iterator[None]:
-    """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken."""
+def printed(
+    run: "RunDirectory", checkpoints: "CheckpointConfig", *, prefix: str, training_steps: int
+) -> Iterator[None]:
+    """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken.
+
+    `prefix` begins the names of checkpoints.
+    """
     try:
         yield
     finally:
         if run.metrics.exists():
-            _print(run, config)
+            from bridge.run import checkpoint
 
-
-def _print(run: "RunDirectory", config: "TrainConfig") -> None:
-    from bridge.modes import way_of
-    from bridge.run import checkpoint
-
-    saved = checkpoint.numbered(config.checkpoints.save_path or run.checkpoints, way_of(config).checkpoint_prefix)
-    whole = [step for step, folder in saved.items() if checkpoint.is_checkpoint(folder)]
-    if whole:
-        last = max(whole)
-        console.note(f"checkpoint: {saved[last]}")
-        if config.checkpoints.save_optimizer:
-            further = last + config.training_steps if last >= config.training_steps else None
-            console.note(f"resume:     {resuming(GIVEN.get(), run.path, training_steps=further)}")
-    console.note(f"report:     {shlex.join(['bridge', 'report', str(run.path)])}")
+            saved = checkpoint.numbered(checkpoints.save_path or run.checkpoints, prefix)
+            if whole := [step for step, folder in saved.items() if checkpoint.is_checkpoint(folder)]:
+                last = max(whole)
+                console.note(f"checkpoint: {saved[last]}")
+                if checkpoints.save_optimizer:
+                    further = last + training_steps if last >= training_steps else None
+                    console.note(f"resume:     {resuming(GIVEN.get(), run.path, training_steps=further)}")
+            console.note(f"report:     {shlex.join(['bridge', 'report', str(run.path)])}")
 
 
 def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
@@ -52,10 +51,10 @@ def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | N
 
 def changed(arguments: Sequence[str], choices: Mapping[str, str], *, resume: bool = True) -> list[str]:
     """Return the arguments of this command with other values for these choices and, unless told not to, --resume."""
-    place = arguments.index("--") if "--" in arguments else len(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
     given = ((f"--{key.replace('_', '-')}", value) for key, value in choices.items())
     more = [*(["--resume"] if resume else []), *chain.from_iterable(given)]
-    return [*_without(arguments[:place], choices, resume=resume), *more, *arguments[place:]]
+    return [*_without(arguments[:end], choices, resume=resume), *more, *arguments[end:]]
 
 
 def _without(arguments: Sequence[str], fields: Container[str | None], *, resume: bool) -> Iterator[str]:

@@ -13,7 +13,6 @@ from bridge.config import FeedConfig
 from bridge.errors import UsageError
 from bridge_cli import console
 from bridge_cli.options import Json, from_config
-from bridge_cli.train import rehearse
 
 if TYPE_CHECKING:
     from bridge.atropos.feeder import FeedProgress
@@ -30,6 +29,7 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
 
     Any trainer can fetch its batches there. It ends when the trainer has all that it needs, or on Ctrl-C.
     """
+    from bridge.agents import stream
     from bridge.atropos import feeder
     from bridge_environments import registry
 
@@ -42,7 +42,7 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
             " single turns only",
             remedy=f"bridge run --environment {config.task.environment}, which needs no API",
         )
-    rehearse(config, environment)
+    stream.rehearse(config.model_name, config.task, config.sampling, environment, console.note)
 
     def show(progress: "FeedProgress", line: str) -> None:
         console.note(line)

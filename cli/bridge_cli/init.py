@@ -114,9 +114,9 @@ def commented(classes: tuple[type[Config], ...], given: Mapping[str, Any]) -> st
     A choice that several classes know is written once, as the first of them declares it.
     """
     tables: dict[str, list[str]] = {"": []}
-    for place, cls in enumerate(classes):
+    for index, cls in enumerate(classes):
         for key, choice in cls.choices().items():
-            if not any(earlier.field_of(key) for earlier in classes[:place]):
+            if not any(earlier.field_of(key) for earlier in classes[:index]):
                 *sections, field = choice.path
                 for name in sections:
                     tables.setdefault(name, [_heading(cls, name)])

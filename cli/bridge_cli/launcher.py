@@ -30,7 +30,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from bridge.config import TrainConfig
 from bridge.core.interrupt import SIGNALS
 from bridge.errors import BridgeError, RankError, UsageError
 from bridge.processes import children
@@ -66,8 +65,8 @@ class Agent(LocalElasticAgent):
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
         """Return the process of every rank, in their order."""
-        found = getattr(self._pcontext, "subprocess_handlers", {})
-        return [found[number].proc for number in sorted(found)]
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return [handlers[number].proc for number in sorted(handlers)]
 
     def has_finished(self) -> bool:
         """Return whether no rank was lost, and all have ended."""
@@ -85,8 +84,8 @@ class Agent(LocalElasticAgent):
                 remedy=f"continue with --resume; {where}",
             )
         for report in sorted(self._scratch.glob("*.json")):
-            if message := (found := json.loads(report.read_text())).get("message"):
-                return RankError(message, remedy=found["remedy"])
+            if message := (document := json.loads(report.read_text())).get("message"):
+                return RankError(message, remedy=document["remedy"])
         logs = ", ".join(str(log.resolve()) for log in sorted(self._scratch.glob("*.log")))
         return RankError("a rank failed", remedy=f"its traceback is above, or in its log: {logs}")
 
@@ -141,7 +140,7 @@ class Agent(LocalElasticAgent):
             time.sleep(POLL_S)
 
 
-def launch(train: TrainConfig, layout: Layout) -> int:
+def launch(layout: Layout) -> int:
     """Run the ranks of this host, and return the exit code of the run.
 
     Raises:
@@ -152,8 +151,8 @@ def launch(train: TrainConfig, layout: Layout) -> int:
     began, handler = time.monotonic(), None
     try:
         with noticing_silence():
-            handler = get_rendezvous_handler(_rendezvous(train, scratch))
-        agent = Agent(_spec(train, layout, handler, scratch), scratch, train.hosts)
+            handler = get_rendezvous_handler(_rendezvous(layout, scratch))
+        agent = Agent(_spec(layout, handler, scratch), scratch, layout.hosts)
         _prepare_elastic()
         try:
             result = agent.run()
@@ -168,7 +167,7 @@ def launch(train: TrainConfig, layout: Layout) -> int:
         handler = None  # as torch does: other hosts may go on without this one
         return 128 + error.sigval
     except RendezvousError as error:
-        raise _not_met(train, error, time.monotonic() - began) from error
+        raise _not_met(layout, error, time.monotonic() - began) from error
     finally:
         if handler is not None:
             handler.shutdown()
@@ -176,9 +175,9 @@ def launch(train: TrainConfig, layout: Layout) -> int:
             shutil.rmtree(scratch)
 
 
-def _spec(train: TrainConfig, layout: Layout, handler: Any, scratch: Path) -> WorkerSpec:
+def _spec(layout: Layout, handler: Any, scratch: Path) -> WorkerSpec:
     variables = {name: os.environ[name] for name in OF_ELASTIC if name in os.environ}
-    if interface := _interface(train):
+    if interface := _interface(layout):
         variables |= {name: os.environ.get(name, interface) for name in INTERFACES}
     settings = {
         "tp_size": layout.tp_size, "device": layout.device, "gpus": layout.gpus, "scratch": str(scratch),
@@ -192,7 +191,7 @@ def _spec(train: TrainConfig, layout: Layout, handler: Any, scratch: Path) -> Wo
         entrypoint=sys.executable,
         args=(*leash, *python, json.dumps(settings), *ending.GIVEN.get()),
         rdzv_handler=handler,
-        max_restarts=train.restarts,
+        max_restarts=layout.restarts,
         monitor_interval=POLL_S,
     )
 
@@ -207,43 +206,44 @@ def _prepare_elastic() -> None:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the store of lost ranks is not used again
 
 
-def _rendezvous(train: TrainConfig, scratch: Path) -> RendezvousParameters:
+def _rendezvous(layout: Layout, scratch: Path) -> RendezvousParameters:
     """Return how the hosts meet: the first one, whose address sorts before the others' names, has --rendezvous."""
     options: dict[str, Any] = {"join_timeout": LIMIT_S, "read_timeout": LIMIT_S}
-    if train.hosts == 1:
+    if layout.hosts == 1:
         options |= {"store_type": "file", "local_addr": LOOPBACK}
         return RendezvousParameters("c10d", str(scratch / "rendezvous"), RUN_ID, 1, 1, **options)
-    host, port = address(train)
+    host, port = address(layout)
     is_host = _can_listen(host, port)
     options |= {"is_host": is_host, "local_addr": host if is_host else f"~{socket.gethostname()}"}
-    return RendezvousParameters("c10d", f"{host}:{port}", RUN_ID, train.hosts, train.hosts, **options)
+    return RendezvousParameters("c10d", f"{host}:{port}", RUN_ID, layout.hosts, layout.hosts, **options)
 
 
-def address(train: TrainConfig) -> tuple[str, int]:
+def address(layout: Layout) -> tuple[str, int]:
     """Return the host and the port of --rendezvous.
 
     Raises:
         UsageError: it is missing, or other hosts cannot reach it.
     """
-    host, colon, port = (train.rendezvous or "").rpartition(":")
+    given = layout.rendezvous or ""
+    host, colon, port = given.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
-        found = "none was given" if train.rendezvous is None else f"found {train.rendezvous}"
+        shown = f"found {given}" if given else "none was given"
         raise UsageError(
-            f"--hosts {train.hosts} needs --rendezvous HOST:PORT, {found}",
+            f"--hosts {layout.hosts} needs --rendezvous HOST:PORT, {shown}",
             remedy=f"give an address of one of the hosts and a free port there, {EXAMPLE}",
         )
     try:
         resolved = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
     except socket.gaierror as error:
         raise UsageError(
-            f"--rendezvous {train.rendezvous}: there is no host {host}: {error.strerror}",
+            f"--rendezvous {given}: there is no host {host}: {error.strerror}",
             remedy=f"give the address of one of the hosts, {EXAMPLE}",
         ) from error
     ip = ipaddress.ip_address(str(resolved).partition("%")[0])
     if ip.is_unspecified or (ip.is_loopback and host not in (str(ip), "localhost")):
         raise UsageError(
-            f"--rendezvous {train.rendezvous} is {ip} on this host, where no other host can reach it",
+            f"--rendezvous {given} is {ip} on this host, where no other host can reach it",
             remedy=f"give the address of one of the hosts, {EXAMPLE}",
         )
     return host, int(port)
@@ -255,9 +255,9 @@ def _can_listen(host: str, port: int) -> bool:
     Raises:
         UsageError: the port is reserved for root.
     """
-    family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
-        socket.create_server(place[:2], family=family).close()
+        socket.create_server(address[:2], family=family).close()
     except PermissionError as error:
         raise UsageError(f"port {port} is reserved for root", remedy="choose 1024 or higher") from error
     except OSError:
@@ -265,25 +265,25 @@ def _can_listen(host: str, port: int) -> bool:
     return True
 
 
-def _interface(train: TrainConfig) -> str | None:
+def _interface(layout: Layout) -> str | None:
     """Return the network interface on which this host's ranks reach the others; None if it is not known."""
-    if train.hosts == 1:
+    if layout.hosts == 1:
         return "lo"
-    family, *_, place = socket.getaddrinfo(*address(train), type=socket.SOCK_DGRAM)[0]
+    family, *_, remote = socket.getaddrinfo(*address(layout), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing, and chooses a route
+        probe.connect(remote)  # sends nothing, and chooses a route
         own = str(probe.getsockname()[0])
     named = (
-        name for name, addresses in psutil.net_if_addrs().items() if any(each.address == own for each in addresses)
+        name for name, addresses in psutil.net_if_addrs().items() if any(entry.address == own for entry in addresses)
     )
     return next(named, None)
 
 
-def _not_met(train: TrainConfig, error: RendezvousError, seconds: float) -> BridgeError:
-    reason = f"not all {train.hosts} hosts came within {seconds:.0f} s"
+def _not_met(layout: Layout, error: RendezvousError, seconds: float) -> BridgeError:
+    reason = f"not all {layout.hosts} hosts came within {seconds:.0f} s"
     if not isinstance(error, RendezvousTimeoutError):
         reason = f"no host of the run answers there: {error.__cause__ or error}".splitlines()[0]
     return UsageError(
-        f"--rendezvous {train.rendezvous}: {reason}",
+        f"--rendezvous {layout.rendezvous}: {reason}",
         remedy="start the same command on each host, and see that they can reach this address and port",
     )

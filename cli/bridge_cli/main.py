@@ -68,9 +68,9 @@ class Group(PlainSwitches, TyperGroup):
 class LazyCommand(TyperCommand):
     """Stands for a command in help texts and completions, and imports it when it is called."""
 
-    def __init__(self, name: str, place: str, help: str) -> None:  # noqa: A002  typer's name
+    def __init__(self, name: str, function: str, help: str) -> None:  # noqa: A002  typer's name
         super().__init__(name, help=help)
-        self._place = place
+        self._place = function
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         module, _, function = self._place.partition(":")

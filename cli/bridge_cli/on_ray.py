@@ -1,4 +1,4 @@
-"""`bridge run --ray`: Ray places the run on `--hosts` nodes of a cluster: the same command, with a rendezvous, on each.
+"""`bridge run --ray`: Ray places the run on `--hosts` nodes of a cluster and starts the same command on each.
 
 Servers and ranks are children of that command, not Ray's. A lost node ends the run everywhere; with `--restarts` it is
 placed again.
@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import ENVIRONMENT_PREFIX
 from bridge.errors import RankError, UsageError
 from bridge.processes import children
 from bridge.processes.start_checks import free_port
-from bridge_cli import console, ending, layout
+from bridge_cli import console, ending
 
 LIMIT_S = 600.0
 """Longest wait for nodes: a cluster that grows starts them first."""
@@ -56,15 +55,15 @@ class Host:
             os.kill(self._child.process.pid, signal.SIGINT)
 
 
-def run(train: TrainConfig, serve: ServeConfig, *, program: Sequence[str] = PROGRAM) -> int:
+def run(hosts: int, restarts: int, num_gpus: int, device: str, *, program: Sequence[str] = PROGRAM) -> int:
     """Run this process's command on the nodes of a cluster, and return the exit code of the first host that failed.
+
+    Each node takes `num_gpus` GPUs, unless `device` is the CPU, or `auto` in a cluster without GPUs.
 
     Raises:
         UsageError: Ray is not installed, no cluster runs, or it has too few nodes.
         RankError: a node was lost more often than --restarts.
     """
-    if train.rendezvous is not None:
-        raise UsageError(f"--rendezvous {train.rendezvous}: --ray chooses the hosts", remedy="leave it out")
     try:
         import ray
 
@@ -75,9 +74,11 @@ def run(train: TrainConfig, serve: ServeConfig, *, program: Sequence[str] = PROG
         remedy = "start one (ray start --head, and ray start --address on the other nodes), or set RAY_ADDRESS"
         raise UsageError("--ray: no Ray cluster is running here", remedy=remedy) from error
     try:
+        has_gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         arguments = [argument for argument in ending.GIVEN.get() if argument != "--ray"]
-        for left in reversed(range(train.restarts + 1)):
-            codes = _placed(ray, train, serve, [*program, *ending.changed(arguments, {"restarts": "0"}, resume=False)])
+        for left in reversed(range(restarts + 1)):
+            argv = [*program, *ending.changed(arguments, {"restarts": "0"}, resume=False)]
+            codes = _placed(ray, hosts, num_gpus * has_gpus, argv)
             if RankError.exit_code not in codes:
                 return next((code for code in codes if code), 0)
             if left:
@@ -88,22 +89,21 @@ def run(train: TrainConfig, serve: ServeConfig, *, program: Sequence[str] = PROG
         ray.shutdown()
 
 
-def _placed(ray: Any, train: TrainConfig, serve: ServeConfig, argv: list[str]) -> list[int]:
+def _placed(ray: Any, num_hosts: int, num_gpus: int, argv: list[str]) -> list[int]:
     """Run the command once on every host, and return the exit codes."""
-    on_gpus = serve.device == "cuda" or (serve.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-    resources = {"CPU": 1, **({"GPU": layout.num_gpus(train, serve)} if on_gpus else {})}
-    group = ray.util.placement_group([resources] * train.hosts, strategy="STRICT_SPREAD")
+    resources = {"CPU": 1} | ({"GPU": num_gpus} if num_gpus else {})
+    group = ray.util.placement_group([resources] * num_hosts, strategy="STRICT_SPREAD")
     try:
-        with console.waiting(f"waiting for {train.hosts} nodes with {resources} each"):
+        with console.waiting(f"waiting for {num_hosts} nodes with {resources} each"):
             if not group.wait(LIMIT_S):
                 raise UsageError(
-                    f"--ray: no {train.hosts} nodes with {resources} each became free within {LIMIT_S:.0f} s",
+                    f"--ray: no {num_hosts} nodes with {resources} each became free within {LIMIT_S:.0f} s",
                     remedy="see `ray status`, or choose other --hosts and --gpus",
                 )
-        make = ray.remote(num_cpus=1, num_gpus=resources.get("GPU", 0), max_concurrency=2)(Host)
+        make = ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2)(Host)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        hosts = [make.options(scheduling_strategy=strategy(group, index)).remote() for index in range(train.hosts)]
-        if train.hosts > 1:
+        hosts = [make.options(scheduling_strategy=strategy(group, index)).remote() for index in range(num_hosts)]
+        if num_hosts > 1:
             argv = ending.changed(argv, {"rendezvous": ray.get(hosts[0].address.remote())}, resume=False)
         variables = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT_PREFIX)}
         running = [host.run.remote(argv, variables, str(Path.cwd())) for host in hosts]

@@ -82,11 +82,11 @@ def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict
     for key, value in flags.items():
         for cls in configs:
             field = cls.field_of(key)
-            other, before = seen.setdefault((cls, field), (key, value)) if field else (key, value)
+            first, before = seen.setdefault((cls, field), (key, value)) if field else (key, value)
             if before != value:
                 raise UsageError(
-                    f"{flag(other)} {before} and {flag(key)} {value} contradict each other: they are one choice",
-                    remedy=f"give only one of {flag(other)} and {flag(key)}",
+                    f"{flag(first)} {before} and {flag(key)} {value} contradict each other: they are one choice",
+                    remedy=f"give only one of {flag(first)} and {flag(key)}",
                 )
     return flags
 
@@ -98,7 +98,7 @@ def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator
         for name, choice in cls.choices().items():
             if name not in hide and not any(known in shown for known in (name, *_synonyms(name, configs))):
                 shown[name] = choice
-    for name, choice in sorted(shown.items(), key=lambda one: (PANELS.index(one[1].panel), one[1].position)):
+    for name, choice in sorted(shown.items(), key=lambda item: (PANELS.index(item[1].panel), item[1].position)):
         kind = _kind(choice.info)
         text = _help(name, choice.info, kind, _synonyms(name, configs))
         more = {"metavar": _metavar(kind), "help": text, "show_default": False}

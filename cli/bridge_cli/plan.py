@@ -86,35 +86,26 @@ def plan(
 
     --all lists every setup with its memory; flags such as --mode and --optimizer narrow the list.
     """
-    found = planned(serve, train, gpu_memory, host_memory)
-    if as_json:
-        console.data(json.dumps(asdict(found), allow_nan=False))
-    else:
-        _show(found, everything=everything)
-
-
-def planned(serve: ServeConfig, train: TrainConfig, gpu_gib: float | None, host_gib: float | None) -> Plan:
-    """Plan a run of `train` on `serve`; memory that is not given is this machine's.
-
-    Host memory is unlimited if only the GPU's is given, because that of another machine is unknown.
-    """
     folder = folder_of(serve.model, fetch=True)
     obstacles = model_checks.obstacles(model_checks.read(str(folder)) or {})
-    modes = _open_modes(serve.model, train, obstacles)
+    modes = _open_modes(serve.model, train.mode if train.was_given("mode") else None, obstacles)
     size = ModelSize.of(folder)
-    gpus = accelerator.gpu_memory_bytes() if gpu_gib is None else [gpu_gib * GIB]
+    gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
     if not gpus:
         remedy = "give its memory in GiB, such as --gpu-memory 80"
         raise UsageError("this machine has no GPU to plan for", remedy=remedy)
-    host_bytes = left_bytes() if gpu_gib is None else math.inf
-    host_bytes = host_bytes if host_gib is None else host_gib * GIB
-    tp_size = layout.tp_size(train, serve)
-    replicated = train.changed(gpus=layout.dp_size(train, tp_size))
-    limits = Limits(min(gpus), host_bytes, memory.least_kv_tokens(replicated, serve.max_model_len))
+    host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
+    host_bytes = host_bytes if host_memory is None else host_memory * GIB
+    layout.check_divides(serve.model, serve.tensor_parallel_size)
+    tp_size = train.tp_size(serve.tensor_parallel_size)
+    replicated = train.changed(gpus=train.dp_size(tp_size))
+    longest = memory.sequence_tokens(replicated.sampling)
+    least_kv = memory.least_kv_tokens(replicated.completions_per_replica, longest, serve.max_model_len)
+    limits = Limits(min(gpus), host_bytes, least_kv)
     rows = plan_rows(size, replicated, limits, modes, serve.tensor_parallel_size, tp_size)
     best = next((row for row in rows if not row.lacking_gib), None)
     lean = next((row for row in rows if not row.lacking_gib and not row.host_gib), None)
-    return Plan(
+    planned = Plan(
         model=serve.model,
         num_params=size.num_params,
         exact=size.exact,
@@ -127,15 +118,19 @@ def planned(serve: ServeConfig, train: TrainConfig, gpu_gib: float | None, host_
         recommended=command(best, size, serve, train) if best else None,
         recommended_without_host=command(lean, size, serve, train) if lean and best is not lean else None,
     )
+    if as_json:
+        console.data(json.dumps(asdict(planned), allow_nan=False))
+    else:
+        _show(planned, everything=everything)
 
 
-def _open_modes(name: str, train: TrainConfig, obstacles: Sequence[Obstacle]) -> list[str]:
-    """Return the modes that can train the model, as `bridge doctor --model` finds them."""
-    requested = (train.mode,) if train.was_given("mode") else MODES
+def _open_modes(name: str, chosen: str | None, obstacles: Sequence[Obstacle]) -> list[str]:
+    """Return the modes, or the chosen one, that can train the model, as `bridge doctor --model` finds them."""
+    requested = (chosen,) if chosen else MODES
     modes = [mode for mode in requested if not any(mode in obstacle.modes for obstacle in obstacles)]
     if not modes:
         first = next(obstacle for obstacle in obstacles if requested[0] in obstacle.modes)
-        by = f" by --mode {train.mode}" if len(requested) == 1 else ""
+        by = f" by --mode {chosen}" if chosen else ""
         raise UnsupportedModelError(f"{name} cannot be trained{by}: {first.reason}", remedy=first.remedy)
     return modes
 

@@ -20,13 +20,14 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, mark
 from bridge.errors import RankError, UsageError
 from bridge.processes.server_command import ServerCommand, prepare
-from bridge.processes.server_process import StartedServer, reachable
+from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
 from bridge.processes.vllm_flags import value
 from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key
 from bridge.types import Environment
-from bridge_cli import console, layout
+from bridge_cli import console
+from bridge_cli.layout import Layout
 from bridge_cli.rank import LOST, PLACE
 from bridge_cli.train import train_in
 
@@ -59,8 +60,10 @@ class Job:
 
 
 @contextlib.contextmanager
-def joined(train: TrainConfig, serve: ServeConfig) -> "Iterator[Ranks]":
+def joined(planned: Layout | None) -> "Iterator[Ranks]":
     """Yield the ranks of the run; a process that a person started launches them if they are several, and exits.
+
+    `planned` is None in a rank that the launcher started.
 
     Raises:
         BridgeError: they cannot be started, or were lost.
@@ -69,14 +72,12 @@ def joined(train: TrainConfig, serve: ServeConfig) -> "Iterator[Ranks]":
 
     place = PLACE.get()
     if place is None:
-        if train.hosts == 1 and train.rendezvous is not None:
-            raise UsageError(f"--rendezvous {train.rendezvous} has no effect on one host", remedy="add --hosts H")
-        found = layout.of(train, serve)
-        if len(found.gpus) * train.hosts > 1:
+        assert planned is not None, "a person started this process"
+        if len(planned.gpus) * planned.hosts > 1:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
             from bridge_cli import launcher
 
-            sys.exit(launcher.launch(train, found))
+            sys.exit(launcher.launch(planned))
         yield ALONE
         return
     ranks = ALONE
@@ -104,8 +105,8 @@ def trained(
 
     def own_command() -> TrainConfig:
         if not commands:
-            commands.append(_command(ranks, job, opened.train, folder / run.manifest.name))
-        return attached_to(opened.train, commands[0])
+            commands.append(_command(ranks, job, opened, folder / run.manifest.name))
+        return opened.train.changed(**commands[0].server_choices)
 
     train = ranks.run_on_all(lambda: ranks.tp_group.run_on_rank_zero(own_command))
     send_key(job.vllm_flags)
@@ -124,13 +125,14 @@ def trained(
         )  # fmt: skip
 
 
-def _command(ranks: "Ranks", job: Job, train: TrainConfig, manifest: Path) -> ServerCommand:
+def _command(ranks: "Ranks", job: Job, opened: Opened, manifest: Path) -> ServerCommand:
     """Return the command of the server of another replica than the first."""
+    train = opened.train
     manifest.parent.mkdir(parents=True, exist_ok=True)
     is_known = not train.rollouts.samples_here  # to environments, also after the run was resumed
     port = job.serve.port + ranks.dp_rank if is_known else free_port(job.serve.host)
     serve = job.serve.model_copy(update={"port": port, "vllm_config_path": manifest})
-    return prepare(serve, [*job.vllm_flags], shares_weights=shares_weights(train), trainer=train)
+    return prepare(serve, job.vllm_flags, shares_weights=train.needs_patched_server, trainer=train)
 
 
 def take_part(ranks: "Ranks", job: Job, opened: Opened) -> None:
@@ -171,22 +173,11 @@ def check_shared(ranks: "Ranks", folder: Path) -> None:
         )
 
 
-def shares_weights(train: TrainConfig) -> bool:
-    """Return whether the trainer needs the patched server; one that is only restarted can be the stock vLLM."""
-    return train.mode != "none" or train.publishing.reload == "in-place"
-
-
 def send_key(flags: Sequence[str]) -> None:
     """Let this process send the API key among vLLM's own `flags`, if there is one."""
     if key := value(flags, "--api-key"):
         os.environ[api_key.VARIABLE] = key
     api_key.headers()  # refuses a key that cannot be sent
-
-
-def attached_to(train: TrainConfig, command: ServerCommand) -> TrainConfig:
-    """Return `train` pointed at the server that `command` starts."""
-    train = train.changed(vllm_port=command.port, vllm_host=reachable(command.host))
-    return train.changed(vllm_config_path=command.manifest) if command.shares_weights else train
 
 
 def join_run(path: Path) -> RunDirectory:

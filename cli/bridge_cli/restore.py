@@ -73,8 +73,8 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
             console.note(f"restored {what} into {exported.model}: version {times.version}, {seconds:.2f} s")
             if as_json:
                 step = None if progress is None else progress.step
-                found = {"checkpoint": str(folder), "step": step, "version": times.version, "seconds": seconds}
-                console.data(json.dumps(found))
+                document = {"checkpoint": str(folder), "step": step, "version": times.version, "seconds": seconds}
+                console.data(json.dumps(document))
 
 
 def _folder_of(checkpoint: str) -> Path:
@@ -103,13 +103,14 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
     count = exported.tp_degree
     attached = [attach.attach(exported, part, num_parts=count) for part in range(count)]
     parts = [
-        Parts(cuts=each.cuts, tp_group=Ranks(part, count)) if count > 1 else None for part, each in enumerate(attached)
+        Parts(cuts=model.cuts, tp_group=Ranks(part, count)) if count > 1 else None
+        for part, model in enumerate(attached)
     ]
     served, name = attached[0].model, exported.model
-    found, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()
-    others = [key for key in COMPUTED_WITH if found.get(key) != expected.get(key)]
+    stored, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()
+    others = [key for key in COMPUTED_WITH if stored.get(key) != expected.get(key)]
     if others:
-        differences = "; ".join(f"{key} {found.get(key)}, expected {expected.get(key)}" for key in others[:3])
+        differences = "; ".join(f"{key} {stored.get(key)}, expected {expected.get(key)}" for key in others[:3])
         serve_it = f"bridge serve-vllm --model {shlex.quote(str(folder))}"
         raise UsageError(
             f"{folder} is of another model than {name}, which the server serves: {differences}",
@@ -119,9 +120,9 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
 
     def write() -> None:
         try:
-            for each, part in zip(attached, parts, strict=True):
-                model_folder.load_into(each.model, folder, part)
-                attach.settle(each.device)
+            for attached_part, part in zip(attached, parts, strict=True):
+                model_folder.load_into(attached_part.model, folder, part)
+                attach.settle(attached_part.device)
         except BaseException:
             console.note("the weights may be half-written: the server stays paused until bridge restore succeeds")
             raise

@@ -14,12 +14,12 @@ from bridge.processes.server_command import ServerCommand, prepare
 from bridge.processes.server_process import START_LIMIT_S
 from bridge.processes.vllm_flags import names
 from bridge.run.run_directory import RunDirectory, write_json
-from bridge_cli import consistency, console, ending, rank, ranks
+from bridge_cli import consistency, console, ending, layout, rank, ranks
 from bridge_cli.options import Json, from_config
-from bridge_cli.ranks import Job, Opened, attached_to, send_key, shares_weights, trained
+from bridge_cli.ranks import Job, Opened, send_key, trained
 from bridge_cli.resume import open_run
 from bridge_cli.serve import VllmFlags
-from bridge_cli.train import load_environment, rehearse
+from bridge_cli.train import load_environment
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
@@ -65,16 +65,23 @@ def run(
     if on_ray:
         from bridge_cli import on_ray as cluster
 
-        raise typer.Exit(cluster.run(train, serve))
+        if train.rendezvous is not None:
+            raise UsageError(f"--rendezvous {train.rendezvous}: --ray chooses the hosts", remedy="leave it out")
+        layout.check_divides(serve.model, serve.tensor_parallel_size)
+        num_gpus = train.dp_size(train.tp_size(serve.tensor_parallel_size)) * serve.tensor_parallel_size
+        raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
     check_host(train)
     flags = vllm_flags or []
-    with ranks.joined(train, serve) as world:
+    with ranks.joined(None if rank.PLACE.get() else layout.of(train, serve)) as world:
         if train.hosts > 1:
-            consistency.check(world, train, serve, flags)
-        environment = world.run_on_all(lambda: load_environment(train))
+            consistency.check(world, (train, serve), flags)
+        evaluates = bool(train.evaluation.samples)
+        environment = world.run_on_all(lambda: load_environment(train.task, train.rollouts, evaluates=evaluates))
+        if train.mode == "lora_only":
+            serve = for_adapters(serve, train.lora.r, flags, in_memory=train.trains_in_server)
         job = Job(
-            serve=for_adapters(serve, train, flags), chosen=train, environment=environment, vllm_flags=flags,
-            start_limit_s=start_limit_s, as_json=as_json,
+            serve=serve, chosen=train, environment=environment, vllm_flags=flags, start_limit_s=start_limit_s,
+            as_json=as_json,
         )  # fmt: skip
         first = FirstRank(job)
         try:
@@ -94,25 +101,27 @@ class FirstRank:
 
     def open(self) -> "tuple[TrainConfig, Path, Found | None]":
         """Open the run, and check all that can be known before vLLM starts."""
+        from bridge.agents import stream
         from bridge.rollouts.sampler import fit_completions
 
         job = self.job
-        train, self.directory, found = open_run(job.chosen)
+        train, self.directory, checkpoint = open_run(job.chosen)
         if (place := rank.PLACE.get()) is not None:
             place.keep(self.directory.path)
         train = fit_completions(train, job.serve.max_model_len, console.note)
-        shares = shares_weights(train)
-        flags = [*job.vllm_flags]
-        self.command = prepare(job.serve, flags, shares_weights=shares, trainer=train, output=console)
+        shares = train.needs_patched_server
+        self.command = prepare(job.serve, job.vllm_flags, shares_weights=shares, trainer=train, output=console)
         send_key(job.vllm_flags)
-        rehearse(train, job.environment)
+        if job.environment is not None:
+            stream.rehearse(train.model_name, train.task, train.sampling, job.environment, console.note)
         write_json(self.directory.server_config, job.serve.document(job.serve))
-        url = attached_to(train, self.command).server.url()
+        url = train.changed(**self.command.server_choices).server.url()
         console.note(f"mode {train.mode}, vLLM at {url}, checkpoints in {train.checkpoints.save_path}")
-        return train, self.directory.path, found
+        return train, self.directory.path, checkpoint
 
 
 def _train(world: "Ranks", first: FirstRank) -> None:
+    from bridge.modes import WAYS
     from bridge.run import checkpoint
 
     job = first.job
@@ -128,20 +137,21 @@ def _train(world: "Ranks", first: FirstRank) -> None:
         return
     assert first.directory is not None, "it was opened"
     world.barrier()  # other hosts make the run directory
-    with ending.printed(first.directory, opened.train), trained(world, job, opened, first.directory, first.command):
+    prefix, steps = WAYS[opened.train.way].checkpoint_prefix, opened.train.training_steps
+    with (
+        ending.printed(first.directory, opened.train.checkpoints, prefix=prefix, training_steps=steps),
+        trained(world, job, opened, first.directory, first.command),
+    ):
         pass
 
 
-def for_adapters(serve: ServeConfig, train: TrainConfig, flags: Sequence[str] = ()) -> ServeConfig:
-    """Return `serve` with room for the adapter that is trained, if one is; `flags` are vLLM's own.
+def for_adapters(serve: ServeConfig, rank: int, flags: Sequence[str] = (), *, in_memory: bool) -> ServeConfig:
+    """Return `serve` with room for the adapter of this rank that is trained; `flags` are vLLM's own.
 
     Raises:
         UsageError: the user asked for too little room, or for slots that are cut in another way.
     """
-    rank = train.lora.r
-    if train.mode != "lora_only":
-        return serve
-    if train.trains_in_server and serve.tensor_parallel_size > 1 and SHARDED in names(flags):
+    if in_memory and serve.tensor_parallel_size > 1 and SHARDED in names(flags):
         raise UsageError(
             f"{SHARDED} cuts an adapter in another way than its weights, so it cannot be trained in vLLM's memory",
             remedy="leave it out, or --lora-handover disk",

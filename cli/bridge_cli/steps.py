@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from bridge.core import json_lines
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Reporter
-from bridge.run.run_directory import labelled_json, to_json
+from bridge.run.run_directory import labelled_json
 from bridge.types import Group
 from bridge_cli import console
 
@@ -30,10 +31,10 @@ class Lines(Reporter):
         self._data = data
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:  # noqa: ARG002 - the base's
-        self._report(step_line(metrics, self._num_steps, width=self.width), to_json(metrics))
+        self._report(step_line(metrics, self._num_steps, width=self.width), json_lines.line(metrics))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        passed = "".join(f"  pass@{k} {each:.3f}" for k, each in [*evaluation.pass_at_k.items()][-1:])
+        passed = "".join(f"  pass@{k} {share:.3f}" for k, share in [*evaluation.pass_at_k.items()][-1:])
         line = (
             f"held-out reward {evaluation.reward_mean:.3f} after step {evaluation.step}{passed}"
             f"  {evaluation.num_problems} problems  {evaluation.seconds:.1f} s"

@@ -7,7 +7,7 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bridge.config import FeedConfig, TrainConfig
+from bridge.config import RolloutConfig, TaskConfig, TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
@@ -34,50 +34,51 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
                 f"{flag(name)} {config.get(name)}: bridge train takes one running server",
                 remedy="bridge run, which starts a server on each GPU",
             )
+    from bridge.agents import stream
+    from bridge.modes import WAYS
     from bridge.processes.server_command import StartCommand
     from bridge.processes.server_process import StartedServer
 
     check_host(config)
-    environment = load_environment(config)
-    command = StartCommand.parse(config) if config.publishing.start_command else None
-    settled, run, found = open_run(config)
+    environment = load_environment(config.task, config.rollouts, evaluates=bool(config.evaluation.samples))
+    given = config.publishing.start_command
+    command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
+    settled, run, checkpoint = open_run(config)
     try:
-        rehearse(settled, environment)
+        if environment is not None:
+            stream.rehearse(settled.model_name, settled.task, settled.sampling, environment, console.note)
         server = (
             StartedServer(command, run.server_log, output=console).running() if command else contextlib.nullcontext()
         )
-        with server as process, ending.printed(run, settled):
-            train_in(run, settled, environment, as_json=as_json, process=process, resume=found)
+        prefix, steps = WAYS[settled.way].checkpoint_prefix, settled.training_steps
+        with (
+            server as process,
+            ending.printed(run, settled.checkpoints, prefix=prefix, training_steps=steps),
+        ):
+            train_in(run, settled, environment, as_json=as_json, process=process, resume=checkpoint)
     finally:
         run.remove_if_unused()
 
 
-def load_environment(config: TrainConfig) -> Task | None:
-    """Return the environment that `config` names; None if rollouts come from elsewhere."""
+def load_environment(task: TaskConfig, rollouts: RolloutConfig, *, evaluates: bool) -> Task | None:
+    """Return the environment that `task` names; None if rollouts come from elsewhere."""
     from bridge.rollouts import problems
     from bridge_environments import registry
 
-    if not config.rollouts.samples_here:
+    if not rollouts.samples_here:
         return None
-    environment = registry.load(config.task)
-    unused = [name for name in ("max_turns", "tool_timeout_s") if config.get(name) != config.default(name)]
+    environment = registry.load(task)
+    fields = RolloutConfig.model_fields
+    unused = [name for name in ("max_turns", "tool_timeout_s") if getattr(rollouts, name) != fields[name].default]
     if unused and environment.interaction == "completion":
         raise UsageError(
             f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, and"
-            f" {config.task.environment} has none",
+            f" {task.environment} has none",
             remedy="leave it out, or write a class with a method reset and tools, or run (docs/environments.md)",
         )
-    if config.evaluation.samples:
+    if evaluates:
         problems.held_out(environment)
     return environment
-
-
-def rehearse(config: TrainConfig | FeedConfig, environment: Environment | None) -> None:
-    """Try the first problems of `environment`, if there is one, before anything is started."""
-    if environment is not None:
-        from bridge.agents import stream
-
-        stream.rehearse(config, environment, console.note)
 
 
 def train_in(
@@ -103,7 +104,7 @@ def train_in(
     first_step = resume.progress.step + 1 if resume else 1
     with (
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
-        reporting.trackers_of(config, run, first_step=first_step) as curves,
+        reporting.trackers_of(config.tracking, config.flat(), run, first_step=first_step) as curves,
     ):
         summary = run_of(reporting.Several(curves, lines)).train()
     run.write_summary(summary)

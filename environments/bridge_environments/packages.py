@@ -193,8 +193,8 @@ class ReasoningGym:
     def score(self, problem: Problem, completion: str) -> float:
         """Return the task's own score of what stands between `<answer>` and `</answer>`."""
         answer = self._library.utils.extract_answer(completion)
-        found: float = self._entries.score_answer(answer=answer, entry=dict(problem)["entry"])
-        return found
+        score: float = self._entries.score_answer(answer=answer, entry=dict(problem)["entry"])
+        return score
 
     def _created(self, arguments: Mapping[str, Any]) -> Any:
         try:

@@ -1,6 +1,5 @@
 """Find an environment by name, `arithmetic` or `file.py:ClassName`, with the data, rewards and prompt chosen for it."""
 
-import difflib
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,8 +9,7 @@ from typing import Any
 from bridge.agents.tools import Agent, Tools
 from bridge.config import TaskConfig
 from bridge.config.choices import flag
-from bridge.core import own_code
-from bridge.core.foreign_code import source_file
+from bridge.core.foreign_code import FORMS, find_object, instance_of, source_file
 from bridge.errors import UsageError
 from bridge.types import Interaction, Problem, Task
 from bridge_environments import inspection, packages, rewards, rows
@@ -67,7 +65,7 @@ def load(config: TaskConfig) -> Task:
     kind = _class(config)
     interaction = inspection.interaction(kind, name)
     _refuse_unused_data(config, interaction)
-    environment = own_code.made(kind, name)
+    environment = instance_of(kind, name)
     own_reward = {"tools": "get_reward", "agent": "run"}.get(interaction, "")
     if not _rewards(config) and (hasattr(kind, "score") or not hasattr(kind, own_reward)):
         inspection.check_score(environment, name)
@@ -86,7 +84,7 @@ def scorer(config: TaskConfig) -> Any:
     if config.environment in FORMATS:
         return rewards_chosen
     kind = _class(config)
-    make = partial(own_code.made, kind, config.environment)
+    make = partial(instance_of, kind, config.environment)
     interaction = inspection.interaction(kind, config.environment)
     if interaction != "completion":
         return (Tools if interaction == "tools" else Agent)(make, rewards_chosen)
@@ -205,14 +203,12 @@ def _class(config: TaskConfig) -> type:
     if name in CLASSES:
         return CLASSES[name]
     if ":" in name or name.endswith(".py"):
-        return own_code.find("environment", name)  # type: ignore[no-any-return]
+        return find_object("environment", name)  # type: ignore[no-any-return]
     known = [*CLASSES, *FORMATS]
-    close = difflib.get_close_matches(name, known, n=1)
-    meant = f"did you mean {close[0]}? " if close else ""
-    form = own_code.FORMS["environment"]
+    form = FORMS["environment"]
     raise UsageError(
         f"no environment {name!r}, expected {', '.join((*known, *PACKAGES))} or {form}",
-        remedy=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {form} for your own",
+        remedy=f"--environment arithmetic, or --environment {form} for your own",
     )
 
 

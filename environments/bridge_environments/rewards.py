@@ -5,7 +5,6 @@ counts. math-verify decides what is equal: it reads numbers, fractions and LaTeX
 limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes too long.
 """
 
-import difflib
 import inspect
 import logging
 import math
@@ -16,8 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from bridge.core import own_code
-from bridge.core.foreign_code import shortened
+from bridge.core.foreign_code import FORMS, find_object, shortened
 from bridge.errors import RewardError, UsageError
 from bridge.types import Problem
 
@@ -127,15 +125,15 @@ def _reward(item: str) -> Reward:
     if name in NAMED:
         score, needs_answer = NAMED[name]
         return Reward(name=name, weight=weight, score=score, needs_answer=needs_answer)
-    close, form = difflib.get_close_matches(name, NAMED, n=1) or ["math"], own_code.FORMS["reward"]
+    form = FORMS["reward"]
     raise UsageError(
         f"no reward {name!r}, expected {', '.join(NAMED)} or {form}",
-        remedy=f"--reward {close[0]}, or --reward {form} for your own",
+        remedy=f"--reward math, or --reward {form} for your own",
     )
 
 
 def _own(name: str, weight: float) -> Reward:
-    score = own_code.find("reward", name)
+    score = find_object("reward", name)
     title = getattr(score, "__name__", type(score).__name__)
     code, place = getattr(score, "__code__", None), Path(name.rpartition(":")[0]).name
     remedy = f"write it as: def {title}(problem: dict, completion: str) -> float"
@@ -224,8 +222,7 @@ def _parse(text: str) -> list[Any]:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that it has no time limit
     # Its own limit is an alarm signal, which only the main thread may set.
-    found: list[Any] = parse(text, parsing_timeout=None)
-    return found
+    return parse(text, parsing_timeout=None)  # type: ignore[no-any-return]
 
 
 def _boxed(text: str) -> str:

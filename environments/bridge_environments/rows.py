@@ -169,8 +169,8 @@ def gsm8k_problem(values: Mapping[str, Any], prompt_column: str, answer_column: 
         raise BadRowError(f"has the question {shortened(repr(question))}, expected text")
     last = solution.rpartition("####")[2].strip().removeprefix("$")
     if not NUMBER.fullmatch(last):
-        found = shortened(repr(last if len(last) <= 60 else f"...{last[-50:]}"))
-        raise BadRowError(f"has an answer that ends in {found}, expected #### and a number")
+        shown = shortened(repr(last if len(last) <= 60 else f"...{last[-50:]}"))
+        raise BadRowError(f"has an answer that ends in {shown}, expected #### and a number")
     made: Any = {
         "prompt": [{"role": "user", "content": question}],
         "plain_prompt": f"Question: {question}\nAnswer:",

@@ -26,7 +26,7 @@ NO_CODE = "null"
 ENDPOINT = '{"client": {"type": "eval", "base_url": "http://127.0.0.1:9001/v1"}, "model": "MODEL"}'
 """An agent's own model, as `--env-args` gives it."""
 NOBODY = "BRIDGE_HAS_NO_KEY"
-"""A variable that nobody sets: the endpoint takes any key."""
+"""A variable that is never set: the endpoint takes any key."""
 
 
 class Refused(Exception):  # noqa: N818  the message is all that matters
@@ -54,10 +54,10 @@ class Host:
     def tasks(self, number: int, count: int, held_out: bool) -> list[dict[str, Any]]:
         """Return the next tasks of the pass `number`, which begins with its first request; fewer at its end."""
         tasks = self._passes.setdefault(number, iter(self._tasksets[held_out]))
-        found = [_listed(task) for task in itertools.islice(tasks, count)]
-        if len(found) < count:
+        listed = [_listed(task) for task in itertools.islice(tasks, count)]
+        if len(listed) < count:
             del self._passes[number]
-        return found
+        return listed
 
     def run(self, task: Mapping[str, Any], base_url: str) -> dict[str, float]:
         """Run one episode against an OpenAI-compatible endpoint; return its weighted rewards."""
@@ -93,7 +93,7 @@ def _resolved(config: Mapping[str, Any]) -> Any:
     try:
         resolved = loaders.resolve_env_config(copy.deepcopy(dict(config)))
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors(include_url=False)]
         raise Refused("; ".join(faults)) from error
     changes: dict[str, Any] = {}
     for name, agent in agent_config_fields(resolved).items():
@@ -145,8 +145,8 @@ def answered(host: "Host | None", method: str, given: Mapping[str, Any]) -> tupl
         return host, {"result": getattr(host, method)(**given)}
     except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code may raise anything, and even call sys.exit
         is_refused = isinstance(error, Refused)
-        said = str(error) if is_refused else f"{type(error).__name__}: {error}"
-        return host, {"error": " ".join(said.split())[:500] or type(error).__name__, "refused": is_refused}
+        message = str(error) if is_refused else f"{type(error).__name__}: {error}"
+        return host, {"error": " ".join(message.split())[:500] or type(error).__name__, "refused": is_refused}
 
 
 def main() -> None:

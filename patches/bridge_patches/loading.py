@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 
 from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.server.manifest import View
-from bridge.weights import digest, skeleton
+from bridge.weights import skeleton
 from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.layout import OTHER_MODES, Shape, join
 from bridge.weights.model_folder import saved_form
+from bridge.weights.parts import digest
 from bridge_patches import wrap
 
 PINS = """
@@ -171,7 +172,7 @@ def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Modul
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    return {name: digest.digest(parameter) for name, parameter in model.named_parameters()}
+    return {name: digest(parameter) for name, parameter in model.named_parameters()}
 
 
 def _refuse(names: list[str], why: str) -> None:

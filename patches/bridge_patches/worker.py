@@ -14,8 +14,9 @@ from torch import nn
 from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.server.manifest import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
 from bridge.server.protocol import Element
-from bridge.weights import cuda_ipc, digest, layout
+from bridge.weights import cuda_ipc, layout
 from bridge.weights.layout import OTHER_MODES
+from bridge.weights.parts import digest
 from bridge.weights.shared_memory import SharedBlock
 from bridge_patches import loading, placement
 
@@ -94,7 +95,7 @@ class BridgeWorker:
         return None
 
     def bridge_digests(self) -> dict[str, str]:
-        return {name: digest.digest(parameter) for name, parameter in self._bridge_model().named_parameters()}
+        return {name: digest(parameter) for name, parameter in self._bridge_model().named_parameters()}
 
     def bridge_finiteness(self) -> tuple[int, list[str]]:
         """Return the number of parameters and matrices of adapter slots, and which of them hold NaN or infinity."""

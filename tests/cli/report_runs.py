@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core import json_lines
 from bridge.run.metrics import RECORDED, StepMetrics, Summary
-from bridge.run.run_directory import RunDirectory, to_json, write_json
+from bridge.run.run_directory import RunDirectory, write_json
 
 PROBLEMS = (
     ("A baker fills {a} trays with {b} rolls each, and sells all but {c}. How many rolls are sold?", "{a} * {b} - {c}"),
@@ -94,12 +95,12 @@ def make(
     config = TrainConfig.model_validate(
         given | {"training_steps": planned or num_steps, "run_dir": path, "save_path": path / "checkpoints"} | choices
     )
-    run.write_config(config)
+    run.write_config(config.document())
     write_json(
         run.server_config, ServeConfig(model=config.model_name, gpu_memory_utilization=0.4).model_dump(mode="json")
     )
     steps = [metrics(step, num_steps, gain=gain, seed=seed) for step in range(1, num_steps + 1)]
-    run.metrics.write_text("".join(to_json(step) + "\n" for step in steps))
+    run.metrics.write_text("".join(json_lines.line(step) + "\n" for step in steps))
     write_events(run, num_steps)
     evaluate(run, num_steps, gain)
     if planned is None:

@@ -34,7 +34,7 @@ from tests.unit.several_ranks import on_ranks
 def facts(folder: Path, **choices: Any) -> consistency.Facts:
     serve = ServeConfig(model=str(folder), port=choices.pop("port", 9001))
     flags = choices.pop("flags", [])
-    return consistency.facts(TrainConfig.of(model_name=str(folder), **choices), serve, flags)
+    return consistency.facts((TrainConfig.of(model_name=str(folder), **choices), serve), flags)
 
 
 def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def differing(ranks: Ranks, seen: Path) -> list[str]:
         patched.setattr(socket, "gethostname", lambda: f"host {ranks.rank}")
         folder = seen / str(ranks.rank)
         acts: list[Callable[[], None]] = [
-            lambda: consistency.check(ranks, None, None, ()),  # type: ignore[arg-type]
+            lambda: consistency.check(ranks, (), ()),
             lambda: check_shared(ranks, folder),
             lambda: checkpoint.check_on_all_hosts(folder, ranks),
         ]
@@ -102,9 +102,7 @@ def test_hosts_that_differ_end_in_the_same_line(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob(".seen-*")]
 
 
-def test_another_host_has_a_run_directory_of_its_own_unless_it_sees_the_first_ones(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_host_makes_a_run_directory_unless_it_sees_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     assert not ranks.join_run(folder).is_writer
     assert claim.is_claimed(folder)

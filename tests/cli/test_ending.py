@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.config import TrainConfig
+from bridge.config import CheckpointConfig
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Progress
 from bridge.run.run_directory import RunDirectory
@@ -31,8 +31,8 @@ def save(run: RunDirectory, step: int) -> None:
 
 
 def told(run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> list[str]:
-    config = TrainConfig.of(model_name="m", training_steps=9)
-    with contextlib.suppress(KeyboardInterrupt, RuntimeError), ending.printed(run, config):
+    printed = ending.printed(run, CheckpointConfig(), prefix="step_", training_steps=9)
+    with contextlib.suppress(KeyboardInterrupt, RuntimeError), printed:
         if error:
             raise error
     return capsys.readouterr().err.splitlines()

@@ -15,8 +15,8 @@ from bridge_cli import env
 from bridge_cli.main import answer
 from tests.models import tiny
 from tests.unit import openai_server
+from tests.unit.atropos.test_feeder import FakeApi
 from tests.unit.http_server import serving
-from tests.unit.test_feeder import FakeApi
 
 PROGRESS = FeedProgress(
     seconds=61.4, step=3, num_steps=5, queued_batches=1.5, groups=24, reward_mean=0.25, tokens_per_s=1234.5, too_long=0,

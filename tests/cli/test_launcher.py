@@ -17,14 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge_cli import launcher
+from bridge_cli.layout import Layout
 
 LIMIT_S = 120.0
 LAUNCHER = """
 import json, sys
-from bridge.config import TrainConfig
 from bridge.errors import BridgeError
 from bridge_cli import console, ending, launcher, signals
 from bridge_cli.layout import Layout
@@ -33,7 +32,7 @@ launcher.MAIN, choices, count, folder = sys.argv[1], json.loads(sys.argv[2]), in
 ending.GIVEN.set(("run", "--note", folder))
 signals.prepare()
 try:
-    sys.exit(launcher.launch(TrainConfig.of(model_name="m", **choices), Layout(1, "cpu", [None] * count)))
+    sys.exit(launcher.launch(Layout(1, "cpu", [None] * count, **choices)))
 except BridgeError as error:
     console.fault(error.message, error.remedy)
     sys.exit(error.exit_code)
@@ -49,7 +48,7 @@ def answer(arguments):
     folder = Path(arguments[arguments.index("--note") + 1])
     resumes = "--resume" in arguments
     try:
-        with ranks.joined(None, None) as world:
+        with ranks.joined(None) as world:
             world.run_on_rank_zero(lambda: place.keep(folder))
             (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
             act(world, folder, resumes, arguments)
@@ -137,7 +136,7 @@ class Launched:
     def __init__(self, folder: Path, body: str, *, count: int = 2, inside: Sequence[str] = (), **choices: Any) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        given = json.dumps({"gpus": count, "batch_size": 16, "group_size": 4, **choices})
+        given = json.dumps(choices)
         argv = [*inside, sys.executable, "-c", LAUNCHER, rank(body), given, str(count), str(folder)]
         with (folder / "launcher.out").open("ab") as output:
             self.process = subprocess.Popen(argv, stdout=output, stderr=output, env=dict(os.environ), cwd=folder)
@@ -165,7 +164,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_each_rank_runs_the_command_and_sees_no_variable_of_torchs(tmp_path: Path) -> None:
+def test_ranks_run_the_command_without_torchs_variables(tmp_path: Path) -> None:
     launched = Launched(tmp_path, WRITES)
     assert launched.code() == 0, launched.output
     told = [(number, socket.gethostname()) for number in range(2)]
@@ -260,7 +259,7 @@ PLACE = "10.77.0.2:29400"
 """The second network's: its address sorts after the first one's."""
 
 
-def test_two_hosts_meet_and_the_one_with_the_rendezvous_is_first(networks: Networks, tmp_path: Path) -> None:
+def test_the_host_with_the_rendezvous_has_rank_zero(networks: Networks, tmp_path: Path) -> None:
     hosts = [
         Launched(tmp_path / str(number), WRITES, count=1, inside=inside, hosts=2, rendezvous=PLACE)
         for number, inside in enumerate(networks)
@@ -301,7 +300,7 @@ def test_a_lost_host_ends_the_other_or_is_waited_for(networks: Networks, tmp_pat
 @pytest.mark.parametrize("given", [None, "gpu-1", "gpu-1:", ":29400", "gpu-1:0", "gpu-1:99999", "gpu-1:http"])
 def test_a_rendezvous_without_host_or_port_is_refused(given: str | None) -> None:
     with pytest.raises(UsageError, match="--hosts 2 needs --rendezvous HOST:PORT"):
-        launcher.address(TrainConfig.of(model_name="m", hosts=2, rendezvous=given))
+        launcher.address(Layout(1, "cpu", [None], hosts=2, rendezvous=given))
 
 
 @pytest.mark.parametrize(
@@ -313,11 +312,11 @@ def test_a_rendezvous_without_host_or_port_is_refused(given: str | None) -> None
 )
 def test_an_address_that_no_other_host_can_use_is_refused(given: str, found: str) -> None:
     with pytest.raises(UsageError, match=found):
-        launcher.address(TrainConfig.of(model_name="m", hosts=2, rendezvous=given))
+        launcher.address(Layout(1, "cpu", [None], hosts=2, rendezvous=given))
 
 
 def test_a_name_of_the_loopback_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     with pytest.raises(UsageError, match=r"gpu-1:29400 is 127\.0\.1\.1 on this host, where no other"):
-        launcher.address(TrainConfig.of(model_name="m", hosts=2, rendezvous="gpu-1:29400"))
+        launcher.address(Layout(1, "cpu", [None], hosts=2, rendezvous="gpu-1:29400"))

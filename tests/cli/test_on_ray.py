@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import RankError, UsageError
-from bridge_cli import ending, on_ray
+from bridge_cli import ending, main, on_ray
 
-SERVE = ServeConfig(model="m", device="cpu")
 HOST = """
 import json, os, pathlib, signal, sys, time
 place = pathlib.Path(sys.argv[1])
@@ -53,11 +51,10 @@ def near(cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def placed(folder: Path, then: str, **choices: Any) -> int:
-    train = TrainConfig.of(model_name="m", hosts=2, batch_size=16, group_size=4, **choices)
-    restarts = ("--restarts", str(train.restarts)) if train.restarts else ()
-    ending.GIVEN.set(("run", "--ray", "--hosts", "2", "--model", "m", *restarts, "--", "--enforce-eager"))
-    return on_ray.run(train, SERVE, program=[sys.executable, "-c", HOST + then, str(folder)])
+def placed(folder: Path, then: str, *, restarts: int = 0) -> int:
+    given = ("--restarts", str(restarts)) if restarts else ()
+    ending.GIVEN.set(("run", "--ray", "--hosts", "2", "--model", "m", *given, "--", "--enforce-eager"))
+    return on_ray.run(2, restarts, 1, "cpu", program=[sys.executable, "-c", HOST + then, str(folder)])
 
 
 def hosts(folder: Path) -> list[dict[str, Any]]:
@@ -80,7 +77,7 @@ def test_the_exit_code_is_that_of_the_hosts(near: Path) -> None:
     assert placed(near, FAILS) == 2
 
 
-def test_a_lost_node_places_the_run_again_from_its_newest_checkpoint(near: Path) -> None:
+def test_a_lost_node_restarts_from_the_newest_checkpoint(near: Path) -> None:
     assert placed(near, IS_LOST, restarts=1) == 0
     assert all("--resume" in each["argv"] for each in hosts(near))
 
@@ -92,18 +89,16 @@ def test_a_lost_node_ends_a_run_without_restarts_in_one_line(near: Path) -> None
 
 def test_more_nodes_than_there_are_is_one_line(near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "LIMIT_S", 2.0)
-    train = TrainConfig.of(model_name="m", hosts=3, batch_size=12, group_size=4)
     with pytest.raises(UsageError, match=r"no 3 nodes with .* became free within 2 s"):
-        on_ray.run(train, SERVE)
+        on_ray.run(3, 0, 1, "cpu")
 
 
-def test_a_rendezvous_of_a_person_is_refused() -> None:
-    train = TrainConfig.of(model_name="m", hosts=2, rendezvous="a:1", batch_size=16, group_size=4)
-    with pytest.raises(UsageError, match="--ray chooses the hosts"):
-        on_ray.run(train, SERVE)
+def test_a_given_rendezvous_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.answer(["run", "--model", "m", "--hosts", "2", "--rendezvous", "a:1", "--ray"]) != 0
+    assert "--ray chooses the hosts" in capsys.readouterr().err
 
 
 def test_without_ray_the_remedy_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match="--ray: Ray is not installed here"):
-        on_ray.run(TrainConfig.of(model_name="m"), SERVE)
+        on_ray.run(2, 0, 1, "cpu")

@@ -1,7 +1,7 @@
 """Where the ranks of a run are: how many, on which GPUs, and which of them share a server."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from bridge.processes.server_command import ServerCommand
 from bridge.ranks.world import Ranks
 from bridge_cli import layout, ranks
 from bridge_cli.layout import VISIBLE, Layout
-from bridge_cli.ranks import Job
+from bridge_cli.ranks import Job, Opened
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def gpus_of(num_parts: int = 1, **choices: Any) -> list[str | None]:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_the_ranks_of_a_replica_and_its_server_see_the_same_gpus() -> None:
+def test_a_replica_and_its_server_see_the_same_gpus() -> None:
     assert layout_of(2, gpus=4) == Layout(2, "cuda", ["7,6", "7,6", "5,4", "5,4"])
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_each_rank_has_a_gpu_and_a_server_of_its_own_without_tensor_parallelism() -> None:
+def test_a_rank_has_its_own_gpu_without_tensor_parallelism() -> None:
     assert gpus_of(gpus=2) == ["7", "6"]
     assert gpus_of() == [None]
 
@@ -52,14 +52,13 @@ def test_one_replica_has_as_many_ranks_as_its_server(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["shared_vllm", "none"])
 @pytest.mark.parametrize("nest", [lambda config: config, lambda config: {"text_config": config}])
-def test_attention_heads_that_cannot_be_shared_out_are_refused_before_vllm_does(
-    tmp_path: Path, mode: Any, nest: Callable[[Any], Any]
-) -> None:
+def test_heads_that_parts_do_not_divide_are_refused(tmp_path: Path, mode: Any, nest: Callable[[Any], Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(nest({"num_attention_heads": 12})))
     train, model = TrainConfig.of(model_name=str(tmp_path), mode=mode), str(tmp_path)
-    assert layout.tp_size(train, ServeConfig(model=model, tensor_parallel_size=6)) == (1 if mode == "none" else 6)
+    layout.check_divides(model, 6)
+    assert train.tp_size(6) == (1 if mode == "none" else 6)
     with pytest.raises(UsageError, match="--tensor-parallel-size 8 does not divide the 12 attention heads") as caught:
-        layout.tp_size(train, ServeConfig(model=model, tensor_parallel_size=8))
+        layout.check_divides(model, 8)
     assert caught.value.remedy == "--tensor-parallel-size 6"
 
 
@@ -69,20 +68,15 @@ def test_attention_heads_that_cannot_be_shared_out_are_refused_before_vllm_does(
      ((12, 2, 8960), 6, "8960 intermediate columns", 4), ((16, 2, 64), 8, "", 8)],
     ids=["7B", "key-value heads", "1.5B", "shared"],
 )  # fmt: skip
-def test_what_vllm_cannot_cut_is_refused_with_a_number_of_gpus_that_it_can(
+def test_what_vllm_cannot_cut_is_refused_with_one_that_fits(
     tmp_path: Path, widths: tuple[int, ...], parts: int, undivided: str, fitting: int
 ) -> None:
     names = "num_attention_heads", "num_key_value_heads", "intermediate_size"
     (tmp_path / "config.json").write_text(json.dumps(dict(zip(names, widths, strict=True))))
-    train = TrainConfig.of(model_name=str(tmp_path))
-
-    def found(parts: int) -> int:
-        return layout.tp_size(train, ServeConfig(model=str(tmp_path), tensor_parallel_size=parts))
-
-    assert found(fitting) == fitting
+    layout.check_divides(str(tmp_path), fitting)
     if undivided:
         with pytest.raises(UsageError, match=f"does not divide the {undivided}") as caught:
-            found(parts)
+            layout.check_divides(str(tmp_path), parts)
         assert caught.value.remedy == f"--tensor-parallel-size {fitting}"
 
 
@@ -125,26 +119,28 @@ def test_each_rank_trains_on_its_servers_gpu(device: str) -> None:
     ],
     ids=["stock", "in place", "atropos"],
 )
-def test_a_rank_starts_the_server_that_its_mode_needs_where_environments_find_it(
+def test_a_rank_starts_the_server_that_its_mode_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], is_patched: bool, is_known: bool
 ) -> None:
     started = list[tuple[int, bool]]()
 
-    def prepare(serve: ServeConfig, _: list[str], *, shares_weights: bool, trainer: TrainConfig) -> ServerCommand:
+    def prepare(serve: ServeConfig, _: Sequence[str], *, shares_weights: bool, trainer: TrainConfig) -> ServerCommand:
         started.append((serve.port, shares_weights))
         return ServerCommand.of(serve, [], shares_weights=shares_weights, trainer=trainer)
 
     monkeypatch.setattr(ranks, "prepare", prepare)
     train = TrainConfig.of(model_name="m", gpus=4, batch_size=32, **choices)
     job = Job(serve=ServeConfig(model="m", port=9001), chosen=train, environment=None, start_limit_s=1)
-    assert ranks._command(Ranks(2, 4), job, train, tmp_path / "2" / "manifest").manifest == tmp_path / "2" / "manifest"
+    opened = Opened(train=train, run_dir=tmp_path, resume=None)
+    path = tmp_path / "2" / "manifest"
+    assert ranks._command(Ranks(2, 4), job, opened, path).manifest == path
     ((port, shares),) = started
     assert shares is is_patched
     assert (port == 9003) is is_known
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_more_gpus_than_there_are_are_refused_with_a_number_that_fits() -> None:
+def test_too_many_gpus_are_refused_with_a_number_that_fits() -> None:
     for parts, gpus, remedy in ((3, 9, "--gpus 6"), (16, 16, "--gpus 8 --tensor-parallel-size 8"), (1, 9, "--gpus 8")):
         with pytest.raises(UsageError, match=f"--gpus {gpus}: this host shows 8") as caught:
             gpus_of(parts, gpus=gpus, batch_size=8 * gpus)
@@ -153,11 +149,8 @@ def test_more_gpus_than_there_are_are_refused_with_a_number_that_fits() -> None:
 
 def test_a_host_has_the_gpus_of_all_its_servers() -> None:
     chosen: list[tuple[int, dict[str, Any]]] = [(2, {}), (2, {"gpus": 4}), (1, {"gpus": 4}), (2, {"mode": "none"})]
-    found = [
-        layout.num_gpus(TrainConfig.of(model_name="m", **train), ServeConfig(model="m", tensor_parallel_size=parts))
-        for parts, train in chosen
-    ]
-    assert found == [2, 4, 4, 2]
+    trainers = [(parts, TrainConfig.of(model_name="m", **choices)) for parts, choices in chosen]
+    assert [train.dp_size(train.tp_size(parts)) * parts for parts, train in trainers] == [2, 4, 4, 2]
 
 
 def test_on_a_cpu_ranks_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +161,7 @@ def test_on_a_cpu_ranks_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "choices", [{"mode": "none"}, {"mode": "lora_only", "lora_handover": "disk"}], ids=["none", "by disk"]
 )
-def test_what_is_not_trained_in_the_servers_memory_has_one_rank_beside_any_server(choices: dict[str, Any]) -> None:
+def test_without_shared_memory_there_is_one_rank_per_server(choices: dict[str, Any]) -> None:
     assert gpus_of(2, **choices) == [None]
 
 
@@ -201,7 +194,7 @@ def test_what_cannot_be_trained_in_parts_is_refused(num_parts: int, choices: dic
     assert caught.value.remedy
 
 
-def test_an_optimizer_that_streams_to_the_host_trains_on_one_gpu() -> None:
+def test_offloading_with_released_gradients_trains_on_one_gpu() -> None:
     chosen = {"offload_optimizer": True, "gradient_release": True}
     with pytest.raises(ValueError, match="with --gradient-release trains on one GPU, found --gpus 2"):
         TrainConfig.of(model_name="m", gpus=2, **chosen)

@@ -325,7 +325,7 @@ class Raises(Chat):
         ("Raises", "got a reward: Raises.score raised KeyError: 'difficulty' (mine.py line 16), on prompt"),
     ],
 )
-def test_what_would_fail_at_step_one_is_refused_before_the_start(
+def test_what_would_fail_in_step_one_is_refused_first(
     bridge: Bridge, exported: Manifest, command: str, environment: str, told: str
 ) -> None:
     (bridge.folder / "mine.py").write_text(CHAT)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from bokeh.models import ColumnDataSource
 
-from bridge.core import claim
+from bridge.core import claim, json_lines
 from bridge.run.metric_table import CHARTS, METRICS
 from bridge.run.metrics import StepMetrics
-from bridge.run.run_directory import RunDirectory, to_json
+from bridge.run.run_directory import RunDirectory
 from bridge_cli import main
 from bridge_cli.report import charts, names, record
 from bridge_cli.report.page import choices
@@ -129,7 +129,7 @@ def test_texts_of_others_never_become_markup(tmp_path: Path) -> None:
     rewrite(run, *((index, {"reward_parts": {HOSTILE: index}, HOSTILE: index}) for index in range(5)))
     page = written(run.path, out=tmp_path / "page.html")
     assert len(page.all("script")) == 1
-    shown = "<script>alert(1)</script></div>{{ 7 * 7 }}⟨U+0000⟩⟨U+001B⟩[31m⟨U+202E⟩txt.exe⟨U+2066⟩ ⟨U+D800⟩ مرحبا"
+    shown = r"<script>alert(1)</script></div>{{ 7 * 7 }}\x00\x1b[31m\u202etxt.exe\u2066 \ud800 مرحبا"
     assert page.text.count(shown) >= 8
     assert "<b>run" in page.text
     assert "<i>env" in page.text
@@ -147,7 +147,7 @@ def test_incomplete_runs_are_shown_with_what_is_missing(tmp_path: Path) -> None:
     page = written(run.path, out=tmp_path / "page.html")
     for expected in (
         "unfinished", "step 20 of 50", "metrics.jsonl: skipped 1 incomplete or damaged lines",
-        "no evaluations.jsonl", "no rollouts.jsonl", "1 steps were lost and repeated",
+        "The run has no completions (rollouts.jsonl)", "1 steps were lost and repeated",
     ):  # fmt: skip
         assert expected in page.text
     longer = report_runs.make(tmp_path / "longer", num_steps=6)  # whose summary is of step 6
@@ -164,7 +164,6 @@ def test_steps_of_an_older_version_are_drawn_as_far_as_they_go(tmp_path: Path) -
     run.metrics.write_text("\n".join(lines) + "\n")
     run.config.write_text('{"model_name": "m", "a_choice_of_old": 3}')
     page = written(run.path, out=tmp_path / "page.html")
-    assert "no step has completion_tokens_mean, entropy, unscored: another version of Bridge" in page.text
     assert not {"Entropy, nats", "Parts of the reward", "Completion length, tokens"} & set(page.charts)
     assert {"Gradient norm", "Where a step's time goes, s"} <= set(page.charts)
     assert "This version of Bridge does not know it." in page.text
@@ -332,7 +331,7 @@ def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
     assert all(
         len({metric.unit for metric in chart.metrics if metric.label != "effective share"}) == 1 for chart in CHARTS
     )
-    assert StepMetrics(json.loads(to_json(report_runs.metrics(1, 9)))).fence_s < 0.03
+    assert StepMetrics(json.loads(json_lines.line(report_runs.metrics(1, 9)))).fence_s < 0.03
 
 
 def test_holder_of_a_claim_is_known_by_its_folder(tmp_path: Path) -> None:
@@ -438,7 +437,7 @@ SHOWN: list[tuple[list[dict[str, Any]], list[str]]] = [
     ([group(1, "p", problem={"prompt": "p", "hidden": 42}, completions=[
         {"text": "no", "reward": 1.0, "turns": TURNS, "staleness": 3, "weight_version": 7}])],
      ["hidden 42", "assistant reward 0.25 calls look_up", "I look it up.", "look_up error nothing there",
-      "sequence 3 its first 3 messages", "weights v7, staleness 3", "half ⟨U+D83D⟩ a pair"]),
+      "sequence 3 its first 3 messages", "weights v7, staleness 3", r"half \ud83d a pair"]),
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from bridge.run.checkpoint import Found, Progress
 from bridge.run.run_directory import RunDirectory
 from bridge_cli.resume import open_run
 from tests.cli.test_run_directory import metrics, steps
-from tests.unit.test_claim import held
+from tests.unit.core.test_claim import held
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def test_what_bears_another_name_is_in_nobodys_way(place: Place) -> None:
 
 @pytest.mark.parametrize("damaged", [True, False])
 def test_a_run_without_a_checkpoint_restarts_in_its_directory(place: Place, damaged: bool) -> None:
-    RunDirectory(place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")))
+    RunDirectory(place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
     if damaged:
         cut(place.save(3))
     opened = place.open(resume=True, run_dir=place.mine)
@@ -220,7 +220,7 @@ def test_a_run_that_moved_resumes_where_it_moved(place: Place) -> None:
     place.save(4)
     other = place.open(resume=True, run_dir=Path("other"))
     assert other.told[0] == f"other begins at step 5; the steps before it are in {place.mine}"
-    other.run.write_config(TrainConfig.of(model_name="m", save_path=Path("saved")))
+    other.run.write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
     other.run.append(metrics(5))
     again = place.open(resume=True, run_dir=Path("other"))
     assert again.run.path == Path("other")
@@ -271,7 +271,9 @@ class Runs:
         run = RunDirectory(self.place.folder / "runs" / name)
         run.path.mkdir(parents=True, exist_ok=True)
         mark.put(run.path, "run")
-        run.write_config(TrainConfig.model_validate({"model_name": "m", "save_path": run.checkpoints, **choices}))
+        run.write_config(
+            TrainConfig.model_validate({"model_name": "m", "save_path": run.checkpoints, **choices}).document()
+        )
         os.utime(run.config, (started, started))
         for step in range(1, saved + 2):
             run.append(metrics(step))
@@ -331,7 +333,7 @@ def test_a_newer_run_without_a_checkpoint_is_passed_over(runs: Runs) -> None:
 
 
 def test_a_run_with_checkpoints_elsewhere_is_resumed(runs: Runs) -> None:
-    RunDirectory(runs.place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")))
+    RunDirectory(runs.place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
     newest = runs.place.save(4)
     opened = runs.resumed()
     assert opened.found is not None

@@ -31,13 +31,14 @@ def command(tmp_path: Path, *, host: str = "127.0.0.1", shares_weights: bool = T
 
 
 def test_the_trainer_is_pointed_at_the_server_that_was_started(tmp_path: Path) -> None:
-    train = ranks.attached_to(TrainConfig.of(model_name="m"), command(tmp_path, host="0.0.0.0"))
+    train = TrainConfig.of(model_name="m").changed(**command(tmp_path, host="0.0.0.0").server_choices)
     assert (train.server.host, train.server.port) == ("127.0.0.1", 9009)
     assert train.server.config_path == tmp_path / "manifest.json"
 
 
 def test_the_trainer_of_a_stock_server_looks_for_no_manifest(tmp_path: Path) -> None:
-    train = ranks.attached_to(TrainConfig.of(model_name="m", mode="none"), command(tmp_path, shares_weights=False))
+    stock = command(tmp_path, shares_weights=False)
+    train = TrainConfig.of(model_name="m", mode="none").changed(**stock.server_choices)
     assert (train.server.url(), train.server.config_path) == ("http://127.0.0.1:9009", None)
 
 
@@ -51,29 +52,27 @@ def test_the_trainer_of_a_stock_server_looks_for_no_manifest(tmp_path: Path) -> 
     ],
 )
 def test_a_server_that_is_only_restarted_is_the_stock_one(choices: dict[str, str], patched: bool) -> None:
-    assert ranks.shares_weights(TrainConfig.model_validate({"model_name": "m", **choices})) is patched
+    assert TrainConfig.model_validate({"model_name": "m", **choices}).needs_patched_server is patched
 
 
 def test_the_server_takes_adapters_of_the_rank_that_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    serve, lora = ServeConfig(model="m"), TrainConfig.of(model_name="m", mode="lora_only", lora_r=12)
-    assert run.for_adapters(serve, lora).max_lora_rank == 12
+    serve = ServeConfig(model="m")
+    assert run.for_adapters(serve, 12, in_memory=True).max_lora_rank == 12
     assert "--max-lora-rank 12: the rank of --lora-r" in capsys.readouterr().err
     with pytest.raises(UsageError, match="--max-lora-rank 8 is less than --lora-r 12"):
-        run.for_adapters(serve.model_copy(update={"max_lora_rank": 8}), lora)
+        run.for_adapters(serve.model_copy(update={"max_lora_rank": 8}), 12, in_memory=True)
     larger = serve.model_copy(update={"max_lora_rank": 64})
-    assert run.for_adapters(larger, lora).max_lora_rank == 64
-    assert run.for_adapters(serve, TrainConfig.of(model_name="m")).max_lora_rank is None
+    assert run.for_adapters(larger, 12, in_memory=True).max_lora_rank == 64
     assert capsys.readouterr().err == ""
 
 
 def test_an_adapter_that_vllm_shards_is_refused() -> None:
     split, whole = (ServeConfig(model="m", tensor_parallel_size=size) for size in (2, 1))
-    memory, disk = (TrainConfig.of(model_name="m", mode="lora_only", lora_handover=way) for way in ("memory", "disk"))
     flags = ["--enforce-eager", "--fully_sharded_loras"]
     with pytest.raises(UsageError, match="--fully-sharded-loras cuts an adapter in another way"):
-        run.for_adapters(split, memory, flags)
-    for serve, chosen in ((split, disk), (whole, memory)):
-        assert run.for_adapters(serve, chosen, flags).max_lora_rank == 16
+        run.for_adapters(split, 16, flags, in_memory=True)
+    for serve, in_memory in ((split, False), (whole, True)):
+        assert run.for_adapters(serve, 16, flags, in_memory=in_memory).max_lora_rank == 16
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def a_model(folder: Path) -> None:
 
 
 def a_run(folder: Path) -> None:
-    RunDirectory.create(folder, environment="math").write_config(TrainConfig.of(model_name="m"))
+    RunDirectory.create(folder, environment="math").write_config(TrainConfig.of(model_name="m").document())
 
 
 def a_demo_with_a_thesis(folder: Path) -> None:

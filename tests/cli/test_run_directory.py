@@ -55,7 +55,7 @@ def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
 def test_the_resolved_choices_are_written(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, environment="arithmetic")
     config = TrainConfig.of(model_name="m", save_path=tmp_path / "saved")
-    run.write_config(config)
+    run.write_config(config.document())
     assert TrainConfig.of(**run.choices()) == config
     assert [path for path in tmp_path.iterdir() if path.name != mark.NAME] == [run.config]
 
@@ -89,7 +89,7 @@ def test_a_folder_with_files_of_other_names_may_hold_a_run(tmp_path: Path) -> No
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     run = RunDirectory.create(tmp_path, environment="arithmetic")
-    run.write_config(TrainConfig.of(model_name="m"))
+    run.write_config(TrainConfig.of(model_name="m").document())
     assert RunDirectory.create(tmp_path, environment="arithmetic").path == tmp_path
 
 
@@ -312,7 +312,7 @@ def test_a_full_disk_is_reported_with_the_file_and_its_room(tmp_path: Path) -> N
         lambda: run.note("the server died"),
         lambda: run.append_rollouts(1, [group("4")]),
         lambda: run.append_evaluation(evaluation(1)),
-        lambda: run.write_config(TrainConfig.of(model_name="m" * 100)),
+        lambda: run.write_config(TrainConfig.of(model_name="m" * 100).document()),
     ]
     paths = (run.metrics, run.events, run.rollouts, run.evaluations, run.config)
     for write, path in zip(writes, paths, strict=True):
@@ -378,7 +378,7 @@ def test_another_rank_writes_nothing_into_the_directory(tmp_path: Path) -> None:
         lambda: other.append(metrics(2)),
         lambda: other.append_rollouts(2, []),
         lambda: other.append_evaluation(nothing),
-        lambda: other.write_config(TrainConfig.of(model_name="m")),
+        lambda: other.write_config(TrainConfig.of(model_name="m").document()),
         lambda: other.write_summary(nothing),
         lambda: other.writable(other.checkpoints),
     ]

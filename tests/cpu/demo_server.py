@@ -11,7 +11,6 @@ from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
 from bridge.run.metrics import StepMetrics, Summary
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest
@@ -21,6 +20,7 @@ from bridge.weights import model_folder
 from bridge.weights.attach import attach
 from bridge_cli import demo_model
 from bridge_environments import registry
+from tests.listener import Listener
 from tests.scenarios import EAGER, START_LIMIT_S, with_forked_engine
 
 

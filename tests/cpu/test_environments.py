@@ -1,6 +1,6 @@
 """Word problems and several rewards at once on the real vLLM on the CPU.
 
-Not covered: which answers are right (`tests/unit/test_environment_answers.py`).
+Not covered: which answers are right (`tests/unit/environments/test_answers.py`).
 """
 
 from pathlib import Path

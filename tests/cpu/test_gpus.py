@@ -1,6 +1,6 @@
 """`bridge run --gpus 2` on the CPU: two real vLLMs, trained in lockstep, and what happens when one of them is gone.
 
-Not covered: what ranks compute (`tests/unit/test_ranks.py`), and NCCL.
+Not covered: what ranks compute (`tests/unit/ranks/test_ranks.py`), and NCCL.
 """
 
 import json

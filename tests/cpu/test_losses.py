@@ -1,6 +1,6 @@
 """Every policy loss learns: the demo's task on one live vLLM on the CPU, always from the same initial weights.
 
-Not covered: the values of the losses (`tests/unit/test_policy_loss.py`), and the demo itself (`test_demo.py`).
+Not covered: the values of the losses (`tests/unit/learn/test_policy_loss.py`), and the demo itself (`test_demo.py`).
 """
 
 from collections.abc import Iterator

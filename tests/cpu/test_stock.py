@@ -16,11 +16,11 @@ from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
 from bridge.run.metrics import StepMetrics
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge_environments import registry
 from tests import scenarios
+from tests.listener import Listener
 from tests.models import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stock")]

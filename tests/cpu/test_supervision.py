@@ -1,7 +1,7 @@
 """`bridge run` survives the death of its server on the real vLLM, loses no step, and never leaves a process behind.
 
 Not covered: servers that `bridge run` did not start (`test_accidents.py`), and stand-ins
-(`tests/cli/test_server_process.py`).
+(`tests/unit/processes/test_server_process.py`).
 """
 
 import json

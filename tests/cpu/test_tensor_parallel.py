@@ -17,11 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
-from bridge.checks import server as server_checks
 from bridge.checks.verify import logprob_diffs, verify
 from bridge.config import TrainConfig
 from bridge.learn.opening import learner_of
-from bridge.modes import way_of
+from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
 from bridge.ranks.world import Ranks
 from bridge.run import checkpoint
@@ -29,7 +28,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Group
-from bridge.weights.digest import digest
+from bridge.weights.parts import digest
 from tests import scenarios
 from tests.cpu import test_gpus
 from tests.models import tiny
@@ -37,6 +36,7 @@ from tests.unit.several_ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 NUM_PARTS, STEPS = 2, 3
+SHARED_MEMORY = Path("/dev/shm")
 IN_PARTS = "--tensor-parallel-size", str(NUM_PARTS)
 ADAPTER = "--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK)
 EITHER = pytest.mark.parametrize(
@@ -47,11 +47,11 @@ EITHER = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
     """Remove what vLLM's ranks leave in /dev/shm."""
-    before = server_checks.leftover_mailboxes()
+    mailboxes = "vllm_dist_*cpushm_*"
+    before = {*SHARED_MEMORY.glob(mailboxes)}
     yield
-    for path in server_checks.leftover_mailboxes():
-        if path not in before:
-            path.unlink(missing_ok=True)
+    for path in {*SHARED_MEMORY.glob(mailboxes)} - before:
+        path.unlink(missing_ok=True)
 
 
 def one_head() -> PretrainedConfig:
@@ -93,7 +93,7 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
         max_new_tokens=24, training_steps=STEPS, **choices,
     )  # fmt: skip
     context = RunContext(name="test", scratch=folder / "scratch", note=lambda _: None, ranks=ranks)
-    mode: Any = way_of(config)(config, context)
+    mode: Any = WAYS[config.way](config, context)
     opened = mode.open()
     learner = learner_of(config, opened, lambda _: None, max_model_len=mode.max_model_len, ranks=ranks)
 
@@ -107,7 +107,7 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
         learner.prepare()
         with mode.publish(Update()):
             learner.write()
-        figures.append((learner.learnt().grad_norm, learner.optimizer.changed_weight_share, mode.version))
+        figures.append((learner.learnt()["grad_norm"], learner.optimizer.changed_weight_share, mode.version))
     after = logprob_diffs(opened.model, sampled()).mean().item()
     if ranks.is_rank_zero:
         (folder / "saved").mkdir()

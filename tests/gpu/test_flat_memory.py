@@ -10,12 +10,12 @@ import torch
 
 from benchmarks import _gpu_memory
 from bridge.config import TrainConfig
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge_environments import registry
 from tests import scenarios
 from tests.held_memory import LIMIT_MIB, Memory
+from tests.listener import Listener
 from tests.models import tiny
 
 STEPS = 200

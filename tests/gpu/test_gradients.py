@@ -20,7 +20,7 @@ def test_many_micro_batches_are_as_exact_as_one_and_their_gradient_is_stepped() 
         errors.append(distance({name: each.cpu() for name, each in found.items()}, expected))
         before = weights(model)
         learner.write()
-        assert learner.learnt().num_updates == 1
+        assert learner.learnt()["updates"] == 1
         assert gradient(model) == {}
         assert all(each.isfinite().all() for each in weights(model).values())
         assert any(not torch.equal(each, before[name]) for name, each in weights(model).items())

@@ -149,24 +149,23 @@ class Sample:
         return self._writes(text.encode())
 
     def claims_too_much(self) -> None:
-        """Write the header of an answer that is one byte too long, and no answer."""
-        self._writes((2**20 + 1).to_bytes(4, "big"))
+        """Write a line that is one byte too long, and does not end."""
+        self._writes(b"a" * (2**20 + 1))
         self.spins()
 
     def scribbles_and_hangs(self) -> None:
-        """Write less than an answer's header."""
+        """Write the beginning of a line."""
         self._writes(b"abc")
         self.spins()
 
     def answers_by_itself(self, number: str) -> float:
         """Write a whole answer to every open descriptor."""
-        text = f'[{number}, "Score", {{"reward": 99.0, "parts": {{}}}}]'.encode()
-        return self._writes(len(text).to_bytes(4, "big") + text)
+        return self._writes(f'[{number}, "Score", {{"reward": 99.0, "parts": {{}}, "turns": []}}]\n'.encode())
 
     def writes_a_pickle(self) -> float:
         """Write a pickle that creates a file when unpickled."""
         pickled = pickle.dumps(_Touches(str(self._log.with_suffix(".unpickled"))))
-        return self._writes(len(pickled).to_bytes(4, "big") + pickled)
+        return self._writes(pickled + b"\n")
 
     def _writes(self, content: bytes) -> float:
         for descriptor in range(3, MOST_DESCRIPTORS):

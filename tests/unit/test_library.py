@@ -49,9 +49,10 @@ ATTRIBUTES = {"model", "tokenizer", "version"}
 
 def test_the_surface_is_what_programs_rely_on() -> None:
     functions = {name: getattr(bridge, name) for name in bridge.__all__ if name.islower()}
-    functions |= {f"Policy.{name}": each for name, each in vars(bridge.Policy).items() if not name.startswith("_")}
-    assert {name: _parameters(each) for name, each in functions.items()} == SURFACE
-    assert {name for name in bridge.Policy.__annotations__ if not name.startswith("_")} == ATTRIBUTES
+    names = [name for name in dir(bridge.Policy) if not name.startswith("_")]
+    functions |= {f"Policy.{name}": inspect.getattr_static(bridge.Policy, name) for name in names}
+    assert {name: _parameters(function) for name, function in functions.items()} == SURFACE
+    assert {name for own in bridge.Policy.__mro__ for name in inspect.get_annotations(own)} == ATTRIBUTES
 
 
 def _parameters(function: object) -> str:

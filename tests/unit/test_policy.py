@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bridge
-from bridge import policy as policy_module
+from bridge import served
 from bridge.errors import RewardError, UsageError
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
@@ -50,7 +50,7 @@ class FenceClient(BridgeClient):
 
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
-    monkeypatch.setattr(policy_module, "BridgeClient", FenceClient)
+    monkeypatch.setattr(served, "BridgeClient", FenceClient)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     with bridge.Policy(
         toy.manifest, sampling=bridge.SamplingConfig(), compute=bridge.ComputeConfig(), reads_only=False
@@ -73,7 +73,7 @@ def weights(policy: bridge.Policy) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in policy.parameters()]
 
 
-def test_only_a_policy_that_is_filtered_computes_over_what_was_kept(
+def test_only_a_filtered_policy_computes_over_kept_words(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A teacher without filters scores what a filtered student sampled over the whole vocabulary."""
@@ -86,7 +86,7 @@ def test_only_a_policy_that_is_filtered_computes_over_what_was_kept(
     assert not torch.equal(policy.logprobs(batch)[0], plain)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+def test_an_optimizer_that_needs_a_closure_is_refused(policy: bridge.Policy) -> None:
     optimizer = torch.optim.LBFGS(policy.parameters())
     with pytest.raises(UsageError, match="LBFGS needs a closure"):
         with_gradients(policy).update(optimizer)
@@ -95,9 +95,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_the_fence(policy: b
 
 @pytest.mark.parametrize("max_norm", [None, 0, -1.0, float("nan")])
 @pytest.mark.parametrize("bridges_own", [True, False])
-def test_a_max_norm_that_is_no_positive_number_is_refused_before_the_fence(
-    policy: bridge.Policy, max_norm: Any, bridges_own: bool
-) -> None:
+def test_a_max_norm_that_is_not_positive_is_refused(policy: bridge.Policy, max_norm: Any, bridges_own: bool) -> None:
     """A negative one would turn the gradients around, and None would raise inside the fence."""
     before, own = weights(policy), policy.optimizer(lr=1e-3)
     optimizer = own if bridges_own else torch.optim.SGD(policy.parameters(), lr=1.0)
@@ -107,7 +105,7 @@ def test_a_max_norm_that_is_no_positive_number_is_refused_before_the_fence(
     assert all(map(torch.equal, before, weights(policy)))
 
 
-def test_the_usual_way_to_set_a_learning_rate_sets_that_of_every_parameter(policy: bridge.Policy) -> None:
+def test_setting_the_groups_learning_rate_sets_every_one(policy: bridge.Policy) -> None:
     """With a group for each parameter, it set the first one's alone, and the step failed inside the fence."""
     optimizer, before = policy.optimizer(lr=1e-3), weights(policy)
     optimizer.param_groups[0]["lr"] = 0.5
@@ -116,7 +114,7 @@ def test_the_usual_way_to_set_a_learning_rate_sets_that_of_every_parameter(polic
     assert min(moved) > 0.4, moved
 
 
-def test_an_optimizers_state_is_allocated_before_its_first_fence(
+def test_optimizer_state_is_allocated_before_the_first_fence(
     policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that TRL never uses costs nothing, and without room for its state the weights stay whole."""
@@ -161,12 +159,12 @@ def test_a_problem_without_a_prompt_is_refused_with_what_it_has(policy: bridge.P
 @pytest.mark.parametrize("reward", [None, [1.0], "good", "1.0", float("nan"), torch.zeros(2)])
 def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
     with pytest.raises(RewardError, match="the reward of 'text' is"):
-        policy_module._reward(lambda *_: reward, {"prompt": ""}, "text")
+        served._reward(lambda *_: reward, {"prompt": ""}, "text")
 
 
 @pytest.mark.parametrize("reward", [True, 1, torch.tensor(1.0), np.float32(1)])
 def test_anything_that_is_a_number_is_a_reward(reward: Any) -> None:
-    assert policy_module._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
+    assert served._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -184,7 +182,7 @@ def test_closing_inside_the_block_is_no_error_at_its_end(policy: bridge.Policy) 
 
 def test_completions_fit_the_servers_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the default of 256 tokens, a server of that length would reject every prompt."""
-    monkeypatch.setattr(policy_module, "BridgeClient", FenceClient)
+    monkeypatch.setattr(served, "BridgeClient", FenceClient)
     whole = toy_server.serve(tiny.llama(), tmp_path / "model").manifest
     short = whole.model_copy(update={"max_model_len": 256})
     sampling = bridge.SamplingConfig(group_size=4)
@@ -209,7 +207,7 @@ def test_an_optimizer_of_another_model_is_refused(policy: bridge.Policy) -> None
     assert policy.version == 1
 
 
-def test_the_remedy_of_a_folder_that_exists_is_one_of_the_library(policy: bridge.Policy, tmp_path: Path) -> None:
+def test_the_hint_for_an_existing_folder_is_the_librarys(policy: bridge.Policy, tmp_path: Path) -> None:
     (tmp_path / "model" / "there").touch()
     with pytest.raises(UsageError, match=r"choose another with policy\.save\(FOLDER\)"):
         policy.save(tmp_path / "model")

@@ -16,8 +16,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, TrainerCallback, TrainingArguments
 
 import bridge
-from bridge import policy as policy_module
-from bridge import trl
+from bridge import served, trl
 from bridge.errors import UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from tests.models import tiny
@@ -27,8 +26,8 @@ from tests.unit.test_policy import FenceClient, calls
 
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
-    monkeypatch.setattr(policy_module, "BridgeClient", FenceClient)
-    monkeypatch.setattr(trl, "_check_version", lambda: None)
+    monkeypatch.setattr(served, "BridgeClient", FenceClient)
+    monkeypatch.setattr(trl, "check_version", lambda: None)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     with bridge.Policy(
         toy.manifest, sampling=bridge.SamplingConfig(), compute=bridge.ComputeConfig(), reads_only=False
@@ -252,9 +251,7 @@ def test_a_trainer_with_other_args_is_refused(policy: bridge.Policy) -> None:
         fence.on_init_end(choices(), None, None, model=policy.model)
 
 
-def test_filters_are_refused_because_trl_does_not_know_what_they_kept(
-    policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filters_are_refused_with_trl(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_p=0.9))
     with pytest.raises(UsageError, match="samples with top_p, and TRL computes its loss over the whole vocabulary"):
         bridge.for_trl(policy, choices())

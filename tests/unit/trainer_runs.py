@@ -1,6 +1,7 @@
 """Training runs against a fake server and a fake mode, for the tests of the trainer."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +23,13 @@ from bridge.ranks.world import ALONE
 from bridge.rollouts.problems import WINDOW
 from bridge.run import checkpoint, trainer
 from bridge.run.metrics import StepMetrics, Summary
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update, Window
 from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import OpenedModel, attach
+from tests.listener import Listener
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Asked, serving
@@ -261,7 +262,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
                 mode.process = context.process
                 return mode
 
-            monkeypatch.setattr(trainer, "way_of", lambda _: made)
+            monkeypatch.setattr(trainer, "WAYS", defaultdict(lambda: made))
             if mode.dropout:  # so that two passes differ
                 monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
             yield Run(tmp_path / folder, mode, server.asked)

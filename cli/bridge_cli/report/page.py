@@ -18,9 +18,10 @@ from markupsafe import Markup
 from bridge import __version__
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
+from bridge.core.private import cleaned
 from bridge.run.metric_table import METRICS
 from bridge_cli.report.charts import Artist, Drawing, charts
-from bridge_cli.report.record import Column, Run, visible
+from bridge_cli.report.record import Column, Run
 from bridge_cli.steps import duration
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -37,9 +38,9 @@ Choice = tuple[str, str, str, str]
 
 def html(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of several side by side."""
-    every = [figures(run) for run in runs]
+    of_runs = [figures(run) for run in runs]
     results = {"status": [status(run)[0] for run in runs]}
-    results |= {title: [shown(each[key][1]) for each in every] for key, (title, _) in every[0].items()}
+    results |= {title: [shown(of_run[key][1]) for of_run in of_runs] for key, (title, _) in of_runs[0].items()}
     artist = Artist({run.name: run for run in runs})
     sections: dict[str, list[Drawing]] = {}
     for chart in charts(runs):
@@ -56,11 +57,10 @@ def html(runs: Sequence[Run]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        finalize=lambda value: visible(value) if type(value) is str else value,
+        finalize=lambda value: cleaned(value) if type(value) is str else value,
     )  # fmt: skip
-    environment.filters |= {
-        each.__name__: each for each in (shown, duration, as_text, messages, status, choices, values)
-    }
+    filters = shown, duration, as_text, messages, status, choices, values
+    environment.filters |= {function.__name__: function for function in filters}
     return environment.get_template("report.html.j2").render(
         views=runs, sections=sections, divs={title: Markup(div) for title, div in divs.items()},  # noqa: S704
         script=Markup(script), style=Markup((TEMPLATE / "report.css").read_text()),  # noqa: S704

@@ -1,16 +1,13 @@
 """Read a run directory: finished, running or killed, and written by any version of Bridge."""
 
-import io
 import json
 import re
 import shlex
-import unicodedata
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,22 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.core import claim, mark, private
+from bridge.core import claim, private
 from bridge.errors import UsageError
-from bridge.run.metric_table import METRICS
-from bridge.run.metrics import RECORDED, StepMetrics
+from bridge.run.metrics import StepMetrics
 from bridge.run.rollout_record import cut
 from bridge.run.run_directory import RunDirectory
 
 Column = NDArray[np.float64]
 """One value per step; NaN where it is missing."""
-CLOCK_SLACK_S = 60.0
-"""Tolerance between the time of an event and the time of the metrics file."""
-ENGINE_VERSION = re.compile(rb"LLM engine \(v(\d[\w.+]*)")
-"""vLLM 0.26 to 0.33 log this when the engine starts, within the first `LOG_START_BYTES` of `serve.log`."""
-LOG_START_BYTES = 1 << 18
-KEPT = "\n\t\u200c\u200d"
-"""Invisible characters that stay: white space, and what joins letters and emoji."""
 LONGEST_INT = 18
 """Digits. Longer integers are read as text: no float holds them exactly, and the longest fit into none."""
 NUM_PROBLEMS, NUM_STEPS = 3, 12
@@ -52,9 +41,7 @@ class Event(NamedTuple):
     time: datetime | None
     text: str
     step: int | None
-    """The step that the line names, else the step at that time; None if neither is known."""
-    is_estimate: bool
-    """Whether the step was derived from the time."""
+    """The step that the line names, if it names one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +62,7 @@ class Run:
     """Empty unless the run finished."""
     events: list[Event]
     about: Mapping[str, str]
-    """The device, vLLM's version, and when the oldest and the newest file were written; empty where unknown."""
+    """The device, empty if unknown, and when the oldest and the newest file were written."""
     holder: str | None
     """Pid of the process that is working in the directory."""
     samples: "Samples"
@@ -106,29 +93,24 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
     if not rows:
         raise UsageError(f"{path}: {files.metrics.name} has no complete step", remedy="wait for the first step")
     steps = sorted(rows)
-    columns = _columns([rows[step] for step in steps])
     config, server, summary = (_document(file, notes) for file in (files.config, files.server_config, files.summary))
     choices = private.shown(TrainConfig.written(config))
     evaluated = [row for _, row in json_objects(files.evaluations, notes, has_step)]
     evaluations = {row["step"]: row for row in evaluated if isinstance(row.get("reward_mean"), int | float)}
-    notes += _missing(files, rows.values(), choices, has_evaluations=bool(evaluations))
+    if lost := sum(1 for _ in json_objects(files.lost_metrics, [], has_step)):
+        notes.append(f"the run resumed from a checkpoint: {lost:,} steps were lost and repeated (metrics_lost.jsonl)")
     dated = (files.server_config, files.config, files.metrics, files.evaluations, files.summary)
     times = sorted(datetime.fromtimestamp(file.stat().st_mtime) for file in dated if file.is_file())
-    with files.server_log.open("rb") if files.server_log.is_file() else io.BytesIO() as log:
-        version = ENGINE_VERSION.search(log.read(LOG_START_BYTES))
-    about = {
-        "device": str(rows[steps[-1]].get("device", "")),
-        "vLLM": version[1].decode() if version else "",
-        "written": f"{times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M}",
-    }
+    written = f"{times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M}"
     return Run(
         name=name, path=path, steps=steps,
         samples=samples(files.rollouts, notes, longest=LONGEST_TEXT // num_runs),
-        columns=columns, config=choices, notes=notes, about=about,
+        columns=_columns([rows[step] for step in steps]), config=choices, notes=notes,
+        about={"device": str(rows[steps[-1]].get("device", "")), "written": written},
         evaluations=[evaluations[step] for step in sorted(evaluations)], holder=claim.holder(path.stat().st_ino),
         server=private.shown(ServeConfig.written(server)),
         derived=[*(config.get("derived") or ()), *(server.get("derived") or ())],
-        events=list(_events(files, steps, columns)),
+        events=list(_events(files)),
         summary=summary if summary.get("steps") == steps[-1] else {},
     )  # fmt: skip
 
@@ -170,14 +152,6 @@ def json_object(text: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def visible(text: str) -> str:
-    """Return `text` with each character that could hide or reorder others replaced by its code point."""
-    return "".join(
-        each if each.isprintable() or each in KEPT or unicodedata.category(each) == "Zs" else f"⟨U+{ord(each):04X}⟩"
-        for each in text
-    )
-
-
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     columns: dict[str, Column] = defaultdict(lambda: np.full(len(rows), np.nan))
     for index, row in enumerate(rows):
@@ -193,27 +167,7 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any]:
     return document or {}
 
 
-def _missing(
-    files: RunDirectory, rows: Collection[Mapping[str, Any]], config: Mapping[str, Any], *, has_evaluations: bool
-) -> Iterator[str]:
-    is_loop = mark.kind_of(files.path) == "loop"  # which logs what it likes, and has no evaluations of Bridge's
-    known = [name for name in RECORDED if name in METRICS and METRICS[name].items is None and not is_loop]
-    if absent := [name for name in known if not any(name in row for row in rows)]:
-        yield f"no step has {', '.join(absent)}: another version of Bridge wrote {files.metrics.name}"
-    if not files.config.is_file():
-        yield "no config.json: the configuration of the run is unknown"
-    if not has_evaluations and not files.summary.is_file() and config.get("eval_samples") != 0 and not is_loop:
-        yield "no evaluations.jsonl: the held-out reward is unknown"
-    if not files.rollouts.is_file() and config.get("save_rollouts") is not False and not is_loop:
-        yield "no rollouts.jsonl: there are no completions to show"
-    if lost := sum(1 for _ in json_objects(files.lost_metrics, [], has_step)):
-        yield f"the run resumed from a checkpoint: {lost:,} steps were lost and repeated (metrics_lost.jsonl)"
-
-
-def _events(files: RunDirectory, steps: Sequence[int], columns: Mapping[str, Column]) -> Iterator[Event]:
-    seconds = np.nan_to_num(columns.get("step_s", np.zeros(len(steps))))
-    end = files.metrics.stat().st_mtime  # of the last step; pauses between steps are unknown
-    ends = [end - after for after in accumulate(reversed(seconds[1:]), initial=0.0)][::-1]
+def _events(files: RunDirectory) -> Iterator[Event]:
     text = files.events.read_text(errors="replace") if files.events.is_file() else ""
     for line in private.shown_line(text).splitlines():  # older versions wrote secrets
         stamp, _, rest = line.partition(" ")
@@ -221,12 +175,8 @@ def _events(files: RunDirectory, steps: Sequence[int], columns: Mapping[str, Col
             time = datetime.fromisoformat(stamp).astimezone()
         except ValueError:
             time, rest = None, line
-        named, step = re.search(r"\bstep (\d{1,15})\b", line), None
-        if named:
-            step = int(named[1])
-        elif time and ends[0] - CLOCK_SLACK_S <= time.timestamp() <= ends[-1] + CLOCK_SLACK_S:
-            step = steps[min(bisect_left(ends, time.timestamp()), len(steps) - 1)]
-        yield Event(time, rest, step, is_estimate=not named)
+        named = re.search(r"\bstep (\d{1,15})\b", line)
+        yield Event(time, rest, int(named[1]) if named else None)
 
 
 class Samples(NamedTuple):
@@ -268,10 +218,10 @@ def samples(path: Path, notes: list[str], *, longest: int = LONGEST_TEXT) -> Sam
 def _is_group(row: Mapping[str, Any]) -> bool:
     """Return whether a line has what the page shows of a group, in the right types."""
     parts = [row.get("completions"), row.get("unscored", [])]  # runs of earlier versions have none
-    are_lists = all(isinstance(part, list) and all(isinstance(one, dict) for one in part) for part in parts)
+    are_lists = all(isinstance(part, list) and all(isinstance(sample, dict) for sample in part) for part in parts)
     if not (are_lists and has_step(row) and isinstance(row.get("problem"), dict)):
         return False
-    return all(isinstance(one.get("reward"), int | float | None) for one in row["completions"])
+    return all(isinstance(sample.get("reward"), int | float | None) for sample in row["completions"])
 
 
 def _series(file: BinaryIO, offsets: Mapping[int, list[int]], longest: int) -> dict[str, Any]:
@@ -290,12 +240,13 @@ def _series(file: BinaryIO, offsets: Mapping[int, list[int]], longest: int) -> d
 
 def _step(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the rewards of a step, and its best, median, worst and first unscored completion."""
-    every, unscored = (
-        [one | {"problem": row["problem"], "label": "unscored"} for row in rows for one in row.get(kind, [])]
+    completions, unscored = (
+        [sample | {"problem": row["problem"], "label": "unscored"} for row in rows for sample in row.get(kind, [])]
         for kind in ("completions", "unscored")
     )
-    scored = sorted((one for one in every if one.get("reward") is not None), key=lambda one: one["reward"])
-    rewards = [one["reward"] for one in scored]
+    scored = [sample for sample in completions if sample.get("reward") is not None]
+    scored.sort(key=lambda sample: sample["reward"])
+    rewards = [sample["reward"] for sample in scored]
     picked = {"best": -1, "median": len(scored) // 2, "worst": 0}
     if len(scored) < 3:
         del picked["median"]
@@ -307,7 +258,7 @@ def _step(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _bounded(row: Any, longest: int) -> Any:
     """Return a group whose texts are cut; the turns of a completion share the limit of one text."""
-    for one in (*row["completions"], *row.get("unscored", ())):
-        if (turns := one.get("turns")) and isinstance(turns, list):
-            one["turns"] = cut(turns, max(longest // len(turns), SHORTEST_TURN))
+    for sample in (*row["completions"], *row.get("unscored", ())):
+        if (turns := sample.get("turns")) and isinstance(turns, list):
+            sample["turns"] = cut(turns, max(longest // len(turns), SHORTEST_TURN))
     return cut(row, longest)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
-from bridge.modes import way_of
+from bridge.modes import WAYS
 from bridge.modes.lora import LoraDisk, LoraMemory
 from bridge.modes.mode import RunContext
 from bridge.ranks.world import ALONE, Ranks
@@ -128,7 +128,7 @@ class World:
             name="runs/ours", scratch=self.scratch, note=self.notes.append, resumes=resumes, process=FakeProcess(self),
             ranks=self.ranks,
         )  # fmt: skip
-        mode = way_of(config)(config, context)
+        mode = WAYS[config.way](config, context)
         assert isinstance(mode, LoraMemory | LoraDisk)
         return mode
 

@@ -22,7 +22,6 @@ from bridge.errors import ManifestError, ServerUnreachableError, UsageError
 from bridge.modes.mode import RunContext
 from bridge.modes.none import InPlace, Restart
 from bridge.rollouts.openai_api import Vocabulary
-from bridge.run.reporting import Listener
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import manifest as manifests
@@ -32,6 +31,7 @@ from bridge.server.protocol import Status
 from bridge.types import Problem
 from bridge.weights import skeleton
 from tests.fenced import publish
+from tests.listener import Listener
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import Answer, Asked, as_json, serving

@@ -34,7 +34,7 @@ from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes import attention, layers, preparation
 from bridge.passes.preparation import LENGTHS as CHECKED_LENGTHS
-from bridge.passes.preparation import Expected, packed, prepare, recompute_activations
+from bridge.passes.preparation import Expected, difference, packed, prepare, recompute_activations
 from tests.models import tiny
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 
@@ -454,7 +454,7 @@ def test_liger_kernel_is_applied_without_its_losses(
 @pytest.mark.parametrize("sequence", range(len(CHECKED_LENGTHS)))
 def test_hidden_states_that_are_nan_fail_the_check(sequence: int) -> None:
     model = AutoModelForCausalLM.from_config(tiny.llama()).eval()
-    alone = Expected(model)
-    broken_TH = alone.alone_TH.clone()
+    alone_TH = Expected.of(model).alone_TH
+    broken_TH = alone_TH.clone()
     broken_TH.split(CHECKED_LENGTHS)[sequence].fill_(math.nan)
-    assert math.isnan(alone.difference(broken_TH))
+    assert math.isnan(difference(broken_TH, alone_TH))

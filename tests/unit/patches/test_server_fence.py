@@ -327,7 +327,7 @@ def test_a_takeover_that_dies_leaves_weights_torn() -> None:
 
 
 @pytest.mark.parametrize("failing", ["pause", "settle", "reset"])
-def test_a_takeover_that_fails_leaves_torn_weights_paused_and_torn(failing: str) -> None:
+def test_a_failed_takeover_leaves_torn_weights_torn(failing: str) -> None:
     engine = FakeEngine()
 
     async def passage() -> None:

@@ -47,7 +47,7 @@ def test_an_interrupt_that_loses_the_wake_up_call_is_raised() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_an_interrupt_that_loses_a_call_cancels_what_waits_for_it() -> None:
+def test_an_interrupt_that_loses_a_call_cancels_its_waiter() -> None:
     loop = EventLoop()
     loop._calls = Interrupted()
     made: list[str] = []

@@ -16,8 +16,8 @@ from bridge.errors import CheckpointError, UsageError
 from bridge.run import checkpoint
 from bridge.run.checkpoint import MARKER_NAME, Found, Progress, is_checkpoint, keep_last, newest, numbered, read
 from bridge.types import TrainedProblems
+from tests.unit.core.test_whole_folder import largest_file, names
 from tests.unit.run.killed_saver import KILLS
-from tests.unit.test_whole_folder import largest_file, names
 
 WEIGHTS, CONFIG, OPTIMIZER = "model.safetensors", "config.json", "optimizer/optimizer-00001-of-00001.safetensors"
 FILES = {WEIGHTS: b"w" * 4000, CONFIG: b"{}\n", OPTIMIZER: b"o" * 2000}

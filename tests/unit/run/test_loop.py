@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import bridge
-from bridge import policy as policy_module
+from bridge import served
 from bridge.core import claim
 from bridge.errors import CheckpointError, UsageError
 from bridge.run import checkpoint, export, optimizer_state
@@ -31,7 +31,7 @@ Attach = Callable[..., bridge.Policy]
 @pytest.fixture
 def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
     """Attach to one toy server as often as wanted, with the run directory `run` by default."""
-    monkeypatch.setattr(policy_module, "BridgeClient", FenceClient)
+    monkeypatch.setattr(served, "BridgeClient", FenceClient)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     with ExitStack() as stack:
 

@@ -16,6 +16,7 @@ from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.run import optimizer_state
 from bridge.run.optimizer_state import FOLDER, STATE_NAME
+from bridge.weights import stored_tensors
 
 Trained = dict[str, nn.Parameter]
 OFFLOADED = "offloaded"
@@ -155,12 +156,12 @@ def test_one_file_at_a_time_is_held_while_writing(tmp_path: Path, monkeypatch: p
     step(trained, optimizer, seed=1)
     held: list[int] = []
 
-    def save(tensors: dict[str, Tensor], path: Path) -> None:
+    def save(tensors: dict[str, Tensor], path: Path, metadata: None) -> None:
         held.append(sum(tensor.nbytes for tensor in tensors.values()))
         save_file(tensors, path)
 
     monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", 200)
-    monkeypatch.setattr(optimizer_state, "save_file", save)
+    monkeypatch.setattr(stored_tensors, "save_file", save)
     optimizer_state.write(tmp_path, trained, optimizer)
     assert len(held) == len(files(tmp_path)) > 1
     assert max(held) <= 200

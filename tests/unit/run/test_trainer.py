@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bridge.config import TrainConfig
+from bridge.core import json_lines
 from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
 from bridge.learn import learner, policy_loss
 from bridge.learn.learner import Learner
@@ -23,7 +24,7 @@ from bridge.passes import packing
 from bridge.passes.budget import Budget
 from bridge.run import checkpoint, measuring
 from bridge.run.metrics import RECORDED
-from bridge.run.run_directory import RunDirectory, to_json
+from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Problem
 from tests.cli import report_runs
 from tests.unit.http_server import Asked, as_json
@@ -49,7 +50,7 @@ def test_a_run_leaves_complete_metrics_and_its_last_step(running: Running) -> No
             assert 0 < row["changed_weight_share"] <= 1
             assert row["logprob_diff_max"] >= row["logprob_diff_mean"] > 0
             assert min(row["rollout_s"], row["train_s"], row["peak_memory_gib"]) > 0
-        told = [json.loads(to_json(metrics)) for metrics in run.reported]
+        told = [json.loads(json_lines.line(metrics)) for metrics in run.reported]
         assert told == run.metrics
         assert run.saved() == {"step_3": {"step": 3, "weight_version": 6}}
         run.check_saved("step_3")

@@ -23,7 +23,7 @@ from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Asked, HttpServer, as_json, locked, serving
 from tests.unit.modes.lora_runs import RANK, World, world_in
 from tests.unit.openai_server import openai
-from tests.unit.test_rollouts import sampled
+from tests.unit.rollouts.test_sampler import sampled
 
 KEY = "the key"
 

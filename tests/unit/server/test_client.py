@@ -184,7 +184,7 @@ def test_a_publication_without_a_pause_is_no_repetition() -> None:
     assert server.asked[0].body["after"] is None
 
 
-def test_a_lease_is_given_back_with_the_connection_and_no_other_is() -> None:
+def test_only_the_connections_own_lease_is_returned() -> None:
     with serving(good) as server:
         for run in ("runs/first", None):
             with BridgeClient(manifest(url=server.url), timeout_s=20) as client:
@@ -294,7 +294,7 @@ def test_a_list_of_models_that_is_none_is_unreachable(body: str) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_server_without_a_route_for_its_health_counts_as_healthy(status: int) -> None:
+def test_a_server_without_a_health_route_counts_as_healthy(status: int) -> None:
     with serving(lambda _: Answer("not for you", status)) as server, VllmClient(server.url) as client:
         client.check_health()
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from bridge.errors import UsageError
-from bridge.weights import model_folder
+from bridge.weights import model_folder, stored_tensors
 from bridge.weights.model_folder import INDEX_NAME, SINGLE_NAME, check, load_into, save, tokenizer_files
 from tests.models.families import FAMILIES
 
@@ -128,11 +128,11 @@ def test_the_folder_has_tokenizer_and_generation_defaults(source: Path, out: Pat
 def test_no_tensor_is_copied_on_its_device(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, state = shared_model(tied=True), dict[str, Tensor]()
 
-    def write(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
+    def write(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
         state.update(tensors)
-        save_file(tensors, path, **options)
+        save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(model_folder, "save_file", write)
+    monkeypatch.setattr(stored_tensors, "save_file", write)
     save(model, source, out)
     for name, tensor in model.named_parameters():
         assert state[name].data_ptr() == tensor.data_ptr() == state[name].untyped_storage().data_ptr()

@@ -1,0 +1,162 @@
+"""A live server as a library loop uses it: its lease, its tokenizer, and the completions that it samples.
+
+Not covered: the model whose parameters are the server's memory (`policy.py`).
+"""
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from bridge.config import SamplingConfig
+from bridge.core.foreign_code import described
+from bridge.errors import RewardError, UsageError
+from bridge.passes.packing import Sample
+from bridge.rollouts import problems
+from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts.sampler import Sampler, fitting, seed_of
+from bridge.run.loop import Loop
+from bridge.scoring.score import as_reward, limit_note
+from bridge.server import fence
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.manifest import Manifest
+from bridge.types import Group, Message, Problem
+from bridge.weights import skeleton
+
+Score = Callable[[Problem, str], float]
+"""Returns the reward of a completion's text."""
+note = logging.getLogger("bridge").info
+
+
+class ServedModel:
+    """The model of a live server, to sample from. A context manager; leaving it returns the server to others."""
+
+    tokenizer: PreTrainedTokenizerBase
+    version: int
+    """Number of updates that were published since the server loaded its weights."""
+
+    def __init__(self, manifest: Manifest, *, sampling: SamplingConfig, reads_only: bool, run_dir: Path | None) -> None:
+        self._manifest = manifest
+        self._sampling = fitting(sampling, manifest.max_model_len, note)
+        self._reads_only = reads_only
+        self.tokenizer = skeleton.tokenizer(manifest.model)
+        self._num_calls = 0
+        """Calls of `sample` that drew their own seed."""
+        self._closed = False
+        self._client = BridgeClient(manifest, timeout_s=self._sampling.request_timeout_s)
+        self._sampler = Sampler(self._sampling, ids_of=Vocabulary(self.tokenizer))
+        self._loop = Loop(run_dir, manifest.model, self._sampling, note)
+        program = f"{Path(sys.argv[0]).name or 'python'} (pid {os.getpid()})"
+        try:
+            status = self._client.status() if reads_only else fence.when_free(lambda: self._client.take_lease(program))
+            status.refuse_torn()
+            self.version = status.version
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None:
+                self._loop.end()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Return the server to other trainers, and close the connections; a second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._sampler.close()
+        finally:
+            self._client.close()
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on, from when it was attached."""
+        return self._sampling
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._client.url
+
+    def sample(
+        self,
+        prompts: Sequence[str | list[Message] | Problem],
+        score: Score | None = None,
+        *,
+        seed: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[Group]:
+        """Sample `sampling.group_size` completions of each prompt, with log-probabilities and versions.
+
+        A prompt is text, chat messages, or a dictionary with one of them as `prompt` and what `score` needs beside it.
+        `score(problem, text)` returns a completion's reward, in this process; without it rewards are 0. The same `seed`
+        samples the same completions from the same weights; by default each call has another one. The model's chat
+        template gets `chat_template_kwargs`.
+
+        Raises:
+            UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, or the server rejects a request, for
+                example because a prompt is too long.
+            RewardError: a prompt cannot be encoded, or a reward is not a finite number.
+            ServerUnreachableError: the server does not answer.
+        """
+        problems.check_prompts(prompts)
+        whole: list[Problem] = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in prompts]
+        ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
+        first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(seed + 1, 0)
+        self._num_calls += seed is None
+        with self._loop.sampling():
+            sampled = self._sampler.sample(
+                [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=first_seed
+            )
+            return [
+                Group(
+                    problem=problem,
+                    prompt_token_ids=prompt,
+                    completions=completions,
+                    rewards=tuple(_reward(score, problem, completion.text) for completion in completions),
+                )
+                for problem, prompt, completions in zip(whole, ids, sampled, strict=True)
+            ]
+
+    def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
+        """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
+
+        The end-of-sequence token is added to the completion. Its log-probabilities are unknown (NaN).
+        """
+        ids = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"]]
+        end = self.tokenizer.eos_token_id
+        ids += [end] if end is not None else []
+        if not ids:
+            raise UsageError(f"the completion {completion!r} has no tokens", remedy="leave it out")
+        return Sample(
+            prompt_token_ids=problems.encode(self.tokenizer, {"prompt": prompt}),
+            token_ids=tuple(ids),
+            sampled_logprobs=(math.nan,) * len(ids),
+            advantages=(1.0,) * len(ids),
+            weight=weight,
+        )
+
+
+def _reward(score: Score | None, problem: Problem, text: str) -> float:
+    value = 0.0 if score is None else score(problem, text)
+    reward = as_reward(value)
+    if reward is None:
+        raise RewardError(
+            f"the reward of {text[:80]!r} is {described(value)}, expected a finite number{limit_note(value)}",
+            remedy="return a finite number from score",
+        )
+    return reward

@@ -1,0 +1,139 @@
+"""What `bridge.for_trl` refuses: another version of TRL, settings without effect, and what would move the weights."""
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from packaging.version import Version
+from transformers import PreTrainedTokenizerBase
+
+from bridge.errors import IncompatibleVersionError, UsageError
+from bridge.policy import Policy
+from bridge.rollouts.distribution import filters
+
+TESTED = "1.16", "1.17"
+"""The first version of TRL that works, and the first that nobody has tried."""
+UNUSED: dict[str, tuple[object, ...]] = {
+    "top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,),
+    "generation_kwargs": ({}, None), "cache_implementation": (None,), "use_vllm": (False,),
+    "use_transformers_continuous_batching": (False,), "use_transformers_paged": (False, None),
+    "transformers_continuous_batching_config": ({}, None),
+}  # fmt: skip
+"""Settings of TRL's `GRPOConfig` about generation that have no effect here -> the values that request nothing."""
+VLLM = "vllm_"
+"""Prefix of the settings of TRL's own vLLM, which have no effect either."""
+UNUSED_BY_ADAMW: dict[str, tuple[object, ...]] = {
+    "optim": ("adamw_torch", "adamw_torch_fused"), "optim_args": ("", None), "optim_target_modules": (None,),
+}  # fmt: skip
+"""The same for Bridge's AdamW, unless the script brings its own optimizer."""
+MOVING: dict[str, str] = {
+    "cast_lm_head_to_fp32": "moves the head out of the server's memory",
+    "fp16": "scales gradients for a step of the trainer's own, and the step is taken in the fence",
+    "fp16_full_eval": "copies the weights out of the server's memory",
+    "deepspeed": "copies the weights out of the server's memory",
+    "fsdp": "copies the weights out of the server's memory",
+    "parallelism_config": "trains with several processes, and one process trains a server",
+}
+"""Settings of `GRPOConfig` that would train something else than the server's weights -> why."""
+
+
+def refuse_settings(policy: Policy, args: Any, *, own_optimizer: bool) -> None:
+    """Refuse what has no effect here, and what would train something else than the server's weights.
+
+    Raises:
+        UsageError: a setting is one of these.
+    """
+    _refuse_unused(args, UNUSED if own_optimizer else {**UNUSED, **UNUSED_BY_ADAMW})
+    if chosen := filters(policy.sampling):
+        raise UsageError(
+            f"the policy samples with {', '.join(chosen)}, and TRL computes its loss over the whole vocabulary",
+            remedy="attach the policy without them",
+        )
+    if args.world_size > 1:
+        raise UsageError(f"{args.world_size} processes: one process trains a server", remedy="start the script alone")
+    for name, reason in MOVING.items():
+        if value := getattr(args, name, None):
+            raise UsageError(f"GRPOConfig has {name}={value!r}, which {reason}", remedy=f"leave {name} out")
+    if getattr(args, "bf16_full_eval", False) and policy.model.dtype != torch.bfloat16:
+        raise UsageError(
+            f"GRPOConfig has bf16_full_eval=True, which copies the {policy.model.dtype} weights out of the server's"
+            " memory",
+            remedy="leave bf16_full_eval out",
+        )
+    _check_device(policy, args)
+
+
+def _refuse_unused(args: Any, unused: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse every setting that the user made and that has no effect here, all at once.
+
+    Raises:
+        UsageError: there is one.
+    """
+    fields = dataclasses.fields(args) if dataclasses.is_dataclass(args) else ()
+    neutral = {field.name: (field.default,) for field in fields if field.name.startswith(VLLM)} | dict(unused)
+    values = {name: getattr(args, name, allowed[0]) for name, allowed in neutral.items()}
+    made = {name: value for name, value in values.items() if value not in neutral[name]}
+    if not made:
+        return
+    remedy = f"leave {' and '.join(made)} out"
+    if made.keys() <= UNUSED_BY_ADAMW.keys():
+        remedy += ", or make the optimizer: for_trl(policy, args, optimizers=(OPTIMIZER, None)), for example"
+        remedy += " policy.optimizer('adamw-8bit', lr=args.learning_rate)"
+    raise UsageError(
+        f"GRPOConfig has {', '.join(f'{name}={value!r}' for name, value in made.items())}, which has no effect on"
+        f" {'the optimizer of bridge.for_trl' if made.keys() <= UNUSED_BY_ADAMW.keys() else 'a Bridge server'}",
+        remedy=remedy,
+    )
+
+
+def tokenizer_of(policy: Policy, chosen: Any) -> PreTrainedTokenizerBase:
+    """Return `chosen`, which must mean the same token by an id as the server, or the policy's own.
+
+    Raises:
+        UsageError: it does not, or is no tokenizer.
+    """
+    if chosen is None:
+        return policy.tokenizer
+    if not isinstance(chosen, PreTrainedTokenizerBase):
+        raise UsageError(
+            f"processing_class is a {type(chosen).__name__}, expected a tokenizer: images are not covered",
+            remedy="leave processing_class out, or pass its tokenizer",
+        )
+    theirs = chosen.get_vocab()
+    others = [token for token, index in policy.tokenizer.get_vocab().items() if theirs.get(token) != index]
+    if others:
+        raise UsageError(
+            f"processing_class has other ids than the server's model for {len(others)} tokens, such as {others[0]!r}",
+            remedy=f"use the tokenizer of {policy.tokenizer.name_or_path}, or leave processing_class out",
+        )
+    return chosen
+
+
+def _check_device(policy: Policy, args: Any) -> None:
+    """Refuse a device to which the trainer would copy the weights, and several GPUs, which it would copy them to.
+
+    Raises:
+        UsageError: the trainer's devices are not the server's.
+    """
+    here, there = policy.device, args.device
+    same = here.type == there.type and (here.index or 0) == (there.index or 0)
+    if same and args.n_gpu <= 1:
+        return
+    devices = f"{args.n_gpu} GPUs" if same else str(there)
+    remedy = "GRPOConfig(use_cpu=True)"
+    if here.type == "cuda":
+        remedy = f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(here).uuid} in front of the command"
+    raise UsageError(f"the trainer would use {devices}, and the server's weights are on {here}", remedy=remedy)
+
+
+def check_version() -> None:
+    try:
+        installed = version("trl")
+    except PackageNotFoundError as error:
+        raise IncompatibleVersionError("TRL is not installed", remedy=f"pip install 'trl~={TESTED[0]}.0'") from error
+    if not Version(TESTED[0]) <= Version(installed) < Version(TESTED[1]):
+        raise IncompatibleVersionError(
+            f"TRL {installed} is installed, expected {TESTED[0]}", remedy=f"pip install 'trl~={TESTED[0]}.0'"
+        )

@@ -1,0 +1,153 @@
+"""What stands between two turns, for the chat templates of real models, and which templates are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from bridge.agents import conversation
+from bridge.agents.conversation import Call, Conversation
+from bridge.errors import UsageError
+from tests.models import chat
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+CALL = Call(name="add", arguments={"a": 12, "b": 7}, id="abcdefgh9")
+BETWEEN = {
+    "qwen2_5": "\n<|im_start|>user\n<tool_response>\n19\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "llama3_1": '<|start_header_id|>ipython<|end_header_id|>\n\n"19"<|eot_id|>'
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": '[TOOL_RESULTS] {"content": 19, "call_id": "abcdefgh9"}[/TOOL_RESULTS]',
+}
+BETWEEN["llama3_2"] = BETWEEN["llama3_1"]
+BETWEEN |= dict.fromkeys(("qwen3", "qwen3_instruct_2507"), BETWEEN["qwen2_5"])
+SAID = {
+    "qwen2_5": 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 7}}\n</tool_call><|im_end|>',
+    "llama3_1": '{"name": "add", "parameters": {"a": 12, "b": 7}}<|eot_id|>',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 12, "b": 7}, "id": "abcdefgh9"}]</s>',
+}
+SAID |= {"qwen3": f"<think>\n{SAID['qwen2_5']}\n</think>\n\n{SAID['qwen2_5']}", "qwen3_instruct_2507": SAID["qwen2_5"]}
+
+
+def made(folder: Path, name: str, **choices: Any) -> Conversation:
+    return Conversation(chat.tokenizer(folder, name), str(folder), **({"tools": [TOOL]} | choices))
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_two_turns_stands_what_the_template_puts_there(tmp_path: Path, name: str) -> None:
+    tokenizer = chat.tokenizer(tmp_path, name)
+    ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+    end = tokenizer.eos_token_id
+    added = ours.between([CALL], [CALL.answered("19")], end)
+    assert tokenizer.decode(added) == BETWEEN[name]
+    assert ours.between([CALL], [CALL.answered("19")], 5) == (end, *added), "a turn that was not ended gets its end"
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_calls_are_read_from_the_sampled_tokens(tmp_path: Path, name: str) -> None:
+    tokenizer = chat.tokenizer(tmp_path, name)
+    ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+    (call,) = ours.calls(tokenizer(SAID[name], add_special_tokens=False)["input_ids"])
+    assert (call.name, call.arguments) == (CALL.name, CALL.arguments)
+    assert call.id == ("abcdefgh9" if name == "mistral" else "call00000")
+    for other in ("The answer is 19.", SAID[name].replace('"a": 12', '"a": '), SAID[name].replace('"name"', '"nome"')):
+        assert ours.calls(tokenizer(other, add_special_tokens=False)["input_ids"]) == ()
+
+
+def test_a_turn_may_hold_several_calls(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen3")
+    ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+    calls = ours.calls(tokenizer(SAID["qwen2_5"].replace("<|im_end|>", SAID["qwen2_5"]))["input_ids"])
+    assert [(call.arguments, call.id) for call in calls] == [
+        (CALL.arguments, "call00000"),
+        (CALL.arguments, "call00001"),
+    ]
+    added = tokenizer.decode(ours.between(calls, [calls[0].answered("19"), calls[1].answered("20")], 5))
+    assert "\n19\n</tool_response>\n<tool_response>\n20\n" in added
+    assert added.count("<|im_end|>") == 2
+
+
+def test_what_a_model_writes_cannot_move_the_end_of_its_turn(tmp_path: Path) -> None:
+    ours = made(tmp_path, "qwen2_5")
+    expected = ours.between([CALL], [CALL.answered("19")], 5)
+    for odd in (Call(name="add", arguments={"a": "x<|im_end|>\n"}), Call(name="x<|im_end|>y")):
+        assert ours.between([odd], [odd.answered("19")], 5) == expected
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "thinking off": ("qwen3", {"enable_thinking": False}, "changes an earlier turn once another follows"),
+    "thoughts are dropped": ("qwen3", {"answers": "user"}, "changes an earlier turn once another follows"),
+    "no tools": ("gemma3", {}, "rejects messages of the roles user, assistant, tool: TemplateError: Conv"),
+    "calls are dropped": ("llama3", {}, "writes a call of a tool as"),
+    "tools move": ("mistral", {"answers": "user"}, "changes an earlier turn once another follows"),
+    "no template": ("none", {}, "is missing: its tokenizer has none"),
+    "no end": ("endless", {}, "ends a turn with '\\n', expected a special token"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_template_that_changes_earlier_turns_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    name, choices, expected = REFUSED[case]
+    if name in ("none", "endless"):
+        written = {"none": None, "endless": "{% for each in messages %}{{ each.content }}\n{% endfor %}"}[name]
+        monkeypatch.setattr(chat, "template", lambda _: written)
+        name = "qwen3"
+    with pytest.raises(UsageError) as caught:
+        made(tmp_path, name, **choices)
+    assert caught.value.message.startswith(f"the chat template of {tmp_path} {expected}")
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("qwen3_training", {"enable_thinking": False}),  # TRL's, which keeps the empty thought
+        ("qwen2_5", {"answers": "user"}),
+        ("gemma3", {"answers": "user", "tools": []}),
+        ("llama3", {"answers": "user"}),
+        ("mistral", {"answers": "user", "tools": []}),
+        ("qwen3_instruct_2507", {"answers": "user"}),
+    ],
+)
+def test_others_are_proven(tmp_path: Path, name: str, choices: dict[str, Any]) -> None:
+    ours = made(tmp_path, name, **choices)
+    said = {"role": "user", "content": "And then?"}
+    calls = [CALL] if choices.get("answers") != "user" else []
+    assert len(ours.between(calls, [CALL.answered("19") if calls else said], 5)) > 3
+
+
+def test_a_server_that_does_not_stop_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    tokenizer.eos_token = "<|endoftext|>"  # as in Qwen 2.5's base models
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"ends a turn with '<\|im_end\|>', at which the server does not stop"):
+        Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+    GenerationConfig(eos_token_id=[tokenizer.eos_token_id, *tokenizer("<|im_end|>")["input_ids"]]).save_pretrained(
+        tmp_path
+    )
+    Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+
+
+@pytest.mark.parametrize("form", conversation.FORMATS)
+@pytest.mark.parametrize("text", ["", "[TOOL_CALLS] [7]", "<tool_call>{}</tool_call>", "{" * 100_000, '{"name": 3}'])
+def test_text_that_is_no_call_is_none(text: str, form: str) -> None:
+    assert conversation.parsed(text, form) == ()
+
+
+@pytest.mark.parametrize("begun", ["<tool_call>{", "<tool_call>{}", "<tool_call>"])
+def test_calls_that_nothing_ends_take_no_quadratic_time(tmp_path: Path, begun: str) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    (found,) = conversation.parsed(call + begun * 200_000, "hermes")
+    assert (found.name, found.arguments) == ("add", {"a": 1})
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    said = tokenizer(f"So: {call} and {begun * 2}")["input_ids"]
+    assert made(tmp_path, "qwen2_5").read(said)[0] == f"So:  and {begun * 2}"

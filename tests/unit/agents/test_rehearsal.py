@@ -1,0 +1,147 @@
+"""The first problems are tried before anything starts: prompts that cannot be encoded, scores that always fail."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.agents import stream
+from bridge.config import SamplingConfig, TaskConfig
+from bridge.errors import RewardError, UsageError
+from bridge.scoring.score import Scores
+from bridge.types import Problem
+from bridge.types import Task as BridgeTask
+from bridge.weights import skeleton
+from tests.models import tiny
+from tests.unit import scores_sample
+from tests.unit.scores_sample import Hanging, Sample
+
+CHAT: Any = [{"role": "user", "content": "3+4?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.write_tokenizer(folder, tiny.VOCABULARY)
+    return folder
+
+
+@dataclass
+class Task:
+    """Endless problems, scored by a function."""
+
+    function: Callable[[str], float] = float
+    prompt: Any = "3+4="
+    kept: list[Problem] = field(default_factory=list)
+    scored: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Problem]:
+        for _ in count():
+            yield {"prompt": self.prompt, "answer": 7}
+
+    def held_out(self) -> list[Problem]:
+        return self.kept
+
+    def score(self, problem: Problem, completion: str) -> float:
+        self.scored.append(completion)
+        return self.function(completion)
+
+
+def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, **choices: Any) -> list[str]:
+    """Return the logged lines."""
+    chosen = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
+    told: list[str] = []
+    given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
+    stream.rehearse(str(model), chosen, SamplingConfig(), given, told.append)
+    return told
+
+
+def test_messages_without_a_chat_template_are_refused(model: Path) -> None:
+    held_out: list[Problem] = [{"prompt": CHAT}]
+    for task in (Task(prompt=CHAT), Task(kept=held_out)):
+        with pytest.raises(RewardError, match="the model's tokenizer has no chat template"):
+            tried(model, task)
+        assert task.scored == []
+
+
+def test_an_argument_that_no_template_uses_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False, "thinking": 1}}
+    with pytest.raises(UsageError, match="--chat-template-kwargs has no effect: the prompts are text"):
+        tried(model, Task(), **choices)
+    tokenizer = skeleton.tokenizer(str(model))
+    monkeypatch.setattr(skeleton, "tokenizer", lambda _: tokenizer)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if thinking %}={% endif %}"
+    with pytest.raises(UsageError, match="the model's chat template does not use enable_thinking"):
+        tried(model, Task(prompt=CHAT), **choices)
+    assert tried(model, Task(prompt=CHAT), chat_template_kwargs={"thinking": True}) == []
+
+
+def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> None:
+    with pytest.raises(RewardError) as caught:
+        tried(model, Task(lambda _: 1 / 0))
+    message = caught.value.message
+    assert message.startswith("none of 15 made-up completions of the first problems got a reward: Task.score ")
+    assert "raised ZeroDivisionError: division by zero (test_rehearsal.py line " in message
+    assert message.endswith("on prompt '3+4=' and completion '7'")
+    assert "--max-unscored-share 1" in caught.value.remedy
+    with pytest.raises(RewardError, match=r"Task\.score returned nan, expected a finite number"):
+        tried(model, Task(lambda _: float("nan")))
+
+
+def test_a_score_in_a_process_is_tried_there(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert tried(model, Task(), partial(Sample, log)) == []
+    (line,) = log.read_text().splitlines()
+    assert line.endswith(" 7"), "one completion is enough"
+    with pytest.raises(RewardError, match="making what scores completions raised ValueError: no luck"):
+        tried(model, Task(), scores_sample.broken)
+
+
+def test_a_score_that_lacks_a_key_is_refused_with_the_way_to_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "abc")
+    with pytest.raises(RewardError, match="PermissionError: 401") as met:
+        tried(model, Task(), scores_sample.Judge)
+    assert "it cannot read " in met.value.remedy
+    assert "JUDGE_KEY" in met.value.remedy
+    with pytest.raises(RewardError, match="KeyError: 'JUDGE_KEY'") as met:
+        tried(model, Task(), scores_sample.keyed)
+    assert met.value.remedy.endswith("--worker-env JUDGE_KEY")
+    assert tried(model, Task(), scores_sample.Judge, worker_env="JUDGE_KEY") == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        float,
+        lambda text: float(re.findall(r"<answer>(.*)</answer>", text)[0]),
+        lambda text: float(re.findall(r"boxed{(.*)}", text)[0]),
+        lambda text: float(json.loads(text)["answer"]),
+        lambda text: [1.0][len(text)],
+    ],
+)
+def test_a_score_that_takes_one_form_only_passes(model: Path, function: Callable[[str], float]) -> None:
+    task = Task(function)
+    assert tried(model, task) == []
+    assert 1 <= len(task.scored) <= 5
+
+
+def test_faults_of_several_kinds_or_that_are_allowed_are_told(model: Path) -> None:
+    def differs(text: str) -> float:
+        return {"7": 1 / int(not text) if text else 0.0}["8"]
+
+    for told in (tried(model, Task(differs)), tried(model, Task(lambda _: 1 / 0), max_unscored_share=1)):
+        assert len(told) == 1
+        assert "got a reward: Task.score raised " in told[0]
+
+
+def test_a_score_that_takes_its_time_is_judged_in_training(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "LIMIT_S", 1.0)
+    assert tried(model, Task(), partial(Hanging, tmp_path / "log"), reward_timeout_s=1000) == []

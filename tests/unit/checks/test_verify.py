@@ -1,0 +1,218 @@
+"""The proof must fail if there is a second copy: every check, with one copy and with two."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bridge.checks import Check, verify
+from bridge.checks.verify import Served
+from bridge.config import SamplingConfig
+from bridge.core.process import ProcessIdentity
+from bridge.rollouts.sampler import Sampler
+from bridge.server.client import BridgeClient
+from bridge.server.endpoint import Endpoint
+from bridge.server.protocol import Element, Status
+from bridge.weights.attach import AttachedModel, attach
+from bridge.weights.parts import digest
+from tests.models import tiny
+from tests.unit import toy_server
+from tests.unit.http_server import serving
+from tests.unit.openai_server import choice, openai
+from tests.unit.toy_server import ToyServer
+
+
+class FakeClient:
+    """The server's answers, from the shared tensors or from a copy of them."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.asked: list[tuple[Element, ...]] = []
+
+    def read(self, elements: tuple[Element, ...]) -> tuple[float, ...]:
+        self.asked.append(elements)
+        return tuple(self._cell(element).item() for element in elements)
+
+    def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
+        for element, value in zip(elements, values, strict=True):
+            self._cell(element).fill_(value)
+
+    def _cell(self, element: Element) -> Tensor:
+        return self.tensors[element.parameter].view(-1)[element.index]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> ToyServer:
+    return toy_server.serve(tiny.llama(), tmp_path / "model")
+
+
+@pytest.fixture
+def attached(server: ToyServer) -> AttachedModel:
+    return attach(server.manifest)
+
+
+def copied(server: ToyServer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in server.tensors.items()}
+
+
+def statuses(checks: Iterator[Check]) -> list[str]:
+    return [check.status for check in checks]
+
+
+def test_one_copy_passes_and_a_parameter_elsewhere_fails(attached: AttachedModel) -> None:
+    assert verify.storages(attached).status == "PASS"
+    assert verify.bytes_allocated(attached).status == "PASS"
+    model: Any = attached.model
+    model.model.norm.weight = nn.Parameter(torch.ones(128, dtype=torch.bfloat16))
+    assert verify.storages(attached).status == "FAIL"
+    assert "model.norm.weight" in verify.storages(attached).found
+    assert verify.bytes_allocated(attached).status == "FAIL"
+    assert "256 bytes" in verify.bytes_allocated(attached).found
+
+
+def test_marks_pass_both_ways_and_are_put_back(server: ToyServer, attached: AttachedModel) -> None:
+    before = copied(server)
+    client = FakeClient(server.tensors)
+    assert statuses(verify.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
+    assert {element.parameter for element in client.asked[0]} == server.tensors.keys()
+    assert len(client.asked[0]) == len(server.manifest.shard(0).param_mappings)
+
+
+def test_marks_do_not_reach_a_second_copy(server: ToyServer, attached: AttachedModel) -> None:
+    before = copied(server)
+    client = FakeClient(copied(server))
+    assert statuses(verify.markers(attached, cast(BridgeClient, client)))[:2] == ["FAIL", "FAIL"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
+
+
+def test_one_unshared_parameter_fails(server: ToyServer, attached: AttachedModel) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    client = FakeClient({**server.tensors, name: server.tensors[name].clone()})
+    written, read, _ = verify.markers(attached, cast(BridgeClient, client))
+    total = len(server.manifest.shard(0).param_mappings)
+    assert (written.status, read.status) == ("FAIL", "FAIL")
+    assert f"{total - 1} of {total}" in written.found
+
+
+def test_mark_differs_from_the_value_before(server: ToyServer, attached: AttachedModel) -> None:
+    for tensor in server.tensors.values():
+        tensor.view(-1)[:] = 1.0
+    for index, (name, view) in enumerate(server.manifest.shard(0).param_mappings.items()):
+        middle = view.offset + attached.model.get_parameter(name).numel() // 2
+        server.tensors[view.parameter].view(-1)[middle] = 1.0 + index % 128 / 128
+    client = FakeClient(copied(server))
+    written, *_ = verify.markers(attached, cast(BridgeClient, client))
+    assert written.found.startswith("0 of")
+
+
+def test_marks_are_put_back_if_the_server_fails(server: ToyServer, attached: AttachedModel) -> None:
+    class Gone(FakeClient):
+        def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
+            raise ConnectionError
+
+    before = copied(server)
+    with pytest.raises(ConnectionError):
+        list(verify.markers(attached, cast(BridgeClient, Gone(server.tensors))))
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
+
+
+def test_beside_a_trainer_nothing_is_written(server: ToyServer, attached: AttachedModel) -> None:
+    before, total = copied(server), len(server.manifest.shard(0).param_mappings)
+
+    class ReadOnly(FakeClient):
+        def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
+            pytest.fail("it wrote")
+
+    skipped, same = verify.values(attached, cast(BridgeClient, ReadOnly(server.tensors)))
+    assert (skipped.status, same.status, same.found) == ("SKIP", "PASS", f"{total} of {total} values are equal")
+    assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
+    stale = copied(server)
+    stale["model.norm.weight"].add_(1)
+    *_, other = verify.values(attached, cast(BridgeClient, ReadOnly(stale)))
+    assert (other.status, other.found) == ("FAIL", f"{total - 1} of {total} values are equal")
+
+
+@pytest.mark.parametrize(
+    ("status", "after", "state", "outcome"),
+    [
+        ("PASS", 4, "serving", "PASS"),
+        ("FAIL", 3, "serving", "FAIL"),
+        ("FAIL", 4, "serving", "SKIP"),
+        ("FAIL", 3, "paused", "SKIP"),  # a trainer has begun to write version 4
+    ],
+)
+def test_an_update_meanwhile_is_no_failure(status: Any, after: int, state: Any, outcome: str) -> None:
+    check = Check(name="log-probabilities", status=status, found="0.2", expected="0.05", remedy="attach again")
+    served = Status(model="m", version=after, state=state, server=ProcessIdentity.current())
+    judged = verify.unless_updated(check, 3, served)
+    assert judged.status == outcome
+    assert "0.2" in judged.found
+
+
+def test_checksums_name_the_first_that_differs(server: ToyServer, attached: AttachedModel) -> None:
+    theirs = {name: digest(tensor) for name, tensor in server.tensors.items()}
+    assert verify.digests(attached, theirs).status == "PASS"
+    changed = verify.digests(attached, {**theirs, "model.norm.weight": "0" * 16})
+    assert (changed.status, "model.norm.weight" in changed.found) == ("FAIL", True)
+    assert verify.digests(attached, {}).status == "FAIL"
+    assert verify.digests(attached, {**theirs, "stranger": "0"}).status == "FAIL"
+
+
+def truth(attached: AttachedModel, prompt: list[int], token_ids: list[int]) -> list[float]:
+    """What the model itself assigns to `token_ids` after `prompt`."""
+    given = torch.tensor([prompt + token_ids])
+    with torch.no_grad():
+        logits = attached.model(input_ids=given, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    found: list[float] = logits.log_softmax(dim=1).gather(1, given[0, len(prompt) :].unsqueeze(1)).squeeze(1).tolist()
+    return found
+
+
+@pytest.mark.parametrize(("shift", "status"), [(0.0, "PASS"), (0.04, "PASS"), (0.2, "FAIL")])
+def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: float, status: str) -> None:
+    answers: dict[tuple[int, ...], list[float]] = {}
+
+    def bend(document: dict[str, Any], asked: Any) -> dict[str, Any]:
+        prompt = asked.body["prompt"]
+        logprobs = answers.setdefault(tuple(prompt), [value - shift for value in truth(attached, prompt, [5, 9, 2])])
+        choices = [choice(index, 5, 9, 2) for index in range(asked.body["n"])]
+        return {"choices": [{**one, "logprobs": {"token_logprobs": logprobs}} for one in choices]}
+
+    with serving(openai(bend)) as http, Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
+        groups = verify.sample(sampler, Endpoint(url=http.url), attached.model.config.vocab_size)
+        check = verify.logprobs(verify.logprob_diffs(attached.model, groups))
+    assert check.status == status, check.found
+    assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")
+    assert len(answers) == verify.NUM_PROMPTS
+    assert all(max(prompt) < tiny.VOCABULARY for prompt in answers)
+
+
+def test_replicas_that_differ_are_named() -> None:
+    equal = {path: Served(3, {"a": "1", "b": "2"}) for path in map(Path, "xyz")}
+    assert verify.replicas([*equal], equal.__getitem__).status == "PASS"
+    other = equal | {Path("y"): Served(3, {"a": "1", "b": "3"})}
+    check = verify.replicas([*other], other.__getitem__)
+    assert check.status == "FAIL"
+    assert check.found == "1 of 2 tensors of y differ from those of x, the first: b"
+    missing = equal | {Path("z"): Served(3, {"a": "1"})}
+    assert "tensors of z differ" in verify.replicas([*missing], missing.__getitem__).found
+
+
+def test_replicas_are_compared_at_one_version() -> None:
+    seen = dict.fromkeys("xy", 0)
+
+    def look(path: Path) -> Served:
+        seen[path.name] += 1
+        late = path.name == "y" and seen["y"] <= published
+        return Served(3 if late else 4, {"a": str(late)})
+
+    published = 2
+    assert verify.replicas([Path("x"), Path("y")], look).status == "PASS"
+    assert seen == {"x": 3, "y": 3}
+    published = 99
+    check = verify.replicas([Path("x"), Path("y")], look)
+    assert check.status == "SKIP"
+    assert "again and again" in check.found

@@ -1,0 +1,106 @@
+"""A model's name is looked up before vLLM starts: on a local hub, without a hub, and in the cache only."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.http_server import Answer, Asked, serving
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import json, sys
+from bridge.checks import model
+from bridge.core import hub
+from bridge.errors import UsageError
+
+hub.REQUEST_LIMIT_S, hub.LIMIT_S = 2.0, 6.0
+try:
+    hub.fetch_config(sys.argv[1])
+    print(json.dumps({"config": model.read(sys.argv[1])}))
+except UsageError as error:
+    print(json.dumps({"message": error.message, "remedy": error.remedy}))
+"""
+PLACE = "/resolve/main/config.json"
+NAME = "Someone/Model-0.5B-Instruct"
+SECRET = "someone/secret"
+LIMIT_S = 60.0
+
+
+def answer(asked: Asked) -> Answer:
+    """Answer like the hub, which returns 401 for a missing model unless the user is logged in."""
+    known = {
+        f"/{NAME}{PLACE}": Answer('{"model_type": "llama"}', 200, {"ETag": '"1"', "X-Repo-Commit": "0" * 40}),
+        f"/{SECRET}{PLACE}": Answer("", 403, {"X-Error-Code": "GatedRepo"}),
+        f"/someone/weights{PLACE}": Answer("", 404, {"X-Error-Code": "EntryNotFound"}),
+        f"/someone/slow{PLACE}": None,
+    }
+    if "slow" in asked.path:
+        time.sleep(4)
+    return known.get(asked.path) or Answer("", 401, {"X-Error-Code": "RepoNotFound"})
+
+
+def looked_up(model: str, cache: Path, **surroundings: str) -> dict[str, Any]:
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    outer |= {"HF_HOME": str(cache), "HF_HUB_CACHE": str(cache), "PYTHONPATH": str(ROOT)} | surroundings
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, model],
+        env=outer, cwd=cache, capture_output=True, text=True, timeout=LIMIT_S, check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert "\n" not in "".join(map(str, found.values()))
+    return found
+
+
+def test_what_the_hub_has_is_fetched_and_then_known_without_it(tmp_path: Path) -> None:
+    with serving(answer) as hub:
+        assert looked_up(NAME, tmp_path, HF_ENDPOINT=hub.url) == {"config": {"model_type": "llama"}}
+    assert looked_up(NAME, tmp_path, HF_HUB_OFFLINE="1") == {"config": {"model_type": "llama"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "message", "remedy"),
+    [
+        ("nobody/else", "has no such model, or hides it from you", "hf auth login"),
+        (SECRET, "requires that you accept its terms", "hf auth login"),
+        ("someone/weights", "has no config.json of it", "in the format of transformers"),
+        ("someone/slow", "does not answer", "hf download someone/slow"),
+        ("some one/a:b", "no such folder in ", "--model ORGANISATION/NAME"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_refused_with_the_reason(
+    tmp_path: Path, model: str, message: str, remedy: str
+) -> None:
+    with serving(answer) as hub:
+        found = looked_up(model, tmp_path, HF_ENDPOINT=hub.url)
+    assert found["message"].startswith(f"--model {model}: ")
+    assert message in found["message"]
+    assert remedy in found["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("surroundings", "message"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, "not downloaded yet, and HF_HUB_OFFLINE is set"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub at http://127.0.0.1:9 does not answer ([Errno 111]"),
+        ({"HF_ENDPOINT": "http://no-such-host.invalid"}, "the hub at http://no-such-host.invalid does not answer"),
+    ],
+)
+def test_without_a_hub_only_what_is_in_the_cache_can_be_served(
+    tmp_path: Path, surroundings: dict[str, str], message: str
+) -> None:
+    found = looked_up(NAME, tmp_path, **surroundings)
+    assert message in found["message"]
+    assert found["remedy"].startswith("give a folder, or download it")
+
+
+@pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/else"])
+def test_names_of_another_hub_are_not_looked_up(tmp_path: Path, model: str) -> None:
+    others = {"VLLM_USE_MODELSCOPE": "True"} if model == "nobody/else" else {}
+    assert looked_up(model, tmp_path, HF_HUB_OFFLINE="1", **others) == {"config": None}

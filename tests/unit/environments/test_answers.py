@@ -1,0 +1,123 @@
+"""What counts as a completion's answer, and when it is right."""
+
+import threading
+
+import pytest
+
+from bridge.errors import RewardError
+from bridge_environments import rewards
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "#### 1,234",
+        "12 * 100 = 1200, and 34 more.\n#### 1234",
+        "#### 1234\nI hope that helps, in all 3 cases!",
+        "**#### 1234**",
+        "#### **1,234**",
+        "#### $1,234.00",
+        "#### 1234 eggs per day",
+        "#### x = 1234",
+        r"\boxed{1234}",
+        r"#### \boxed{1{,}234}",
+        r"\[ \boxed{\$1\,234} \]",
+        r"\boxed{1234\text{ km}}",
+        r"\boxed{\text{1234 apples}}",
+        r"\boxed{\frac{2468}{2}}",
+        r"first \boxed{12}, or rather \boxed{1234}",
+        "#### 12\n#### 1234",
+        r"#### 12, no: \boxed{1234}",
+        "The answer is 1234.",
+        "The answer is 12. No, the answer is 1234.",
+        "The answer is 1234, after 3 steps.",
+        "$1,234.00",
+        "1200 and 34 make 1234",
+        "1200+34=1234",
+    ],
+)
+def test_the_answer_is_found_and_right(completion: str) -> None:
+    assert rewards.is_right("1234", completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "no idea",
+        "#### 1235",
+        "#### -1234",
+        "#### 1234.5",
+        "#### 12 34 56",
+        r"\boxed{1234} and so \boxed{12}",
+        "#### 1234\n#### 12",
+        "1234 is it, plus 1",
+        "1234, and then\n####",
+        "1234, and then\n#### ",
+        r"1234, and then \boxed{}",
+        r"1234, and then \boxed{1234",
+        "#### 1,2",
+        "#### " + "1234 " * 200,
+    ],
+)
+def test_what_is_wrong_empty_or_cut_off_is_not_right(completion: str) -> None:
+    assert not rewards.is_right("1234", completion)
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion"),
+    [
+        ("0.5", "#### 1/2"),
+        ("1/2", r"\boxed{0.5}"),
+        (r"\frac{\sqrt{2}}{2}", r"\boxed{\frac{1}{\sqrt 2}}"),
+        ("x+1", r"\boxed{1+x}"),
+        ("-3", "#### -3"),
+        ("50", "#### 50%"),
+        (42, "#### 42"),
+        (2.5, "#### 2.50"),
+        ("6*7=<<6*7=42>>42 eggs.\n#### 42", "#### 42"),
+        ("1,000,000", "#### 1000000"),
+    ],
+)
+def test_equal_numbers_and_formulae_are_right(answer: object, completion: str) -> None:
+    assert rewards.is_right(answer, completion)
+
+
+def test_part_of_a_formula_is_not_the_answer() -> None:
+    assert not rewards.is_right("2", r"\boxed{\frac{1}{\sqrt 2}}")
+
+
+@pytest.mark.parametrize("answer", ["??", "", "Lima", "#### two of them"])
+def test_an_answer_to_compare_with_that_is_no_formula_is_named(answer: str) -> None:
+    with pytest.raises(RewardError, match="is not a number or formula") as caught:
+        rewards.is_right(answer, "#### 42")
+    assert f"the answer {answer!r}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("completion", "found"),
+    [
+        ("nothing", None),
+        ("#### 7 eggs \nmore", "7 eggs"),
+        (r"\boxed{\frac{1}{2}} ok", r"\frac{1}{2}"),
+        (r"\boxed {7}", "7"),
+        ("####", ""),
+        (r"\boxed{\frac{1}{2}", ""),
+    ],
+)
+def test_the_last_mark_is_read_up_to_its_end(completion: str, found: str | None) -> None:
+    assert rewards.marked(completion) == found
+
+
+def test_answers_are_compared_quietly_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(rewards.is_right("7", "#### 7")))
+    thread.start()
+    thread.join()
+    assert found == [True]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_long_completion_is_looked_through_at_its_end_alone() -> None:
+    assert rewards.is_right("7", "1 " * 50_000 + "so it is 7")
+    assert not rewards.is_right("7", "7 is it" + " word" * 1000)

@@ -1,0 +1,305 @@
+"""Problems from data: required fields of a row, sources of rows, and the effect of each choice."""
+
+import json
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from bridge.config import TaskConfig
+from bridge.errors import RewardError, UsageError
+from bridge.types import Environment, Problem
+from bridge_environments import registry, rows
+
+Write = Callable[..., Path]
+WORKED = "4*2=<<4*2=8>>8\n#### 1,008"
+OWN = (
+    "class Task:\n    def __iter__(self):\n        return iter([{'prompt': 'a?'}, {'prompt': [\n"
+    "            {'role': 'system', 'content': 'own'}, {'role': 'user', 'content': 'b?'}], 'plain_prompt': 'b:'}])\n"
+)
+
+
+def config(environment: str, **choices: Any) -> TaskConfig:
+    return TaskConfig(environment=environment, **choices)
+
+
+def load(environment: str, **choices: Any) -> Environment:
+    return registry.load(config(environment, **choices))
+
+
+def prompts(environment: Any) -> list[Any]:
+    return [problem["prompt"] for problem in environment]
+
+
+def refusal(environment: str, **choices: Any) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        load(environment, **choices)
+    assert "\n" not in caught.value.message
+    assert "\n" not in caught.value.remedy
+    return caught.value
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(*lines: object, name: str = "data.jsonl") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+        return path
+
+    return write_file
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create a folder in the hub's layout, with two training problems and one held out."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "copy"
+    (folder / "main").mkdir(parents=True)
+    for split, names in (("train", "ab"), ("test", "c")):
+        table = pa.table({"question": [f"{name}?" for name in names], "answer": [WORKED] * len(names)})
+        parquet.write_table(table, folder / "main" / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def test_gsm8k_without_data_has_the_bundled_problems() -> None:
+    environment: Any = load("gsm8k")
+    problem: Any = next(iter(environment))
+    assert (len(list(environment)), len(environment.held_out())) == (120, 42)
+    assert [message["role"] for message in problem["prompt"]] == ["system", "user"]
+    assert problem["prompt"][0]["content"] == rows.SYSTEM_PROMPT
+    question = problem["prompt"][1]["content"]
+    assert problem["plain_prompt"] == f"{rows.SYSTEM_PROMPT}\n\nQuestion: {question}\nAnswer:"
+    assert environment.score(problem, f"So it is\n#### {problem['answer']}") == 1.0
+    assert environment.score(problem, "#### 0.123") == 0.0
+
+
+def test_a_folder_in_the_hubs_layout_is_read(hub: Path) -> None:
+    card = "---\nconfigs:\n- config_name: main\n  data_files:\n" + "".join(
+        f"  - split: {split}\n    path: main/{split}-*\n" for split in ("train", "test")
+    )
+    for text in ("", card + "---\n"):
+        (hub / "README.md").write_text(text)
+        environment: Any = load("gsm8k", data=str(hub), system_prompt="")
+        assert prompts(environment) == [[{"role": "user", "content": name}] for name in ("a?", "b?")]
+        assert prompts(environment.held_out()) == [[{"role": "user", "content": "c?"}]]
+        assert [problem["answer"] for problem in environment] == ["1008", "1008"]
+
+
+def test_the_layout_of_the_original_repository_is_read_too(write: Write) -> None:
+    path = write({"question": "a?", "answer": WORKED}, name="folder/train.jsonl")
+    assert not load("gsm8k", data=str(path.parent)).held_out()  # type: ignore[attr-defined]
+    write({"question": "c?", "answer": WORKED}, name="folder/test.jsonl")
+    environment: Any = load("gsm8k", data=str(path.parent), system_prompt="")
+    assert prompts(environment.held_out()) == [[{"role": "user", "content": "c?"}]]
+
+
+def test_a_name_on_the_hub_is_asked_for_by_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(path: str, **place: Any) -> Any:
+        asked.append((path, place))
+        row = datasets.Dataset.from_list([{"question": "a?", "answer": WORKED}])
+        return {"train": row, "test": row}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    load("gsm8k", data="openai/gsm8k")
+    load("jsonl", data="someone/else", prompt_column="question")
+    assert asked == [("openai/gsm8k", {"name": "main"}), ("someone/else", {"name": None})]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no route"), ValueError("no route"), FileNotFoundError("no route")])
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def load_dataset(path: str, **place: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    refused = refusal("gsm8k", data="openai/gsm8k")
+    assert refused.message == "--data openai/gsm8k: cannot be loaded: no route"
+    assert "--data path/to/folder" in refused.remedy
+
+
+def test_without_the_library_datasets_the_remedy_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install datasets" in refusal("gsm8k", data="openai/gsm8k").remedy
+    load("gsm8k")
+
+
+def test_data_without_a_split_to_train_on_names_the_splits(hub: Path) -> None:
+    (hub / "main" / "train-00000-of-00001.parquet").unlink()
+    assert "has no split train, found test" in refusal("gsm8k", data=str(hub)).message
+
+
+def test_what_is_neither_there_nor_a_name_is_refused(tmp_path: Path) -> None:
+    for flag in ("data", "eval_data"):
+        error = refusal("jsonl", **{"data": str(tmp_path / "gone.jsonl"), flag: "gone/data.jsonl"})
+        assert "there is no such file or folder" in error.message
+    assert refusal("jsonl").remedy == "--environment jsonl --data path/to/problems.jsonl"
+
+
+def test_jsonl_takes_text_and_messages_with_other_columns(write: Write) -> None:
+    messages = [{"role": "user", "content": "1+1?"}]
+    path = write({"prompt": "2+2=", "answer": 4, "level": 1}, "", {"prompt": messages, "answer": " two "})
+    environment: Any = load("jsonl", data=str(path))
+    first, second = environment
+    assert first == {"prompt": "2+2=", "answer": 4, "level": 1}
+    assert second["prompt"] == messages
+    assert [environment.score(first, "4\n"), environment.score(second, "two"), environment.score(second, "2")] == [
+        1,
+        1,
+        0,
+    ]
+    assert environment.held_out() == []
+
+
+def test_columns_and_evaluation_data_can_be_chosen(write: Write) -> None:
+    path = write({"q": "2+2=", "a": "4"})
+    other = write({"q": "3+3=", "a": "6"}, name="eval.jsonl")
+    environment: Any = load("jsonl", data=str(path), eval_data=str(other), prompt_column="q", answer_column="a")
+    assert [(problem["prompt"], problem["answer"]) for problem in environment] == [("2+2=", "4")]
+    assert [(problem["prompt"], problem["answer"]) for problem in environment.held_out()] == [("3+3=", "6")]
+
+
+def test_every_bad_line_is_named_with_what_is_wrong_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "fine", "answer": "1"}\n\n{"prompt": "cut\n[1]\n\xff\n{"answer": "1"}\n'
+        b'{"prompt": "", "answer": "1"}\n{"prompt": 7, "answer": "1"}\n{"prompt": "no answer"}\n'
+        b'{"prompt": "a", "answer": [1]}\n{"prompt": "a", "answer": ""}\n'
+    )
+    message = refusal("jsonl", data=str(path)).message
+    assert message.startswith(f"{path}: 9 of 10 rows are bad: line 3 is not JSON (Unterminated string")
+    for fault in (
+        "line 4 is [1], expected a JSON object",
+        "line 5 is not UTF-8 at byte 1",
+        "line 6 has no column 'prompt', found answer",
+        "line 7 is not a problem: its prompt is empty",
+        "line 8 is not a problem: its prompt is 7",
+        "line 9 has no answer, and the reward exact compares with the column 'answer'",
+        "line 10 has the answer [1], expected text or a number",
+        "line 11 has an empty answer",
+    ):
+        assert fault in message
+
+
+def test_many_bad_lines_are_counted_past_the_first_ten(write: Write) -> None:
+    message = refusal("jsonl", data=str(write(*["{"] * 25))).message
+    assert "25 of 25 rows are bad" in message
+    assert message.count("not JSON") == rows.MAX_SHOWN_ROWS
+    assert message.endswith("; and 15 more")
+
+
+def test_a_file_without_rows_is_refused(write: Write) -> None:
+    assert "has no rows" in refusal("jsonl", data=str(write())).message
+
+
+def test_a_reward_of_ones_own_needs_no_answer(write: Write) -> None:
+    path = write({"prompt": "hi"})
+    mine = write("def length(problem, completion): return len(completion)", name="mine.py")
+    environment = load("jsonl", data=str(path), reward=f"{mine}:length,format")
+    assert environment.score(next(iter(environment)), "abc") == 3
+    assert "line 1 has no answer, and the reward math" in refusal("jsonl", data=str(path), reward="format,math").message
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "a?", "answer": "it is 7, I think"}, "line 1 has an answer that ends in 'it is 7, I think'"),
+        ({"question": "a?", "answer": "#### seven"}, "ends in 'seven', expected #### and a number"),
+        ({"question": "a?", "answer": "#### 1,00"}, "ends in '1,00'"),
+        ({"question": " ", "answer": "#### 7"}, "has the question ' ', expected text"),
+        ({"question": "a?"}, "has no column 'answer', found question"),
+    ],
+)
+def test_a_row_that_is_not_in_the_format_of_gsm8k_is_named(write: Write, row: Any, message: str) -> None:
+    assert message in refusal("gsm8k", data=str(write(row))).message
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"), [("#### -1,234.50", "-1234.50"), ("#### $18", "18"), (".5", ".5"), (7, "7")]
+)
+def test_the_number_at_the_end_is_the_answer(write: Write, solution: object, answer: str) -> None:
+    (problem,) = load("gsm8k", data=str(write({"question": "a?", "answer": solution})))
+    assert problem["answer"] == answer
+
+
+def test_a_system_prompt_replaces_each_prompts_own(write: Write) -> None:
+    path = write(OWN + "    def score(self, problem, completion): return 1.0\n", name="task.py")
+    first, second = load(f"{path}:Task", system_prompt="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    assert first["prompt"] == [system, {"role": "user", "content": "a?"}]
+    assert second["prompt"] == [system, {"role": "user", "content": "b?"}]
+    plain: list[Any] = [first, second]
+    assert [problem["plain_prompt"] for problem in plain] == ["Be brief.\n\na?", "Be brief.\n\nb:"]
+
+
+def test_an_empty_system_prompt_takes_the_own_one_away(write: Write) -> None:
+    path = write(OWN + "    def score(self, problem, completion): return 1.0\n", name="task.py")
+    assert prompts(load(f"{path}:Task", system_prompt="")) == ["a?", [{"role": "user", "content": "b?"}]]
+
+
+def test_chosen_rewards_take_the_place_of_an_environments_own() -> None:
+    environment: Any = load("arithmetic", reward="math,format=0.5")
+    problem: Problem = {"prompt": "12+7=", "answer": "19"}
+    assert environment.score(problem, "#### 19") == 1.5
+    assert (len(list(environment)), len(environment.held_out())) == (320, 80)
+
+
+def test_chosen_rewards_replace_a_missing_score(write: Write) -> None:
+    path = write(OWN, name="task.py")
+    assert "has no method score" in refusal(f"{path}:Task").message
+    assert load(f"{path}:Task", reward="format").score({"prompt": "a?"}, "#### 7") == 1.0
+    error = refusal(f"{path}:Task", reward="exact")
+    assert isinstance(error, RewardError)
+    assert "problem 0 has no answer, and the reward exact compares with it" in error.message
+
+
+def test_choices_that_an_environment_has_no_use_for_are_refused() -> None:
+    error = refusal("arithmetic", data="x.jsonl", answer_column="a")
+    assert error.message == ("--data, --answer-column: only for --environment gsm8k and jsonl, not arithmetic")
+    for choice in registry.OF_DATA:
+        assert "only for --environment" in refusal("arithmetic", **{choice: "x"}).message
+    assert "no environment 'gsm8'" in refusal("gsm8", data="x").message
+
+
+def scored(recipe: bytes, problem: Problem, completion: str) -> Any:
+    return pickle.loads(recipe)().scores(problem, completion)
+
+
+def test_a_scorer_can_be_pickled_and_needs_no_data() -> None:
+    chosen = TaskConfig(environment="jsonl", data="gone.jsonl", reward="math,format=0.5")
+    recipe = pickle.dumps(partial(registry.scorer, chosen))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        problem: Problem = {"prompt": "6*7?", "answer": "42"}
+        assert pool.apply(scored, (recipe, problem, "it is 42")) == (1.0, {"math": 1.0, "format": 0.0})
+
+
+def test_the_scorer_of_an_environment_is_what_scores_in_it(write: Write) -> None:
+    assert registry.scorer(config("arithmetic")).score({"prompt": "1+1=", "answer": "2"}, "2") == 1.0
+    assert registry.scorer(config("gsm8k")).score({"prompt": "-", "answer": "2"}, "#### 2.0") == 1.0
+    path = write(OWN, name="task.py")
+    with pytest.raises(RewardError, match="has no method score"):
+        registry.scorer(config(f"{path}:Task"))
+
+
+def test_neither_problems_nor_rewards_load_torch(hub: Path) -> None:
+    program = (
+        "import sys\nfrom bridge.config import TaskConfig\nfrom bridge_environments import registry\n"
+        "chosen = TaskConfig(environment='gsm8k', data=sys.argv[1])\n"
+        "problem = next(iter(registry.load(chosen)))\n"
+        "assert registry.scorer(chosen).score(problem, '#### 1008') == 1.0\n"
+        "assert 'datasets' in sys.modules\nassert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
+    )
+    environment = {"PATH": "", "HF_HOME": str(hub.parent / "home")}
+    subprocess.run(
+        [sys.executable, "-c", program, str(hub)], check=True, env=environment, cwd=Path(__file__).parents[3]
+    )

@@ -1,0 +1,129 @@
+"""Rewards by name and custom ones, their weights, and every misuse in one clear line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bridge.errors import RewardError, UsageError
+from bridge.types import Problem
+from bridge_environments import rewards
+from bridge_environments.rewards import Rewards
+
+PROBLEM: Problem = {"prompt": "6*7?", "answer": " 42"}
+MINE = "def brief(problem, completion):\n    return -len(completion) / 10\n"
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(source: str) -> Path:
+        path = tmp_path / "mine.py"
+        path.write_text(source)
+        return path
+
+    return write_file
+
+
+def scores(spec: str, completion: str, problem: Problem = PROBLEM) -> tuple[float, dict[str, float]]:
+    return Rewards(rewards.parse(spec)).scores(problem, completion)
+
+
+def refusal(spec: str) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        rewards.parse(spec)
+    assert "\n" not in str(caught.value.message) + caught.value.remedy
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("completion", "exact", "math", "marked"),
+    [("42\n", 1, 1, 0), ("#### 42.0", 0, 1, 1), (r"\boxed{41}", 0, 0, 1), ("####", 0, 0, 0), ("", 0, 0, 0)],
+)
+def test_the_named_rewards_are_one_or_nothing(completion: str, exact: int, math: int, marked: int) -> None:
+    assert scores("exact,math,format", completion)[1] == {"exact": exact, "math": math, "format": marked}
+
+
+def test_rewards_are_summed_by_weight_with_parts_unweighted(write: Write) -> None:
+    spec = f"math, format=0.5, {write(MINE)}:brief=2"
+    reward, parts = scores(spec, "#### 42")
+    assert parts == {"math": 1.0, "format": 1.0, "brief": -0.7}
+    assert reward == pytest.approx(1 + 0.5 - 1.4)
+    assert Rewards(rewards.parse(spec)).score(PROBLEM, "#### 42") == reward
+
+
+def test_a_weight_may_be_negative_or_nothing() -> None:
+    assert scores("exact=-1.5e0,format=0", "42") == (-1.5, {"exact": 1.0, "format": 0.0})
+
+
+def test_a_function_in_trls_form_gets_lists_of_what_it_names(write: Write) -> None:
+    path = write(
+        "def ends(prompts, completions, answer):\n    return [float((*prompts, *completions, *answer) == W)]\n"
+    )
+    path.write_text(f"W = ('6*7?', 'so 42', ' 42')\n{path.read_text()}")
+    assert scores(f"{path}:ends", "so 42")[0] == 1.0
+
+
+def test_a_reward_in_trls_form_gets_messages_and_columns(write: Write) -> None:
+    path = write(
+        "def ends(completions, **columns):\n    assert sorted(columns) == ['answer', 'level', 'prompts']\n"
+        "    return [m[0]['content'].endswith(a) for m, a in zip(completions, columns['answer'])]\n"
+    )
+    problem: dict[str, object] = {"prompt": [{"role": "user", "content": "hi"}], "answer": "42", "level": 3}
+    assert scores(f"{path}:ends", "so 42", problem)[0] == 1.0  # type: ignore[arg-type]
+
+
+def test_a_file_may_hold_a_callable_object(write: Write) -> None:
+    path = write(
+        "import functools, operator\nclass F:\n    def __call__(self, problem, completion): return 3\nf = F()\n"
+    )
+    assert scores(f"{path}:f", "x") == (3.0, {"F": 3.0})
+
+
+@pytest.mark.parametrize("value", ["'1.0'", "None", "[1.0]"])
+def test_what_is_no_number_names_the_function_and_its_line(write: Write, value: str) -> None:
+    path = write(f"\ndef mine(problem, completion):\n    return {value}\n")
+    with pytest.raises(RewardError, match=r"reward mine returned .*, expected a number \(mine.py line 2\)"):
+        scores(f"{path}:mine", "x")
+
+
+def test_an_unknown_name_lists_what_is_known_and_guesses() -> None:
+    error = refusal("maths")
+    assert "no reward 'maths', expected math, exact, format or path/to/file.py:function" in error.message
+    assert error.remedy.startswith("--reward math,")
+    assert "no reward ''" in refusal("math,").message
+
+
+@pytest.mark.parametrize("weight", ["", "two", "nan", "inf", "1=2"])
+def test_a_weight_that_is_no_finite_number_is_refused(weight: str) -> None:
+    error = refusal(f"math={weight}")
+    assert f"--reward math={weight}: the weight {weight!r} is not a finite number" in error.message
+    assert error.remedy == "--reward math=0.5"
+
+
+def test_duplicate_or_weightless_rewards_are_refused(write: Write) -> None:
+    assert "two rewards are called math" in refusal("math,math=2").message
+    path = write("def math(problem, completion):\n    return 0\n")
+    assert "two rewards are called math" in refusal(f"math,{path}:math").message
+    assert "every weight is 0" in refusal("math=0").message
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def mine(completion): ...", "cannot be called with (problem, completion): too many positional"),
+        ("def mine(a, b, c): ...", "missing a required argument: 'c'"),
+        ("async def mine(problem, completion): ...", "is an async function"),
+        ("class mine: ...", "mine in"),
+        ("def other(problem, completion): ...", "it defines other"),
+        ("mine = 3", "is not a function"),
+        ("1 / 0", "raised ZeroDivisionError: division by zero (mine.py line 1)"),
+    ],
+)
+def test_what_is_no_reward_is_refused(write: Write, source: str, message: str) -> None:
+    assert message in refusal(f"{write(source)}:mine").message
+
+
+def test_a_reward_file_without_a_function_is_refused(tmp_path: Path) -> None:
+    assert refusal("mine.py").remedy == "--reward mine.py:function"
+    assert "there is no such file" in refusal(f"{tmp_path / 'gone.py'}:mine").message

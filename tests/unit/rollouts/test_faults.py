@@ -1,0 +1,628 @@
+"""Servers that fail, hang, lie or die: every prompt gets its own answer, once, or one line gives the reason."""
+
+import asyncio
+import gc
+import inspect
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from bridge.config import SamplingConfig
+from bridge.core.interrupt import deferred_interrupt
+from bridge.errors import BridgeError, ServerUnreachableError, UsageError
+from bridge.rollouts.event_loop import EventLoop
+from bridge.rollouts.openai_api import RequestFailed
+from bridge.rollouts.sampler import FIRST_WAIT_S, WAIT_LIMIT_S, Sampler, wait_s
+from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, next_of
+from bridge.server import client
+from bridge.server.endpoint import Endpoint
+from bridge.types import Completion
+from tests.unit.http_server import Answer, Asked, as_json
+from tests.unit.openai_server import openai
+from tests.unit.rollouts.faulty_server import Cut, FaultyServer, Hang, Script, faulty
+
+PROMPTS = [(7,) * length for length in range(1, 13)]
+NUM_SAMPLES = 3
+EXPECTED = [
+    [(40 + index, 50 + len(prompt), 2) for index in range(NUM_SAMPLES)] for prompt in PROMPTS
+]  # what `openai` answers: no two are equal
+Reaction = Answer | Cut | Hang | None
+WELL = openai()
+
+
+def react(asked: Asked) -> Answer:
+    """Answer like a healthy server."""
+    answer = WELL(asked)
+    assert answer is not None
+    return answer
+
+
+class Waits(list[float]):
+    """Records the waits between tries, without waiting."""
+
+    async def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+
+
+def sampler(*, sleep: Callable[[float], Awaitable[None]] | None = None, **choices: Any) -> Sampler:
+    fixed: dict[str, Any] = {"max_new_tokens": 16, "request_timeout_s": 60}
+    return Sampler(SamplingConfig(**fixed | choices), sleep=Waits() if sleep is None else sleep)
+
+
+def sample(ours: Sampler, *servers: FaultyServer, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> Any:
+    """Return the token ids of every completion."""
+    endpoints = [Endpoint(url=server.url) for server in servers]
+    groups = ours.sample(endpoints, prompts, num_samples=NUM_SAMPLES, seed=1)
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def at_first(num_times: int, fault: Callable[[Asked], Reaction]) -> Script:
+    """Fail each prompt `num_times`, then answer it."""
+    tries: Counter[int] = Counter()
+    lock = threading.Lock()
+
+    def script(asked: Asked) -> Reaction:
+        if asked.method == "GET":
+            return react(asked)
+        with lock:
+            tries[asked.body["seed"]] += 1
+            fails = tries[asked.body["seed"]] <= num_times
+        return fault(asked) if fails else react(asked)
+
+    return script
+
+
+def always(fault: Callable[[Asked], Reaction]) -> Script:
+    return at_first(10**6, fault)
+
+
+def bent(bend: Callable[[list[Any]], list[Any]]) -> Callable[[Asked], Reaction]:
+    """Answer with altered choices."""
+    return openai(lambda document, _: {**document, "choices": bend(document["choices"])})
+
+
+FAULTS: dict[str, Callable[[Asked], Reaction]] = {
+    "500": lambda _: as_json({"error": {"message": "EngineDead"}}, 500),
+    "503": lambda _: Answer("not yet", 503),
+    "408": lambda _: Answer("", 408),
+    "dropped": lambda _: None,
+    "cut in the middle": lambda asked: Cut(react(asked)),
+    "too few": bent(lambda choices: choices[:2]),
+    "too many": bent(lambda choices: [*choices, {**choices[0], "index": 3}]),
+    "one twice": bent(lambda choices: [choices[0], choices[1], choices[1]]),
+    "no JSON": lambda _: Answer("<html>all is well</html>"),
+    "half of the JSON": lambda asked: Answer(react(asked).body[:-40]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes_costs_a_retry_and_no_sample(fault: str) -> None:
+    with faulty(at_first(1, FAULTS[fault])) as server, sampler() as ours:
+        assert sample(ours, server) == EXPECTED
+        assert ours.num_retries == len(PROMPTS)
+    asked = Counter(body["seed"] for body in server.completions)
+    assert set(asked.values()) == {2}  # with the same seed each time
+    assert sorted(asked) == [1_000_003 + NUM_SAMPLES * index for index in range(len(PROMPTS))]
+
+
+def test_retries_after_errors_wait_longer_each_time() -> None:
+    waits = Waits()
+    with faulty(at_first(4, FAULTS["500"])) as server, sampler(sleep=waits) as ours:
+        assert sample(ours, server, prompts=PROMPTS[:1]) == EXPECTED[:1]
+    assert len(waits) == 4
+    assert all(0 <= wait <= longest for wait, longest in zip(waits, (0.5, 1.0, 2.0, 4.0), strict=True))
+    assert len(set(waits)) == 4  # with jitter: requests that failed together must not come back together
+
+
+def test_waits_grow_no_further_than_their_limit() -> None:
+    assert max(wait_s(10**9) for _ in range(100)) <= WAIT_LIMIT_S
+    assert max(wait_s(1) for _ in range(100)) <= FIRST_WAIT_S
+
+
+def error_of(script: Script, **choices: Any) -> tuple[BridgeError, FaultyServer]:
+    with faulty(script) as server, sampler(**choices) as ours:
+        with pytest.raises(BridgeError) as caught:
+            sample(ours, server, prompts=PROMPTS[:1])
+        assert server.url in caught.value.message
+        assert "\n" not in caught.value.message
+    return caught.value, server
+
+
+@pytest.mark.parametrize(("max_retries", "words"), [(0, "tried once"), (1, "tried 2 times"), (4, "tried 5 times")])
+def test_a_server_that_stays_unwell_ends_with_its_message(max_retries: int, words: str) -> None:
+    error, server = error_of(always(FAULTS["500"]), max_retries=max_retries)
+    assert type(error) is ServerUnreachableError
+    assert f"answered 500: EngineDead; {words}" in error.message
+    assert len(server.completions) == max_retries + 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("too few", "requested 3 completions, got 2"), ("too many", "requested 3 completions, got 4"),
+     ("one twice", "requested 3 completions, got those numbered 0, 1, 1"), ("no JSON", "answered nonsense")],
+)  # fmt: skip
+def test_who_answers_nonsense_twice_means_it(fault: str, words: str) -> None:
+    error, server = error_of(always(FAULTS[fault]))
+    assert type(error) is ServerUnreachableError
+    assert words in error.message
+    assert "tried 2 times" in error.message
+    assert len(server.completions) == 2
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422, 501])
+def test_what_would_be_refused_again_is_asked_once(status: int) -> None:
+    _, server = error_of(always(lambda _: as_json({"error": {"message": "no"}}, status)))
+    assert len(server.completions) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_rejected_key_names_its_variable(status: int) -> None:
+    error, _ = error_of(lambda _: as_json({"error": "Unauthorized"}, status))
+    assert type(error) is UsageError  # restarting it would not help
+    assert "VLLM_API_KEY" in error.remedy
+
+
+@pytest.mark.parametrize("key", [None, "abc"])
+def test_the_key_of_the_environment_goes_with_every_request(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    with faulty(react) as server, sampler() as ours:
+        sample(ours, server)
+    assert {asked.headers.get("authorization") for asked in server.asked} == {key and f"Bearer {key}"}
+
+
+def test_a_hanging_server_is_not_retried_and_is_disconnected() -> None:
+    error, server = error_of(always(lambda _: Hang()), request_timeout_s=2)
+    assert type(error) is ServerUnreachableError
+    assert "no answer within 2 s; tried once" in error.message
+    assert "--request-timeout-s" in error.remedy
+    assert len(server.completions) == len(server.given_up) == 1
+
+
+def test_an_endless_answer_is_limited_like_a_missing_one() -> None:
+    error, _ = error_of(
+        always(lambda asked: Answer(react(asked).body, headers={"content-length": "99999"})), request_timeout_s=2
+    )
+    assert "no answer within 2 s" in error.message
+
+
+def test_a_server_that_is_gone_is_told_within_seconds() -> None:
+    waits = Waits()
+    with sampler(sleep=waits) as ours:
+        with faulty(react) as server:
+            assert sample(ours, server) == EXPECTED
+        with pytest.raises(ServerUnreachableError, match=r"ConnectError.*; tried 5 times") as caught:
+            sample(ours, server, prompts=PROMPTS[:1])
+    assert server.url in caught.value.message
+    assert len(waits) == 4
+    assert sum(waits) < 8
+
+
+def test_an_address_that_is_none_is_told_at_once() -> None:
+    with sampler() as ours, pytest.raises(ServerUnreachableError, match="tried once"):
+        ours.sample([Endpoint(url="gopher://here")], PROMPTS, num_samples=1, seed=0)
+
+
+@pytest.mark.parametrize(("wanted", "waited"), [("7", 7.0), ("86400", 30.0), ("soon", 0.0), ("-3", 0.0), (None, 0.0),
+    ("Wed, 21 Oct 2105 07:28:00 GMT", 0.0)])  # fmt: skip
+def test_retry_after_is_respected_within_limits(wanted: str | None, waited: float) -> None:
+    waits, headers = Waits(), {} if wanted is None else {"retry-after": wanted}
+    with faulty(at_first(1, lambda _: Answer("busy", 429, headers))) as server, sampler(sleep=waits) as ours:
+        assert sample(ours, server) == EXPECTED
+    assert len(waits) == len(PROMPTS)
+    assert all(waited <= wait <= waited + FIRST_WAIT_S for wait in waits)
+
+
+def test_a_busy_server_delays_nothing_while_another_is_well() -> None:
+    waits = Waits()
+    busy = always(lambda _: Answer("busy", 429, {"retry-after": "20"}))
+    with faulty(busy) as one, faulty(react) as other, sampler(sleep=waits) as ours:
+        assert sample(ours, one, other) == EXPECTED
+    assert waits
+    assert max(waits) <= FIRST_WAIT_S
+
+
+def test_groups_of_a_dead_server_are_sampled_by_the_other() -> None:
+    def dies(asked: Asked) -> Answer | None:
+        if asked.method == "POST" and len(one.completions) > 1:  # the first four are spread over both
+            threading.Thread(target=one.stop).start()
+            return None
+        return react(asked)
+
+    with faulty(dies) as one, faulty(react) as other, sampler(max_concurrency=4) as ours:
+        assert sample(ours, one, other) == EXPECTED
+        assert ours.num_retries > 0
+        assert sample(ours, one, other) == EXPECTED
+    assert len(other.completions) >= 2 * len(PROMPTS) - 1
+
+
+def test_groups_of_a_hanging_server_are_sampled_by_the_other() -> None:
+    with (
+        faulty(always(lambda _: Hang())) as one,
+        faulty(react) as other,
+        sampler(request_timeout_s=3, max_concurrency=4) as ours,
+    ):
+        assert sample(ours, one, other) == EXPECTED
+        num_hung = len(one.completions)
+        assert 1 <= num_hung <= 4
+        assert sample(ours, one, other) == EXPECTED
+    assert len(one.given_up) == len(one.completions) <= num_hung + 1  # one more if it was due for another try
+    assert ours.num_retries == len(one.completions)
+
+
+def test_nonsense_of_one_server_is_asked_of_another() -> None:
+    with faulty(always(FAULTS["no JSON"])) as one, faulty(react) as other, sampler() as ours:
+        assert sample(ours, one, other) == EXPECTED
+
+
+def test_when_every_server_fails_the_last_one_is_named() -> None:
+    with (
+        faulty(always(FAULTS["500"])) as one,
+        faulty(always(lambda _: Hang())) as other,
+        sampler(request_timeout_s=2) as ours,
+        pytest.raises(ServerUnreachableError, match="EngineDead; tried 5 times") as caught,
+    ):
+        sample(ours, one, other, prompts=PROMPTS[:1])
+    assert one.url in caught.value.message
+    assert (len(one.completions), len(other.completions)) == (4, 1)
+
+
+def test_requests_go_to_the_least_loaded_server() -> None:
+    released = threading.Event()
+
+    def slow(asked: Asked) -> Answer:
+        if asked.method == "POST":
+            released.wait(timeout=60)
+        return react(asked)
+
+    def quick(asked: Asked) -> Answer:
+        if len(other.completions) == len(PROMPTS) - 2:
+            released.set()
+        return react(asked)
+
+    with faulty(slow) as one, faulty(quick) as other, sampler(max_concurrency=4) as ours:
+        assert sample(ours, one, other) == EXPECTED
+    assert (len(one.completions), len(other.completions)) == (2, len(PROMPTS) - 2)
+
+
+def test_servers_take_turns_where_they_are_equally_busy() -> None:
+    with faulty(react) as one, faulty(react) as other, sampler(max_concurrency=1) as ours:
+        assert sample(ours, one, other) == EXPECTED
+    assert len(one.completions) == len(other.completions) == len(PROMPTS) / 2
+
+
+def test_versions_names_and_notes_belong_to_each_server() -> None:
+    def plain(asked: Asked) -> Answer:
+        if asked.method == "GET":
+            return as_json({"data": [{"id": "theirs"}]})
+        tokens = {"tokens": ["token_id:9"], "token_logprobs": [-1.0]}
+        choices = [{"index": i, "text": "", "finish_reason": "stop", "logprobs": tokens} for i in range(NUM_SAMPLES)]
+        return as_json({"choices": choices})
+
+    with faulty(react) as one, faulty(plain) as other, sampler(max_concurrency=1) as ours:
+        endpoints = [Endpoint(url=one.url, model="adapter"), Endpoint(url=other.url, version=5)]
+        groups = ours.sample(endpoints, PROMPTS, num_samples=NUM_SAMPLES, seed=0)
+        assert [other.url in line for line in ours.lacks] == [True]
+    assert [group[0].versions[0] for group in groups] == [3, 5] * (len(PROMPTS) // 2)
+    assert {body["model"] for body in one.completions} == {"adapter"}
+    assert {body["model"] for body in other.completions} == {"theirs"}
+
+
+def test_connections_are_reused_within_and_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "KEEPALIVE_S", 600)
+    with faulty(react) as server, sampler(max_concurrency=3) as ours:
+        for _ in range(5):
+            assert sample(ours, server) == EXPECTED
+        assert 1 <= len(server.connections) <= 3
+
+
+def test_an_idle_connection_closed_by_the_server_costs_nothing() -> None:
+    def closes(asked: Asked) -> Answer:
+        return Answer(react(asked).body, headers={"connection": "close"})
+
+    with faulty(closes) as server, sampler() as ours:
+        assert sample(ours, server) == EXPECTED
+        assert sample(ours, server) == EXPECTED
+        assert ours.num_retries == 0
+
+
+def test_no_more_requests_are_under_way_than_may_be() -> None:
+    lock, running, most = threading.Lock(), 0, 0
+    both = threading.Barrier(2)
+
+    def script(asked: Asked) -> Answer:
+        nonlocal running, most
+        if asked.method == "GET":
+            return react(asked)
+        with lock:
+            running += 1
+            most = max(most, running)
+        both.wait(timeout=60)  # always two at a time
+        with lock:
+            running -= 1
+        return react(asked)
+
+    with faulty(script) as server, sampler(max_concurrency=2) as ours:
+        assert sample(ours, server) == EXPECTED
+    assert most == 2
+
+
+def endpoint_of(server: FaultyServer) -> list[Endpoint]:
+    return [Endpoint(url=server.url)]
+
+
+def test_groups_arrive_one_by_one_with_their_index() -> None:
+    last, taken = threading.Event(), list[int]()
+
+    def script(asked: Asked) -> Answer:
+        if asked.method == "POST" and len(asked.body["prompt"]) == 1:
+            last.wait(timeout=60)  # the first prompt is answered once all others have been taken
+        return react(asked)
+
+    async def take(index: int, group: tuple[Completion, ...]) -> int:
+        assert [completion.token_ids for completion in group] == EXPECTED[index]
+        taken.append(index)
+        if len(taken) == len(PROMPTS) - 1:
+            last.set()
+        return index
+
+    with faulty(script) as server, sampler() as ours:
+        indices = ours.run(ours.each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
+    assert taken[-1] == 0
+    assert sorted(taken) == indices == list(range(len(PROMPTS)))
+
+
+def test_a_slow_caller_holds_up_no_request() -> None:
+    async def take(_index: int, _group: tuple[Completion, ...]) -> None:
+        await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
+
+    with faulty(react) as server, sampler(max_concurrency=2) as ours:
+        ours.run(ours.each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
+
+
+@contextmanager
+def hanging(num_requests: int, act: Callable[[], None]) -> Iterator[FaultyServer]:
+    """Answer nothing, and call `act` once `num_requests` hang."""
+
+    def script(asked: Asked) -> Reaction:
+        if asked.method == "GET":
+            return react(asked)
+        if len(server.completions) == num_requests:
+            act()
+        return Hang()
+
+    with faulty(script) as server:
+        yield server
+
+
+class EnoughError(Exception):
+    """Raised by a caller that stops early."""
+
+
+def test_a_caller_who_stops_leaves_no_request_running() -> None:
+    def script(asked: Asked) -> Reaction:
+        return react(asked) if asked.method == "GET" or len(asked.body["prompt"]) == 1 else Hang()
+
+    async def stop(_index: int, _group: tuple[Completion, ...]) -> None:
+        await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
+        raise EnoughError
+
+    with faulty(script) as server, sampler() as ours:
+        with pytest.raises(EnoughError):
+            ours.run(ours.each(endpoint_of(server), PROMPTS, stop, num_samples=NUM_SAMPLES, seed=0))
+        wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    tick = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        tick.wait(0.01)
+    pytest.fail("the condition never became true")
+
+
+def interrupt(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Check that no task and no generator is left for asyncio to complain about."""
+    yield
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_the_sampler_usable(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with hanging(len(PROMPTS), lambda: interrupt(number)) as server, faulty(react) as well, sampler() as ours:
+            with pytest.raises(KeyboardInterrupt):
+                sample(ours, server)
+            assert signal.getsignal(number) is signal.default_int_handler
+            wait_until(lambda: len(server.given_up) == len(PROMPTS))
+            assert len(server.completions) == len(PROMPTS)
+            assert sample(ours, well) == EXPECTED
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_interrupt_before_a_task_closes_its_coroutine(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    coroutine = asyncio.sleep(0)
+    with sampler() as ours:
+        if not is_first:
+            ours.run(asyncio.sleep(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(EventLoop, "_begin", lambda *_: interrupt(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                ours.run(coroutine)
+        assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+        assert ours.run(asyncio.sleep(0, 3)) == 3
+
+
+@pytest.mark.usefixtures("quiet")
+def test_tasks_run_on_while_the_caller_computes() -> None:
+    happened = threading.Event()
+
+    async def later() -> None:
+        await asyncio.sleep(0.01)
+        happened.set()
+
+    async def leave() -> None:
+        tasks.append(asyncio.create_task(later()))
+
+    tasks: list[Any] = []
+    with sampler() as ours:
+        ours.run(leave())
+        assert happened.wait(60), "nobody waits in `run` meanwhile"
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_call_is_made_in_the_thread_that_waits() -> None:
+    async def called(call: Callable[[], Any]) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        return await ours.call_here(call)
+
+    with sampler() as ours:
+        assert ours.run(called(threading.current_thread)) is threading.main_thread()
+        with pytest.raises(ZeroDivisionError):
+            ours.run(called(lambda: 1 / 0))
+        with pytest.raises(KeyboardInterrupt):
+            ours.run(called(lambda: interrupt(signal.SIGINT)))
+        with pytest.raises(SystemExit):
+            ours.run(called(lambda: sys.exit(3)))
+        assert ours.run(called(lambda: 7)) == 7, "the loop outlives all of them"
+
+
+@pytest.mark.usefixtures("quiet")
+def test_an_interrupt_while_it_waits_to_try_again_acts_at_once() -> None:
+    async def wait_for_ever(_: float) -> None:
+        interrupt(signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with (
+        faulty(always(FAULTS["500"])) as server,
+        sampler(sleep=wait_for_ever) as ours,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        sample(ours, server, prompts=PROMPTS[:1])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_second_interrupt_ends_what_the_first_one_could_not() -> None:
+    async def stubborn() -> None:
+        try:
+            interrupt(signal.SIGINT)
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            interrupt(signal.SIGINT)
+            await asyncio.Event().wait()
+
+    with sampler() as ours, pytest.raises(KeyboardInterrupt):
+        ours.run(stubborn())
+
+
+def test_an_interrupt_that_is_held_back_waits_for_the_end() -> None:
+    def script(asked: Asked) -> Answer:
+        if len(server.completions) == 1:
+            interrupt(signal.SIGINT)
+        return react(asked)
+
+    def held_back() -> None:
+        with deferred_interrupt():
+            done.append(sample(ours, server))
+
+    done: list[Any] = []
+    with faulty(script) as server, sampler() as ours, pytest.raises(KeyboardInterrupt):
+        held_back()
+    assert done == [EXPECTED]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_fault_of_one_prompt_ends_the_requests_of_the_others() -> None:
+    def script(asked: Asked) -> Reaction:
+        if asked.method == "GET" or len(asked.body["prompt"]) > 1:
+            return react(asked) if asked.method == "GET" else Hang()
+        wait_until(lambda: len(server.completions) == len(PROMPTS))
+        return as_json({"error": {"message": "too long"}}, 400)
+
+    with faulty(script) as server, sampler() as ours:
+        with pytest.raises(UsageError, match="too long"):
+            sample(ours, server)
+        wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
+
+
+class Clock:
+    """A clock that the test advances."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def failing(health: Health) -> None:
+    with pytest.raises(RequestFailed), health.watched():
+        raise RequestFailed("no", "anywhere")
+
+
+def test_a_failing_server_rests_longer_each_time() -> None:
+    clock = Clock()
+    health, rests = Health(clock), list[float]()
+    assert health.is_well()
+    for _ in range(9):
+        begun = clock.now
+        failing(health)
+        failing(health)  # while it is left out: counted once
+        while not health.is_well():
+            clock.now += 0.5
+        rests.append(clock.now - begun)
+    assert rests == [1, 2, 4, 8, 16, 32, REST_LIMIT_S, REST_LIMIT_S, REST_LIMIT_S]
+    with health.watched():
+        assert not health.is_well()
+    with health.watched():
+        assert health.is_well()  # it has answered
+
+
+def test_when_all_servers_rest_the_first_back_is_used() -> None:
+    clock = Clock()
+    one, other = (Server(Endpoint(url=url), Health(clock)) for url in ("http://one", "http://other"))
+    servers = [one, other]
+    assert [next_of(servers) for _ in range(4)] == [one, other, one, other]
+    failing(one.health)
+    assert [next_of(servers) for _ in range(2)] == [other, other]
+    clock.now += 0.5
+    failing(other.health)
+    assert [next_of(servers) for _ in range(2)] == [one, one]
+
+
+def test_a_group_that_was_taken_and_dropped_is_gone_from_memory() -> None:
+    taken = list[weakref.ref[Completion]]()
+
+    async def take(_: int, group: tuple[Completion, ...]) -> None:
+        taken.extend(map(weakref.ref, group))
+        alive = sum(completion() is not None for completion in taken)
+        assert alive <= 2 * NUM_SAMPLES  # this group, and the previous one while this one is handed over
+
+    gc.disable()  # whatever a reference cycle held would also stay alive for a while in a run
+    try:
+        with faulty(react) as server, sampler(max_concurrency=4) as ours:
+            ours.run(ours.each(endpoint_of(server), [(7,)] * 60, take, num_samples=NUM_SAMPLES, seed=0))
+    finally:
+        gc.enable()
+    assert len(taken) == 60 * NUM_SAMPLES

@@ -1,0 +1,359 @@
+"""Sampling from a real HTTP server: the request, the parsed answer, and every bad answer in one line."""
+
+import random
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, get_args
+
+import pytest
+
+from bridge.config import SamplingConfig
+from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
+from bridge.rollouts.openai_api import IdsOf
+from bridge.rollouts.sampler import CALL_SEEDS, NUM_CALLS, Sampler, seed_of
+from bridge.server.endpoint import Endpoint
+from bridge.server.protocol import COMPLETIONS, CompletionsRequest, Refusal
+from bridge.types import Completion, FinishReason
+from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
+from tests.unit.openai_server import Bend, openai, plain
+
+PROMPTS = [(5, 6), (7,), (8, 9, 10)]
+
+
+async def no_wait(_: float) -> None:
+    """Do not wait."""
+
+
+def sampler(*, temperature: float = 0.7, ids_of: IdsOf | None = None, **choices: Any) -> Sampler:
+    fixed: dict[str, Any] = {"max_new_tokens": 16, "request_timeout_s": 20, "temperature": temperature}
+    return Sampler(SamplingConfig(**fixed | choices), ids_of=ids_of, sleep=no_wait)
+
+
+def sampled(endpoint: Endpoint, *, num_samples: int = 2, **choices: Any) -> list[tuple[Completion, ...]]:
+    with sampler(**choices) as ours:
+        return ours.sample([endpoint], PROMPTS, num_samples=num_samples, seed=0)
+
+
+def error_of(answers: Answers, **choices: Any) -> BridgeError:
+    with serving(answers) as server:
+        with pytest.raises(BridgeError) as caught:
+            sampled(Endpoint(url=server.url), num_samples=3, **choices)
+        assert server.url in caught.value.message
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def bent_choice(**changes: Any) -> Answers:
+    """Answer with one choice changed; a value of `...` removes the key."""
+
+    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+        changed = {**document["choices"][1], **changes}
+        document["choices"][1] = {key: value for key, value in changed.items() if value is not ...}
+        return document
+
+    return openai(bend)
+
+
+def test_completions_come_in_the_order_of_prompts_and_choices() -> None:
+    shuffler = random.Random(0)
+
+    def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
+        shuffler.shuffle(document["choices"])
+        time.sleep(0.05 / len(asked.body["prompt"]))  # the first prompt is answered last
+        return document
+
+    with serving(openai(bend)) as server:
+        groups = sampled(Endpoint(url=server.url), num_samples=4)
+    assert [[done.token_ids for done in group] for group in groups] == [
+        [(40 + index, 50 + len(prompt), 2) for index in range(4)] for prompt in PROMPTS
+    ]
+    first = groups[0][0]
+    assert (first.logprobs, first.text, first.finish_reason) == ((-5.7, -5.7, -5.7), "EQ", "stop")
+
+
+def test_tokens_are_asked_for_as_the_loss_needs_them() -> None:
+    with serving(openai()) as server, sampler() as ours:
+        ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=3, seed=1)
+        ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=3, seed=2)
+    requests = [asked.body for asked in server.asked if asked.path == "/v1/completions"]
+    assert len(requests) == 2 * len(PROMPTS)
+    assert sorted(tuple(request["prompt"]) for request in requests[:3]) == sorted(PROMPTS)
+    for request in requests:
+        assert request["return_token_ids"] is True
+        assert (request["model"], request["n"], request["max_tokens"]) == ("tiny", 3, 16)
+        assert (request["temperature"], request["top_p"], request["top_k"], request["min_p"]) == (0.7, 1.0, -1, 0.0)
+        assert request["logprobs"] == 0
+        assert request["repetition_penalty"] == 1.0
+        assert (request["presence_penalty"], request["frequency_penalty"]) == (0.0, 0.0)
+
+
+def test_a_patched_vllm_is_asked_by_bridges_own_route() -> None:
+    with serving(openai(is_bridge=True)) as server:
+        groups = sampled(Endpoint(url=server.url), num_samples=3)
+    assert [len(group) for group in groups] == [3, 3, 3]
+    assert groups[0][1].token_ids == (41, 52, 2)
+    for asked in server.asked[1:]:
+        CompletionsRequest.model_validate(asked.body)  # which refuses unknown fields
+        assert (asked.path, asked.body["temperature"], asked.body["max_tokens"]) == (COMPLETIONS, 0.7, 16)
+
+
+@pytest.mark.parametrize("is_bridge", [False, True])
+def test_stop_texts_are_sent_if_there_are_any(is_bridge: bool) -> None:
+    with serving(openai(is_bridge=is_bridge)) as server:
+        sampled(Endpoint(url=server.url), num_samples=2)
+        with sampler(stop=("x", "yz")) as ours:
+            ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=2, seed=1)
+    requests = [asked.body for asked in server.asked if asked.method == "POST"]
+    without, given = requests[: len(PROMPTS)], requests[len(PROMPTS) :]
+    assert not any(request.keys() & {"stop", "include_stop_str_in_output"} for request in without)
+    assert all(request["stop"] == ["x", "yz"] for request in given)
+    assert all(request.get("include_stop_str_in_output", is_bridge) is True for request in given)
+    if is_bridge:
+        CompletionsRequest.model_validate(given[0])
+
+
+def test_seeds_are_unique_and_repeatable() -> None:
+    """In vLLM, completion i of a request gets the request's seed + i."""
+    num_samples, prompts = 8, [(5,)] * 50
+
+    def seeds(seed: int) -> list[int]:
+        with serving(openai()) as server, sampler() as ours:
+            ours.sample([Endpoint(url=server.url)], prompts, num_samples=num_samples, seed=seed)
+        return sorted(asked.body["seed"] + i for asked in server.asked[1:] for i in range(num_samples))
+
+    found = seeds(1) + seeds(2) + seeds(2**31)
+    assert len(set(found)) == len(found) == 3 * 50 * num_samples
+    assert seeds(1) == found[: 50 * num_samples]
+    assert min(seeds(2**63 - 1)) >= 0
+    assert max(seeds(2**63 - 1)) < 2**63
+
+
+def test_runs_of_neighboring_seeds_are_far_apart() -> None:
+    firsts = sorted(seed_of(run, 0) for run in range(1000))
+    gaps = [after - before for before, after in pairwise([*firsts, NUM_CALLS])]
+    assert firsts[0] == 0
+    assert min(gaps) > 10**9
+    assert max(seed_of(run, 2**31) for run in (0, 1, 2**40, 2**63 - 1)) < NUM_CALLS
+    assert NUM_CALLS * CALL_SEEDS <= 2**62
+
+
+@pytest.mark.parametrize(("header", "version"), [("3", 3), ("0", 0), ("3-4", None), ("", None), ("new", None)])
+def test_the_version_of_a_token_is_never_guessed(header: str, version: int | None) -> None:
+    with serving(openai(version=lambda: header)) as server:
+        groups = sampled(Endpoint(url=server.url))
+    assert {done.versions for group in groups for done in group} == {(version,) * 3}
+
+
+@pytest.mark.parametrize("reason", get_args(FinishReason))
+def test_every_reason_that_vllm_gives_is_taken(reason: str) -> None:
+    with serving(bent_choice(finish_reason=reason)) as server:
+        groups = sampled(Endpoint(url=server.url))
+    assert groups[0][1].finish_reason == reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": "error"},
+        {"finish_reason": None},
+        {"finish_reason": "whim"},
+        {"index": ...},
+        {"index": 0},
+        {"index": 3},
+        {"text": None},
+        {"token_ids": "abc"},
+        {"token_ids": [1, 2]},
+        {"token_ids": [1, 2, None]},
+        {"logprobs": {"token_logprobs": [None, -1.0, -1.0]}},
+        {"logprobs": {}},
+        {"logprobs": {"token_logprobs": [float("nan"), -1.0, -1.0]}},
+        {"logprobs": {"token_logprobs": [float("-inf"), -1.0, -1.0]}},
+    ],
+)
+def test_a_choice_that_does_not_fit_is_the_servers_fault(changes: dict[str, Any]) -> None:
+    assert type(error_of(bent_choice(**changes))) is ServerUnreachableError
+
+
+@pytest.mark.parametrize("changes", [{"token_ids": None}, {"token_ids": ...}, {"logprobs": None}, {"logprobs": ...}])
+def test_a_server_without_token_ids_is_a_usage_error(changes: dict[str, Any]) -> None:
+    error = error_of(bent_choice(**changes))
+    assert type(error) is UsageError  # restarting it would not help
+    assert "token ids" in error.message
+    assert "bridge serve-vllm" in error.remedy
+
+
+@pytest.mark.parametrize("keep", [0, 2, 4])
+def test_another_number_of_completions_is_reported(keep: int) -> None:
+    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+        extra = {**document["choices"][0], "index": 3}
+        return {**document, "choices": [*document["choices"], extra][:keep]}
+
+    assert f"requested 3 completions, got {keep}" in error_of(openai(bend)).message
+
+
+def test_a_completion_of_no_tokens_is_one() -> None:
+    with serving(bent_choice(token_ids=[], logprobs={"token_logprobs": []}, text="", finish_reason="abort")) as server:
+        groups = sampled(Endpoint(url=server.url))
+    assert groups[0][1].token_ids == ()
+
+
+def told_by_text(text_of: Callable[[int], str], ids_of: IdsOf | None = None, **choices: Any) -> tuple[Sampler, Any]:
+    """Sample from a server limited to the protocol."""
+    ours = sampler(temperature=choices.get("temperature", 1.0), ids_of=ids_of)
+    with serving(plain(text_of)) as server, ours:
+        endpoint = Endpoint(url=server.url, version=choices.get("version"))
+        return ours, ours.sample([endpoint], PROMPTS, num_samples=2, seed=0)
+
+
+def test_a_server_that_rejects_unknown_fields_is_sampled_from() -> None:
+    _, groups = told_by_text(chr, lambda text: (ord(text),))
+    assert [[done.token_ids for done in group] for group in groups] == [
+        [(40 + index, 50 + len(prompt)) for index in range(2)] for prompt in PROMPTS
+    ]
+    assert groups[0][0].logprobs == (-5.7, -5.7)
+
+
+def test_token_ids_written_as_text_need_no_vocabulary() -> None:
+    _, groups = told_by_text("token_id:{}".format)
+    assert groups[0][1].token_ids == (41, 52)
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "number"), [("bad", (), "no tokens"), ("\ufffd", (7, 8, 9), "3 tokens"), ("token_id:x", (), "no")]
+)
+def test_a_text_that_stands_for_no_token_or_several_is_named(text: str, ids: tuple[int, ...], number: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        told_by_text(lambda _: text, lambda _: ids)
+    assert f"{text!r} is the text of {number}" in caught.value.message
+    assert "return_token_ids" in caught.value.remedy
+
+
+def test_tokens_told_by_text_are_of_no_use_without_a_vocabulary() -> None:
+    with pytest.raises(UsageError, match="returns no token ids"):
+        told_by_text(chr)
+
+
+def test_token_ids_of_the_server_come_before_any_text() -> None:
+    with serving(bent_choice(logprobs={"token_logprobs": [-1.0] * 3, "tokens": ["a", "b", "c"]})) as server:
+        groups = sampled(Endpoint(url=server.url))
+    assert groups[0][1].token_ids == (41, 52, 2)
+
+
+def test_nan_weights_are_not_retried_and_keep_the_message() -> None:
+    told = Refusal(error="NaN or infinity in 2 of 26 tensors", remedy="bridge restore saved/step_3")
+    times: list[float] = []
+
+    def bend(_: dict[str, Any], asked: Asked) -> Answer:
+        times.append(asked.connection)
+        return as_json(told.model_dump(), 409)
+
+    error = error_of(openai(bend, is_bridge=True), max_retries=5)
+    assert (type(error), error.remedy) == (AttachError, told.remedy)
+    assert told.error in error.message
+    assert len(times) <= len(PROMPTS)
+    assert type(error_of(openai(lambda *_: as_json({"error": "busy"}, 409)))) is ServerUnreachableError
+
+
+def test_nan_weights_of_a_stock_server_are_suspected() -> None:
+    error = error_of(bent_choice(logprobs={"token_logprobs": [float("nan"), -1.0, -1.0]}))
+    assert "are its weights NaN?" in error.message
+
+
+def test_what_a_server_lacks_is_known_once_it_has_sampled() -> None:
+    with serving(openai()) as server, sampler() as ours:
+        assert ours.lacks == ()
+        ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=1, seed=0)
+        assert ours.lacks == ()
+    by_text, _ = told_by_text("token_id:{}".format)
+    assert ["end token" in by_text.lacks[0], "which version" in by_text.lacks[1]] == [True, True]
+    assert "defaults of min_p, repetition_penalty, top_k apply" in by_text.lacks[0]
+    versioned, _ = told_by_text("token_id:{}".format, version=4, temperature=0.5)
+    assert ["end token" in versioned.lacks[0], "temperature 0.5" in versioned.lacks[1]] == [True, True]
+    assert len(by_text.lacks) == len(versioned.lacks) == 2
+
+
+@pytest.mark.parametrize("answers", [openai(), plain("token_id:{}".format)], ids=["stock vLLM", "another server"])
+def test_filters_need_a_server_that_reports_what_they_kept(answers: Answers) -> None:
+    error = error_of(answers, top_p=0.9, top_k=20)
+    assert type(error) is UsageError
+    assert error.message.startswith("--top-p 0.9 --top-k 20 needs a server that reports which tokens were kept")
+    assert "bridge serve-vllm" in error.remedy
+
+
+def test_filters_are_sent_where_what_they_kept_comes_back() -> None:
+    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+        for choice in document["choices"]:
+            choice["kept"] = [[0.5, 3], [-1.5, 4], [2.5, 5]]
+        return document
+
+    with serving(openai(bend, is_bridge=True)) as server:
+        groups = sampled(Endpoint(url=server.url), min_p=0.1)
+    assert groups[0][0].kept == ((0.5, 3), (-1.5, 4), (2.5, 5))
+    bodies = [CompletionsRequest.model_validate(asked.body) for asked in server.asked[1:]]
+    assert {(body.min_p, body.top_p, body.top_k) for body in bodies} == {(0.1, 1.0, 0)}
+    short = error_of(openai(lambda document, _: cut(bend(document, _)), is_bridge=True), min_p=0.1)
+    assert "3 tokens with 2 thresholds" in short.message
+
+
+def cut(document: dict[str, Any]) -> dict[str, Any]:
+    document["choices"][1]["kept"].pop()
+    return document
+
+
+def test_a_version_known_to_the_caller_overrides_the_servers() -> None:
+    with serving(openai(version=lambda: "3")) as server:
+        groups = sampled(Endpoint(url=server.url, version=0))
+    assert groups[0][0].versions == (0, 0, 0)
+
+
+def test_another_model_of_the_server_is_asked_for_by_its_name() -> None:
+    with serving(openai()) as server:
+        sampled(Endpoint(url=server.url, model="adapter"))
+    assert {asked.body["model"] for asked in server.asked[1:]} == {"adapter"}
+
+
+TOO_LONG = "This model's maximum context length is 256 tokens. However, you requested\n 400 tokens."
+
+
+@pytest.mark.parametrize("document", [{"error": {"message": TOO_LONG, "code": 400}}, {"message": TOO_LONG}])
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_prompt_that_is_too_long_is_the_users_to_mend(document: dict[str, Any], status: int) -> None:
+    error = error_of(openai(lambda *_: as_json(document, status)))
+    assert type(error) is UsageError
+    assert "maximum context length is 256 tokens" in error.message
+    assert "--max-model-len" in error.remedy
+
+
+BAD: dict[str, Bend] = {
+    "dropped": lambda *_: None,
+    "500": lambda *_: as_json({"error": {"message": "EngineDead"}}, 500),
+    "404": lambda *_: as_json({"error": {"message": "no such model"}}, 404),
+    "html": lambda *_: Answer("<html>"),
+    "a list": lambda *_: Answer("[]"),
+    "no choices": lambda *_: {"id": "x"},
+    "choices of text": lambda *_: {"choices": "three"},
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_server_that_is_unwell_is_unreachable(kind: str) -> None:
+    assert type(error_of(openai(BAD[kind]))) is ServerUnreachableError
+
+
+def test_the_servers_words_are_in_the_error() -> None:
+    assert "EngineDead" in error_of(openai(BAD["500"])).message
+
+
+@pytest.mark.parametrize("body", ["[]", "{}", '{"data": []}', '{"data": [{}]}', "<html>"])
+def test_a_list_of_models_that_is_none_is_unreachable(body: str) -> None:
+    assert type(error_of(lambda _: Answer(body))) is ServerUnreachableError
+
+
+def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with serving(openai()) as server:
+        assert len(sampled(Endpoint(url=server.url))) == len(PROMPTS)
