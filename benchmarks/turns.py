@@ -29,7 +29,6 @@ from benchmarks import _results, _servers, _work
 from benchmarks._models import SIZES, make_dummy_model
 from benchmarks._results import say
 from bridge.agents import stream as agents_stream
-from bridge.agents import trajectories
 from bridge.agents.conversation import Call, Conversation
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.core.together import together
@@ -177,7 +176,7 @@ def stream(kind: type[_work.Hashed], model: Path, options: argparse.Namespace, *
     )  # fmt: skip
     counted = partial(Counted, turns=turns, tokens=options.turns * options.tokens // turns)
     calling = partial(Calling, tool_s=options.tool_ms / 1e3)
-    with patch.object(agents_stream, "Sampler", counted), patch.object(trajectories, "Conversation", calling):
+    with patch.object(agents_stream, "Sampler", counted), patch.object(agents_stream, "Conversation", calling):
         return agents_stream.open_stream(config, registry.load(config.task), say)
 
 

@@ -36,6 +36,7 @@ from bridge.run import optimizer_state
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
 from bridge.types import Group
+from bridge.weights import stored_tensors
 
 ENGINE = "VLLM::EngineCor"
 """The name of the engine's process, as truncated by the kernel."""
@@ -233,14 +234,15 @@ def while_it_writes(trainer: Trainer) -> None:
 def while_it_saves(trainer: Trainer) -> None:
     """Strike when half of the optimizer's state is in its file; a trainer that survives finishes saving."""
 
-    def disturbed(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        if f".step_{trainer.disturbance.step}." in str(path) and not trainer.has_struck:
-            save_file(tensors, path)
+    def disturbed(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None) -> None:
+        is_due = f".step_{trainer.disturbance.step}." in str(path) and path.parent.name == optimizer_state.FOLDER
+        if is_due and not trainer.has_struck:
+            save_file(tensors, path, metadata)
             os.truncate(path, path.stat().st_size // 2)
             trainer.strike()
-        save_file(tensors, path)
+        save_file(tensors, path, metadata)
 
-    mock.patch.object(optimizer_state, "save_file", disturbed).start()
+    mock.patch.object(stored_tensors, "save_file", disturbed).start()
 
 
 HOOKS: Mapping[str, Callable[[Trainer], None]] = {

@@ -183,7 +183,8 @@ class WorkerProcess:
         """Return the answer, or what the process did instead of answering."""
         self._number += 1
         self._limit_s = timeout_s
-        self._limit = limit = asyncio.timeout(timeout_s)
+        limit = asyncio.timeout(timeout_s)
+        self._limit = limit
         try:
             return await self._next_answer(limit, Score | FailedScore | Reply, question)  # type: ignore[no-any-return]
         except HARM as error:
