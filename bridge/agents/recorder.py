@@ -11,18 +11,19 @@ import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import uvicorn
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bridge.agents import chat_request, responses_api
 from bridge.agents.chat_request import Refusal
+from bridge.core.intake import RefusedBodyError, limit_connections, read_body
 
 KEPT_S = 3600
 """How long a connection without requests is kept: an agent's tools may take long."""
@@ -31,13 +32,11 @@ ACCEPTED_AT_ONCE = 64
 """Connections that the event loop accepts before it looks at any of them."""
 QUEUED = 2048
 """Connections that wait in the kernel."""
-BODY_LIMIT_BYTES = 128 * 2**20
-"""Largest body. A conversation of a million tokens takes some 8 MiB."""
 ENDED = "this run has ended or never existed"
 APIS: Mapping[str, ModuleType] = {"chat/completions": chat_request, "responses": responses_api}
 """Route -> its protocol: a request as one for a chat completion, and the answer as a document or a stream."""
 EXPECTED = f"expected {' or '.join(f'POST {route}' for route in APIS)} or GET models"
-ENDS_CONNECTION = (404, 413)
+ENDS_CONNECTION = (404, 408, 413)
 """Statuses of requests whose body was not read: it may still arrive."""
 Document = Mapping[str, Any]
 Answer = Callable[[Any], Awaitable[Document]]
@@ -96,6 +95,7 @@ class Recorder:
             config.load()
             self._server = uvicorn.Server(config)
             self._server.lifespan = config.lifespan_class(config)
+            await limit_connections(lambda: self._server)
             await self._server.startup([listener])  # `serve` would take the signals
             listener.listen(QUEUED)  # asyncio takes one number for both
             self._socket = listener
@@ -140,20 +140,13 @@ class Recorder:
 
 
 async def _body(request: Request) -> bytes:
-    length, body = request.headers.get("content-length", ""), bytearray()
-    too_large = Refusal(f"the body is larger than {BODY_LIMIT_BYTES // 2**20} MiB", status=413)
-    if length.isdecimal() and int(length) > BODY_LIMIT_BYTES:
-        raise too_large
     try:
-        stream = request.stream()
-        async with aclosing(stream):
-            async for piece in stream:
-                body += piece
-                if len(body) > BODY_LIMIT_BYTES:
-                    raise too_large
-    except ClientDisconnect as error:
-        raise Refusal("the client closed the connection", status=499) from error
-    return bytes(body)
+        messages = await read_body(request.scope["headers"], request.receive)
+    except RefusedBodyError as error:
+        raise Refusal(error.message, status=error.status) from error
+    if messages[-1]["type"] == "http.disconnect":
+        raise Refusal("the client closed the connection", status=499)
+    return b"".join(message.get("body", b"") for message in messages)
 
 
 async def _in_time(run: _Run, asked: Any, request: Request) -> Document:

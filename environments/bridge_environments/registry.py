@@ -1,5 +1,6 @@
 """Find an environment by name, `arithmetic` or `file.py:ClassName`, with the data, rewards and prompt chosen for it."""
 
+import difflib
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -205,10 +206,12 @@ def _class(config: TaskConfig) -> type:
     if ":" in name or name.endswith(".py"):
         return find_object("environment", name)  # type: ignore[no-any-return]
     known = [*CLASSES, *FORMATS]
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
     form = FORMS["environment"]
     raise UsageError(
         f"no environment {name!r}, expected {', '.join((*known, *PACKAGES))} or {form}",
-        remedy=f"--environment arithmetic, or --environment {form} for your own",
+        remedy=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {form} for your own",
     )
 
 

@@ -5,6 +5,7 @@ counts. math-verify decides what is equal: it reads numbers, fractions and LaTeX
 limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes too long.
 """
 
+import difflib
 import inspect
 import logging
 import math
@@ -125,10 +126,11 @@ def _reward(item: str) -> Reward:
     if name in NAMED:
         score, needs_answer = NAMED[name]
         return Reward(name=name, weight=weight, score=score, needs_answer=needs_answer)
+    (close,) = difflib.get_close_matches(name, NAMED, n=1) or ["math"]
     form = FORMS["reward"]
     raise UsageError(
         f"no reward {name!r}, expected {', '.join(NAMED)} or {form}",
-        remedy=f"--reward math, or --reward {form} for your own",
+        remedy=f"--reward {close}, or --reward {form} for your own",
     )
 
 

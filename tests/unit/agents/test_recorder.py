@@ -5,12 +5,14 @@ import json
 import re
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from bridge.agents import recorder
 from bridge.agents.recorder import Recorder
+from bridge.core import intake
 
 USAGE = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 1)
 ANSWERED = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}], "usage": USAGE}
@@ -58,11 +60,34 @@ def test_a_path_of_no_run_is_refused_before_its_body_is_read(route: str) -> None
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
     async def act(port: int, path: str) -> Any:
-        return await exchanged(port, f"{path}/chat/completions", b"", length=recorder.BODY_LIMIT_BYTES + 1)
+        return await exchanged(port, f"{path}/chat/completions", b"", length=intake.BODY_LIMIT_BYTES + 1)
 
     status, headers, answer = with_a_run(act)
     assert (status, headers["connection"], headers["x-should-retry"]) == (413, "close", "false")
     assert answer["error"]["message"].startswith("the body is larger than 128 MiB")
+
+
+def test_half_a_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "read_body", partial(intake.read_body, limit_s=0.1))
+    status, headers, _ = with_a_run(lambda port, path: exchanged(port, f"{path}/chat/completions", b"{", length=9))
+    assert (status, headers["connection"], headers["x-should-retry"]) == (408, "close", "false")
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /x HTTP/1.1\r\nhost"], ids=["nothing", "half a head"])
+def test_silent_connections_are_limited(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "most_waiting", lambda: 4)
+
+    async def act(port: int, path: str) -> tuple[int, list[bytes]]:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for _, writer in silent:
+            writer.write(sent)
+        oldest = [await reader.read() for reader, _ in silent[:16]]
+        status, _, _ = await exchanged(port, f"{path}/chat/completions", b"{}")
+        for _, writer in silent:
+            writer.close()
+        return status, oldest
+
+    assert with_a_run(act) == (200, [b""] * 16)
 
 
 DEEP = b"[" * 100_000

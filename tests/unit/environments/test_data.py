@@ -269,6 +269,8 @@ def test_choices_that_an_environment_has_no_use_for_are_refused() -> None:
     for choice in registry.OF_DATA:
         assert "only for --environment" in refusal("arithmetic", **{choice: "x"}).message
     assert "no environment 'gsm8'" in refusal("gsm8", data="x").message
+    assert refusal("gsm8", data="x").remedy.startswith("did you mean gsm8k? --environment gsm8k, or ")
+    assert refusal("chess", data="x").remedy.startswith("--environment arithmetic, or ")
 
 
 def scored(recipe: bytes, problem: Problem, completion: str) -> Any:

@@ -92,6 +92,7 @@ def test_an_unknown_name_lists_what_is_known_and_guesses() -> None:
     assert "no reward 'maths', expected math, exact, format or path/to/file.py:function" in error.message
     assert error.remedy.startswith("--reward math,")
     assert "no reward ''" in refusal("math,").message
+    assert refusal("exakt").remedy.startswith("--reward exact, or ")
 
 
 @pytest.mark.parametrize("weight", ["", "two", "nan", "inf", "1=2"])
