@@ -83,7 +83,9 @@ def measure(url: str, per_call: int, options: argparse.Namespace) -> Row:
         for step, first in enumerate(range(0, options.groups, per_call)):
             count = min(per_call, options.groups - first)
             prompts = [tuple(range(100 + index, 100 + index + PROMPT_TOKENS)) for index in range(count)]
-            sampler.run(sampler.each([Endpoint(url=url)], prompts, memory.took, num_samples=options.samples, seed=step))
+            sampler.run(
+                sampler.sample_each([Endpoint(url=url)], prompts, memory.took, num_samples=options.samples, seed=step)
+            )
         cpu, seconds = time.process_time() - cpu, time.perf_counter() - begun
         num_retries = sampler.num_retries
     num_completions = options.groups * options.samples

@@ -64,7 +64,7 @@ __all__ = [
     "samples",
     "serve",
 ]
-_PLACES = {
+_MODULES = {
     "bridge.checks": ("Check",),
     "bridge.config": ("ComputeConfig", "LossConfig", "SamplingConfig"),
     "bridge.errors": ("BridgeError",),
@@ -80,9 +80,9 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    for place, names in _PLACES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(place), name)
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'bridge' has no attribute {name!r}")
 
 

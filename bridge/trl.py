@@ -76,7 +76,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
     def __init__(self, policy: Policy, args: Any) -> None:
         self._policy = policy
         self._args = args
-        self._places = {parameter.data_ptr() for parameter in policy.model.parameters()}
+        self._addresses = {parameter.data_ptr() for parameter in policy.model.parameters()}
         self._load = type(policy.model).load_state_dict
         self._pending: dict[str, Tensor] = {}
         """Weights of a checkpoint in several files, until the last one is read."""
@@ -156,7 +156,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
 
     def _refuse_moved(self, model: Any) -> None:
         named = model.named_parameters() if model is not None else ()
-        moved = [name for name, p in named if p.requires_grad and p.data_ptr() not in self._places]
+        moved = [name for name, p in named if p.requires_grad and p.data_ptr() not in self._addresses]
         if moved:
             raise UsageError(
                 f"{len(moved)} of the trainer's parameters are outside the server's memory, the first: {moved[0]}",

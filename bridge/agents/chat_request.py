@@ -57,12 +57,14 @@ class ChatRequest:
     forces_call: bool = False
     """Whether it demands a tool call, whatever the model writes."""
 
-    def stop_in(self, said: Completion) -> str:
+    def stop_in(self, completion: Completion) -> str:
         """Return the text of `stop` that ended a turn; empty if none did.
 
         vLLM ends a turn at the first token that completes one of them, so an earlier token completed none.
         """
-        return next((text for text in self.stop if text in said.text), "") if said.finish_reason == "stop" else ""
+        if completion.finish_reason != "stop":
+            return ""
+        return next((text for text in self.stop if text in completion.text), "")
 
 
 def as_chat(body: Any) -> Any:

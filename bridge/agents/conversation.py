@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from bridge.core.foreign_code import said, shortened
+from bridge.core.foreign_code import reason_of, shortened
 from bridge.errors import UsageError
 
 FORMATS: Mapping[str, re.Pattern[str]] = {
@@ -148,9 +148,9 @@ class Conversation:
         that end differently once `added` follows.
         """
         before, whole = self._rendered(history[:-1], is_open=True), self._rendered([*history, *added], is_open=True)
-        said, end, behind = whole[len(before) :].partition(self._end)
+        turn_text, end, behind = whole[len(before) :].partition(self._end)
         thought = THOUGHT.removeprefix("<think>\n" if before.rstrip().endswith("<think>") else "")
-        is_kept = said.lstrip().startswith(thought) or THOUGHT not in history[-1]["content"]
+        is_kept = turn_text.lstrip().startswith(thought) or THOUGHT not in history[-1]["content"]
         if not whole.startswith(before) or not end or not is_kept:
             return None
         added_ids = self._encoded(behind)
@@ -200,9 +200,9 @@ class Conversation:
             history = [USER]
             for thought in thoughts:
                 turn = _turn(calls, thought)
-                said, rest = self._split(history, turn, [answer])
-                if thought and not said.lstrip().startswith(expected):
-                    self._refuse_difference(said, expected)
+                turn_text, rest = self._split(history, turn, [answer])
+                if thought and not turn_text.lstrip().startswith(expected):
+                    self._refuse_difference(turn_text, expected)
                 if rest != behind:
                     self._refuse_difference(rest, behind)
                 history += [turn, answer]
@@ -217,12 +217,12 @@ class Conversation:
         """Return the format in which the template writes calls."""
         before = EMPTY_THOUGHT.sub("", self._rendered([USER], is_open=True))
         whole = self._rendered([USER, _turn(calls)])
-        said = EMPTY_THOUGHT.sub("", whole[len(before) :]).partition(self._end)[0]
-        read = [name for name in FORMATS if [(call.name, call.arguments) for call in parsed(said, name)]
+        turn_text = EMPTY_THOUGHT.sub("", whole[len(before) :]).partition(self._end)[0]
+        read = [name for name in FORMATS if [(call.name, call.arguments) for call in parsed(turn_text, name)]
                 == [(call.name, call.arguments) for call in calls]]  # fmt: skip
         if not read:
             self._refuse(
-                f"writes a call of a tool as {shortened(repr(said))}, which Bridge cannot read",
+                f"writes a call of a tool as {shortened(repr(turn_text))}, which Bridge cannot read",
                 "use a model whose calls are JSON, as those of Qwen 2.5 and 3, Llama 3 and Mistral",
             )
         return read[0]
@@ -235,10 +235,10 @@ class Conversation:
         whole = self._rendered([*history, turn, *answers], is_open=True)
         if not whole.startswith(before):
             self._refuse_difference(whole, before)
-        said, end, behind = whole[len(before) :].partition(self._end)
+        turn_text, end, behind = whole[len(before) :].partition(self._end)
         if not end:
-            self._refuse(f"does not end this turn with {self._end!r}: {shortened(repr(said))}", KEEPS_TURNS)
-        return said, behind
+            self._refuse(f"does not end this turn with {self._end!r}: {shortened(repr(turn_text))}", KEEPS_TURNS)
+        return turn_text, behind
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> str:
         try:
@@ -248,14 +248,14 @@ class Conversation:
         except Exception as error:  # noqa: BLE001  a template computes with the messages, and may raise anything
             roles = ", ".join(message["role"] for message in messages[:MOST_ROLES])
             self._refuse(
-                f"rejects messages of the roles {roles}: {type(error).__name__}{said(error)}",
+                f"rejects messages of the roles {roles}: {type(error).__name__}{reason_of(error)}",
                 "use a model trained with tools",
             )
         return encodable(text)
 
-    def _refuse_difference(self, found: str, expected: str) -> NoReturn:
-        index = len(os.path.commonprefix([found, expected]))  # noqa: RUF071  the first difference
-        shown = [repr(text[max(index - SHOWN, 0) : index + SHOWN]) for text in (expected, found)]
+    def _refuse_difference(self, rendered: str, expected: str) -> NoReturn:
+        index = len(os.path.commonprefix([rendered, expected]))  # noqa: RUF071  the first difference
+        shown = [repr(text[max(index - SHOWN, 0) : index + SHOWN]) for text in (expected, rendered)]
         self._refuse(f"changes an earlier turn once another follows: {shown[0]} becomes {shown[1]}", KEEPS_TURNS)
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:

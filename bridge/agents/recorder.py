@@ -121,14 +121,14 @@ class Recorder:
             raise Refusal(f"there is no {request.method} {route} here, {EXPECTED}", status=404)
         api = APIS[route]
         try:
-            asked = json.loads(await _body(request))
+            body = json.loads(await _body(request))
         except (ValueError, RecursionError) as error:
             raise Refusal("the request is not JSON") from error
         run = self._run_of(name)  # it may have ended while the body arrived
-        document = api.as_document(asked, await _in_time(run, api.as_chat(asked), request))
+        document = api.as_document(body, await _in_time(run, api.as_chat(body), request))
         try:
-            if asked.get("stream"):
-                return _response(api.as_stream(document, asked), "text/event-stream")
+            if body.get("stream"):
+                return _response(api.as_stream(document, body), "text/event-stream")
             return _response(json.dumps(document))
         except RecursionError as error:  # the answer repeats a field of the request
             raise Refusal("the request is nested too deeply") from error
@@ -149,9 +149,9 @@ async def _body(request: Request) -> bytes:
     return b"".join(message.get("body", b"") for message in messages)
 
 
-async def _in_time(run: _Run, asked: Any, request: Request) -> Document:
+async def _in_time(run: _Run, chat: Any, request: Request) -> Document:
     """Answer unless the run ends or the client disconnects first."""
-    made: Any = run.answer(asked)
+    made: Any = run.answer(chat)
     task: asyncio.Task[Document] = asyncio.create_task(made)
     disconnected = asyncio.ensure_future(request.receive())  # the body is read
     run.tasks.add(task)

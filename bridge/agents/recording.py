@@ -27,7 +27,7 @@ class Turn:
     """One turn of the model."""
 
     request: "TurnRequest"
-    said: Completion
+    completion: Completion
     key: tuple[str, ...]
     """The tools, and each message up to this turn's own: what another request has to begin with to continue it."""
     calls: tuple[Call, ...]
@@ -59,7 +59,7 @@ class TurnRequest:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Return every token that the model reads."""
-        pieces = [(*turn.request.added, *turn.said.token_ids) for turn in self.turns]
+        pieces = [(*turn.request.added, *turn.completion.token_ids) for turn in self.turns]
         return (*(token for piece in pieces for token in piece), *self.added)
 
     @property
@@ -87,23 +87,23 @@ class Recording:
         end = max(ends, default=0)
         before = self._known.get(_key(chat, messages[:end])) if end else None
         if before is not None:
-            last = (before.said.token_ids or (-1,))[-1]
+            last = (before.completion.token_ids or (-1,))[-1]
             added = conversation.following(before.history, messages[end:], last)
             if added is not None:
                 return TurnRequest(chat=chat, before=before, added=added, messages=messages[end:])
             self._note(conversation.changes_turns)
         return TurnRequest(chat=chat, before=None, added=conversation.prompt(messages), messages=messages)
 
-    def add(self, request: TurnRequest, said: Completion) -> dict[str, Any]:
+    def add(self, request: TurnRequest, completion: Completion) -> dict[str, Any]:
         """Record the answer to a request, and return it as a message.
 
         A text of the request's `stop` that ended it is left out of its text; its tokens stay, as they were sampled.
         """
-        until = request.chat.stop_in(said)
-        said = replace(said, text=said.text.partition(until)[0]) if until else said
-        text, calls = self._conversation(request.chat.tools).read(said.token_ids, until=until)
-        if said.finish_reason != "stop":
-            text, calls = said.text, ()
+        until = request.chat.stop_in(completion)
+        completion = replace(completion, text=completion.text.partition(until)[0]) if until else completion
+        text, calls = self._conversation(request.chat.tools).read(completion.token_ids, until=until)
+        if completion.finish_reason != "stop":
+            text, calls = completion.text, ()
         calls = tuple(self._named(index, call) for index, call in enumerate(calls))
         message = as_message(text, calls)
         own: dict[str, Any] = {"role": "assistant", "content": message["content"] or ""}
@@ -113,7 +113,7 @@ class Recording:
         past = request.before.history if request.before else ()
         turn = Turn(
             request=request,
-            said=said,
+            completion=completion,
             key=_key(request.chat, (*request.chat.messages, own)),
             calls=calls,
             history=(*past, *request.messages, shown),
@@ -125,20 +125,20 @@ class Recording:
     def sequences(self) -> list[Written]:
         """Return the token sequences of the run; each turn is sampled in one of them, and read in the others."""
         continued = {turn.request.before for turn in self.turns}
-        seen, sequences = set[Turn](), list[Written]()
+        written_turns, sequences = set[Turn](), list[Written]()
         for last in (turn for turn in self.turns if turn not in continued):
             turns = [*last.request.turns, last]
-            own = [turn for turn in turns if turn not in seen]
+            own = [turn for turn in turns if turn not in written_turns]
             written = Written(prompt=own[0].request.token_ids)
             for turn in turns:
                 written.transcript += map(_read, turn.request.messages)
-                if turn in seen:
-                    written.transcript.append(as_turn(turn.said.text, turn.calls))
+                if turn in written_turns:
+                    written.transcript.append(as_turn(turn.completion.text, turn.calls))
                     continue
                 if turn is not own[0]:
                     written.add_answers(turn.request.added)
-                written.add_turn(turn.said, turn.calls)
-            seen.update(turns)
+                written.add_turn(turn.completion, turn.calls)
+            written_turns.update(turns)
             sequences.append(written)
         return sequences
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bridge.agents.chat_request import Refusal, text_of
-from bridge.core.foreign_code import said, shortened
+from bridge.core.foreign_code import reason_of, shortened
 
 WITHOUT_EFFECT = ("include", "truncation", "reasoning", "prompt_cache_retention", "prompt_cache_options")
 STORED = ("previous_response_id", "conversation", "prompt")
@@ -33,7 +33,7 @@ def as_chat(body: Any) -> dict[str, Any]:
     except Refusal:
         raise
     except Exception as error:  # an agent may send anything
-        raise Refusal(f"the request cannot be read: {type(error).__name__}{said(error)}") from error
+        raise Refusal(f"the request cannot be read: {type(error).__name__}{reason_of(error)}") from error
 
 
 def _chat(given: Item) -> dict[str, Any]:

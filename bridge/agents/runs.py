@@ -19,7 +19,7 @@ from bridge.agents.recorder import Document, Recorder
 from bridge.agents.recording import Recording, Tools, TurnRequest, as_message
 from bridge.agents.trajectories import TrajectorySampler, Written, pinned
 from bridge.config.choices import flag
-from bridge.core.foreign_code import said
+from bridge.core.foreign_code import reason_of
 from bridge.errors import UsageError
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.stream import Servers
@@ -62,13 +62,13 @@ class AgentRuns(TrajectorySampler):
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         """Score a run whose agent gets the same made-up completion in each turn."""
         ids = (*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id)
-        said = Completion(token_ids=ids, logprobs=(0.0,) * len(ids), text=text, finish_reason="stop")
+        completion = Completion(token_ids=ids, logprobs=(0.0,) * len(ids), text=text, finish_reason="stop")
 
         async def room(_: TurnRequest) -> int:
             return sys.maxsize
 
         async def sample(*_: Any) -> Completion:
-            return said
+            return completion
 
         async with self._scorer.trajectory(problem) as trajectory:
             recording = Recording(self._conversation, lambda _: None)  # nothing of it is trained on
@@ -122,11 +122,11 @@ async def scored(run: "Run", recorder: Recorder, trajectory: Trajectory, problem
     turns = run.recording.turns
     if isinstance(result, FailedScore):  # many clients raise when they get a truncated turn
         is_truncated = bool(turns) and result.is_raised and run.is_truncated
-        return await trajectory.score(turns[-1].said.text) if is_truncated else result
+        return await trajectory.score(turns[-1].completion.text) if is_truncated else result
     if not turns:
         kind = "the agent's run ended without a turn of the model: it requested none from its base_url"
         return failed(problem, "", kind, kind)
-    return result if isinstance(result, Score) else await trajectory.score(turns[-1].said.text)
+    return result if isinstance(result, Score) else await trajectory.score(turns[-1].completion.text)
 
 
 class Run:
@@ -157,7 +157,7 @@ class Run:
         except UsageError as error:
             raise Refusal(error.message) from error
         except Exception as error:  # an agent may send anything
-            raise Refusal(f"the request cannot be read: {type(error).__name__}{said(error)}") from error
+            raise Refusal(f"the request cannot be read: {type(error).__name__}{reason_of(error)}") from error
         try:
             completion = await self._sampled(request)
         except Exception as error:  # not the agent's fault: `unless_it_fails` raises it
@@ -169,7 +169,7 @@ class Run:
         try:
             return _document(request, completion, self.recording.add(request, completion))
         except Exception as error:  # a model may say anything
-            self.unreadable = f"a turn of the model cannot be read: {type(error).__name__}{said(error)}"
+            self.unreadable = f"a turn of the model cannot be read: {type(error).__name__}{reason_of(error)}"
             raise Refusal(self.unreadable) from error
 
     def _as_tokens(self, body: Any) -> TurnRequest:
@@ -209,7 +209,7 @@ class Run:
     def is_truncated(self) -> bool:
         """Whether a limit of the run was reached, or the last turn was truncated."""
         turns = self.recording.turns
-        return bool(self._num_limited) or (bool(turns) and turns[-1].said.finish_reason == "length")
+        return bool(self._num_limited) or (bool(turns) and turns[-1].completion.finish_reason == "length")
 
     def written(self) -> list[Written]:
         """Return its sequences; the first one says why the run ended."""
@@ -217,7 +217,7 @@ class Run:
         if self.is_truncated:
             sequences[0].finish_reason = "length"
         elif self.recording.turns:
-            sequences[0].finish_reason = self.recording.turns[-1].said.finish_reason
+            sequences[0].finish_reason = self.recording.turns[-1].completion.finish_reason
         return sequences
 
     def _limited(self, request: TurnRequest) -> Document:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from bridge.core.foreign_code import described, said
+from bridge.core.foreign_code import described, reason_of
 from bridge.scoring.score import (
     FailedScore,
     Host,
@@ -83,7 +83,7 @@ class Tools(_MadeHost):
         try:
             return Reply(text=_cut(str(awaited(getattr(self._instance, name)(**arguments)))))
         except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code
-            return Reply(text=_cut(f"error: {type(error).__name__}{said(error)}"), is_error=True)
+            return Reply(text=_cut(f"error: {type(error).__name__}{reason_of(error)}"), is_error=True)
 
 
 class Agent(_MadeHost):
@@ -115,7 +115,7 @@ class Agent(_MadeHost):
             return score
         kind = f"{self._run.name} returned something other than {EXPECTED}"
         what = f"{self._run.name} returned {described(result)}, expected {EXPECTED}{limit_note(result)}"
-        return failed(problem, "", kind, f"{what} ({self._run.place})")
+        return failed(problem, "", kind, f"{what} ({self._run.location})")
 
     def score(self, problem: Problem, completion: str) -> Score | FailedScore:
         """Score the trajectory that ran last, by its last turn's text; 0 if the run alone scores, and it raised."""

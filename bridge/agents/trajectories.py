@@ -49,15 +49,15 @@ class Written:
     tool_errors: int = 0
     finish_reason: FinishReason = "abort"
 
-    def add_turn(self, said: Completion, calls: Sequence[Call] = ()) -> None:
-        self.token_ids += said.token_ids
-        self.logprobs += said.logprobs
-        self.versions += said.versions or [None] * len(said.token_ids)
-        self.sampled += [True] * len(said.token_ids)
-        self.kept += said.kept
-        self.transcript.append({**as_turn(said.text, calls), "tokens": len(said.token_ids)})
-        self.last = said.text
-        self.finish_reason = said.finish_reason
+    def add_turn(self, completion: Completion, calls: Sequence[Call] = ()) -> None:
+        self.token_ids += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions or [None] * len(completion.token_ids)
+        self.sampled += [True] * len(completion.token_ids)
+        self.kept += completion.kept
+        self.transcript.append({**as_turn(completion.text, calls), "tokens": len(completion.token_ids)})
+        self.last = completion.text
+        self.finish_reason = completion.finish_reason
 
     def add_answers(self, token_ids: Sequence[int]) -> None:
         count = len(token_ids)
@@ -178,13 +178,13 @@ class Trajectories(TrajectorySampler):
                 return [written], fault
             longest = self._sampler.config.longest
             for turn in range(self._max_turns):
-                said = await self._turn(
+                completion = await self._turn(
                     servers, (*written.prompt, *written.token_ids), seed=seed, number=number, turn=turn,
                     max_tokens=longest - len(written.token_ids), **params,
                 )  # fmt: skip
-                calls = self._conversation.calls(said.token_ids) if said.finish_reason == "stop" else ()
-                written.add_turn(said, calls)
-                added = await self._answered(problem, written, said, calls, tools)
+                calls = self._conversation.calls(completion.token_ids) if completion.finish_reason == "stop" else ()
+                written.add_turn(completion, calls)
+                added = await self._answered(problem, written, completion, calls, tools)
                 if isinstance(added, FailedScore):
                     return [written], added
                 if not added:
@@ -196,7 +196,7 @@ class Trajectories(TrajectorySampler):
             return [written], await tools.score(written.last)
 
     async def _answered(
-        self, problem: Problem, written: Written, said: Completion, calls: Sequence[Call], tools: Trajectory
+        self, problem: Problem, written: Written, completion: Completion, calls: Sequence[Call], tools: Trajectory
     ) -> Sequence[int] | FailedScore:
         """Return the tokens between this turn and the next; none if the turn is the last, because it calls no tool."""
         answers = []
@@ -209,9 +209,9 @@ class Trajectories(TrajectorySampler):
             written.transcript.append({**message, "is_error": True} if reply.is_error else message)
             answers.append(call.answered(reply.text))
         try:
-            return self._conversation.between(calls, answers, said.token_ids[-1]) if calls else ()
+            return self._conversation.between(calls, answers, completion.token_ids[-1]) if calls else ()
         except UsageError as error:  # the template does not take what a tool answered
-            return failed(problem, said.text, "the chat template rejects a tool's answer", error.message)
+            return failed(problem, completion.text, "the chat template rejects a tool's answer", error.message)
 
     def _prompt(self, problem: Problem, added: str) -> tuple[int, ...]:
         return encode(self._tokenizer, as_chat(problem, encodable(added)), **self._conversation.template)

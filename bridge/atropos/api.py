@@ -207,7 +207,7 @@ class AtroposApi:
                 return self._http.request(method, f"/{route}", json=body)
             except (httpx.TransportError, httpx.DecodingError) as error:
                 if attempt == self._max_retries or not isinstance(error, retried):
-                    raise self._gone(f"{type(error).__name__}: {error}") from error
+                    raise self._lost(f"{type(error).__name__}: {error}") from error
             time.sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
             attempt += 1
             self.num_retries += 1
@@ -215,7 +215,7 @@ class AtroposApi:
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if not response.is_success:
             words = " ".join(response.text.split())[:200]
-            raise self._gone(f"{response.request.url.path} answered {response.status_code}: {words}")
+            raise self._lost(f"{response.request.url.path} answered {response.status_code}: {words}")
         return response
 
     def _parsed(self, response: httpx.Response, kind: type[Answer]) -> Answer:
@@ -225,9 +225,9 @@ class AtroposApi:
             fault = error.errors()[0]
             field = ".".join(map(str, fault["loc"])) or "body"
             route = response.request.url.path
-            raise self._gone(f"{route} answered nonsense: {field}: {fault['msg']}") from error
+            raise self._lost(f"{route} answered nonsense: {field}: {fault['msg']}") from error
 
-    def _gone(self, reason: str) -> AtroposError:
+    def _lost(self, reason: str) -> AtroposError:
         return AtroposError(
             f"the Atropos API at {self.url} does not answer as expected ({reason})",
             remedy="start it with run-api (pip install atroposlib), or name another with --atropos-url; a run that was"

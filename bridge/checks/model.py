@@ -118,27 +118,27 @@ def obstacles(config: Config) -> list[Obstacle]:
 
     Source: `models/deepseek_v2.py` of vLLM 0.26 to 0.33, for what cannot be shared.
     """
-    found = []
+    problems = []
     parts = config.get("text_config")
     if quantized := config.get("quantization_config") or (parts or {}).get("quantization_config"):
         method = quantized.get("quant_method", "no named method") if isinstance(quantized, dict) else quantized
         reason = f"quantized ({method}): an optimizer cannot step such weights"
-        found.append(Obstacle(reason, "use the unquantized model, in bfloat16"))
+        problems.append(Obstacle(reason, "use the unquantized model, in bfloat16"))
     if config.get("is_encoder_decoder"):
-        found.append(Obstacle("an encoder and a decoder: not a causal language model"))
+        problems.append(Obstacle("an encoder and a decoder: not a causal language model"))
     if parts:
-        found.append(Obstacle(f"a {config.get('model_type', 'model')}, whose language model is one part of several"))
+        problems.append(Obstacle(f"a {config.get('model_type', 'model')}, whose language model is one part of several"))
     names = config.get("architectures") or []
     if names and not any(str(name).endswith(CAUSAL) for name in names):
-        found.append(Obstacle(f"{', '.join(names)}: not a causal language model"))
+        problems.append(Obstacle(f"{', '.join(names)}: not a causal language model"))
     others = f"--mode {LORA} or --mode {NONE}"
     if config.get("kv_lora_rank") and config.get("index_topk"):  # DeepSeek-V3.2's indexer
         reason = "sparse latent attention: vLLM computes with projections that it derives from kv_b_proj"
-        found.append(Obstacle(reason, others, (SHARED,)))
+        problems.append(Obstacle(reason, others, (SHARED,)))
     if config.get("topk_method") == "noaux_tc" or config.get("model_type") == "deepseek_v3":
         reason = "mlp.gate.e_score_correction_bias: a float32 parameter in vLLM, and no parameter in transformers"
-        found.append(Obstacle(reason, others, (SHARED,)))
-    return found
+        problems.append(Obstacle(reason, others, (SHARED,)))
+    return problems
 
 
 def unbuildable(model: str, config: Config) -> list[Obstacle]:
@@ -160,7 +160,7 @@ def modes(model: str, config: Config | None) -> Iterator[Check]:
         yield skipped("Model", f"no configuration of {model} here", expected)
         return
     against = obstacles(config) or unbuildable(model, config)
-    first = {mode: next((each for each in against if mode in each.modes), None) for mode in MODES}
+    first = {mode: next((obstacle for obstacle in against if mode in obstacle.modes), None) for mode in MODES}
     for mode, obstacle in first.items():
         name, expected = f"Model, {mode}", f"{model} can be trained by --mode {mode}"
         if obstacle is None:

@@ -283,9 +283,9 @@ def print_diffs_of_part(path: str, rank: str, port: str) -> None:
 def _middles(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:
     """Return one element of every parameter, by its name on the server and as a tensor here."""
     views = attached.shard.param_mappings
-    places = {name: view.offset + attached.model.get_parameter(name).numel() // 2 for name, view in views.items()}
+    middles = {name: view.offset + attached.model.get_parameter(name).numel() // 2 for name, view in views.items()}
     part = attached.shard.rank
-    elements = tuple(Element(parameter=views[name].parameter, index=i, part=part) for name, i in places.items())
+    elements = tuple(Element(parameter=views[name].parameter, index=i, part=part) for name, i in middles.items())
     return elements, [attached.server_tensors[e.parameter].view(-1)[e.index] for e in elements]
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 from pydantic import ValidationError, model_validator
 
 from bridge.config.declaration import Choice, NoEffectError, Section, hint
-from bridge.core.foreign_code import described, said
+from bridge.core.foreign_code import described, reason_of
 from bridge.errors import UsageError
 
 ENVIRONMENT_PREFIX = "BRIDGE_"
@@ -43,24 +43,24 @@ class Config(Section):
         Keys that only the classes `beside` it know are left to them.
         """
         given: dict[str, Any] = {}
-        places: dict[str, str] = {}
+        origins: dict[str, str] = {}
         names: dict[str, str] = {}
         for name, value, origin in _given(flags, toml, (cls, *beside)):
             key = cls.field_of(name)
             if key is not None:
-                given[key], places[key], names[key] = value, origin, name
+                given[key], origins[key], names[key] = value, origin, name
             elif not any(other.field_of(name) for other in beside):
                 raise _unknown(name, origin, (cls, *beside))
         try:
             config = cls.of(**given)
         except ValidationError as error:
             keys = {choice.path: key for key, choice in cls.choices().items()}
-            faults = "; ".join(_fault(fault, keys, places) for fault in error.errors())
+            faults = "; ".join(_fault(fault, keys, origins) for fault in error.errors())
             causes = (fault.get("ctx", {}).get("error") for fault in error.errors())
             remedies = (cause.remedy for cause in causes if isinstance(cause, NoEffectError))
             raise UsageError(faults, remedy=next(remedies, "see --help for every choice and its default")) from error
         for key, reason, remedy in config.misread(names):
-            raise UsageError(f"{places[key]}: {reason}", remedy=remedy)
+            raise UsageError(f"{origins[key]}: {reason}", remedy=remedy)
         return config
 
     def misread(self, names: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:  # noqa: ARG002
@@ -205,7 +205,7 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
     except RecursionError as error:
         raise UsageError(f"{path} is nested too deeply", remedy="take out the brackets that no choice needs") from error
     except ValueError as error:  # not TOML, not UTF-8, or an integer of too many digits
-        raise UsageError(f"{path} is not valid TOML{said(error)}", remedy="fix the line that it names") from error
+        raise UsageError(f"{path} is not valid TOML{reason_of(error)}", remedy="fix the line that it names") from error
 
 
 def _unknown(name: str, origin: str, classes: tuple[type[Config], ...]) -> UsageError:
@@ -217,7 +217,7 @@ def _unknown(name: str, origin: str, classes: tuple[type[Config], ...]) -> Usage
     return UsageError(f"{origin}: there is no such choice", remedy=remedy)
 
 
-def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], places: Mapping[str, str]) -> str:
+def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], origins: Mapping[str, str]) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     key = keys.get(tuple(fault["loc"]))
     if key is None:
@@ -225,4 +225,4 @@ def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], places: Mapping[str,
     if fault["type"] == "missing":
         return f"{flag(key)} is missing"
     message = message.removeprefix("Input ").replace("should", "must", 1).partition(", unable")[0]
-    return f"{places.get(key, flag(key))}: {message}, found {described(fault['input'], 200)}"
+    return f"{origins.get(key, flag(key))}: {message}, found {described(fault['input'], 200)}"

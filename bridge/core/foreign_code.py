@@ -39,14 +39,14 @@ def foreign_code(doing: str, file: str) -> Iterator[None]:
     except BridgeError:
         raise
     except (Exception, SystemExit) as error:  # foreign code may raise anything, and even call sys.exit
-        location = place_of(error, file) or Path(file).name
+        location = location_of(error, file) or Path(file).name
         raise RewardError(
-            f"{doing} raised {shortened(type(error).__name__)}{said(error)} ({location})",
+            f"{doing} raised {shortened(type(error).__name__)}{reason_of(error)} ({location})",
             remedy=f"fix {location}, then run the same command again",
         ) from error
 
 
-def said(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return ": " and the exception's message on one line; nothing if it is empty."""
     try:
         words = str(error)
@@ -78,15 +78,15 @@ def source_file(kind: type) -> str:
         return kind.__module__
 
 
-def place_of(error: BaseException, file: str) -> str | None:
+def location_of(error: BaseException, file: str) -> str | None:
     """Return the last line of `file`, or of any file outside the libraries, that ran before `error` was raised."""
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.lineno, int):
-        return place_in([(error.filename, error.lineno)], error.filename)  # no frame of the file ever ran
+        return location_in([(error.filename, error.lineno)], error.filename)  # no frame of the file ever ran
     frames = traceback.extract_tb(error.__traceback__)
-    return place_in([(frame.filename, frame.lineno or 0) for frame in frames], file)
+    return location_in([(frame.filename, frame.lineno or 0) for frame in frames], file)
 
 
-def place_in(frames: Sequence[tuple[str, int]], file: str) -> str | None:
+def location_in(frames: Sequence[tuple[str, int]], file: str) -> str | None:
     """Return the last of the `frames` (file, line) in `file` or outside the libraries; None if there is none."""
     theirs = [frame for frame in frames if frame[0] == file or not frame[0].startswith(LIBRARIES)]
     if not theirs:

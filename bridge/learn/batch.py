@@ -10,11 +10,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bridge.config import OptimizerConfig
 from bridge.learn import samples
 from bridge.learn.mismatch import Tally, share
 from bridge.learn.policy_loss import LossSpec, means
+from bridge.passes.flops import Flops
 from bridge.passes.packing import MicroBatch, Sample
 from bridge.ranks.world import Ranks
 from bridge.types import Group
@@ -95,14 +97,17 @@ class Computed:
         loss_sums = torch.zeros(num_metrics, 2, dtype=torch.float64, device=device)
         return cls(entropy=zero, loss_sums=loss_sums, tally=Tally.zero(device))
 
-    def figures(self, batch: Batch, ranks: Ranks, lr: float, loss_metrics: Sequence[str]) -> dict[str, Any]:
+    def figures(
+        self, batch: Batch, ranks: Ranks, lr: float, loss_metrics: Sequence[str], model: PreTrainedModel
+    ) -> dict[str, Any]:
         """Wait for the device, and return the step's metrics over all ranks; the loss has metrics of these names.
 
         Those of the policy and of the mismatch are from before the first update.
         """
         num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
         losses = ranks.all_reduce_dp(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
-        tallies = ranks.one_per_replica(ranks.all_gather_object(self.tally.cpu()))
+        of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))
+        tallies = (tally for tally, _ in ranks.one_per_replica(of_ranks))
         return {
             "loss": sum(losses.tolist()) / max(num_taken, 1),
             "grad_norm": sum(self.norms[:num_taken]) / max(num_taken, 1),
@@ -113,5 +118,11 @@ class Computed:
             **sum(tallies, Tally.zero(torch.device("cpu"))).metrics(),
             **means(dict(zip(loss_metrics, ranks.all_reduce_dp(self.loss_sums), strict=True))),
             "tokens_trained": batch.num_tokens,
+            "train_flops": sum(of_rank for _, of_rank in of_ranks),
             "rank_token_balance": batch.balance,
         }
+
+    def _flops(self, flops: Flops) -> float:
+        """Return the operations of this rank's forward and backward passes of every update."""
+        of_updates = [sum(flops.of_batch(model_pass.batch) for model_pass in passes) for passes in self.passes]
+        return sum(of_updates[number % len(of_updates)] for number in range(len(self.norms)))

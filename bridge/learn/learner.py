@@ -138,7 +138,7 @@ class Learner:
     def learnt(self) -> dict[str, Any]:
         """Wait for the device, and return the step's metrics, by their names in `metrics.jsonl`."""
         lr = self._lr * self._schedule(self._batch.num_before)
-        return self._computed.figures(self._batch, self._ranks, lr, self.spec.metrics)
+        return self._computed.figures(self._batch, self._ranks, lr, self.spec.metrics, self._model)
 
     def _start(self, batch: Batch) -> None:
         self._batch = batch

@@ -181,15 +181,15 @@ def key(*numbers: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def random_bits(place: Tensor, like_RB: Tensor) -> Tensor:
+def random_bits(counter: Tensor, like_RB: Tensor) -> Tensor:
     """Return 32 random bits for each element of `like_RB`, as int32.
 
-    Shapes: `place` int32 [2], a key and the number of the first block.
+    Shapes: `counter` int32 [2], a key and the number of the first block.
     """
     (num_rows, width), device = like_RB.shape, like_RB.device
-    rows_R = torch.arange(num_rows, device=device, dtype=torch.int32) + place[1]
+    rows_R = torch.arange(num_rows, device=device, dtype=torch.int32) + counter[1]
     index_RB = rows_R[:, None] * width + torch.arange(width, device=device, dtype=torch.int32)
-    bits_RB = _mixed(index_RB * _GOLDEN) ^ place[0]
+    bits_RB = _mixed(index_RB * _GOLDEN) ^ counter[0]
     return _mixed(bits_RB)
 
 

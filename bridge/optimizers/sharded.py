@@ -46,7 +46,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         self._replicated = replicated
         self._device = next(iter(self._steps)).device
         self._slabs = slabs(kind, self.param_groups, ranks=self._ranks, replicated=replicated, device=state_device)
-        self._places = {
+        self._slots = {
             member.parameter: (slab, index) for slab in self._slabs for index, member in enumerate(slab.members)
         }
         self._sums: dict[Slab, Tensor] = {}
@@ -100,8 +100,8 @@ class ShardedOptimizer(InPlaceOptimizer):
             return
         self._drop_sums()
         widths = {None: 0, torch.bfloat16: 1, torch.float32: 2}
-        own = [widths[None if parameter.grad is None else parameter.grad.dtype] for parameter in self._places]
-        dtypes = dict(zip(self._places, self._ranks.all_reduce_max(own), strict=True))
+        own = [widths[None if parameter.grad is None else parameter.grad.dtype] for parameter in self._slots]
+        dtypes = dict(zip(self._slots, self._ranks.all_reduce_max(own), strict=True))
         for slab in self._slabs:
             width = max(dtypes[member.parameter] for member in slab.members)
             if width == 0:
@@ -140,7 +140,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         return int(self._world.all_reduce(changed)) / int(self._world.all_reduce_tp(held))
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
-        slab, index = self._places[parameter]
+        slab, index = self._slots[parameter]
         slab.allocate()
         if self._ranks.world_size == 1:
             return slab.parts(slab.members[index], slab.state)
@@ -158,7 +158,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         super().reset(num_updates)
 
     def put(self, parameter: Tensor, parts: Mapping[str, Tensor]) -> None:
-        slab, index = self._places[parameter]
+        slab, index = self._slots[parameter]
         slab.allocate()
         self._gathered = None
         for name, part in parts.items():
@@ -169,8 +169,8 @@ class ShardedOptimizer(InPlaceOptimizer):
 
     def _ready(self) -> list[tuple[Slab, list[int]]]:
         """Return the members, slab by slab, that have a gradient; of several ranks, on any of them."""
-        places = [self._places[parameter] for parameter in self._places if self._has_gradient(parameter)]
-        return [(slab, [index for _, index in run]) for slab, run in groupby(places, key=itemgetter(0))]
+        slots = [self._slots[parameter] for parameter in self._slots if self._has_gradient(parameter)]
+        return [(slab, [index for _, index in run]) for slab, run in groupby(slots, key=itemgetter(0))]
 
     def _has_gradient(self, parameter: Tensor) -> bool:
         return parameter in self._summed if self._ranks.world_size > 1 else parameter.grad is not None

@@ -68,7 +68,7 @@ class SplitMasterAdamW(ShardedOptimizer):
         self._num_changed = []
         self._released = []
         self._gathered = None
-        pieces = [piece for slab, index in self._places.values() for piece in slab.pieces([index], self._steps)]
+        pieces = [piece for slab, index in self._slots.values() for piece in slab.pieces([index], self._steps)]
         waiting: _Waiting = {}
         for piece, scalars in zip(pieces, self._scalars(pieces, max_norm), strict=True):
             waiting.setdefault(piece.members[0].parameter, []).append((piece, scalars))
@@ -165,13 +165,13 @@ class SplitMasterAdamW(ShardedOptimizer):
 
     def _scalars(self, pieces: Sequence[Piece], max_norm: float) -> Iterator[Sequence[Tensor]]:
         """Yield each piece's coefficients and place on the device, copied in one go."""
-        coefficients, places = [], []
+        coefficients, counters = [], []
         for piece in pieces:
             group = piece.members[0].group
             assert len({hyperparameters(member.group) for member in piece.members}) == 1, "changed since then"
             coefficients.append(Coefficients.of(group, piece.step, max_norm))
-            places.append((key(self._seed, piece.slab.number, piece.step), piece.rows.start))
-        columns = (coefficients, torch.float32), (places, torch.int32)
+            counters.append((key(self._seed, piece.slab.number, piece.step), piece.rows.start))
+        columns = (coefficients, torch.float32), (counters, torch.int32)
         yield from zip(*(_on_device(rows, dtype, self._device) for rows, dtype in columns), strict=True)
 
     def _step_piece(self, piece: Piece, norm: Tensor, scalars: Sequence[Tensor]) -> None:

@@ -121,14 +121,14 @@ def update(
     state: Mapping[str, Tensor],
     coefficients: Tensor,
     norm: Tensor,
-    place: Tensor,
+    counter: Tensor,
 ) -> Tensor:
     """Apply one AdamW update in place, without a device sync; return how many words of each block changed.
 
     A gradient with a norm above `max_norm` is scaled down to it; a norm that is not finite leaves everything unchanged.
 
     Shapes: `weight_RB` float32, or the int16 bits of bf16; `state` R blocks of each of `Kind.parts`; `coefficients`
-    float32, the fields of `Coefficients`; `norm` float32 []; `place` as in `random_bits`.
+    float32, the fields of `Coefficients`; `norm` float32 []; `counter` as in `random_bits`.
         -> [R] int32.
     """
     decay, lerp1, beta2, lerp2, step_size, root_bias2, eps, largest, max_norm = coefficients.unbind()
@@ -142,7 +142,7 @@ def update(
         change_RB = step_size * (first_RB / denominator_RB).clamp(-largest, largest)
     else:
         change_RB = step_size * first_RB / denominator_RB  # in the order of torch.optim.AdamW, to the bit
-    bits_RB = random_bits(place, weight_RB) if kind.moments.by_chance else None
+    bits_RB = random_bits(counter, weight_RB) if kind.moments.by_chance else None
     new = dict(kind.moments.encode(first_RB, second_RB, bits_RB))
     if is_bf16 and REMAINDER in state:
         new_RB, new[REMAINDER] = split(join(weight_RB, state[REMAINDER]) * decay - change_RB)

@@ -46,7 +46,7 @@ Span = tuple[int, int]
 """Number of tokens, and number of keys: those before the span, and the span itself."""
 
 
-class Seen(NamedTuple):
+class Attended(NamedTuple):
     """What each span attends to, with shared prompts. One object: a model that drops it drops all of it."""
 
     keys_U: Tensor
@@ -68,7 +68,7 @@ class Spans:
     """int32: where each span begins in T, and T itself: what variable-length attention takes."""
     longest: int
     """Tokens of the longest span."""
-    seen: Seen | None = None
+    seen: Attended | None = None
     """What each span attends to; None: only itself."""
 
 
@@ -135,7 +135,7 @@ def attend(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    seen: Seen | None = None,
+    seen: Attended | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     **_others: Any,

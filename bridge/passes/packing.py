@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bridge.passes.attention import Seen, Spans
+from bridge.passes.attention import Attended, Span, Spans
 
 Value = TypeVar("Value", int, float, tuple[float, int])
 KEEP_ALL = float(np.finfo(np.float32).min), 0
@@ -98,6 +98,8 @@ class MicroBatch:
     tokens_T: Tensor
     positions_T: Tensor
     spans: Spans
+    lengths: Sequence[Span]
+    """On the host: of each span, its tokens and the keys that the last of them attends to."""
     num_sequences: int
     rows_N: Tensor
     targets_N: Tensor
@@ -205,8 +207,12 @@ class _Layout:
             )
         ]
         assert len(rows) == len(targets) == len(self.floats[0]) == len(self.floats[1]), (len(rows), len(targets))
-        self.longest = max(end - start for start, end in pairwise(self._starts))
-        self.longest_keys = max(end - start for start, end in pairwise(self._key_starts))
+        queries, keys = (
+            [end - start for start, end in pairwise(starts)] for starts in (self._starts, self._key_starts)
+        )
+        self.lengths = list(zip(queries, keys, strict=True))
+        self.longest = max(queries)
+        self.longest_keys = max(keys)
 
     def _rows(self, groups: Sequence[Sequence[Sample]]) -> list[int]:
         """Place all spans and return the positions that predict sampled tokens, sample after sample.
@@ -227,13 +233,13 @@ class _Layout:
 
     def _add(self, tokens: tuple[int, ...], prompt: range = range(0)) -> range:
         """Append a span that attends to `prompt` and itself; return its places."""
-        places = range(len(self._tokens), len(self._tokens) + len(tokens))
+        added = range(len(self._tokens), len(self._tokens) + len(tokens))
         self._tokens += tokens
         self._positions += range(len(prompt), len(prompt) + len(tokens))
-        self._keys += (*prompt, *places)
+        self._keys += (*prompt, *added)
         self._starts.append(len(self._tokens))
         self._key_starts.append(len(self._keys))
-        return places
+        return added
 
 
 def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[MicroBatch]:
@@ -243,12 +249,13 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
     for layout in layouts:
         tokens_T, positions_T, starts_S1, key_starts_S1, keys_U, rows_N, targets_N, sequences_N = islice(integers, 8)
         sampled_logprobs_N, advantages_N, weights_N, thresholds_N, counts_N = islice(floats, 5)
-        seen = Seen(keys_U, key_starts_S1.int(), layout.longest_keys) if len(keys_U) else None
+        seen = Attended(keys_U, key_starts_S1.int(), layout.longest_keys) if len(keys_U) else None
         batches.append(
             MicroBatch(
                 tokens_T=tokens_T,
                 positions_T=positions_T,
                 spans=Spans(starts_S1=starts_S1.int(), longest=layout.longest, seen=seen),
+                lengths=layout.lengths,
                 num_sequences=len(layout.samples),
                 rows_N=rows_N,
                 targets_N=targets_N,

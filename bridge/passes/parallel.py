@@ -160,14 +160,14 @@ def _kinds(model: PreTrainedModel, axes: Axes, cuts: Cuts) -> dict[str, set[str]
 def _blocks(model: PreTrainedModel, kinds: Mapping[str, set[str]]) -> set[str]:
     """Return the names of the smallest modules inside the model's layers that hold both kinds, around every cut one."""
     whole = {id(layer) for layer in layers.decoder_layers(model)}
-    places = {name for name, module in model.named_modules() if id(module) in whole}
+    layer_names = {name for name, module in model.named_modules() if id(module) in whole}
     under = dict[str, set[str]]()
     for owner, kind in kinds.items():
         for path in (owner, *_above(owner)):
             under.setdefault(path, set()).update(kind)
     blocks = set[str]()
     for owner, kind in kinds.items():
-        inside = (path for path in (owner, *_above(owner)) if not places.isdisjoint(_above(path)))
+        inside = (path for path in (owner, *_above(owner)) if not layer_names.isdisjoint(_above(path)))
         around = [path for path in inside if under[path] == BOTH]
         if not around:
             raise _refusal(owner, f"is a {next(iter(kind))} layer without its counterpart")

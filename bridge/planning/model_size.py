@@ -26,7 +26,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """What model families call the experts of a layer."""
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
-AGAIN = "download or copy the model again"
+REPLACE_MODEL = "download or copy the model again"
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits what vLLM takes"
 
 
@@ -211,7 +211,7 @@ def _object(path: Path, text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}", remedy=AGAIN) from error
+        raise UsageError(f"{path} is damaged: {error}", remedy=REPLACE_MODEL) from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path} holds no JSON object", remedy=AGAIN)
+        raise UsageError(f"{path} holds no JSON object", remedy=REPLACE_MODEL)
     return document

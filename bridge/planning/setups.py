@@ -24,14 +24,14 @@ SETUPS = tuple(
 """Exact float32 masters come before rounded ones; then clipping by the norm of all gradients before stepping each one
 alone; then a state on the GPU before one on the host."""
 ANOTHER_GPU = "cuda:1"
-PLACES: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
+TRAINERS: tuple[tuple[Choices, tuple[Choices, ...]], ...] = (
     ({"mode": "shared_vllm"}, SETUPS),
     ({"mode": "lora_only"}, ({"lora_handover": "memory"}, {"lora_handover": "disk"})),
     ({"mode": "none", "trainer_device": "auto"}, SETUPS),
     ({"mode": "none", "trainer_device": ANOTHER_GPU}, SETUPS),
 )
 """Mode and device of the trainer, with the setups there."""
-VARIED = {field for place, ways in PLACES for choices in (place, *ways) for field in choices}
+VARIED = {field for trainer, ways in TRAINERS for choices in (trainer, *ways) for field in choices}
 
 
 class Limits(NamedTuple):
@@ -72,7 +72,7 @@ def plan_rows(
     `config.gpus` servers have `num_gpus` GPUs each; with several `num_parts`, their memory is trained.
     """
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
-    setups = [{**trainer, **way} for trainer, ways in PLACES if trainer["mode"] in modes for way in ways]
+    setups = [{**trainer, **way} for trainer, ways in TRAINERS if trainer["mode"] in modes for way in ways]
     agreeing = [
         {**choices, **given}
         for choices in setups

@@ -24,18 +24,18 @@ FULL = TrainConfig.of(model_name="")
 """The default trainer: it trains the server's own weights."""
 
 
-def choose(asked: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
+def choose(requested: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
     """Return where vLLM will run, and why."""
     installed, gpus = software.installed_vllm(), gpu_memory_bytes()
     built_for = software.built_for(installed)
     if built_for is None:
         raise IncompatibleVersionError("vLLM is not installed", remedy=INSTALL["cuda" if gpus else "cpu"])
     package = " ".join(next(iter(installed.items())))
-    if asked == "cuda" and not gpus:
+    if requested == "cuda" and not gpus:
         raise UsageError("--device cuda, but the driver shows no GPU", remedy="nvidia-smi; or pass --device cpu")
-    if asked == "cuda" and built_for == "cpu":
+    if requested == "cuda" and built_for == "cpu":
         raise IncompatibleVersionError(f"--device cuda, but {package} runs only on the CPU", remedy=INSTALL["cuda"])
-    if asked == "cpu" and built_for == "cuda":
+    if requested == "cpu" and built_for == "cuda":
         raise IncompatibleVersionError(f"--device cpu, but {package} is built for GPUs", remedy=INSTALL["cpu"])
     if built_for == "cuda" and not gpus:
         remedy = f"nvidia-smi; or {INSTALL['cpu']}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.core.foreign_code import described, said, shortened
+from bridge.core.foreign_code import described, reason_of, shortened
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
 
@@ -85,7 +85,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
         except Exception as error:  # a template computes with the messages, and may raise anything
             raise RewardError(
                 f"the model's chat template rejects the prompt {described(prompt)}: {type(error).__name__}"
-                f"{said(error)}",
+                f"{reason_of(error)}",
                 remedy="use the roles that the model's template supports, in the order that it expects",
             ) from error
     if not ids:

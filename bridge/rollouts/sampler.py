@@ -93,7 +93,7 @@ class Sampler:
         self._health: dict[str, Health] = {}
         self._servers: Sequence[Server] = ()
         self._turns = asyncio.Semaphore(config.max_concurrency)
-        self._places = asyncio.Semaphore(AHEAD * config.max_concurrency)
+        self._ahead = asyncio.Semaphore(AHEAD * config.max_concurrency)
         self._loop = EventLoop()
         self._connections = Connections()
 
@@ -128,7 +128,7 @@ class Sampler:
         async def unchanged(_: int, completions: tuple[Completion, ...]) -> tuple[Completion, ...]:
             return completions
 
-        return self.run(self.each(endpoints, prompts, unchanged, num_samples=num_samples, seed=seed))
+        return self.run(self.sample_each(endpoints, prompts, unchanged, num_samples=num_samples, seed=seed))
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine that awaits `each` or `one`; Ctrl-C cancels it, and tasks that it leaves run on."""
@@ -160,7 +160,7 @@ class Sampler:
         first = seed * CALL_SEEDS + index * num_samples  # vLLM gives the i-th completion of a request its seed + i
         stop = list(dict.fromkeys((*self.config.stop, *other.pop("stop", ()))))
         body = {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other} | ({"stop": stop} if stop else {})
-        async with self._places:
+        async with self._ahead:
             return await self._completions(servers, body)
 
     async def longest(self, server: Server) -> int | None:
@@ -172,7 +172,7 @@ class Sampler:
             return None
         return next((model.max_model_len for model in models if model.max_model_len), None)
 
-    async def each(
+    async def sample_each(
         self,
         endpoints: Sequence[Endpoint],
         prompts: Sequence[tuple[int, ...]],

@@ -56,7 +56,7 @@ class Progress(_Record):
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedCheckpoint:
     """A whole checkpoint."""
 
     folder: Path
@@ -124,7 +124,7 @@ def fingerprint(folder: Path) -> str | None:
         return None
 
 
-def read(folder: Path) -> Found:
+def read(folder: Path) -> SavedCheckpoint:
     """Check every byte of a checkpoint and return how far it had come.
 
     Raises:
@@ -142,10 +142,10 @@ def read(folder: Path) -> Found:
     fault = next(_faults(folder, marker.files), None)
     if fault is not None:
         raise _not_whole(folder, fault)
-    return Found(folder, marker.progress)
+    return SavedCheckpoint(folder, marker.progress)
 
 
-def newest(save_path: Path, prefix: str) -> tuple[Found | None, tuple[str, ...]]:
+def newest(save_path: Path, prefix: str) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
     """Return the whole checkpoint of the highest step, and a line about each newer one that is not whole."""
     passed_over = []
     for step, folder in sorted(numbered(save_path, prefix).items(), reverse=True):

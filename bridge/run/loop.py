@@ -23,7 +23,7 @@ from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.run import checkpoint, measuring, optimizer_state
-from bridge.run.checkpoint import Found, Progress
+from bridge.run.checkpoint import Progress, SavedCheckpoint
 from bridge.run.run_directory import RunDirectory, write_json
 from bridge.server.fence import FenceTimes
 from bridge.types import Group
@@ -131,7 +131,7 @@ class Loop:
 
         return checkpoint.save(folder or run.checkpoints / f"{PREFIX}{step}", fill, progress)
 
-    def newest(self) -> Found | None:
+    def newest(self) -> SavedCheckpoint | None:
         """Open the run directory again, and return its newest whole checkpoint; lines of later steps are moved aside.
 
         Raises:
@@ -175,7 +175,7 @@ class Loop:
         return {"rollout_s": self._sampled_s, "train_s": max(0.0, others), **times}
 
 
-def load_state(source: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_state(source: SavedCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the optimizer's state and torch's random state from a checkpoint; hyperparameters stay the optimizer's own.
 
     Raises:

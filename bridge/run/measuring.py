@@ -18,6 +18,7 @@ from bridge.errors import UsageError
 from bridge.learn.mismatch import alarm as mismatch_alarm
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal, mean
+from bridge.passes.flops import peak_flops
 from bridge.rollouts.stream import Stream
 from bridge.run.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
@@ -38,6 +39,8 @@ def step_metrics(step: int, *measured: Mapping[str, Any]) -> StepMetrics:
     record = StepMetrics(dict.fromkeys(RECORDED, math.nan))
     for part in (*measured, {"step": step}):
         record.update(part)
+    trained_s = record["train_s"] + record["fence_write_s"]
+    record["mfu"] = record["train_flops"] / (trained_s * record["peak_flops"]) if trained_s else math.nan
     return record
 
 
@@ -74,13 +77,16 @@ def times(fence: FenceTimes, *, rollout_s: float, train_s: float) -> dict[str, A
     }
 
 
-def memory(device: torch.device) -> dict[str, Any]:
-    """Return the peak memory of this process so far, on the GPU or, on the CPU, in all."""
+def devices(device: torch.device, world_size: int) -> dict[str, Any]:
+    """Return what the ranks' devices can do, and the peak memory of this process so far.
+
+    That is memory of the GPU or, on the CPU, of the whole process.
+    """
     if device.type == "cuda":
         peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
     else:
         peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-    return {"peak_memory_gib": peak_gib, "device": device.type}
+    return {"peak_memory_gib": peak_gib, "device": device.type, "peak_flops": peak_flops(device) * world_size}
 
 
 def evaluation(

@@ -265,8 +265,14 @@ CHARTS = (
     Chart(TIME, "Tokens per second", "Generated while they are sampled, trained during the passes.", (
         Metric(name="tokens_per_s", title="Tokens generated per second", label="generated", over_run="median",
                curve="rollout/tokens_per_s", live=True, derive=per_second("tokens_generated", "sampling_s")),
-        Metric(name="trained_per_s", title="Tokens trained on per second", label="trained",
+        Metric(name="train_tokens_per_s", title="Tokens trained on per second", label="trained",
                derive=per_second("tokens_trained", "train_s")),
+    )),
+    Chart(TIME, "Utilization", "Of the GPUs' peak in bf16, by the passes and the write.", (
+        Metric(name="mfu", title="Model FLOPs utilization", unit="%", label="MFU", over_run="median",
+               curve="train/mfu", live=True,
+               about="`train_flops` per second of training and writing, over the dense bf16 peak of all GPUs; null"
+               " where the peak is unknown, as on a CPU."),
     )),
     Chart(TIME, "Tokens per step", "Those without an advantage, or masked, are not trained on.", (
         Metric(name="tokens_generated", title="Tokens generated", label="generated", curve="rollout/tokens",
@@ -291,6 +297,11 @@ NOT_CHARTED = (
            about="Version that this step published, or that sampled the completions of an evaluation."),
     Metric(name="fence_prepare_s", title="Passes in the fence", unit="ms", curve="fence/prepare_ms",
            about="Part of `train_s` during which the server was paused, by choice or because its KV cache slept."),
+    Metric(name="train_flops", title="Model FLOPs", curve="train/flops",
+           about="Floating-point operations of the updates' forward and backward passes on all ranks: matrix products"
+           " and causal attention, without recomputation."),
+    Metric(name="peak_flops", title="Peak FLOPs per second", curve="train/peak_flops",
+           about="Peak of all ranks' devices in bf16, by the data sheet; null where unknown, as on a CPU."),
     Metric(name="sampling_s", title="Time of sampling", unit="s", derive=_sampling_s),
     Metric(name="seconds", title="Time of an evaluation", unit="s", held_out="held_out/seconds",
            about="Time spent sampling and scoring an evaluation."),

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from bridge.config import TrackingConfig
 from bridge.core import atomic_file, private
-from bridge.core.foreign_code import said
+from bridge.core.foreign_code import reason_of
 from bridge.errors import UsageError
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.run_directory import RunDirectory
@@ -204,7 +204,7 @@ class Trackers(Reporter):
                 do(tracker)
             except Exception as error:  # noqa: BLE001 - foreign code, on which nothing depends
                 del trackers[name]
-                self._note(f"{name} failed and gets nothing more of this run: {type(error).__name__}{said(error)}")
+                self._note(f"{name} failed and gets nothing more of this run: {type(error).__name__}{reason_of(error)}")
 
 
 def check_trackers(tracking: TrackingConfig) -> None:
@@ -254,7 +254,7 @@ def _open_all(
         try:
             opened[TRACKERS[package]] = make()
         except Exception as error:
-            line = f"{TRACKERS[package]} cannot be used: {type(error).__name__}{said(error)}"
+            line = f"{TRACKERS[package]} cannot be used: {type(error).__name__}{reason_of(error)}"
             if getattr(tracking, package):
                 for tracker in opened.values():
                     with suppress(Exception):  # foreign code too

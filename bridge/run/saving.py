@@ -17,7 +17,7 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run import checkpoint, optimizer_state
-from bridge.run.checkpoint import Found, Progress
+from bridge.run.checkpoint import Progress, SavedCheckpoint
 from bridge.run.optimizer_state import WholeState
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Group, TrainedProblems
@@ -80,7 +80,7 @@ class Checkpoints:
         """Return whether the weights in the memory of any rank are half-written."""
         return any(self._ranks.all_gather_object(self._is_half_written))
 
-    def load(self, source: Found) -> None:
+    def load(self, source: SavedCheckpoint) -> None:
         """Load the weights, the optimizer's state and the random state of a checkpoint."""
         progress = source.progress
         optimizer_state.read(source.folder, self._weights, self._state)

@@ -28,7 +28,7 @@ from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.sampler import fit_completions
 from bridge.rollouts.stream import Stream
 from bridge.run import checkpoint, measuring
-from bridge.run.checkpoint import Found
+from bridge.run.checkpoint import SavedCheckpoint
 from bridge.run.measuring import Alarms
 from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.run.reporting import Reporter
@@ -73,7 +73,7 @@ class Run:
         reporter: Reporter,
         *,
         process: ServerProcess | None = None,
-        resume: Found | None = None,
+        resume: SavedCheckpoint | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self._chosen = directory.chosen or config
@@ -171,7 +171,7 @@ class Run:
                 measuring.times(window.times, rollout_s=seconds[0], train_s=seconds[1]),
                 learnt,
                 {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt["updates"] else 0.0},
-                measuring.memory(self._opened.device),
+                measuring.devices(self._opened.device, self._ranks.world_size),
             )
             self._steps.append(metrics)
             if self._ranks.is_rank_zero:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, SupportsFloat, SupportsIndex
 
-from bridge.core.foreign_code import described, place_of, said, shortened, source_file
+from bridge.core.foreign_code import described, location_of, reason_of, shortened, source_file
 from bridge.errors import BridgeError, RewardError
 from bridge.types import Problem
 
@@ -63,24 +63,24 @@ class Origin:
     """The method with its class: `Class.score`."""
     file: str
     """The file of its class."""
-    place: str
+    location: str
     """Where the method begins: the file's name and a line."""
 
     @classmethod
     def of(cls, kind: type, method: str) -> Self:
         file = source_file(kind)
         code = getattr(inspect.unwrap(getattr(kind, method, None)), "__code__", None)  # type: ignore[arg-type]
-        place = f"{Path(file).name} line {code.co_firstlineno}" if code else Path(file).name
-        return cls(name=f"{kind.__name__}.{method}", file=file, place=place)
+        location = f"{Path(file).name} line {code.co_firstlineno}" if code else Path(file).name
+        return cls(name=f"{kind.__name__}.{method}", file=file, location=location)
 
     def raised(
         self, problem: Problem, error: BaseException, completion: str = "", *, is_raised: bool = False
     ) -> FailedScore:
         """Return why a run of this code that raised `error` has no reward."""
         first = error.__cause__ or error if isinstance(error, BridgeError) else error
-        kind, place = f"{self.name} raised {type(first).__name__}", place_of(first, self.file) or self.place
-        what = error.message if isinstance(error, BridgeError) else f"{kind}{said(error)} ({place})"
-        return failed(problem, completion, f"{kind} ({place})", what, is_raised=is_raised)
+        kind, location = f"{self.name} raised {type(first).__name__}", location_of(first, self.file) or self.location
+        what = error.message if isinstance(error, BridgeError) else f"{kind}{reason_of(error)} ({location})"
+        return failed(problem, completion, f"{kind} ({location})", what, is_raised=is_raised)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str)
     expected = "one finite number per turn" if isinstance(value, list) else "a finite number"
     expected += " and a dict of finite numbers" if method == "scores" else ""
     shown = described(value) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
-    what = f"{origin.name} returned {shown}, expected {expected}{limit_note(value)} ({origin.place})"
+    what = f"{origin.name} returned {shown}, expected {expected}{limit_note(value)} ({origin.location})"
     return failed(problem, completion, f"{origin.name} returned something other than {expected}", what)
 
 

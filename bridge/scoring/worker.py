@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import psutil
 
-from bridge.core.foreign_code import foreign_code, said
+from bridge.core.foreign_code import foreign_code, reason_of
 from bridge.errors import BridgeError, RewardError
 from bridge.scoring.score import FailedScore, Origin, Reply, Score, as_reward, host_of
 
@@ -89,7 +89,7 @@ def pickled(content: object) -> bytes:
     except Exception as error:  # pickling runs code of the objects inside
         raise NotPickledError(
             f"what scores completions, or a problem, cannot be sent to another process: {type(error).__name__}"
-            f"{said(error)}",
+            f"{reason_of(error)}",
             remedy=NOT_PICKLED,
         ) from error
 
@@ -244,4 +244,4 @@ def _unpickled(questions: BinaryIO) -> Any:
         return pickle.load(questions)  # noqa: S301  the trainer sent it
     except Exception as error:  # unpickling imports and runs foreign code
         what = f"what scores completions, or a problem, cannot be loaded in another process: {type(error).__name__}"
-        raise RewardError(what + said(error), remedy=NOT_PICKLED) from error
+        raise RewardError(what + reason_of(error), remedy=NOT_PICKLED) from error

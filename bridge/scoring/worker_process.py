@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 from bridge.core import private
-from bridge.core.foreign_code import place_in
+from bridge.core.foreign_code import location_in
 from bridge.errors import RewardError
 from bridge.scoring import worker
 from bridge.scoring.score import FailedScore, Origin, Reply, Score, failed
@@ -110,9 +110,9 @@ class WorkerProcess:
             return self._with_hint(answer)
         stack = self.kill()
         self._start()
-        kind, place = f"{name or origin.name} {answer}", place_in(stack, origin.file)
-        place = place or ("" if name else origin.place)
-        return failed(problem, completion, kind, f"{kind} ({place})" if place else kind)
+        kind, location = f"{name or origin.name} {answer}", location_in(stack, origin.file)
+        location = location or ("" if name else origin.location)
+        return failed(problem, completion, kind, f"{kind} ({location})" if location else kind)
 
     def _with_hint(self, answer: Score | FailedScore | Reply) -> Score | FailedScore | Reply:
         """Return an answer, with a hint if it failed for lack of a hidden variable: for the user, not for the model."""

@@ -82,13 +82,13 @@ def gpu_uuid(device: torch.device) -> str:
 
 def device_of(uuid: str) -> torch.device:
     """Return this process's device for the GPU `uuid`."""
-    seen = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
-    if uuid not in seen:
+    visible = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    if uuid not in visible:
         raise AttachError(
-            f"the server's weights are on {uuid}, and this process sees {', '.join(seen) or 'no GPU'}",
+            f"the server's weights are on {uuid}, and this process sees {', '.join(visible) or 'no GPU'}",
             remedy=f"CUDA_VISIBLE_DEVICES={uuid} bridge train ... (the trainer must use the server's GPU)",
         )
-    return torch.device("cuda", seen[uuid])
+    return torch.device("cuda", visible[uuid])
 
 
 def _encode(data: bytes) -> str:

@@ -121,11 +121,11 @@ def _fill(boxes: Sequence[_Box], sizes: Shape) -> bool:
         sorted({0, size, *(box.low[axis] for box in boxes), *(box.high[axis] for box in boxes)})
         for axis, size in enumerate(sizes)
     ]
-    places = [{edge: index for index, edge in enumerate(axis)} for axis in edges]
+    indices = [{edge: index for index, edge in enumerate(axis)} for axis in edges]
     cells = {
         cell
         for box in boxes
-        for cell in product(*(range(at[a], at[b]) for at, a, b in zip(places, box.low, box.high, strict=True)))
+        for cell in product(*(range(at[a], at[b]) for at, a, b in zip(indices, box.low, box.high, strict=True)))
     }
     return len(cells) == math.prod(len(axis) - 1 for axis in edges)
 

@@ -16,7 +16,7 @@ from bridge.weights.attach import OpenedModel, leave_a_core
 from bridge.weights.model_folder import no_progress_bar
 
 GIB = 2**30
-AGAIN = "download or copy the model again"
+REPLACE_MODEL = "download or copy the model again"
 DTYPES = {"bfloat16", "float32"}
 """Gradients survive in these: those of float16 need a scaled loss, and its largest number is 65,504."""
 
@@ -111,8 +111,10 @@ def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise UsageError(f"the weights of {model} cannot be loaded: {reason}", remedy=AGAIN) from error
+        raise UsageError(f"the weights of {model} cannot be loaded: {reason}", remedy=REPLACE_MODEL) from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers has filled them with random numbers
-        raise UsageError(f"{model} lacks {len(missing)} of its parameters, the first: {missing[0]}", remedy=AGAIN)
+        raise UsageError(
+            f"{model} lacks {len(missing)} of its parameters, the first: {missing[0]}", remedy=REPLACE_MODEL
+        )
     return loaded

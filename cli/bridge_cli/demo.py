@@ -75,7 +75,7 @@ def demo(
         return
     check_software(device)
     serve, train = _choices(out, steps, device, gpus)
-    with ranks.joined(None if rank.PLACE.get() else layout.of(train, serve)) as world:
+    with ranks.joined(None if rank.OWN_RANK.get() else layout.of(train, serve)) as world:
         environment = load_environment(train.task, train.rollouts, evaluates=True)
         job = Job(serve=serve, chosen=train, environment=environment, start_limit_s=START_LIMIT_S)
         opened = Opened(train=train, run_dir=out, resume=None)

@@ -43,7 +43,7 @@ NARROWEST = 60
 """Columns. On a narrower terminal, lines are wrapped by the terminal."""
 
 Section = tuple[str, list[Check]]
-Asked = Literal["auto", "cpu", "cuda"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 PORT = "Port of the server (default: the manifest's, else 9001)."
 Port = Annotated[
     int | None,
@@ -58,7 +58,7 @@ PATH = (
 )
 ManifestPath = Annotated[Path | None, option("--vllm-config-path", "PATH", PATH, envvar="BRIDGE_VLLM_CONFIG_PATH")]
 DEVICE = "Device of vLLM (default: auto, the one that the installed vLLM was built for)."
-Where = Annotated[Asked, option("--device", "auto|cpu|cuda", DEVICE, envvar="BRIDGE_DEVICE")]
+Where = Annotated[DeviceChoice, option("--device", "auto|cpu|cuda", DEVICE, envvar="BRIDGE_DEVICE")]
 MODEL = "Folder or name of a model: check from its configuration which modes can train it."
 Model = Annotated[str | None, option("--model", "MODEL", MODEL, envvar="BRIDGE_MODEL")]
 
@@ -151,7 +151,9 @@ def table() -> tuple[Row, ...]:
     )  # fmt: skip
 
 
-def examine(port: int | None, given: Path | None, asked: Asked, model: str | None = None) -> Iterator[Section]:
+def examine(
+    port: int | None, given: Path | None, requested: DeviceChoice, model: str | None = None
+) -> Iterator[Section]:
     """Yield every check, section by section; outside Linux only the first one can be made."""
     from bridge.checks import server
 
@@ -160,7 +162,7 @@ def examine(port: int | None, given: Path | None, asked: Asked, model: str | Non
         yield "Software", [system]
         return
     facts, installed, examined = child.gather(), software.installed_vllm(), server.examine(given)
-    device = (software.built_for(installed) if asked == "auto" else asked) or ("cuda" if facts.gpus else "cpu")
+    device = (software.built_for(installed) if requested == "auto" else requested) or ("cuda" if facts.gpus else "cpu")
     has = {"": True, device: True, "vllm": installed, "model": model, "server": examined.live, "search": given is None}
     machine = Machine(
         facts, device, software.our_plugins(), examined, model, port,

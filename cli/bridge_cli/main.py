@@ -70,10 +70,10 @@ class LazyCommand(TyperCommand):
 
     def __init__(self, name: str, function: str, help: str) -> None:  # noqa: A002  typer's name
         super().__init__(name, help=help)
-        self._place = function
+        self._function = function
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        module, _, function = self._place.partition(":")
+        module, _, function = self._function.partition(":")
         app = typer.Typer(add_completion=False, **MARKUP)
         command = getattr(importlib.import_module(module), function)
         app.command(self.name, cls=Command, context_settings=PARSING)(command)

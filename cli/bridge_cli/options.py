@@ -78,11 +78,11 @@ def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict
         flags.setdefault("weight_bridge_mode", "shared_vllm")
     for key in [key for key in flags if key.startswith("no_")]:
         flags[key.removeprefix("no_")] = not flags.pop(key)
-    seen: dict[tuple[type[Config], str], tuple[str, Any]] = {}
+    first_given: dict[tuple[type[Config], str], tuple[str, Any]] = {}
     for key, value in flags.items():
         for cls in configs:
             field = cls.field_of(key)
-            first, before = seen.setdefault((cls, field), (key, value)) if field else (key, value)
+            first, before = first_given.setdefault((cls, field), (key, value)) if field else (key, value)
             if before != value:
                 raise UsageError(
                     f"{flag(first)} {before} and {flag(key)} {value} contradict each other: they are one choice",

@@ -148,9 +148,9 @@ def _show(plan: Plan, *, everything: bool) -> None:
         console.note("\nnothing fits: try a smaller --batch-size, --max-new-tokens or --max-model-len", style="bold")
     else:
         _show_recommended(plan, best)
-    nearest = [min(section, key=lambda row: row.lacking_gib) for _, section in groupby(plan.rows, _place)]
+    nearest = [min(section, key=lambda row: row.lacking_gib) for _, section in groupby(plan.rows, _trainer_of)]
     shown = plan.rows if everything else [best] if best else nearest
-    for (mode, device), section in groupby(shown, _place):
+    for (mode, device), section in groupby(shown, _trainer_of):
         _show_section(mode, device, list(section))
     lines = [LEGEND, *(line for word, line in WORDS.items() if any(word in row.name for row in shown))]
     if most := max(row.sums_gib for row in shown):
@@ -163,7 +163,7 @@ def _show(plan: Plan, *, everything: bool) -> None:
         console.note(f"\n--all lists {len(plan.rows) - len(shown)} more")
 
 
-def _place(row: Row) -> tuple[str, str]:
+def _trainer_of(row: Row) -> tuple[str, str]:
     return row.mode, row.trainer_device
 
 

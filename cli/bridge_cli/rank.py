@@ -35,7 +35,7 @@ LOST = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class OwnRank:
     """This process as a rank that the launcher started."""
 
     rank: int
@@ -50,7 +50,7 @@ class Place:
     """A folder of the launcher's, for reports."""
 
     @classmethod
-    def of_elastic(cls, settings: dict[str, Any]) -> "Place":
+    def of_elastic(cls, settings: dict[str, Any]) -> "OwnRank":
         """Take the variables that TorchElastic set out of the environment."""
         names = [name for name in os.environ if name in OF_ELASTIC or name.startswith("TORCHELASTIC_")]
         variables = {name: os.environ.pop(name) for name in names}
@@ -110,7 +110,7 @@ class Place:
         (self.scratch / f"{self.local_rank}.json").write_text(json.dumps({"code": code, **lost}))
 
 
-PLACE: ContextVar[Place | None] = ContextVar("PLACE", default=None)
+OWN_RANK: ContextVar[OwnRank | None] = ContextVar("OWN_RANK", default=None)
 """None: this process was started by a person."""
 
 
@@ -121,12 +121,12 @@ def main() -> None:
     # SIGTERM at the launcher's death would be an interrupt, on which all ranks agree; this host is lost
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings, arguments = json.loads(sys.argv[1]), sys.argv[2:]
-    place = Place.of_elastic(settings)
-    if place.local_rank:
-        place.log_to(place.scratch / f"{place.local_rank}.log")
+    rank = OwnRank.of_elastic(settings)
+    if rank.local_rank:
+        rank.log_to(rank.scratch / f"{rank.local_rank}.log")
     sys.excepthook = command.report_bug
     on_signal = signals.prepare()
-    PLACE.set(place)
-    if place.run_dir.exists():
-        arguments = ending.changed(arguments, {"run_dir": str(place.run_dir.resolve())})
-    place.report(on_signal.exit_code(command.answer(arguments)))
+    OWN_RANK.set(rank)
+    if rank.run_dir.exists():
+        arguments = ending.changed(arguments, {"run_dir": str(rank.run_dir.resolve())})
+    rank.report(on_signal.exit_code(command.answer(arguments)))

@@ -28,12 +28,12 @@ from bridge.server import api_key
 from bridge.types import Environment
 from bridge_cli import console
 from bridge_cli.layout import Layout
-from bridge_cli.rank import LOST, PLACE
+from bridge_cli.rank import LOST, OWN_RANK
 from bridge_cli.train import train_in
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
-    from bridge.run.checkpoint import Found
+    from bridge.run.checkpoint import SavedCheckpoint
     from bridge.run.metrics import Summary
 
 
@@ -44,7 +44,7 @@ class Opened:
     train: TrainConfig
     """With what was derived."""
     run_dir: Path
-    resume: "Found | None"
+    resume: "SavedCheckpoint | None"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ def joined(planned: Layout | None) -> "Iterator[Ranks]":
     """
     from bridge.ranks.world import ALONE
 
-    place = PLACE.get()
-    if place is None:
+    own = OWN_RANK.get()
+    if own is None:
         assert planned is not None, "a person started this process"
         if len(planned.gpus) * planned.hosts > 1:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
@@ -82,10 +82,10 @@ def joined(planned: Layout | None) -> "Iterator[Ranks]":
         return
     ranks = ALONE
     try:
-        ranks = place.join()
+        ranks = own.join()
         yield ranks
     except RankError as error:
-        place.report(LOST, error)
+        own.report(LOST, error)
         sys.exit(LOST)
     finally:
         ranks.close()
@@ -137,15 +137,15 @@ def _command(ranks: "Ranks", job: Job, opened: Opened, manifest: Path) -> Server
 
 def take_part(ranks: "Ranks", job: Job, opened: Opened) -> None:
     """Train as any rank but the first."""
-    place = PLACE.get()
-    assert place is not None, "the launcher started it"
-    if place.local_rank == 0:
+    own = OWN_RANK.get()
+    assert own is not None, "the launcher started it"
+    if own.local_rank == 0:
         run = ranks.run_on_all(lambda: join_run(opened.run_dir))
     else:
         ranks.barrier()
         run = RunDirectory.join(opened.run_dir)
         run.ranks.mkdir(exist_ok=True)
-        place.log_to(run.ranks / f"{place.rank}.log", moves=True)
+        own.log_to(run.ranks / f"{own.rank}.log", moves=True)
     with trained(ranks, job, opened, run, None):
         pass
 
@@ -163,12 +163,12 @@ def check_shared(ranks: "Ranks", folder: Path) -> None:
         probe.touch()
 
     ranks.run_on_rank_zero(make)
-    seen = ranks.all_gather_object((socket.gethostname(), probe.exists()))
+    probes = ranks.all_gather_object((socket.gethostname(), probe.exists()))
     if ranks.is_rank_zero:
         probe.unlink()
-    if lacking := [host for host, sees in seen if not sees]:
+    if lacking := [host for host, sees in probes if not sees]:
         raise UsageError(
-            f"{lacking[0]} does not see {folder} of {seen[0][0]}: all hosts resume from the checkpoints there",
+            f"{lacking[0]} does not see {folder} of {probes[0][0]}: all hosts resume from the checkpoints there",
             remedy="--save-path in a folder that all hosts share, such as on NFS",
         )
 

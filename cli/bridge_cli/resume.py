@@ -12,7 +12,7 @@ from bridge.run.run_directory import RUNS, RunDirectory
 from bridge_cli import console
 
 if TYPE_CHECKING:
-    from bridge.run.checkpoint import Found
+    from bridge.run.checkpoint import SavedCheckpoint
 
 
 class OpenedRun(NamedTuple):
@@ -21,7 +21,7 @@ class OpenedRun(NamedTuple):
     config: TrainConfig
     """With the folder of its checkpoints."""
     directory: RunDirectory
-    checkpoint: "Found | None"
+    checkpoint: "SavedCheckpoint | None"
     """What it resumes from."""
 
 
@@ -67,7 +67,7 @@ def open_run(config: TrainConfig) -> OpenedRun:
 
 def _resumed(
     run_dir: Path | None, save_path: Path | None, prefix: str, wanted: Mapping[str, Any], passed_over: list[str]
-) -> "tuple[Path | None, Path | None, Found | None]":
+) -> "tuple[Path | None, Path | None, SavedCheckpoint | None]":
     """Return the run directory and the folder of the checkpoints to resume from, and the newest checkpoint there.
 
     They are those of --save-path, else of --run-dir, else of the newest run with the choices `wanted`. Newer runs and
@@ -98,7 +98,7 @@ def _resumed(
     return None, None, None
 
 
-def _newest_checkpoint(folder: Path, prefix: str, passed_over: list[str]) -> "Found | None":
+def _newest_checkpoint(folder: Path, prefix: str, passed_over: list[str]) -> "SavedCheckpoint | None":
     from bridge.run import checkpoint
 
     newest, damaged = checkpoint.newest(folder, prefix)
@@ -107,7 +107,7 @@ def _newest_checkpoint(folder: Path, prefix: str, passed_over: list[str]) -> "Fo
 
 
 def _directory(
-    run_dir: Path | None, save_path: Path | None, checkpoint: "Found | None", task: str, *, resume: bool
+    run_dir: Path | None, save_path: Path | None, checkpoint: "SavedCheckpoint | None", task: str, *, resume: bool
 ) -> RunDirectory:
     """Return the directory of the run that is resumed, or a new one."""
     step, own = (checkpoint.progress.step, checkpoint.progress.run_dir) if checkpoint else (0, None)

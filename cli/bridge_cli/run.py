@@ -23,7 +23,7 @@ from bridge_cli.train import load_environment
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
-    from bridge.run.checkpoint import Found
+    from bridge.run.checkpoint import SavedCheckpoint
 
 SHARDED = "--fully-sharded-loras"
 """A flag of vLLM's."""
@@ -72,7 +72,7 @@ def run(
         raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
     check_host(train)
     flags = vllm_flags or []
-    with ranks.joined(None if rank.PLACE.get() else layout.of(train, serve)) as world:
+    with ranks.joined(None if rank.OWN_RANK.get() else layout.of(train, serve)) as world:
         if train.hosts > 1:
             consistency.check(world, (train, serve), flags)
         evaluates = bool(train.evaluation.samples)
@@ -99,15 +99,15 @@ class FirstRank:
     directory: RunDirectory | None = None
     command: ServerCommand | None = None
 
-    def open(self) -> "tuple[TrainConfig, Path, Found | None]":
+    def open(self) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
         """Open the run, and check all that can be known before vLLM starts."""
         from bridge.agents import stream
         from bridge.rollouts.sampler import fit_completions
 
         job = self.job
         train, self.directory, checkpoint = open_run(job.chosen)
-        if (place := rank.PLACE.get()) is not None:
-            place.keep(self.directory.path)
+        if (own_rank := rank.OWN_RANK.get()) is not None:
+            own_rank.keep(self.directory.path)
         train = fit_completions(train, job.serve.max_model_len, console.note)
         shares = train.needs_patched_server
         self.command = prepare(job.serve, job.vllm_flags, shares_weights=shares, trainer=train, output=console)

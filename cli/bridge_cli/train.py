@@ -21,7 +21,7 @@ from bridge_cli.steps import summary_line
 if TYPE_CHECKING:
     from bridge.modes.mode import ServerProcess
     from bridge.ranks.world import Ranks
-    from bridge.run.checkpoint import Found
+    from bridge.run.checkpoint import SavedCheckpoint
     from bridge.run.metrics import Summary
 
 
@@ -88,7 +88,7 @@ def train_in(
     *,
     as_json: bool,
     process: "ServerProcess | None" = None,
-    resume: "Found | None" = None,
+    resume: "SavedCheckpoint | None" = None,
     ranks: "Ranks | None" = None,
 ) -> "Summary":
     """Train, print one line per step, and write everything to `run`."""

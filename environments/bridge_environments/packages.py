@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bridge.core.foreign_code import said
+from bridge.core.foreign_code import reason_of
 from bridge.errors import RewardError, UsageError
 from bridge.types import Problem
 
@@ -204,7 +204,8 @@ class ReasoningGym:
             return self._library.create_dataset(self._name, **arguments)
         except Exception as error:  # a library's code
             raise UsageError(
-                f"{GYM_PREFIX}{self._name} cannot be made with {dict(arguments)}: {type(error).__name__}{said(error)}",
+                f"{GYM_PREFIX}{self._name} cannot be made with {dict(arguments)}: {type(error).__name__}"
+                f"{reason_of(error)}",
                 remedy="give it, as JSON, what its configuration in Reasoning Gym takes: --env-args '{\"size\": 1000}'",
             ) from error
 

@@ -170,13 +170,13 @@ def _check_package_choices(config: TaskConfig) -> None:
     is_verifiers = config.environment.startswith(packages.VERIFIERS_PREFIX)
     is_gym = config.environment.startswith(packages.GYM_PREFIX)
     where = f"it is for --environment {' and '.join(PACKAGES)}"
-    places = {
+    rules = {
         "env_args": (is_verifiers or is_gym, where),
         "eval_env_args": (is_verifiers or is_gym, where),
         "data": (not is_verifiers, "it has its own tasks"),
         "system_prompt": (not is_verifiers, "its tasks have their own"),
     }
-    for name, (fits, why) in places.items():
+    for name, (fits, why) in rules.items():
         if not fits and getattr(config, name) != TaskConfig.model_fields[name].default:
             raise UsageError(
                 f"{flag(name)} has no effect with --environment {config.environment}: {why}", remedy="leave it out"

@@ -64,7 +64,7 @@ class Reward:
     """Returns the number before its weight."""
     needs_answer: bool = False
     """Whether it reads the problem's `answer`."""
-    place: str = ""
+    location: str = ""
     """File and line of a user's function."""
 
     def __call__(self, problem: Problem, completion: str) -> float:
@@ -72,7 +72,7 @@ class Reward:
         value = self.score(problem, completion)
         if isinstance(value, str) or not isinstance(value, SupportsFloat):
             raise RewardError(
-                f"reward {self.name} returned {shortened(repr(value))}, expected a number ({self.place})",
+                f"reward {self.name} returned {shortened(repr(value))}, expected a number ({self.location})",
                 remedy=f"return a number from {self.name}",
             )
         return float(value)
@@ -137,7 +137,7 @@ def _reward(item: str) -> Reward:
 def _own(name: str, weight: float) -> Reward:
     score = find_object("reward", name)
     title = getattr(score, "__name__", type(score).__name__)
-    code, place = getattr(score, "__code__", None), Path(name.rpartition(":")[0]).name
+    code, file = getattr(score, "__code__", None), Path(name.rpartition(":")[0]).name
     remedy = f"write it as: def {title}(problem: dict, completion: str) -> float"
     if inspect.iscoroutinefunction(score):
         raise UsageError(f"reward {name} is an async function, expected a plain one", remedy=remedy)
@@ -152,7 +152,7 @@ def _own(name: str, weight: float) -> Reward:
             f"reward {name} cannot be called with (problem, completion): {error}", remedy=remedy
         ) from error
     return Reward(
-        name=title, weight=weight, score=score, place=f"{place} line {code.co_firstlineno}" if code else place
+        name=title, weight=weight, score=score, location=f"{file} line {code.co_firstlineno}" if code else file
     )
 
 

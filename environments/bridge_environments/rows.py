@@ -58,11 +58,11 @@ class Rows:
     def problems(self, make: Callable[[dict[str, Any]], Problem]) -> list[Problem]:
         """Return `make` of each row's values."""
         problems, faults = [], []
-        for place, content in self.rows:
+        for location, content in self.rows:
             try:
                 problems.append(make(_values(content)))
             except BadRowError as error:
-                faults.append(f"{place} {error}")
+                faults.append(f"{location} {error}")
         if faults:
             more = f"; and {len(faults) - MAX_SHOWN_ROWS} more" if len(faults) > MAX_SHOWN_ROWS else ""
             shown = "; ".join(faults[:MAX_SHOWN_ROWS])
@@ -128,7 +128,7 @@ def _values(content: Any) -> dict[str, Any]:
     return values
 
 
-def _data_set(source: str, flag: str, **place: str | None) -> tuple[Rows, Rows | None]:
+def _data_set(source: str, flag: str, **subset: str | None) -> tuple[Rows, Rows | None]:
     try:
         import datasets
     except ImportError as error:
@@ -139,7 +139,7 @@ def _data_set(source: str, flag: str, **place: str | None) -> tuple[Rows, Rows |
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
-        splits = datasets.load_dataset(source, **place)
+        splits = datasets.load_dataset(source, **subset)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(
             f"{flag} {source}: cannot be loaded: {shortened(error, 300)}",

@@ -44,7 +44,7 @@ from bridge.errors import BridgeError, RankError, UsageError
 from bridge_cli import console, main, rank, ranks
 
 def answer(arguments):
-    place = rank.PLACE.get()
+    place = rank.OWN_RANK.get()
     folder = Path(arguments[arguments.index("--note") + 1])
     resumes = "--resume" in arguments
     try:

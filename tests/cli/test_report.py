@@ -327,6 +327,8 @@ def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
         "fence_prepare_s",
         "rollouts",
         "device",
+        "train_flops",
+        "peak_flops",
     }
     assert all(
         len({metric.unit for metric in chart.metrics if metric.label != "effective share"}) == 1 for chart in CHARTS

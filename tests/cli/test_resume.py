@@ -13,7 +13,7 @@ from bridge.config import TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
 from bridge.run import checkpoint
-from bridge.run.checkpoint import Found, Progress
+from bridge.run.checkpoint import Progress, SavedCheckpoint
 from bridge.run.run_directory import RunDirectory
 from bridge_cli.resume import open_run
 from tests.cli.test_run_directory import metrics, steps
@@ -25,7 +25,7 @@ class Opened:
     """What `open_run` returned and logged."""
 
     run: RunDirectory
-    found: Found | None
+    found: SavedCheckpoint | None
     told: list[str]
     save_path: Path
 

@@ -27,7 +27,7 @@ from bridge_cli.steps import duration
 TEMPLATE = Path(__file__).parent / "template"
 MOST_EVENTS = 200
 GENERATOR = "bridge report"
-PLACES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
+PATH_CHOICES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
 """Choices that differ between any two runs."""
 END = ("reward_before", "reward_after", "weight_bytes_copied", "weight_bytes")
 """Keys of the summary that are shown."""
@@ -128,7 +128,7 @@ def choices(run: Run) -> dict[str, tuple[list[Choice], list[Choice]]]:
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the flag of every choice in which runs differ, and its value in each run."""
-    names = dict.fromkeys(name for config in configs for name in config if name not in PLACES)
+    names = dict.fromkeys(name for config in configs for name in config if name not in PATH_CHOICES)
     rows = {flag(name): [_written(config[name]) if name in config else "–" for config in configs] for name in names}
     return {name: values for name, values in rows.items() if len(set(values)) > 1}
 

@@ -24,6 +24,7 @@ from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import budget
+from bridge.passes.flops import Flops
 from bridge.ranks.world import ALONE, Ranks
 from bridge.types import Completion, Group
 from bridge.weights.adapter import Adapter
@@ -844,6 +845,16 @@ def test_the_rate_changes_with_every_update_of_a_batch(groups: list[Group]) -> N
     second, third = [8e-4, 7e-4, 6e-4, 5e-4], [4e-4, 3e-4, 2e-4, 1e-4]
     assert rates == pytest.approx([*second, *third, *second])
     assert learner.learnt()["lr"] == pytest.approx(8e-4)
+
+
+def test_operations_are_counted_for_every_update(groups: list[Group]) -> None:
+    model = base()
+    learner = prepared(model, groups, updates_per_batch=2, passes_per_batch=3, micro_batch_tokens=20)
+    learner.write()
+    passes = [model_pass.batch for update in learner._computed.passes for model_pass in update]
+    flops = Flops.of(model)
+    assert len(passes) > 2
+    assert learner.learnt()["train_flops"] == pytest.approx(3 * sum(map(flops.of_batch, passes)))
 
 
 def learning(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:

@@ -156,7 +156,7 @@ def test_a_torn_server_is_refused_before_anything_changes(world: World, resumes:
 
 def test_a_server_without_adapters_is_refused(world: World) -> None:
     world.export()
-    world.server.refuses["POST load_lora_adapter"] = Answer('{"detail":"Not Found"}', 404)
+    world.server.refuses["POST load_lora_adapter"] = Answer('{"detail":"Not SavedCheckpoint"}', 404)
     hint = refused(world, UsageError, "does not accept the adapter: 404")
     assert "bridge serve-vllm --max-lora-rank" in hint
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in hint

@@ -35,7 +35,7 @@ from bridge.ranks import groups as groups_of_torch
 from bridge.ranks import world
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run import checkpoint
-from bridge.run.checkpoint import Found, Progress
+from bridge.run.checkpoint import Progress, SavedCheckpoint
 from bridge.run.metrics import Evaluation, Summary
 from bridge.run.reporting import Phase, Reporter
 from bridge.run.run_directory import RunDirectory
@@ -721,7 +721,7 @@ class Interrupting(Reporter):
 
 
 def ran(
-    ranks: Ranks, folder: Path, reporter: Reporter, choices: dict[str, Any], resume: Found | None = None
+    ranks: Ranks, folder: Path, reporter: Reporter, choices: dict[str, Any], resume: SavedCheckpoint | None = None
 ) -> Summary:
     """Train beside a fake server of this rank's own, which takes as many seconds to pause as the rank's number."""
     with pytest.MonkeyPatch.context() as patched, ExitStack() as serving:
@@ -762,7 +762,7 @@ def baseline(ranks: Ranks, folder: Path) -> float | None:
         own = RunDirectory.first_evaluation
         patched.setattr(RunDirectory, "first_evaluation", lambda run: own(run) if ranks.is_rank_zero else None)
         patched.setattr(Run, "_load", lambda run: setattr(run, "_begun_at", 1))
-        found = Found(folder, Progress(step=1, weight_version=3, problems_drawn=2, run_dir=folder))
+        found = SavedCheckpoint(folder, Progress(step=1, weight_version=3, problems_drawn=2, run_dir=folder))
         return ran(ranks, folder, Reporter(), {"eval_samples": 1}, found).reward_before
 
 

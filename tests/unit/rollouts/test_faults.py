@@ -376,7 +376,7 @@ def test_groups_arrive_one_by_one_with_their_index() -> None:
         return index
 
     with faulty(script) as server, sampler() as ours:
-        indices = ours.run(ours.each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
+        indices = ours.run(ours.sample_each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
     assert taken[-1] == 0
     assert sorted(taken) == indices == list(range(len(PROMPTS)))
 
@@ -386,7 +386,7 @@ def test_a_slow_caller_holds_up_no_request() -> None:
         await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
 
     with faulty(react) as server, sampler(max_concurrency=2) as ours:
-        ours.run(ours.each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
+        ours.run(ours.sample_each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
 
 
 @contextmanager
@@ -418,7 +418,7 @@ def test_a_caller_who_stops_leaves_no_request_running() -> None:
 
     with faulty(script) as server, sampler() as ours:
         with pytest.raises(EnoughError):
-            ours.run(ours.each(endpoint_of(server), PROMPTS, stop, num_samples=NUM_SAMPLES, seed=0))
+            ours.run(ours.sample_each(endpoint_of(server), PROMPTS, stop, num_samples=NUM_SAMPLES, seed=0))
         wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
 
 
@@ -622,7 +622,7 @@ def test_a_group_that_was_taken_and_dropped_is_gone_from_memory() -> None:
     gc.disable()  # whatever a reference cycle held would also stay alive for a while in a run
     try:
         with faulty(react) as server, sampler(max_concurrency=4) as ours:
-            ours.run(ours.each(endpoint_of(server), [(7,)] * 60, take, num_samples=NUM_SAMPLES, seed=0))
+            ours.run(ours.sample_each(endpoint_of(server), [(7,)] * 60, take, num_samples=NUM_SAMPLES, seed=0))
     finally:
         gc.enable()
     assert len(taken) == 60 * NUM_SAMPLES

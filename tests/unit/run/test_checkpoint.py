@@ -14,7 +14,16 @@ import pytest
 from bridge.core import whole_folder
 from bridge.errors import CheckpointError, UsageError
 from bridge.run import checkpoint
-from bridge.run.checkpoint import MARKER_NAME, Found, Progress, is_checkpoint, keep_last, newest, numbered, read
+from bridge.run.checkpoint import (
+    MARKER_NAME,
+    Progress,
+    SavedCheckpoint,
+    is_checkpoint,
+    keep_last,
+    newest,
+    numbered,
+    read,
+)
 from bridge.types import TrainedProblems
 from tests.unit.core.test_whole_folder import largest_file, names
 from tests.unit.run.killed_saver import KILLS
@@ -42,7 +51,7 @@ def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
     assert folder == tmp_path / "step_3"
     assert names(folder) == [MARKER_NAME, CONFIG, WEIGHTS, "optimizer"]
     assert is_checkpoint(folder)
-    assert read(folder) == Found(folder, progress(3))
+    assert read(folder) == SavedCheckpoint(folder, progress(3))
 
 
 def test_the_marker_is_written_last_and_knows_every_other_file(tmp_path: Path) -> None:
@@ -100,7 +109,7 @@ def test_a_damaged_file_is_named_and_an_older_one_is_taken(
     with pytest.raises(CheckpointError, match=rf"the checkpoint .*/step_10 is not whole: {name} {DAMAGES[damage]}"):
         read(newer)
     found, (line,) = newest(tmp_path, "step_")
-    assert found == Found(older, progress(3))
+    assert found == SavedCheckpoint(older, progress(3))
     assert f"{newer} is not whole: {name} " in line
 
 
@@ -110,7 +119,7 @@ def test_a_damaged_marker_is_named_and_an_older_one_taken(damage: Callable[[Path
     damage(newer / MARKER_NAME)
     with pytest.raises(CheckpointError, match=rf"/step_10 is not whole: {MARKER_NAME} "):
         read(newer)
-    assert newest(tmp_path, "step_")[0] == Found(older, progress(3))
+    assert newest(tmp_path, "step_")[0] == SavedCheckpoint(older, progress(3))
 
 
 def test_no_byte_of_the_marker_changes_unseen(tmp_path: Path) -> None:
@@ -164,10 +173,10 @@ def test_the_newest_has_the_highest_step_and_the_right_name(tmp_path: Path) -> N
     shutil.copytree(folders[2], tmp_path / "step_100.bak")
     shutil.copytree(folders[2], tmp_path / "step_0200")
     checkpoint.save(tmp_path / "adapter_300", fill, progress(300))
-    assert newest(tmp_path, "step_") == (Found(folders[2], progress(100)), ())
+    assert newest(tmp_path, "step_") == (SavedCheckpoint(folders[2], progress(100)), ())
     assert sorted(numbered(tmp_path, "step_")) == [9, 10, 100]
     found, passed_over = newest(tmp_path, "adapter_")
-    assert (found, passed_over) == (Found(tmp_path / "adapter_300", progress(300)), ())
+    assert (found, passed_over) == (SavedCheckpoint(tmp_path / "adapter_300", progress(300)), ())
 
 
 def test_every_newer_one_that_is_passed_over_is_told(tmp_path: Path) -> None:
@@ -177,7 +186,7 @@ def test_every_newer_one_that_is_passed_over_is_told(tmp_path: Path) -> None:
     flip(tmp_path / "step_2" / CONFIG)
     shutil.copytree(tmp_path / "step_1", tmp_path / "step_4")
     found, told = newest(tmp_path, "step_")
-    assert found == Found(tmp_path / "step_1", progress(1))
+    assert found == SavedCheckpoint(tmp_path / "step_1", progress(1))
     assert len(told) == 3
     for part, line in zip(("step 4, its marker step 1", WEIGHTS, CONFIG), told, strict=True):
         assert part in line
@@ -261,7 +270,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(limit_bytes: int, older: boo
     assert "File too large" in caught.value.message
     assert "\n" not in caught.value.message
     assert names(tmp_path) == (["step_3"] if older else [])
-    assert newest(tmp_path, "step_")[0] == (Found(tmp_path / "step_3", progress(3)) if older else None)
+    assert newest(tmp_path, "step_")[0] == (SavedCheckpoint(tmp_path / "step_3", progress(3)) if older else None)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

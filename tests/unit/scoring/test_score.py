@@ -166,7 +166,7 @@ def test_a_list_is_one_finite_reward_per_turn() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        Origin(name="Task.score", file="task.py", place="task.py line 3"),
+        Origin(name="Task.score", file="task.py", location="task.py line 3"),
         Score(reward=0.1 + 0.2, parts={"a": -1e-300, "\ud800": 1e29}),
         Score(reward=3.5, turns=[1.0, 2.5]),
         FailedScore(kind="k", line="l"),

@@ -1,0 +1,121 @@
+"""Floating-point operations that a model's forward and backward passes need, and the most that a device can do.
+
+Counted are matrix products and attention, exactly for the spans of a pass: each query with the keys that it may attend
+to, of shared prompts once, and of experts those that a token is routed to. An update counts one forward and one
+backward pass. Recomputed activations, log-probs from before the first update, and the reference are not counted: they
+are a choice of how to train.
+
+Source: the terms are those of PaLM (arXiv 2204.02311, appendix B). PaLM counts attention without its causal mask,
+which is twice as many operations for long sequences.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from bridge.passes import layers
+from bridge.passes.attention import Span
+from bridge.passes.packing import MicroBatch
+from bridge.planning.model_size import EXPERTS
+
+DENSE_BF16 = {
+    "A100": 312e12, "A10": 125e12, "A30": 165e12, "A40": 150e12, "B200": 2_250e12, "GH200": 989e12,
+    "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "L4": 121e12, "L40": 181e12,
+    "L40S": 362e12,
+}  # fmt: skip
+"""Operations per second of dense bf16 matrix products, by what the driver calls the GPU. Source: NVIDIA's data sheets,
+which quote twice as many with sparsity."""
+
+
+def peak_flops(device: torch.device) -> float:
+    """Return the operations per second that a device can do in bf16; NaN if that is not known, as of a CPU."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.nan
+
+
+def peak_of(name: str) -> float:
+    """Return it by the name of a GPU, such as `NVIDIA H100 80GB HBM3`."""
+    words = name.replace("-", " ").split()
+    known = [gpu for gpu in DENSE_BF16 if set(gpu.split()) <= set(words)]
+    return DENSE_BF16[max(known, key=len)] if known else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Operations of one rank's model."""
+
+    of_token: float
+    """Of a token in the layers' matrix products, forward and backward."""
+    of_row: float
+    """Of a token whose logits are computed, in the head."""
+    of_pair: Mapping[int, float]
+    """Of a query and a key that it attends to, by the window of the layers in which it does; 0: no window."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, num_parts: int = 1) -> Self:
+        """Count them; the model has one of `num_parts` of every head and every layer."""
+        config = model.config.get_text_config()
+        head = model.get_output_embeddings()
+        apart = {id(parameter) for module in (model.get_input_embeddings(), head) for parameter in module.parameters()}
+        return cls(
+            of_token=sum(
+                _passes(parameter) * 2 * parameter.numel() * _active(parameter, config)
+                for parameter in model.parameters()
+                if parameter.ndim > 1 and id(parameter) not in apart
+            ),
+            of_row=_passes(head.weight) * 2 * head.weight.numel(),
+            of_pair={
+                window: 3 * count * _pair(config) / num_parts for window, count in _windows(model, config).items()
+            },
+        )
+
+    def of_batch(self, batch: MicroBatch) -> float:
+        """Return the operations of one forward and backward pass."""
+        pairs = sum(
+            per_pair * sum(num_pairs(span, window) for span in batch.lengths)
+            for window, per_pair in self.of_pair.items()
+        )
+        return self.of_token * len(batch.tokens_T) + self.of_row * len(batch.rows_N) + pairs
+
+
+def num_pairs(span: Span, window: int) -> int:
+    """Return how many pairs of a query and a key a span attends to, causally; `window` 0: all keys before."""
+    queries, keys = span
+    first = keys - queries  # position of the first query
+    growing = max(min(window or keys, keys) - first, 0)  # queries that see every key up to their own
+    seen_by_growing = growing * first + growing * (growing + 1) // 2
+    return seen_by_growing + (queries - growing) * window
+
+
+def _passes(parameter: nn.Parameter) -> int:
+    """Return how often a product is computed: forward, for the gradient of its input, and for that of its weight."""
+    return 3 if parameter.requires_grad else 2
+
+
+def _active(parameter: nn.Parameter, config: Any) -> float:
+    """Return the share of a parameter that multiplies one token: of stacked experts, those that it is routed to."""
+    num_experts = next((value for key in EXPERTS if (value := getattr(config, key, None))), 0)
+    is_stacked = parameter.ndim == 3 and parameter.shape[0] == num_experts
+    return config.num_experts_per_tok / num_experts if is_stacked else 1.0
+
+
+def _pair(config: Any) -> int:
+    """Return the operations of a query and a key in all heads of a layer, forward: their product, and the value's."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if hasattr(config, "qk_nope_head_dim"):  # latent attention
+        return int(
+            2 * config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+        )
+    return int(4 * config.num_attention_heads * width)
+
+
+def _windows(model: PreTrainedModel, config: Any) -> Counter[int]:
+    """Count the layers by the window of their attention; 0: none."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers.decoder_layers(model))
+    return Counter(window if kind == "sliding_attention" else 0 for kind in kinds)
