@@ -48,6 +48,10 @@ def _names(given: Any) -> Any:
     return tuple(filter(None, map(str.strip, given.split(",")))) if isinstance(given, str) else given
 
 
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+"""Names, as a list or separated by commas."""
+
+
 def _json_object(example: str, *, reserved: Collection[str] = (), optional: bool = False) -> BeforeValidator:
     """Take a JSON object, as text or as it is, without the keys that are `reserved`."""
 
@@ -115,7 +119,7 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     reward_processes: int | None = Field(default=None, ge=0)
     """Worker processes for scoring; 0 scores in the trainer without a time limit (default: one per core, at most 4).
     With tools or an agent, completions that run at once (default: 8 per core)."""
-    worker_env: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
+    worker_env: Names = ()
     """Variables with secrets that rewards, tools and agents may read, such as `OPENAI_API_KEY`, separated by commas
     (default: none whose name suggests a secret)."""
     max_unscored_share: float = declare(0.2, ge=0, le=1, position=1, only=None)

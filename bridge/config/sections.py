@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from bridge.config.choices import Config
 from bridge.config.declaration import Section, declare
 from bridge.config.optimizers import OptimizerName
-from bridge.config.rollouts import EVALUATION, RolloutConfig
+from bridge.config.rollouts import EVALUATION, Names, RolloutConfig
 from bridge.core.address import Host
 
 DEFAULT_PORT = 9001
@@ -209,7 +209,7 @@ class PublishingConfig(
     """Command that starts the server, with `{model}` for the model's folder; Bridge starts, restarts and stops it."""
 
 
-class ServerConfig(Section, panel="Server", prefix="vllm_"):
+class ServerConfig(Section, panel="Server", prefix="vllm_", renamed={"servers": "servers"}):
     """Where the server is."""
 
     port: int | None = declare(None, ge=1, le=65535, synonyms=("port",))
@@ -218,6 +218,8 @@ class ServerConfig(Section, panel="Server", prefix="vllm_"):
     """Host of the server, if it differs from the manifest's."""
     config_path: Path | None = None
     """Path of the manifest (default: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge)."""
+    servers: Names = ()
+    """Train on several running servers, a replica on each: their manifests or addresses, separated by commas."""
 
     def url(self, exported: str | None = None) -> str:
         """Return the server's URL: the manifest's, with the parts that were chosen replaced."""

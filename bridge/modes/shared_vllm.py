@@ -124,7 +124,7 @@ class PatchedServer(Mode):
             raise
 
     def _compare_replicas(self) -> None:
-        """Refuse replicas that differ: no step would make them equal."""
+        """Refuse replicas that differ, which no step would make equal, and give equal ones the same version."""
         ranks = self._run.ranks
         if ranks.dp_size == 1:
             return
@@ -141,6 +141,8 @@ class PatchedServer(Mode):
                     f" {differing[0]}",
                     remedy="start all servers with the same model, dtype and flags",
                 )
+        if len({*ranks.all_gather_object(self.version)}) > 1:
+            self.publish_as(self._newest() + 1)  # they were trained before, in other runs
 
     def _may_keep_kv(self, status: Status) -> bool:
         """Return whether requests in flight keep their keys and values; UsageError if they should and cannot."""

@@ -62,7 +62,7 @@ class CannotScore:
 
 Answer = Origin | Score | FailedScore | Reply | CannotScore
 ANSWERS: Mapping[str, tuple[type[Any], Mapping[str, type]]] = {
-    "Origin": (Origin, {"name": str, "file": str, "place": str}),
+    "Origin": (Origin, {"name": str, "file": str, "location": str}),
     "Score": (Score, {"reward": float, "parts": dict, "turns": list}),
     "FailedScore": (FailedScore, {"kind": str, "line": str, "is_raised": bool}),
     "Reply": (Reply, {"text": str, "is_error": bool}),

@@ -18,7 +18,7 @@ from bridge_cli import console, layout, rank, ranks, report
 from bridge_cli.options import Json
 from bridge_cli.ranks import Job, Opened, trained
 from bridge_cli.steps import duration
-from bridge_cli.train import load_environment
+from bridge_cli.training import load_environment
 from bridge_cli.verify import FAILED_EXIT_CODE, proof
 
 if TYPE_CHECKING:

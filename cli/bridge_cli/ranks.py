@@ -29,7 +29,7 @@ from bridge.types import Environment
 from bridge_cli import console
 from bridge_cli.layout import Layout
 from bridge_cli.rank import LOST, OWN_RANK
-from bridge_cli.train import train_in
+from bridge_cli.training import train_in
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
@@ -137,17 +137,21 @@ def _command(ranks: "Ranks", job: Job, opened: Opened, manifest: Path) -> Server
 
 def take_part(ranks: "Ranks", job: Job, opened: Opened) -> None:
     """Train as any rank but the first."""
+    with trained(ranks, job, opened, join_run_of(ranks, opened), None):
+        pass
+
+
+def join_run_of(ranks: "Ranks", opened: Opened) -> RunDirectory:
+    """Return the run directory as any rank but the first, and write this rank's output there."""
     own = OWN_RANK.get()
     assert own is not None, "the launcher started it"
     if own.local_rank == 0:
-        run = ranks.run_on_all(lambda: join_run(opened.run_dir))
-    else:
-        ranks.barrier()
-        run = RunDirectory.join(opened.run_dir)
-        run.ranks.mkdir(exist_ok=True)
-        own.log_to(run.ranks / f"{own.rank}.log", moves=True)
-    with trained(ranks, job, opened, run, None):
-        pass
+        return ranks.run_on_all(lambda: join_run(opened.run_dir))
+    ranks.barrier()
+    run = RunDirectory.join(opened.run_dir)
+    run.ranks.mkdir(exist_ok=True)
+    own.log_to(run.ranks / f"{own.rank}.log", moves=True)
+    return run
 
 
 def check_shared(ranks: "Ranks", folder: Path) -> None:

@@ -19,7 +19,7 @@ from bridge_cli.options import Json, from_config
 from bridge_cli.ranks import Job, Opened, send_key, trained
 from bridge_cli.resume import open_run
 from bridge_cli.serve import VllmFlags
-from bridge_cli.train import load_environment
+from bridge_cli.training import load_environment
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
@@ -49,7 +49,7 @@ OnRay = Annotated[
 ]
 
 
-@from_config(ServeConfig, TrainConfig, hide=("vllm_host", "start_command"))
+@from_config(ServeConfig, TrainConfig, hide=("vllm_host", "start_command", "servers"))
 def run(
     serve: ServeConfig,
     train: TrainConfig,
@@ -62,6 +62,8 @@ def run(
     """Serve a model, train it and stop the server; restart it if it dies or hangs."""
     if train.publishing.start_command is not None:
         raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
+    if train.server.servers:
+        raise UsageError("--servers: bridge run starts its own", remedy="bridge train --servers ...")
     if on_ray:
         from bridge_cli import on_ray as cluster
 

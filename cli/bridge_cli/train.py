@@ -1,114 +1,121 @@
-"""`bridge train`: train on a server that is already running, and report each step.
+"""`bridge train`: train on servers that are already running, and report each step.
 
-Not covered: the training itself (`bridge/run/trainer.py`), and what `--resume` finds (`resume.py`).
+Not covered: which servers (`servers.py`), what `--resume` finds (`resume.py`).
 """
 
 import contextlib
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.config import RolloutConfig, TaskConfig, TrainConfig
+from bridge.config import TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
-from bridge.run.run_directory import RunDirectory, labelled_json
-from bridge.types import Environment, Task
-from bridge_cli import console, ending, live
+from bridge.run.run_directory import RunDirectory
+from bridge.types import Environment
+from bridge_cli import console, ending, rank, ranks, servers
 from bridge_cli.options import Json, from_config
+from bridge_cli.ranks import Opened
 from bridge_cli.resume import open_run
-from bridge_cli.steps import summary_line
+from bridge_cli.servers import Running
+from bridge_cli.training import load_environment, train_in
 
 if TYPE_CHECKING:
     from bridge.modes.mode import ServerProcess
+    from bridge.processes.server_command import StartCommand
     from bridge.ranks.world import Ranks
     from bridge.run.checkpoint import SavedCheckpoint
-    from bridge.run.metrics import Summary
 
 
-@from_config(TrainConfig, hide=("gpus", "hosts", "rendezvous", "restarts"))
+@from_config(TrainConfig, hide=("gpus", "hosts", "rendezvous"))
 def train(config: TrainConfig, *, as_json: Json = False) -> None:
-    """Train a model on a server that is already running."""
-    for name in ("gpus", "hosts", "rendezvous", "restarts"):
+    """Train a model on a server that is already running, or on several."""
+    for name in ("gpus", "hosts", "rendezvous"):
         if config.get(name) != config.default(name):
             raise UsageError(
-                f"{flag(name)} {config.get(name)}: bridge train takes one running server",
-                remedy="bridge run, which starts a server on each GPU",
+                f"{flag(name)} {config.get(name)}: bridge train trains on running servers of this host",
+                remedy="name them: --servers; or bridge run, which starts a server on each GPU",
             )
-    from bridge.agents import stream
-    from bridge.modes import WAYS
     from bridge.processes.server_command import StartCommand
-    from bridge.processes.server_process import StartedServer
 
     check_host(config)
-    environment = load_environment(config.task, config.rollouts, evaluates=bool(config.evaluation.samples))
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
-    settled, run, checkpoint = open_run(config)
-    try:
-        if environment is not None:
-            stream.rehearse(settled.model_name, settled.task, settled.sampling, environment, console.note)
-        server = (
-            StartedServer(command, run.server_log, output=console).running() if command else contextlib.nullcontext()
-        )
-        prefix, steps = WAYS[settled.way].checkpoint_prefix, settled.training_steps
-        with (
-            server as process,
-            ending.printed(run, settled.checkpoints, prefix=prefix, training_steps=steps),
-        ):
-            train_in(run, settled, environment, as_json=as_json, process=process, resume=checkpoint)
-    finally:
-        run.remove_if_unused()
-
-
-def load_environment(task: TaskConfig, rollouts: RolloutConfig, *, evaluates: bool) -> Task | None:
-    """Return the environment that `task` names; None if rollouts come from elsewhere."""
-    from bridge.rollouts import problems
-    from bridge_environments import registry
-
-    if not rollouts.samples_here:
-        return None
-    environment = registry.load(task)
-    fields = RolloutConfig.model_fields
-    unused = [name for name in ("max_turns", "tool_timeout_s") if getattr(rollouts, name) != fields[name].default]
-    if unused and environment.interaction == "completion":
+    replicas = servers.running(config)
+    planned = servers.layout(config, replicas)
+    if config.restarts and len(planned.gpus) == 1:
         raise UsageError(
-            f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, and"
-            f" {task.environment} has none",
-            remedy="leave it out, or write a class with a method reset and tools, or run (docs/environments.md)",
+            f"--restarts {config.restarts} has no effect: there is one process to train with",
+            remedy="leave it out; a run that ended resumes with --resume",
         )
-    if evaluates:
-        problems.held_out(environment)
-    return environment
+    if len(replicas) > 1:
+        config = config.changed(gpus=len(planned.gpus))
+        config.dp_size(planned.tp_size)  # refuses a batch that cannot be divided
+    with ranks.joined(None if rank.OWN_RANK.get() else planned) as world:
+        evaluates = bool(config.evaluation.samples)
+        environment = world.run_on_all(lambda: load_environment(config.task, config.rollouts, evaluates=evaluates))
+        first = _FirstRank(config, environment, command)
+        try:
+            _train(world, first, replicas, as_json=as_json)
+        finally:
+            if first.directory is not None:
+                first.directory.remove_if_unused()
 
 
-def train_in(
-    run: RunDirectory,
-    config: TrainConfig,
-    environment: Environment | None,
-    *,
-    as_json: bool,
-    process: "ServerProcess | None" = None,
-    resume: "SavedCheckpoint | None" = None,
-    ranks: "Ranks | None" = None,
-) -> "Summary":
-    """Train, print one line per step, and write everything to `run`."""
-    from bridge.ranks.world import ALONE
-    from bridge.run import reporting
-    from bridge.run.trainer import Run
+@dataclass
+class _FirstRank:
+    """What only the first rank has: the run directory, and the command of --start-command."""
 
-    ranks = ranks or ALONE
-    run_of = partial(Run, config, environment, run, process=process, resume=resume, ranks=ranks)
-    if not ranks.is_rank_zero:
-        return run_of(reporting.Reporter()).train()
-    data = console.data if as_json else None
-    first_step = resume.progress.step + 1 if resume else 1
+    chosen: TrainConfig
+    environment: Environment | None
+    command: "StartCommand | None"
+    directory: RunDirectory | None = None
+
+    def open(self) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
+        """Open the run, and try its environment."""
+        from bridge.agents import stream
+
+        config, self.directory, checkpoint = open_run(self.chosen)
+        if (own_rank := rank.OWN_RANK.get()) is not None:
+            own_rank.keep(self.directory.path)
+        if self.environment is not None:
+            stream.rehearse(config.model_name, config.task, config.sampling, self.environment, console.note)
+        return config, self.directory.path, checkpoint
+
+
+def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as_json: bool) -> None:
+    from bridge.modes import WAYS
+
+    opened = Opened(*world.run_on_rank_zero(first.open))
+    config = opened.train
+    if replicas:
+        config = config.changed(vllm_config_path=replicas[world.dp_rank].path)
+    if not world.is_rank_zero:
+        run = ranks.join_run_of(world, opened)
+        train_in(run, config, first.environment, as_json=as_json, resume=opened.resume, ranks=world)
+        return
+    assert first.directory is not None, "it was opened"
+    world.barrier()  # the others join the run directory
+    prefix, steps = WAYS[config.way].checkpoint_prefix, config.training_steps
     with (
-        live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
-        reporting.trackers_of(config.tracking, config.flat(), run, first_step=first_step) as curves,
+        _started(first.command, first.directory) as process,
+        ending.printed(first.directory, config.checkpoints, prefix=prefix, training_steps=steps),
     ):
-        summary = run_of(reporting.Several(curves, lines)).train()
-    run.write_summary(summary)
-    console.note(summary_line(summary))
-    if as_json:
-        console.data(labelled_json("summary", summary, run_dir=run.path))
-    return summary
+        train_in(
+            first.directory, config, first.environment, as_json=as_json, process=process, resume=opened.resume,
+            ranks=world,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _started(command: "StartCommand | None", run: RunDirectory) -> "Iterator[ServerProcess | None]":
+    """Start the server of --start-command, and stop it at the end of the block; without one, yield None."""
+    from bridge.processes.server_process import StartedServer
+
+    if command is None:
+        yield None
+        return
+    with StartedServer(command, run.server_log, output=console).running() as process:
+        yield process

@@ -245,8 +245,8 @@ CASES: tuple[tuple[str, str, str], ...] = (
         "train", "--lr-scheduler-type cosine --warmup-steps 9 --training-steps 9",
         "--warmup-steps 9 must be less than --training-steps 9: the learning rate would never reach --lr",
     ),
-    ("train", "--hosts 2", "--hosts 2: bridge train takes one running server"),
-    ("train", "--rendezvous 10.0.0.1:29400", "--rendezvous 10.0.0.1:29400: bridge train takes one running server"),
+    ("train", "--hosts 2", "--hosts 2: bridge train trains on running servers of this host"),
+    ("train", "--rendezvous 10.0.0.1:29400", "--rendezvous 10.0.0.1:29400: bridge train trains on running servers"),
 )  # fmt: skip
 """Commands, flags, and words of the error or of its hint."""
 

@@ -14,7 +14,7 @@ from bridge.run.metrics import Summary
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import api_key
-from bridge_cli import demo, ranks, run, steps, train, verify
+from bridge_cli import demo, ranks, run, steps, training, verify
 from tests.cli.test_run_directory import evaluation, metrics
 
 
@@ -117,7 +117,7 @@ def test_the_json_of_a_run_is_steps_evaluations_and_summary(
     monkeypatch.setattr(Run, "train", trained)
     folder = RunDirectory.create(tmp_path / "run", environment="letters")
     config = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
-    assert train.train_in(folder, config, None, as_json=True) is came_to
+    assert training.train_in(folder, config, None, as_json=True) is came_to
     out, err = capfd.readouterr()
     first, second, last = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
     assert (first["evaluation"]["step"], first["evaluation"]["reward_mean"]) == (0, 0.25)

@@ -12,7 +12,7 @@ from bridge.agents.tools import Agent
 from bridge.config import TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Completion
-from bridge_cli.train import load_environment
+from bridge_cli.training import load_environment
 from bridge_environments import registry
 from tests.models import chat, tiny
 from tests.unit.environments.test_tools import ITERATES, SCORES, rehearsed

@@ -12,7 +12,7 @@ from bridge.agents.tools import Tools
 from bridge.config import RolloutConfig, SamplingConfig, TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Task
-from bridge_cli.train import load_environment
+from bridge_cli.training import load_environment
 from bridge_environments import registry
 from tests.models import chat, tiny
 

@@ -1,0 +1,116 @@
+"""The running servers that `bridge train` trains on, which somebody else started and which stay when it ends."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bridge.config import TrainConfig
+from bridge.config.choices import flag
+from bridge.errors import ManifestError, UsageError
+from bridge.server import discovery
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge_cli.layout import Layout
+
+OTHER_WAYS = "config_path", "port", "host"
+"""Fields of the server's section that choose or reach one server."""
+SAME: dict[str, Callable[[Manifest], Any]] = {
+    "model": lambda manifest: manifest.model,
+    "dtype": lambda manifest: manifest.dtype,
+    "number of tensor-parallel ranks": lambda manifest: manifest.tp_degree,
+    "backend": lambda manifest: manifest.backend,
+    "version of vLLM": lambda manifest: manifest.versions.get("vllm"),
+}
+"""What all servers of a run must have in common."""
+
+
+class Running(NamedTuple):
+    """A live server of Bridge."""
+
+    path: Path
+    """Of its manifest."""
+    manifest: Manifest
+
+
+def running(config: TrainConfig) -> list[Running]:
+    """Return the servers to train on, one for each replica; none if the mode needs no manifest, or there is none.
+
+    Raises:
+        ManifestError: one that was named is not running, or was not started by Bridge.
+        UsageError: they cannot be trained together.
+    """
+    names = config.server.servers
+    if not config.needs_patched_server:
+        if names:
+            raise UsageError(
+                f"--servers: --mode {config.mode} restarts one server, and no other may depend on it",
+                remedy="leave it out; --vllm-port names the server",
+            )
+        return []
+    if not names:
+        with suppress(ManifestError):  # the mode raises it, after what is wrong with the command itself
+            path = manifests.find(config.server.config_path)
+            return [Running(path, manifests.load(path))]
+        return []
+    for field in OTHER_WAYS:
+        if field in config.server.model_fields_set:
+            key = flag(config.server.key(field))
+            raise UsageError(f"{key} names one server, and --servers all of them", remedy=f"leave {key} out")
+    found = [_running(name) for name in names]
+    _check(names, found)
+    return found
+
+
+def layout(config: TrainConfig, servers: Sequence[Running]) -> Layout:
+    """Return one rank for each part of each server's weights, on the part's GPU; one a server if it trains elsewhere.
+
+    Raises:
+        UsageError: what is trained cannot be cut into parts.
+    """
+    if not servers:
+        return Layout(1, "", [None])
+    first = servers[0].manifest
+    tp_size = config.tp_size(first.tp_degree)
+    if first.backend == "shared_memory":
+        return Layout(tp_size, "cpu", [None] * (tp_size * len(servers)), restarts=config.restarts)
+    visible = [",".join(str(shard.gpu_uuid) for shard in server.manifest.shards) for server in servers]
+    gpus = [uuids for uuids in visible for _ in range(tp_size)]
+    return Layout(tp_size, "cuda", gpus if len(gpus) > 1 else [None], restarts=config.restarts)
+
+
+def _running(name: str) -> Running:
+    """Return the server of a manifest, by its path, or of an address."""
+    port = name.rpartition(":")[2]
+    if not port.isdecimal() or Path(name).exists():
+        path = manifests.find(Path(name))
+        return Running(path, manifests.load(path))
+    listed = {manifest.url: Running(path, manifest) for path, manifest in discovery.running().items()}
+    same_port = {url: server for url, server in listed.items() if url.rpartition(":")[2] == port}
+    if name.isdecimal() and len(same_port) == 1:
+        return next(iter(same_port.values()))
+    url = name if "://" in name else f"http://{name}"
+    if url not in listed:
+        raise ManifestError(
+            f"--servers {name}: no server of Bridge listens there"
+            + (f", but at {', '.join(listed)}" if listed else ""),
+            remedy="start it with bridge serve-vllm on this host, or name its manifest",
+        )
+    return listed[url]
+
+
+def _check(names: Sequence[str], servers: Sequence[Running]) -> None:
+    for number, server in enumerate(servers):
+        same = [names[other] for other in range(number) if servers[other].manifest.server == server.manifest.server]
+        if same:
+            raise UsageError(
+                f"--servers: {same[0]} and {names[number]} are the same server (pid {server.manifest.server.pid})",
+                remedy="name each server once",
+            )
+        for what, of in SAME.items():
+            expected, other = of(servers[0].manifest), of(server.manifest)
+            if other != expected:
+                raise UsageError(
+                    f"the servers differ in their {what}: {expected} at {names[0]}, {other} at {names[number]}",
+                    remedy="start all of them with the same model and flags",
+                )

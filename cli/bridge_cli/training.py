@@ -1,0 +1,75 @@
+"""Load what a run trains on, and train: what `bridge run`, `bridge train` and `bridge demo` have in common.
+
+Not covered: the training itself (`bridge/run/trainer.py`), where a server comes from (`ranks.py`, `servers.py`).
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bridge.config import RolloutConfig, TaskConfig, TrainConfig
+from bridge.config.choices import flag
+from bridge.errors import UsageError
+from bridge.run.run_directory import RunDirectory, labelled_json
+from bridge.types import Environment, Task
+from bridge_cli import console, live
+from bridge_cli.steps import summary_line
+
+if TYPE_CHECKING:
+    from bridge.modes.mode import ServerProcess
+    from bridge.ranks.world import Ranks
+    from bridge.run.checkpoint import SavedCheckpoint
+    from bridge.run.metrics import Summary
+
+
+def load_environment(task: TaskConfig, rollouts: RolloutConfig, *, evaluates: bool) -> Task | None:
+    """Return the environment that `task` names; None if rollouts come from elsewhere."""
+    from bridge.rollouts import problems
+    from bridge_environments import registry
+
+    if not rollouts.samples_here:
+        return None
+    environment = registry.load(task)
+    fields = RolloutConfig.model_fields
+    unused = [name for name in ("max_turns", "tool_timeout_s") if getattr(rollouts, name) != fields[name].default]
+    if unused and environment.interaction == "completion":
+        raise UsageError(
+            f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, and"
+            f" {task.environment} has none",
+            remedy="leave it out, or write a class with a method reset and tools, or run (docs/environments.md)",
+        )
+    if evaluates:
+        problems.held_out(environment)
+    return environment
+
+
+def train_in(
+    run: RunDirectory,
+    config: TrainConfig,
+    environment: Environment | None,
+    *,
+    as_json: bool,
+    process: "ServerProcess | None" = None,
+    resume: "SavedCheckpoint | None" = None,
+    ranks: "Ranks | None" = None,
+) -> "Summary":
+    """Train, print one line per step, and write everything to `run`."""
+    from bridge.ranks.world import ALONE
+    from bridge.run import reporting
+    from bridge.run.trainer import Run
+
+    ranks = ranks or ALONE
+    run_of = partial(Run, config, environment, run, process=process, resume=resume, ranks=ranks)
+    if not ranks.is_rank_zero:
+        return run_of(reporting.Reporter()).train()
+    data = console.data if as_json else None
+    first_step = resume.progress.step + 1 if resume else 1
+    with (
+        live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
+        reporting.trackers_of(config.tracking, config.flat(), run, first_step=first_step) as curves,
+    ):
+        summary = run_of(reporting.Several(curves, lines)).train()
+    run.write_summary(summary)
+    console.note(summary_line(summary))
+    if as_json:
+        console.data(labelled_json("summary", summary, run_dir=run.path))
+    return summary

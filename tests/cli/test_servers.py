@@ -1,0 +1,138 @@
+"""Which running servers `bridge train` trains on: by manifest or address, alike, and each once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.core.process import ProcessIdentity
+from bridge.errors import BridgeError
+from bridge.server import discovery
+from bridge.server import manifest as manifests
+from bridge.server.manifest import Manifest
+from bridge_cli import servers
+from tests.unit.checks_sample import cuda_handle, manifest
+
+OTHER = ProcessIdentity.current().model_copy(update={"start_ticks": 1})
+"""Another server than this process."""
+
+
+class Host:
+    """Servers of Bridge that seem to run here."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: dict[Path, Manifest] = {}
+
+    def add(self, name: str, *, port: int, **changes: Any) -> Path:
+        path = self.folder / name / manifests.MANIFEST_NAME
+        path.parent.mkdir()
+        exported = manifest(url=f"http://127.0.0.1:{port}", server=OTHER, **changes)
+        exported = exported.model_copy(update={"server": OTHER.model_copy(update={"pid": port})})
+        manifests.write(exported, path)
+        self.running[path] = exported
+        return path
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    made = Host(tmp_path)
+    monkeypatch.setattr(discovery, "running", lambda: made.running)
+    monkeypatch.setattr(manifests, "check_server", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def config(*named: object, **choices: Any) -> TrainConfig:
+    chosen = {"servers": ",".join(map(str, named))} if named else {}
+    return TrainConfig.of(model_name="tiny", **chosen, **choices)
+
+
+def refusal(chosen: TrainConfig) -> str:
+    with pytest.raises(BridgeError) as caught:
+        servers.running(chosen)
+    assert "\n" not in caught.value.message
+    return f"{caught.value.message}; {caught.value.remedy}"
+
+
+def test_servers_are_named_by_manifest_folder_address_or_port(host: Host) -> None:
+    paths = [host.add(name, port=port) for name, port in (("a", 9001), ("b", 9002), ("c", 9003), ("d", 9004))]
+    named = config(paths[0], paths[1].parent, "127.0.0.1:9003", "9004")
+    assert [server.path for server in servers.running(named)] == paths
+    assert [server.path for server in servers.running(config("http://127.0.0.1:9002"))] == [paths[1]]
+
+
+def test_without_names_the_manifest_is_searched_for(host: Host) -> None:
+    path = host.add("a", port=9001)
+    assert [server.path for server in servers.running(config(vllm_config_path=path))] == [path]
+    assert servers.running(config()) == [], "the mode says so"
+
+
+def test_a_mode_that_attaches_to_nothing_needs_no_server(host: Host) -> None:
+    host.add("a", port=9001)
+    alone = config(mode="none")
+    assert servers.running(alone) == []
+    assert servers.layout(alone, []).gpus == [None]
+    assert "--servers: --mode none restarts one server" in refusal(config("9001", mode="none"))
+
+
+def test_an_address_where_nothing_listens_names_those_that_do(host: Host) -> None:
+    assert "--servers 9007: no server of Bridge listens there; start it with" in refusal(config("9007"))
+    host.add("a", port=9001)
+    assert "listens there, but at http://127.0.0.1:9001" in refusal(config("127.0.0.1:9007"))
+    assert "no manifest at" in refusal(config("nowhere.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "large"}, "the servers differ in their model: tiny at 9001, large at 9002"),
+        ({"dtype": "bfloat16"}, "the servers differ in their dtype"),
+        ({"versions": {"vllm": "0.26.0"}}, "the servers differ in their version of vLLM: 0.32.0 at 9001, 0.26.0"),
+    ],
+)
+def test_servers_that_differ_are_refused(host: Host, changes: dict[str, Any], words: str) -> None:
+    host.add("a", port=9001)
+    host.add("b", port=9002, **changes)
+    assert words in refusal(config("9001", "9002"))
+
+
+def test_a_server_is_named_once(host: Host) -> None:
+    path = host.add("a", port=9001)
+    assert f"--servers: 9001 and {path} are the same server (pid 9001)" in refusal(config("9001", path))
+
+
+@pytest.mark.parametrize("choice", [{"vllm_port": 9001}, {"vllm_host": "localhost"}, {"vllm_config_path": Path("m")}])
+def test_one_server_and_all_of_them_are_not_both_named(host: Host, choice: dict[str, Any]) -> None:
+    host.add("a", port=9001)
+    assert "names one server, and --servers all of them" in refusal(config("9001", **choice))
+
+
+def shard(rank: int, gpu: str | None) -> dict[str, Any]:
+    exported = manifest().model_dump()
+    names = "rank", "gpu_uuid", "model_class", "ipc_handles", "param_mappings", "padding", "lora_slots"
+    return {name: exported[name] for name in names} | {"rank": rank, "gpu_uuid": gpu}
+
+
+def test_each_part_has_a_rank_and_each_server_a_replica(host: Host) -> None:
+    cut = {"tp_degree": 2, "other_shards": (shard(1, None),)}
+    host.add("a", port=9001, **cut)
+    host.add("b", port=9002, **cut)
+    named = config("9001", "9002", restarts=1)
+    planned = servers.layout(named, servers.running(named))
+    assert (planned.tp_size, planned.device, planned.gpus, planned.restarts) == (2, "cpu", [None] * 4, 1)
+    by_disk = config("9001", "9002", mode="lora_only", lora_handover="disk")
+    assert servers.layout(by_disk, servers.running(by_disk)).gpus == [None, None]
+
+
+def test_ranks_see_the_gpus_of_their_server(host: Host) -> None:
+    gpu: dict[str, Any] = {"backend": "cuda_ipc", "ipc_handles": {"w": cuda_handle()}}
+    other = shard(1, "GPU-1") | {"ipc_handles": {"w": cuda_handle()}}
+    host.add("a", port=9001, gpu_uuid="GPU-0", tp_degree=2, other_shards=(other,), **gpu)
+    named = config("9001")
+    planned = servers.layout(named, servers.running(named))
+    assert (planned.device, planned.gpus) == ("cuda", ["GPU-0,GPU-1"] * 2)
+    host.add("b", port=9002, gpu_uuid="GPU-5", **gpu)
+    single = config("9002")
+    assert servers.layout(single, servers.running(single)).gpus == [None]
