@@ -102,7 +102,7 @@ class Watch:
     gloo and NCCL would wait for their timeout: both for a rank that failed and still runs, NCCL also for one that
     exited. A thread of each rank checks for both and closes this rank's connections; the waiting exchange then raises.
 
-    Not run yet: NCCL on several GPUs.
+    Not run yet: a lost rank under NCCL.
 
     Source: recv(2), MSG_PEEK; `torch.distributed.distributed_c10d.Backend.abort`.
     """

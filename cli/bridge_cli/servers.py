@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge.config import TrainConfig
+from bridge.config import ServerConfig
 from bridge.config.choices import flag
 from bridge.errors import ManifestError, UsageError
 from bridge.server import discovery
@@ -33,37 +33,39 @@ class Running(NamedTuple):
     manifest: Manifest
 
 
-def running(config: TrainConfig) -> list[Running]:
-    """Return the servers to train on, one for each replica; none if the mode needs no manifest, or there is none.
+def running(server: ServerConfig, mode: str, *, attaches: bool) -> list[Running]:
+    """Return the servers to train on, one for each replica; none if the mode does not attach, or there is none.
 
     Raises:
         ManifestError: one that was named is not running, or was not started by Bridge.
         UsageError: they cannot be trained together.
     """
-    names = config.server.servers
-    if not config.needs_patched_server:
+    names = server.servers
+    if not attaches:
         if names:
             raise UsageError(
-                f"--servers: --mode {config.mode} restarts one server, and no other may depend on it",
+                f"--servers: --mode {mode} restarts one server, and no other may depend on it",
                 remedy="leave it out; --vllm-port names the server",
             )
         return []
     if not names:
         with suppress(ManifestError):  # the mode raises it, after what is wrong with the command itself
-            path = manifests.find(config.server.config_path)
+            path = manifests.find(server.config_path)
             return [Running(path, manifests.load(path))]
         return []
     for field in OTHER_WAYS:
-        if field in config.server.model_fields_set:
-            key = flag(config.server.key(field))
+        if field in server.model_fields_set:
+            key = flag(server.key(field))
             raise UsageError(f"{key} names one server, and --servers all of them", remedy=f"leave {key} out")
-    found = [_running(name) for name in names]
-    _check(names, found)
-    return found
+    replicas = [_running(name) for name in names]
+    _check(names, replicas)
+    return replicas
 
 
-def layout(config: TrainConfig, servers: Sequence[Running]) -> Layout:
+def layout(servers: Sequence[Running], tp_size_of: Callable[[int], int], restarts: int) -> Layout:
     """Return one rank for each part of each server's weights, on the part's GPU; one a server if it trains elsewhere.
+
+    `tp_size_of` returns the number of ranks that train on a server of so many parts.
 
     Raises:
         UsageError: what is trained cannot be cut into parts.
@@ -71,12 +73,12 @@ def layout(config: TrainConfig, servers: Sequence[Running]) -> Layout:
     if not servers:
         return Layout(1, "", [None])
     first = servers[0].manifest
-    tp_size = config.tp_size(first.tp_degree)
+    tp_size = tp_size_of(len(first.shards))
     if first.backend == "shared_memory":
-        return Layout(tp_size, "cpu", [None] * (tp_size * len(servers)), restarts=config.restarts)
+        return Layout(tp_size, "cpu", [None] * (tp_size * len(servers)), restarts=restarts)
     visible = [",".join(str(shard.gpu_uuid) for shard in server.manifest.shards) for server in servers]
     gpus = [uuids for uuids in visible for _ in range(tp_size)]
-    return Layout(tp_size, "cuda", gpus if len(gpus) > 1 else [None], restarts=config.restarts)
+    return Layout(tp_size, "cuda", gpus if len(gpus) > 1 else [None], restarts=restarts)
 
 
 def _running(name: str) -> Running:

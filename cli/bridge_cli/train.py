@@ -43,8 +43,8 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     check_host(config)
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
-    replicas = servers.running(config)
-    planned = servers.layout(config, replicas)
+    replicas = servers.running(config.server, config.mode, attaches=config.needs_patched_server)
+    planned = servers.layout(replicas, config.tp_size, config.restarts)
     if config.restarts and len(planned.gpus) == 1:
         raise UsageError(
             f"--restarts {config.restarts} has no effect: there is one process to train with",

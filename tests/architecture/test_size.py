@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.architecture.statements import ROOT, is_docstring, product_files, sizes
 
-MOST_STATEMENTS = 19_195
-MOST_FILES = 210
+MOST_STATEMENTS = 19_389
+MOST_FILES = 213
 MOST_LINES_OF_A_FILE = 320
 MOST_LINES_OF_A_FUNCTION = 45
 MOST_WHOLE_CONFIGS = 20

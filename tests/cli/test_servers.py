@@ -12,6 +12,8 @@ from bridge.server import discovery
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
 from bridge_cli import servers
+from bridge_cli.layout import Layout
+from bridge_cli.servers import Running
 from tests.unit.checks_sample import cuda_handle, manifest
 
 OTHER = ProcessIdentity.current().model_copy(update={"start_ticks": 1})
@@ -49,9 +51,17 @@ def config(*named: object, **choices: Any) -> TrainConfig:
     return TrainConfig.of(model_name="tiny", **chosen, **choices)
 
 
+def running(chosen: TrainConfig) -> list[Running]:
+    return servers.running(chosen.server, chosen.mode, attaches=chosen.needs_patched_server)
+
+
+def planned_for(chosen: TrainConfig) -> Layout:
+    return servers.layout(running(chosen), chosen.tp_size, chosen.restarts)
+
+
 def refusal(chosen: TrainConfig) -> str:
     with pytest.raises(BridgeError) as caught:
-        servers.running(chosen)
+        running(chosen)
     assert "\n" not in caught.value.message
     return f"{caught.value.message}; {caught.value.remedy}"
 
@@ -59,21 +69,21 @@ def refusal(chosen: TrainConfig) -> str:
 def test_servers_are_named_by_manifest_folder_address_or_port(host: Host) -> None:
     paths = [host.add(name, port=port) for name, port in (("a", 9001), ("b", 9002), ("c", 9003), ("d", 9004))]
     named = config(paths[0], paths[1].parent, "127.0.0.1:9003", "9004")
-    assert [server.path for server in servers.running(named)] == paths
-    assert [server.path for server in servers.running(config("http://127.0.0.1:9002"))] == [paths[1]]
+    assert [server.path for server in running(named)] == paths
+    assert [server.path for server in running(config("http://127.0.0.1:9002"))] == [paths[1]]
 
 
 def test_without_names_the_manifest_is_searched_for(host: Host) -> None:
     path = host.add("a", port=9001)
-    assert [server.path for server in servers.running(config(vllm_config_path=path))] == [path]
-    assert servers.running(config()) == [], "the mode says so"
+    assert [server.path for server in running(config(vllm_config_path=path))] == [path]
+    assert running(config()) == [], "the mode says so"
 
 
 def test_a_mode_that_attaches_to_nothing_needs_no_server(host: Host) -> None:
     host.add("a", port=9001)
     alone = config(mode="none")
-    assert servers.running(alone) == []
-    assert servers.layout(alone, []).gpus == [None]
+    assert running(alone) == []
+    assert planned_for(alone).gpus == [None]
     assert "--servers: --mode none restarts one server" in refusal(config("9001", mode="none"))
 
 
@@ -120,10 +130,10 @@ def test_each_part_has_a_rank_and_each_server_a_replica(host: Host) -> None:
     host.add("a", port=9001, **cut)
     host.add("b", port=9002, **cut)
     named = config("9001", "9002", restarts=1)
-    planned = servers.layout(named, servers.running(named))
+    planned = planned_for(named)
     assert (planned.tp_size, planned.device, planned.gpus, planned.restarts) == (2, "cpu", [None] * 4, 1)
     by_disk = config("9001", "9002", mode="lora_only", lora_handover="disk")
-    assert servers.layout(by_disk, servers.running(by_disk)).gpus == [None, None]
+    assert planned_for(by_disk).gpus == [None, None]
 
 
 def test_ranks_see_the_gpus_of_their_server(host: Host) -> None:
@@ -131,8 +141,8 @@ def test_ranks_see_the_gpus_of_their_server(host: Host) -> None:
     other = shard(1, "GPU-1") | {"ipc_handles": {"w": cuda_handle()}}
     host.add("a", port=9001, gpu_uuid="GPU-0", tp_degree=2, other_shards=(other,), **gpu)
     named = config("9001")
-    planned = servers.layout(named, servers.running(named))
+    planned = planned_for(named)
     assert (planned.device, planned.gpus) == ("cuda", ["GPU-0,GPU-1"] * 2)
     host.add("b", port=9002, gpu_uuid="GPU-5", **gpu)
     single = config("9002")
-    assert servers.layout(single, servers.running(single)).gpus == [None]
+    assert planned_for(single).gpus == [None]

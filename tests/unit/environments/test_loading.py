@@ -87,7 +87,8 @@ def test_an_unknown_name_lists_what_is_known() -> None:
     assert "'arithmetics'" in error.message
     assert "arithmetic, gsm8k, jsonl, verifiers:ID, reasoning_gym:TASK or path" in error.message
     assert "path/to/file.py:ClassName" in error.message
-    assert error.remedy == "--environment arithmetic, or --environment path/to/file.py:ClassName for your own"
+    own = "--environment arithmetic, or --environment path/to/file.py:ClassName for your own"
+    assert error.remedy == f"did you mean arithmetic? {own}"
 
 
 def test_a_file_without_a_class_name_says_how_to_name_one() -> None:
