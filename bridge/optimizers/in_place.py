@@ -20,8 +20,9 @@ EPS = 1e-8
 class InPlaceOptimizer(torch.optim.Optimizer):
     """Writes updates into parameters and never moves one.
 
-    A new one defines `_step`, and keeps its tensors in torch's `state` or overrides `_state`. Norms are those of the
-    unscaled parameters: a group's `factor` (`scaled_group`) changes neither the reported norm nor clipping.
+    A new one defines `_step`, and keeps its tensors in torch's `state` or overrides `_state`. One that trains on
+    several ranks derives from `ShardedOptimizer`. Norms are those of the unscaled parameters: a group's `factor`
+    (`scaled_group`) changes neither the reported norm nor clipping.
 
     Raises:
         UsageError: a parameter is neither bf16 nor float32.
@@ -101,7 +102,15 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         """Compile for gradients of this dtype, unless that is done or nothing is compiled."""
 
     def exchange(self) -> None:
-        """Add up the gradients of all ranks, if there are several; called by each before `global_norm`."""
+        """Add up the gradients of several ranks; called by each before `global_norm`.
+
+        Raises:
+            UsageError: it cannot, and each rank would train other weights.
+        """
+        raise UsageError(
+            f"{type(self).__name__} adds up no gradients: several ranks would train different weights",
+            remedy="derive it from ShardedOptimizer, or train with one process",
+        )
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the allocated state of `parameter` in its stored form; called by all ranks."""

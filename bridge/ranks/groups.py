@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bridge.errors import RankError
+from bridge.errors import RankError, UsageError
 
 OBJECT_LIMIT = timedelta(hours=24)
 """Longest wait for another rank's object: that rank may be starting a server or sampling."""
@@ -64,6 +64,20 @@ def meet(
     )
     own = dist.TCPStore(host, port, world_size, False, DEVICE_LIMIT, wait_for_workers=False)  # type: ignore[attr-defined]
     return own, sockets() - before
+
+
+def check_same(store: Any, rank: int, world_size: int, name: str, value: int) -> None:
+    """Compare a choice on which the groups of ranks depend, before they are made.
+
+    Raises:
+        UsageError: another rank has another value.
+    """
+    store.set(f"{name}{rank}", str(value))
+    values = [int(store.get(f"{name}{number}")) for number in range(world_size)]
+    if differing := [number for number in values if number != values[0]]:
+        raise UsageError(
+            f"the hosts differ in {name}: {values[0]} and {differing[0]}", remedy="start the same command on each host"
+        )
 
 
 def object_group(members: Sequence[int] | None) -> dist.ProcessGroup:

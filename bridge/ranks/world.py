@@ -61,10 +61,12 @@ class Ranks(Tensors):
 
         Raises:
             RankError: one did not come.
+            UsageError: they were started with different `tp_size`.
         """
         ranks = cls(rank, world_size, tp_size)
         with ranks._errors_of_torch(), groups.noticing_silence():
             store, connections = groups.meet(rank, world_size, host, port, device, listener)
+            groups.check_same(store, rank, world_size, "--tensor-parallel-size", tp_size)
             ranks._watch = groups.Watch(store, device, rank, lambda: ranks._num_exchanges)
             ranks._watch.add(dist.group.WORLD, connections)
             ranks._objects = groups.object_group(None)

@@ -4,28 +4,34 @@ import io
 import multiprocessing
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._inductor import config as inductor
 
-from bridge.ranks.world import Ranks
+from bridge.ranks.world import ALONE, Ranks
 
 LIMIT_S = 60.0
 START = multiprocessing.get_context("fork")
 
 
 def on_ranks(
-    world_size: int, act: Callable[..., Any], *given: Any, tp_size: int = 1, limit_s: float = LIMIT_S
+    world_size: int,
+    act: Callable[..., Any],
+    *given: Any,
+    tp_size: int | Sequence[int] = 1,
+    limit_s: float = LIMIT_S,
 ) -> list[Any]:
-    """Return `act(ranks, *given)` of every rank; what it raised in place of its result."""
+    """Return `act(ranks, *given)` of every rank; what it or joining raised in place of its result."""
+    tp_sizes = [tp_size] * world_size if isinstance(tp_size, int) else tp_size
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     pipes, processes = [], []
     for rank in range(world_size):
         here, there = START.Pipe(duplex=False)
-        process = START.Process(target=_rank, args=(rank, world_size, tp_size, port, listener, there, act, given))
+        arguments = rank, world_size, tp_sizes[rank], port, listener, there, act, given
+        process = START.Process(target=_rank, args=arguments)
         process.start()
         there.close()
         pipes.append(here)
@@ -62,8 +68,9 @@ def _rank(
     inductor.compile_threads = 1  # those of this process' parent are not here, and it would wait for them
     own = listener if rank == 0 else None
     device = torch.device("cpu")
-    ranks = Ranks.join(rank, world_size, tp_size=tp_size, port=port, device=device, listener=own)
+    ranks = ALONE
     try:
+        ranks = Ranks.join(rank, world_size, tp_size=tp_size, port=port, device=device, listener=own)
         result: Any = act(ranks, *given)
     except BaseException as error:  # noqa: BLE001  it is the result
         traceback.print_exc()

@@ -46,6 +46,7 @@ from bridge.types import Group
 from tests.models import tiny
 from tests.unit.learn.test_learner import (
     FAR,
+    Descent,
     base,
     distance,
     gradient,
@@ -220,6 +221,20 @@ def read_once(ranks: Ranks) -> tuple[bool, bool]:
     optimizer.parts(weights[0])
     optimizer.reset({})
     return is_dropped, not optimizer.parts(weights[0])["exp_avg"].any()
+
+
+def test_ranks_of_different_parts_are_refused_at_once() -> None:
+    refused = on_ranks(2, lambda _: None, tp_size=(1, 2))
+    assert [type(error) for error in refused] == [UsageError, UsageError]
+    assert refused[0].message == "the hosts differ in --tensor-parallel-size: 1 and 2"
+
+
+def test_an_optimizer_that_adds_up_no_gradients_is_refused() -> None:
+    def step(ranks: Ranks) -> None:
+        updated(base(), made_by(base(seed=8)), make_optimizer=Descent, ranks=ranks)
+
+    refused = on_ranks(2, step)
+    assert all("Descent adds up no gradients: several ranks" in error.message for error in refused), refused
 
 
 def test_what_ranks_gathered_of_a_state_is_not_kept() -> None:
