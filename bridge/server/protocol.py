@@ -74,6 +74,14 @@ class Lease(Record):
         """The holder, for messages."""
         return f"trainer (pid {self.holder.pid}, run {self.run})"
 
+    def refusal(self) -> AttachError:
+        """Return the error of another trainer that wants the server."""
+        stop = f"stop it (kill -INT {self.holder.pid})"
+        return AttachError(
+            f"another {self.trainer} is updating this server",
+            remedy=f"wait for it to finish, {stop}, or start a second server on another port",
+        )
+
 
 class Capabilities(Record):
     """What a server can do, which stays the same while it runs."""

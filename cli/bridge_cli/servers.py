@@ -81,6 +81,23 @@ def layout(servers: Sequence[Running], tp_size_of: Callable[[int], int], restart
     return Layout(tp_size, "cuda", gpus if len(gpus) > 1 else [None], restarts=restarts)
 
 
+def check_free(servers: Sequence[Running], timeout_s: float, *, resumes: bool) -> None:
+    """Check that nobody updates the servers, and that their weights are whole unless a checkpoint replaces them.
+
+    Raises:
+        AttachError: another trainer updates one, or its weights may be half-written.
+    """
+    from bridge.server.client import BridgeClient
+
+    for server in servers:
+        with BridgeClient(server.manifest, timeout_s=timeout_s) as client:
+            status = client.status()
+        if status.lease is not None:
+            raise status.lease.refusal()
+        if not resumes:
+            status.refuse_torn()
+
+
 def _running(name: str) -> Running:
     """Return the server of a manifest, by its path, or of an address."""
     port = name.rpartition(":")[2]

@@ -53,6 +53,8 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     if len(replicas) > 1:
         config = config.changed(gpus=len(planned.gpus))
         config.dp_size(planned.tp_size)  # refuses a batch that cannot be divided
+    if rank.OWN_RANK.get() is None and len(planned.gpus) > 1:  # before ranks start; a single process asks by itself
+        servers.check_free(replicas, config.sampling.request_timeout_s, resumes=config.resume)
     with ranks.joined(None if rank.OWN_RANK.get() else planned) as world:
         evaluates = bool(config.evaluation.samples)
         environment = world.run_on_all(lambda: load_environment(config.task, config.rollouts, evaluates=evaluates))

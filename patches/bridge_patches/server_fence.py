@@ -127,11 +127,7 @@ class ServerFence:
     def refuse_without_lease(self, holder: Holder) -> None:
         lease = self.lease
         if lease and lease.holder != holder:
-            stop = f"stop it (kill -INT {lease.holder.pid})"
-            raise AttachError(
-                f"another {lease.trainer} is updating this server",
-                remedy=f"wait for it to finish, {stop}, or start a second server on another port",
-            )
+            raise lease.refusal()
 
     async def pause(self, request: PauseRequest, has_left: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Stop the scheduler, wait for every rank's device, drop the caches, and give the fence to the holder.

@@ -1,5 +1,6 @@
 """Which running servers `bridge train` trains on: by manifest or address, alike, and each once."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,12 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.core.process import ProcessIdentity
-from bridge.errors import BridgeError
+from bridge.errors import AttachError, BridgeError
 from bridge.server import discovery
 from bridge.server import manifest as manifests
+from bridge.server.client import BridgeClient
 from bridge.server.manifest import Manifest
+from bridge.server.protocol import Holder, Lease, Status
 from bridge_cli import servers
 from bridge_cli.layout import Layout
 from bridge_cli.servers import Running
@@ -146,3 +149,26 @@ def test_ranks_see_the_gpus_of_their_server(host: Host) -> None:
     host.add("b", port=9002, gpu_uuid="GPU-5", **gpu)
     single = config("9002")
     assert planned_for(single).gpus == [None]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({"lease": Lease(holder=Holder(processes=(OTHER,)), run="runs/one", since=0.0)}, "run runs/one) is updating"),
+        ({"state": "torn"}, "the weights may be half-written"),
+    ],
+)
+def test_servers_in_use_are_refused(
+    host: Host, monkeypatch: pytest.MonkeyPatch, status: dict[str, Any], words: str
+) -> None:
+    for name, port in (("a", 9001), ("b", 9002)):
+        host.add(name, port=port)
+    fixed = Status(model="tiny", version=3, state="serving", server=OTHER)
+    monkeypatch.setattr(BridgeClient, "status", lambda _: fixed)
+    replicas = running(config("9001", "9002"))
+    servers.check_free(replicas, 1.0, resumes=False)
+    monkeypatch.setattr(BridgeClient, "status", lambda _: fixed.model_copy(update=status))
+    with pytest.raises(AttachError, match=re.escape(words)):
+        servers.check_free(replicas, 1.0, resumes=False)
+    if "lease" not in status:
+        servers.check_free(replicas, 1.0, resumes=True)
