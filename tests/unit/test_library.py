@@ -67,8 +67,8 @@ def _parameters(function: object) -> str:
 
 
 def test_every_name_has_one_place_and_a_docstring() -> None:
-    assert sorted(name for names in bridge._PLACES.values() for name in names) == sorted(bridge.__all__)
-    assert {place.partition(".")[0] for place in bridge._PLACES} == {"bridge"}, "below the command line"
+    assert sorted(name for names in bridge._MODULES.values() for name in names) == sorted(bridge.__all__)
+    assert {place.partition(".")[0] for place in bridge._MODULES} == {"bridge"}, "below the command line"
     for name in bridge.__all__:
         assert inspect.getdoc(getattr(bridge, name)), name
         assert name in dir(bridge)
