@@ -219,7 +219,8 @@ class ServerConfig(Section, panel="Server", prefix="vllm_", renamed={"servers": 
     config_path: Path | None = None
     """Path of the manifest (default: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge)."""
     servers: Names = ()
-    """Train on several running servers, a replica on each: their manifests or addresses, separated by commas."""
+    """Train on several running servers, a replica on each: their manifests or addresses, separated by commas (default:
+    the one of the manifest)."""
 
     def url(self, exported: str | None = None) -> str:
         """Return the server's URL: the manifest's, with the parts that were chosen replaced."""
