@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridge.errors import BridgeError, RankError
-from bridge.ranks.groups import Watch
 from bridge.ranks.messages import OF_TENSORS, gather_bytes
+from bridge.ranks.watch import Watch
 
 
 class Tensors:
@@ -94,7 +94,8 @@ class Tensors:
             if isinstance(error, BridgeError | torch.OutOfMemoryError):
                 raise
             world.is_broken = True
-            reason = str(error).partition(". This is")[0].splitlines()[0]
+            watched = world._watch.reason if world._watch is not None else ""
+            reason = watched or str(error).partition(". This is")[0].splitlines()[0]
             raise RankError(
                 f"rank {world.rank} of {world.world_size} lost another rank: {reason}",
                 remedy="continue with --resume; the rank that ended first says why",

@@ -20,6 +20,7 @@ from bridge.errors import RankError
 from bridge.ranks import groups, messages
 from bridge.ranks.messages import AGREED, OF_TENSORS, Outcome
 from bridge.ranks.tensors import Tensors
+from bridge.ranks.watch import Watch
 
 Result = TypeVar("Result")
 FENCE_LIMIT = timedelta(minutes=10)
@@ -67,9 +68,11 @@ class Ranks(Tensors):
         with ranks._errors_of_torch(), groups.noticing_silence():
             store, connections = groups.meet(rank, world_size, host, port, device, listener)
             groups.check_same(store, rank, world_size, "--tensor-parallel-size", tp_size)
-            ranks._watch = groups.Watch(store, device, rank, lambda: ranks._num_exchanges)
+            ranks._watch = Watch(store, device, rank, world_size, lambda: ranks._num_exchanges)
             ranks._watch.add(dist.group.WORLD, connections)
+            before = groups.sockets()
             ranks._objects = groups.object_group(None)
+            ranks._watch.add_objects(groups.sockets() - before)
             if tp_size > 1:
                 numbers = range(world_size)
                 ranks._tp_group = ranks._one_of([numbers[first : first + tp_size] for first in numbers[::tp_size]])
@@ -88,6 +91,7 @@ class Ranks(Tensors):
             tensors = dist.new_group([*members], timeout=groups.DEVICE_LIMIT)
             connections = groups.sockets() - before
             objects = groups.object_group(members)
+            object_connections = groups.sockets() - before - connections
             if self.rank in members:
                 mine = Ranks(members.index(self.rank), len(members))
                 mine._all = self
@@ -95,6 +99,7 @@ class Ranks(Tensors):
                 mine._tensors = tensors
                 mine._objects = objects
                 self._watch.add(tensors, connections)
+                self._watch.add_objects(object_connections)
         return mine
 
     @property

@@ -103,7 +103,9 @@ class Checkpoints:
             UsageError: the disk is full or refuses, or a folder that is no checkpoint of Bridge is in the way.
         """
         if self.step not in self._saved:
-            self._saved = self._ranks.run_and_gather(self._save)[0]
+            with self._uninterrupted():
+                self._ranks.barrier()  # a rank that was interrupted reports it here, where no other waits for its part
+                self._saved = self._ranks.run_and_gather(self._save)[0]
         return self._saved[self.step]
 
     def rescue(self) -> None:
@@ -132,8 +134,7 @@ class Checkpoints:
 
         def fill(folder: Path) -> None:
             del to_send[0]
-            with self._uninterrupted():
-                self._mode.save(folder)
+            self._mode.save(folder)
             to_send.clear()
             self._write_state(folder)
 
@@ -170,14 +171,12 @@ class Checkpoints:
 
     def _write_state(self, folder: Path | None) -> None:
         if self._choices.save_optimizer and (folder is not None or self._ranks.world_size > 1):
-            with self._uninterrupted():
-                optimizer_state.write(folder, self._weights, self._state)
+            optimizer_state.write(folder, self._weights, self._state)
 
     def _send_weights(self) -> None:
         """Send this part of the first replica's weights to the rank that saves them."""
         if self._ranks.tp_size > 1 and self._ranks.dp_rank == 0:
-            with self._uninterrupted():
-                self._mode.pass_on()
+            self._mode.pass_on()
 
     def _uninterrupted(self) -> AbstractContextManager[object]:
         """Defer an interrupt if there are several ranks: the others would wait for this one's part."""

@@ -812,6 +812,27 @@ def test_an_interrupt_during_a_save_leaves_no_rank_waiting(models: Path) -> None
     assert checkpoint.read(models / "saved" / "step_1").progress.step == 1
 
 
+def interrupted_before_a_save(ranks: Ranks, folder: Path, who: int) -> Any:
+    """Train, while a signal reaches one rank alone after an update was published and before it is saved."""
+    save = Checkpoints.save
+
+    def interrupted(checkpoints: Checkpoints) -> Path:
+        Checkpoints.save = save  # type: ignore[method-assign]
+        os.kill(os.getpid(), signal.SIGINT)
+        return save(checkpoints)
+
+    if ranks.rank == who:
+        Checkpoints.save = interrupted  # type: ignore[method-assign]
+    return ran(ranks, folder, Reporter(), {"save_interval": 1, "training_steps": 9})
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_interrupt_of_one_rank_before_a_save_costs_no_state(models: Path, who: int) -> None:
+    for error in on_ranks(2, interrupted_before_a_save, models, who):
+        assert isinstance(error, KeyboardInterrupt)
+    assert checkpoint.read(models / "saved" / "step_1").progress.step == 1
+
+
 def dies(ranks: Ranks, folder: Path, where: str) -> Any:
     """End one rank while the weights are rescued."""
     if ranks.rank == 1:

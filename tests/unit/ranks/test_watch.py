@@ -3,6 +3,8 @@
 Not covered: NCCL, whose communicator is aborted in place of gloo's connections.
 """
 
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -11,9 +13,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from bridge.errors import UsageError
+from bridge.errors import RankError, UsageError
 from bridge.passes.cut_layers import summed
-from bridge.ranks.groups import FAILED, PERIOD_S, Watch
+from bridge.ranks import watch
+from bridge.ranks.watch import FAILED, PERIOD_S, SignsOfLife, Watch
 from bridge.ranks.world import Ranks
 from tests.unit.several_ranks import on_ranks
 
@@ -81,6 +84,43 @@ def test_an_error_outside_an_exchange_breaks_nothing() -> None:
     assert on_ranks(2, goes_on) == [4.0, 4.0]
 
 
+def stops(ranks: Ranks, who: int, what: str) -> str:
+    """Stop one rank, as SIGSTOP and a frozen host do; the others wait for its object or its tensor."""
+    pids = ranks.all_gather_object(os.getpid())
+    if ranks.rank == who:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        with pytest.raises(RankError) as caught:
+            ranks.all_reduce(torch.ones(2)) if what == "tensor" else ranks.barrier()
+    finally:
+        if ranks.rank != who:
+            os.kill(pids[who], signal.SIGCONT)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("what", ["tensor", "object"])
+def test_a_rank_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, who: int, what: str) -> None:
+    monkeypatch.setattr(watch, "BEAT_S", 0.2)
+    monkeypatch.setattr(watch, "SILENT_LIMIT_S", 2.0)
+    message = on_ranks(2, stops, who, what, limit_s=30)[1 - who]
+    assert message == f"rank {1 - who} of 2 lost another rank: rank {who} showed no sign of life for 2 s"
+
+
+def test_ranks_that_were_all_stopped_and_continue_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    store = Store()
+    ranks = [SignsOfLife(store, rank, 2) for rank in range(2)]
+    for pause_s in (watch.BEAT_S, 10 * watch.SILENT_LIMIT_S, watch.BEAT_S):
+        assert [rank.silent_rank() for rank in ranks] == [None, None]
+        clock[0] += pause_s
+    for _ in range(int(watch.SILENT_LIMIT_S / watch.BEAT_S) + 2):
+        clock[0] += watch.BEAT_S
+        silent = ranks[0].silent_rank()
+    assert silent == 1
+
+
 class Endless:
     """An exchange that never ends."""
 
@@ -140,36 +180,36 @@ def broken(connection: socket.socket, *, within_s: float) -> bool:
 )
 def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pair], cause: str) -> None:
     ((one, other), (its, gone)), store, work = pairs, Store(), Endless()
-    watch = Watch(store, torch.device("cpu"), 0, lambda: 7)
-    watch.add(None, {one.fileno(), its.fileno()})
-    watch.start()
-    watch.wait(work, (0, 1))
+    own = Watch(store, torch.device("cpu"), 0, 3, lambda: 7)
+    own.add(None, {one.fileno(), its.fileno()})
+    own.start()
+    own.wait(work, (0, 1))
     work.ends = cause.endswith("done")
     if cause.startswith("failed"):
         phase = {"failed": 7, "failed before": 6, "failed elsewhere": 5}[cause]
-        Watch(store, torch.device("cpu"), 2, lambda: 7).failed()
-        Watch(store, torch.device("cpu"), 1, lambda: phase).failed()
+        Watch(store, torch.device("cpu"), 2, 3, lambda: 7).failed()
+        Watch(store, torch.device("cpu"), 1, 3, lambda: phase).failed()
     if cause.startswith("noise"):  # of somebody who can reach the store, and does not know the key
         for noise in (b"garbage", b"", b"\xff", b"77"):
             store[f"{FAILED}1"] = noise
-            assert not watch.is_lost({1})
+            assert not own.is_lost({1})
     if cause == "noise, failed":
         time.sleep(2 * PERIOD_S)
-        Watch(store, torch.device("cpu"), 1, lambda: 7).failed()
+        Watch(store, torch.device("cpu"), 1, 3, lambda: 7).failed()
     if cause.startswith("ended"):
         gone.close()
     assert broken(other, within_s=6 * PERIOD_S) is (cause in {"failed", "ended", "noise, failed"})
-    watch.close()
+    own.close()
 
 
 def test_a_watch_outlives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
     ((one, other), _), store = pairs, Store()
     store[f"{FAILED}1"] = None  # type: ignore[assignment]
-    watch = Watch(store, torch.device("cpu"), 0, lambda: 7)
-    watch.add(None, {one.fileno()})
-    watch.wait(Endless(), (0, 1))
-    watch.start()
+    own = Watch(store, torch.device("cpu"), 0, 3, lambda: 7)
+    own.add(None, {one.fileno()})
+    own.wait(Endless(), (0, 1))
+    own.start()
     time.sleep(2 * PERIOD_S)
-    Watch(store, torch.device("cpu"), 1, lambda: 7).failed()
+    Watch(store, torch.device("cpu"), 1, 3, lambda: 7).failed()
     assert broken(other, within_s=6 * PERIOD_S)
-    watch.close()
+    own.close()
