@@ -1,4 +1,4 @@
-"""Run a function on several ranks: forked processes with gloo between them."""
+"""Run a function on several ranks: forked processes with gloo between them, and NCCL if each has a GPU."""
 
 import io
 import multiprocessing
@@ -22,15 +22,20 @@ def on_ranks(
     *given: Any,
     tp_size: int | Sequence[int] = 1,
     limit_s: float = LIMIT_S,
+    on_gpus: bool = False,
 ) -> list[Any]:
-    """Return `act(ranks, *given)` of every rank; what it or joining raised in place of its result."""
+    """Return `act(ranks, *given)` of every rank; what it or joining raised in place of its result.
+
+    With `on_gpus` each rank has a GPU, and this process must not have initialized CUDA.
+    """
     tp_sizes = [tp_size] * world_size if isinstance(tp_size, int) else tp_size
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     pipes, processes = [], []
     for rank in range(world_size):
         here, there = START.Pipe(duplex=False)
-        arguments = rank, world_size, tp_sizes[rank], port, listener, there, act, given
+        device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+        arguments = rank, world_size, tp_sizes[rank], device, port, listener, there, act, given
         process = START.Process(target=_rank, args=arguments)
         process.start()
         there.close()
@@ -58,6 +63,7 @@ def _rank(
     rank: int,
     world_size: int,
     tp_size: int,
+    device: torch.device,
     port: int,
     listener: socket.socket,
     pipe: Any,
@@ -67,7 +73,8 @@ def _rank(
     torch.set_num_threads(1)
     inductor.compile_threads = 1  # those of this process' parent are not here, and it would wait for them
     own = listener if rank == 0 else None
-    device = torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     ranks = ALONE
     try:
         ranks = Ranks.join(rank, world_size, tp_size=tp_size, port=port, device=device, listener=own)

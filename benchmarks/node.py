@@ -1,0 +1,234 @@
+r"""All GPUs of a host: how much faster several are than one, and whether they stay equal and outlive a loss.
+
+    python -m benchmarks.node --gpus 2
+    python -m benchmarks.node --gpus 4 --limit-s 1800
+    python -m benchmarks.node --gpus 4 --size tiny --skip-speed          # also without a GPU: four processes
+
+Speed is that of `grpo.py`, whose rows these are: 1, 2, 4, ... GPUs, and from four on replicas of two GPUs, with
+completions of equal length and with a long tail. Then come two proofs of runs that begin with a small model:
+
+- 200 steps. The weights of all replicas have equal digests after each of them, the memory of the GPU and of all
+  processes is flat, and `bridge verify` passes meanwhile.
+- 60 steps with `--restarts 1`, in which first a server and then a rank is killed. All steps are trained, in the end.
+
+Not covered: several hosts.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import linear_regression
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks import _digests, _gpu_memory, _models, _results, _sides
+from benchmarks._results import say
+from bridge.processes.start_checks import free_port
+from bridge_cli.rank import MAIN
+
+STEPS = 200
+FAULT_STEPS = 60
+KILL_SERVER_AT, KILL_RANK_AT = 10, 30
+WARM_UP = 50
+"""Steps before memory is looked at."""
+MIB = 2**20
+FIXED = "adamw-8bit"
+LONG = "adamw-8bit --max-staleness 8 --groups-in-flight 32"
+LENGTHS = "lognormal:600:0.6:4096"
+
+
+def main() -> None:
+    """Measure, prove, and write everything so far after every part."""
+    options = _flags().parse_args()
+    deadline = time.monotonic() + options.limit_s
+    results: dict[str, Any] = {}
+    with TemporaryDirectory(prefix="bridge-bench-") as scratch:
+        for name, prove in PROOFS.items():
+            say(name)
+            folder = Path(scratch, name)
+            folder.mkdir()
+            model = _models.make_whole_model(options.size, folder / "model")
+            results[name] = prove(model, folder, options.gpus, options.parts)
+            say(json.dumps(results[name]))
+            _results.write("node", results, options.out)
+    if not options.skip_speed:
+        for variants, more in ((FIXED, ()), (LONG, ("--lengths", LENGTHS, "--warm-up", "10"))):
+            limit_s = str(max(1, int(deadline - time.monotonic())))
+            command = ["-m", "benchmarks.grpo", "--sizes", options.speed_size, "--trl", "--ours"]
+            command += [*speed_variants(variants, options.gpus), *more, "--limit-s", limit_s, "--out", str(options.out)]
+            subprocess.run([sys.executable, *command], check=True)
+
+
+def _flags() -> argparse.ArgumentParser:
+    flags = _results.parser(__doc__)
+    flags.add_argument("--gpus", type=int, default=2, help="GPUs of the largest run")
+    flags.add_argument("--parts", type=int, default=1, help="--tensor-parallel-size of the proofs")
+    flags.add_argument("--size", choices=_models.SIZES, default="0.5b", help="model of the proofs")
+    flags.add_argument("--speed-size", choices=_models.SIZES, default="7b", help="model of the measured runs")
+    flags.add_argument("--skip-speed", action="store_true", help="prove, and measure nothing")
+    flags.add_argument("--limit-s", type=float, default=3600, help="seconds of everything")
+    return flags
+
+
+def speed_variants(choices: str, gpus: int) -> list[str]:
+    """Return the choices for 1, 2, 4, ... up to `gpus` GPUs, and for replicas of two GPUs."""
+    counts = [count for count in (1, 2, 4, 8) if count <= gpus]
+    variants = [choices, *(f"{choices} --gpus {count}" for count in counts[1:])]
+    return [*variants, *(f"{choices} --gpus {count} --tensor-parallel-size 2" for count in counts if count > 2)]
+
+
+@dataclass
+class ProofRun:
+    """A run of `bridge run` that somebody looks at, or disturbs, between its steps."""
+
+    model: Path
+    folder: Path
+    gpus: int
+    parts: int = 1
+    choices: Sequence[str] = ()
+    output: Path = field(init=False)
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        digests = self.folder / "digests"
+        digests.mkdir()
+        self.output = self.folder / "output"
+        engine = ["--gpu-memory-utilization", "0.3"] if torch.cuda.is_available() else []
+        argv = [
+            sys.executable, "-c", _sides.BRIDGE, "run", "--model", str(self.model), "--gpus", str(self.gpus),
+            "--tensor-parallel-size", str(self.parts), "--environment", f"{_digests.__file__}:Recorded",
+            "--run-dir", str(self.folder / "run"), "--batch-size", str(8 * self.gpus), "--group-size", "4",
+            "--max-new-tokens", "16", "--max-model-len", "512", "--port", str(free_port("127.0.0.1")), *engine,
+            "--vllm-config-path", str(self.folder / "manifest.json"), *self.choices, "--", "--enforce-eager",
+        ]  # fmt: skip
+        environment = {**_sides.environment(_sides.Work()), _digests.FOLDER: str(digests)}
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(argv, env=environment, stdout=output, stderr=output)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of which there are metrics, in the order in which they were trained."""
+        path = self.folder / "run" / "metrics.jsonl"
+        return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, step: int, meanwhile: Callable[[int], None] = lambda _: None) -> None:
+        """Return when `step` is trained, or the run ended; call `meanwhile` after each."""
+        seen = 0
+        while self.process.poll() is None and seen < step:
+            if (steps := self.steps) and steps[-1] > seen:
+                seen = steps[-1]
+                meanwhile(seen)
+            time.sleep(0.05)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def rank(self, number: int) -> psutil.Process:
+        """Return the process of a rank."""
+        ranks = [process for process in self.descendants() if MAIN in process.cmdline()]
+        return next(process for process in ranks if process.environ()["RANK"] == str(number))
+
+    def server_pid(self, log: Path) -> int:
+        """Return the process of the server that was started last, according to a rank's log."""
+        return int(re.findall(r"starting vLLM \(pid (\d+)", log.read_text())[-1])
+
+    def ended(self) -> dict[str, Any]:
+        """Wait for the end, and return how it ended."""
+        code = self.process.wait()
+        steps = self.steps
+        last = {} if code == 0 else {"output": self.output.read_text(errors="replace")[-2000:]}
+        return {"exit_code": code, "steps": len({*steps}), "retrained": len(steps) - len({*steps}), **last}
+
+    def equal_digests(self) -> dict[str, int]:
+        """Return of how many steps all replicas have equal digests, rank by rank of a replica."""
+        of_rank: dict[int, dict[int, int]] = {}
+        for file in (self.folder / "digests").iterdir():
+            lines = map(json.loads, file.read_text().splitlines())
+            of_rank[int(file.stem)] = {line["step"]: line["digest"] for line in lines}
+        steps = sorted(set.union(*({*digests} for digests in of_rank.values())))
+        num_equal = sum(
+            len({of_rank[rank].get(step) for rank in range(part, self.gpus, self.parts)}) == 1
+            for step in steps
+            for part in range(self.parts)
+        )
+        different = {*of_rank[0].values()}
+        return {"ranks": len(of_rank), "steps": len(steps), "equal": num_equal, "different_weights": len(different)}
+
+
+def stays_equal(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, Any]:
+    """Train `STEPS` steps, and return digests, growth of memory, and what `bridge verify` says meanwhile."""
+    run = ProofRun(model, folder, gpus, parts, ["--training-steps", str(STEPS), "--no-save-optimizer"])
+    gpu_bytes = _gpu_memory.reader()
+    mib: dict[str, list[float]] = {"processes": [], **({"gpu": []} if gpu_bytes else {})}
+    at: list[int] = []
+
+    def look(step: int) -> None:
+        if step % 5 or step < WARM_UP:
+            return
+        at.append(step)
+        mib["processes"].append(sum(p.memory_full_info().uss for p in run.descendants()) / MIB)
+        if gpu_bytes is not None:
+            mib["gpu"].append(gpu_bytes() / MIB)
+
+    run.wait_for(STEPS // 2, look)
+    verify = [sys.executable, "-c", _sides.BRIDGE, "verify", "--run-dir", str(folder / "run")]
+    checked = subprocess.run(verify, env=_sides.environment(_sides.Work()), capture_output=True, text=True, check=False)
+    run.wait_for(STEPS, look)
+    growth = {name: _growth(at, figures) for name, figures in mib.items()}
+    verified = {"exit_code": checked.returncode, "passed": checked.stderr.count("PASS")}
+    return {**run.ended(), "digests": run.equal_digests(), "growth_mib": growth, "verify": verified}
+
+
+def outlives_losses(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, Any]:
+    """Train `FAULT_STEPS` steps, while the last replica's server and then the last rank are killed."""
+    choices = ["--training-steps", str(FAULT_STEPS), "--save-interval", "5", "--keep-last", "2", "--restarts", "1"]
+    run = ProofRun(model, folder, gpus, parts, choices)
+    first_of_last = gpus - parts
+    log = folder / "run" / "ranks" / f"{first_of_last}.log" if first_of_last else run.output
+    run.wait_for(KILL_SERVER_AT)
+    seconds: dict[str, float] = {}
+    before = run.descendants()
+    if run.process.poll() is None:
+        os.kill(run.server_pid(log), signal.SIGKILL)
+        seconds["server"] = _until_next_step(run)
+        run.wait_for(KILL_RANK_AT)
+        before += run.descendants()
+        run.rank(gpus - 1).kill()
+        seconds["rank"] = _until_next_step(run)
+    ended = run.ended()
+    _, alive = psutil.wait_procs({*before}, timeout=20)
+    return {**ended, "seconds_to_next_step": seconds, "processes_left": len(alive), "digests": run.equal_digests()}
+
+
+def _until_next_step(run: ProofRun) -> float:
+    start, count = time.monotonic(), len(run.steps)
+    while run.process.poll() is None and len(run.steps) == count:
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def _growth(steps: Sequence[int], mib: Sequence[float]) -> float | None:
+    """Return the rise of the regression line."""
+    if len(steps) < 2:
+        return None
+    return linear_regression(steps, mib).slope * (steps[-1] - steps[0])
+
+
+PROOFS: Mapping[str, Callable[[Path, Path, int, int], dict[str, Any]]] = {
+    "stays_equal": stays_equal,
+    "outlives_losses": outlives_losses,
+}
+
+if __name__ == "__main__":
+    main()
