@@ -121,6 +121,11 @@ PIECEWISE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "PIECEWISE"}')
 graphs of vLLM 0.33 on an H200 decoded 0.8 nats a token away from what it computes without graphs; pieces: 0.008."""
 CHOOSES_GRAPHS = {PIECEWISE_GRAPHS[0], "--enforce-eager", "--optimization-level"}
 """With one of these the user decides."""
+START_METHOD = ("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+"""The engine and its workers begin with all that the API server has imported, unless the caller chooses. vLLM itself
+spawns them where a fork is unsafe: once CUDA is initialized, and on the CPU."""
+NEEDS_SPAWN = {"--mm-tensor-ipc"}
+"""vLLM refuses one of its values without `spawn`."""
 RESHAPING = ("--logits-processors", "--watermark-config")
 """They change what every request samples from; no request can turn them off."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -203,6 +208,8 @@ def added(
         extra.argv += NO_PAGES if NO_PAGES[0] not in given else ()
         extra.argv += [SLEEP_MODE] if on_gpu and given.isdisjoint(CHOOSES_SLEEP) else []  # no such mode on a CPU
         extra.argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
+        if START_METHOD[0] not in outer and given.isdisjoint(NEEDS_SPAWN):
+            extra.environment |= dict([START_METHOD])
     why = "it changes what is sampled, which the trainer cannot reproduce: importance weights and KL are off"
     extra.notes += [f"{flag}: {why}" for flag in RESHAPING if flag in given]
     window = model_checks.window(model, config.max_model_len)

@@ -1,0 +1,68 @@
+"""Start vLLM's engine and workers as forks of what the API server has imported, as `vllm_flags.START_METHOD` chooses.
+
+Symptom: a start of vLLM imports the same packages three times: in the API server, in a process that inspects the
+model's class, and in the engine, which takes half a minute each where files are slow.
+Cause: `vllm serve` spawns them, in case something has initialized CUDA in the API server.
+Why a fork is safe: `get_mp_context` chooses `fork` only while CUDA is not initialized, and asks again at each process.
+Seen in vLLM 0.26 to 0.33; on the CPU vLLM spawns its engine whatever is chosen.
+"""
+
+import multiprocessing.util
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bridge_patches import wrap
+
+PINS = """
+vllm.utils.system_utils: call get_mp_context()
+vllm.model_executor.models.registry: replace _run_in_subprocess(fn)
+vllm.envs: environment_variables
+"""
+
+
+def patch() -> None:
+    from vllm.model_executor.models import registry
+    from vllm.utils import system_utils
+
+    @wrap(registry, "_run_in_subprocess")
+    def inspect(original: Callable[..., Any], fn: Callable[[], Any]) -> Any:
+        """Inspect the model's class here: a fork of this process has imported it then.
+
+        A class that initializes CUDA makes vLLM spawn its engine.
+        """
+        return fn() if system_utils.get_mp_context().get_start_method() == "fork" else original(fn)
+
+    multiprocessing.util.register_after_fork(leave_parent, lambda leave: leave())
+
+
+def leave_parent() -> None:
+    """Give up what a spawned process would not have: the API server's port, and its pipe for signals.
+
+    The port would stay taken until the last fork has ended, and the API server would take a signal to this process for
+    its own.
+    """
+    signal.set_wakeup_fd(-1)
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in _servers():
+        os.dup2(null, descriptor, inheritable=False)  # a closed number could be another file's, and be closed again
+    os.close(null)
+
+
+def _servers() -> Iterator[int]:
+    """Yield the descriptors of TCP sockets that are not connected."""
+    for name in sorted(path.name for path in Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):  # the listing's own, which is closed
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family in {socket.AF_INET, socket.AF_INET6} and one.type == socket.SOCK_STREAM:
+                    try:
+                        one.getpeername()
+                    except OSError:
+                        yield int(name)
