@@ -51,13 +51,13 @@ class Child:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+def start(argv: Sequence[str], environment: Mapping[str, str], log: Path, *, takes_input: bool = False) -> Child:
     """Start `argv` (a full path first) in its own session, which ends with this process; append its output to `log`."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *argv],
             env=dict(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if takes_input else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

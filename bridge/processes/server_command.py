@@ -180,13 +180,19 @@ def prepare(
 
 def check_plugin() -> None:
     """Check that our plugin is installed and fits the installed vLLM."""
-    plugin = next(iter(metadata.entry_points(group="vllm.general_plugins", name=PLUGINS[0])), None)
-    if plugin is None:
+    compatibility = plugin_module("compatibility")
+    if compatibility is None:
         raise IncompatibleVersionError(
             "vLLM cannot find Bridge's plugin: this Bridge was copied, not installed",
             remedy="pip install -e . in Bridge's folder, with the Python that runs vLLM",
         )
-    import_module(plugin.module.replace(".plugin", ".compatibility")).check_installed()
+    import_module(compatibility).check_installed()
+
+
+def plugin_module(name: str) -> str | None:
+    """Return the full name of a module beside our plugin; None: vLLM does not find our plugin."""
+    plugin = next(iter(metadata.entry_points(group="vllm.general_plugins", name=PLUGINS[0])), None)
+    return None if plugin is None else plugin.module.replace(".plugin", f".{name}")
 
 
 def _vllm(config: ServeConfig) -> list[str]:

@@ -26,6 +26,7 @@ from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
 from bridge.processes import PLAIN, Output, children
 from bridge.processes.children import Child
+from bridge.processes.preload import Preloaded
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.start_checks import check_port
 from bridge.server import api_key, manifest
@@ -74,6 +75,7 @@ class StartedServer:
         limit_s: float = START_LIMIT_S,
         hang_limit_s: float = HANG_LIMIT_S,
         output: Output = PLAIN,
+        preloaded: Preloaded | None = None,
     ) -> None:
         self._command = command
         self._log = log
@@ -81,6 +83,7 @@ class StartedServer:
         self._limit_s = limit_s
         self._hang_limit_s = hang_limit_s
         self._output = output
+        self._preloaded = preloaded or Preloaded(None)
         self._server: Child | None = None
         self._is_ready = False
         self._watchdog = contextlib.ExitStack()
@@ -122,8 +125,9 @@ class StartedServer:
     def _start(self, model: str | Path | None, check_abort: Callable[[], None] = lambda: None) -> None:
         check_port(self._command.host, self._command.port)
         begin_log(self._log, "started" if model is None else f"restarted with {model}")
+        command = self._command.argv_for(model), self._command.environment, self._log
         with deferred_interrupt():  # a process that we lose track of is never stopped
-            self._server = children.start(self._command.argv_for(model), self._command.environment, self._log)
+            self._server = self._preloaded.become(*command) or children.start(*command)
         route = self._wait(self._server, check_abort)
         self._is_ready = True
         self._watchdog.enter_context(self._watched(self._server, route))

@@ -75,9 +75,10 @@ def demo(
         return
     check_software(device)
     serve, train = _choices(out, steps, device, gpus)
-    with ranks.joined(None if rank.OWN_RANK.get() else layout.of(train, serve)) as world:
+    planned = None if rank.OWN_RANK.get() else layout.of(train, serve)
+    with ranks.preloaded(planned) as preloaded, ranks.joined(planned) as world:
         environment = load_environment(train.task, train.rollouts, evaluates=True)
-        job = Job(serve=serve, chosen=train, environment=environment, start_limit_s=START_LIMIT_S)
+        job = Job(serve=serve, chosen=train, environment=environment, start_limit_s=START_LIMIT_S, preloaded=preloaded)
         opened = Opened(train=train, run_dir=out, resume=None)
         run = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
         if run is None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, mark
 from bridge.errors import RankError, UsageError
+from bridge.processes.preload import Preloaded, preloading
 from bridge.processes.server_command import ServerCommand, prepare
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
@@ -57,6 +58,7 @@ class Job:
     vllm_flags: Sequence[str] = field(default=())
     start_limit_s: float
     as_json: bool = False
+    preloaded: Preloaded | None = None
 
 
 @contextlib.contextmanager
@@ -92,6 +94,19 @@ def joined(planned: Layout | None) -> "Iterator[Ranks]":
 
 
 @contextlib.contextmanager
+def preloaded(planned: Layout | None) -> "Iterator[Preloaded | None]":
+    """Begin to import vLLM if this process will start a server; `planned` as for `joined`."""
+    own = OWN_RANK.get()
+    if own is not None:
+        starts_server = own.rank % own.tp_size == 0
+    else:
+        assert planned is not None, "a person started this process"
+        starts_server = len(planned.gpus) * planned.hosts == 1
+    with preloading() if starts_server else contextlib.nullcontext() as process:
+        yield process
+
+
+@contextlib.contextmanager
 def trained(
     ranks: "Ranks", job: Job, opened: Opened, run: RunDirectory, command: ServerCommand | None
 ) -> "Iterator[Summary]":
@@ -115,7 +130,7 @@ def trained(
         def start() -> StartedServer | None:
             if not ranks.is_tp_rank_zero:
                 return None
-            server = StartedServer(commands[0], log, limit_s=job.start_limit_s, output=console)
+            server = StartedServer(commands[0], log, limit_s=job.start_limit_s, output=console, preloaded=job.preloaded)
             return running.enter_context(server.running(ranks.check_abort))
 
         process = ranks.run_on_all(start)

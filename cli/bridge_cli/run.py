@@ -74,7 +74,8 @@ def run(
         raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
     check_host(train)
     flags = vllm_flags or []
-    with ranks.joined(None if rank.OWN_RANK.get() else layout.of(train, serve)) as world:
+    planned = None if rank.OWN_RANK.get() else layout.of(train, serve)
+    with ranks.preloaded(planned) as preloaded, ranks.joined(planned) as world:
         if train.hosts > 1:
             consistency.check(world, (train, serve), flags)
         evaluates = bool(train.evaluation.samples)
@@ -83,7 +84,7 @@ def run(
             serve = for_adapters(serve, train.lora.r, flags, in_memory=train.trains_in_server)
         job = Job(
             serve=serve, chosen=train, environment=environment, vllm_flags=flags, start_limit_s=start_limit_s,
-            as_json=as_json,
+            as_json=as_json, preloaded=preloaded,
         )  # fmt: skip
         first = FirstRank(job)
         try:

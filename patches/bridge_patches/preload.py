@@ -1,0 +1,69 @@
+"""Import vLLM, and then become the server whose command comes through stdin; run by `bridge/processes/preload.py`.
+
+Nothing is decided here: no plugin is called, no port is taken, and no GPU is used before the command is known.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+PINS = """
+vllm.entrypoints.cli.serve: ServeSubcommand  # imports all of the API server
+vllm.v1.engine.core: EngineCoreProc
+vllm.v1.worker.gpu_worker: Worker
+vllm.v1.worker.cpu_worker: CPUWorker
+vllm.platforms: current_platform
+"""
+MODULES = ("vllm.entrypoints.cli.serve", "vllm.v1.engine.core", "bridge_patches.routes", "bridge_patches.worker")
+"""What the API server imports, and what its engine does, which is a fork of it."""
+
+
+def main() -> None:
+    """Import, wait for the command, and run it; the end of stdin without one ends this process."""
+    before = dict(os.environ)
+    early = os.memfd_create("output before there is a log")
+    _print_to(early)
+    is_imported = _import()
+    document = sys.stdin.buffer.read()
+    if not document:
+        return
+    command = json.loads(document)
+    log = os.open(command["log"], os.O_WRONLY | os.O_APPEND)
+    os.write(log, Path(f"/proc/self/fd/{early}").read_bytes())
+    _print_to(log)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    argv, environment = command["argv"], command["environment"]
+    if not is_imported:  # a second attempt in this process would fail in another way than the first
+        os.execve(argv[0], argv, environment)  # noqa: S606
+    for name in before.keys() - environment.keys():
+        os.environ.pop(name, None)
+    os.environ.update(dict(environment.items() - before.items()))  # vLLM sets some when it is imported
+    module = argv[argv.index("-m") + 1]
+    sys.argv = argv[argv.index("-m") + 1 :]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _import() -> bool:
+    with suppress(Exception):
+        for module in MODULES:
+            importlib.import_module(module)
+        from vllm.platforms import current_platform
+
+        importlib.import_module(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
+        return True
+    return False
+
+
+def _print_to(descriptor: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+if __name__ == "__main__":
+    main()
