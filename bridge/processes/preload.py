@@ -23,18 +23,17 @@ class Preloaded:
 
     def become(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child | None:
         """Let the process run a command of this Python's (`-m module`), and return it; None: start another process."""
-        child = self._child
-        if child is None or tuple(argv[:3]) != (*PYTHON, "-m"):
+        child, self._child = self._child, None
+        if child is None:
             return None
-        assert child.process.stdin is not None, "a pipe"
         command = {"argv": list(argv), "environment": dict(environment), "log": str(log.absolute())}
-        try:
-            with child.process.stdin as pipe:
-                pipe.write(json.dumps(command).encode())
-        except BrokenPipeError:  # it was killed
-            return None
-        self._child = None
-        return replace(child, log=log)
+        with contextlib.suppress(BrokenPipeError):  # it was killed
+            if tuple(argv[:3]) == (*PYTHON, "-m") and child.process.stdin is not None:
+                with child.process.stdin as pipe:
+                    pipe.write(json.dumps(command).encode())
+                return replace(child, log=log)
+        children.stop(child, grace_s=0)
+        return None
 
     def close(self) -> None:
         """End the process if it became no server."""

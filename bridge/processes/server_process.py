@@ -10,8 +10,6 @@ Not covered: servers that somebody else started, and an engine that hangs behind
 import contextlib
 import http
 import http.client
-import os
-import re
 import select
 import signal
 import socket
@@ -21,10 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from bridge import errors
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
-from bridge.processes import PLAIN, Output, children
+from bridge.processes import PLAIN, Output, children, server_log
 from bridge.processes.children import Child
 from bridge.processes.preload import Preloaded
 from bridge.processes.server_command import ServerCommand
@@ -47,21 +44,6 @@ PATIENCE = 3
 """Bad answers in a row until the server is killed."""
 HANG_LIMIT_S = 60.0
 """Silence after one question until the server is killed; on two busy cores an answer takes seconds."""
-PREFIX = re.compile(
-    r"^(\([^)]*pid=\d+\)\s+)?"  # (EngineCore pid=123)
-    r"((DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+[\d-]+\s[\d:.,]+\s+)?"  # ERROR 11-20 11:03:01
-    r"(\[[^\]]+:\d+\]\s?)?"  # [core.py:1234]
-)
-INFO = re.compile(r"^(\([^)]*pid=\d+\)\s+)?INFO\s")
-"""A line that vLLM logs when all is well."""
-ERROR = re.compile(
-    r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$|^[\w./ -]+: error: .*"
-)
-"""The end of a traceback, or argparse's error."""
-START = "=== bridge: vLLM is "
-"""Begins the line before the output of each server: a run has one log, of which only the last server is read."""
-LAST_BYTES = 1 << 18
-"""Read from the end of a log: enough for the last traceback, too little for an old one of a long run."""
 
 
 class StartedServer:
@@ -124,7 +106,7 @@ class StartedServer:
 
     def _start(self, model: str | Path | None, check_abort: Callable[[], None] = lambda: None) -> None:
         check_port(self._command.host, self._command.port)
-        begin_log(self._log, "started" if model is None else f"restarted with {model}")
+        server_log.begin_log(self._log, "started" if model is None else f"restarted with {model}")
         command = self._command.argv_for(model), self._command.environment, self._log
         with deferred_interrupt():  # a process that we lose track of is never stopped
             self._server = self._preloaded.become(*command) or children.start(*command)
@@ -176,10 +158,11 @@ class StartedServer:
     def _wait(self, server: Child, check_abort: Callable[[], None]) -> str:
         """Wait until `server` is ready, and return the route that reports its health."""
         began = time.monotonic()
+        phases = server_log.StartPhases(self._log)
 
         def progress(elapsed: float) -> None:
             check_abort()
-            detail(f"{elapsed:.0f} s  {log_progress(self._log)}")
+            detail(f"{elapsed:.0f} s  {phases.measure(elapsed)}")
 
         what = "restarting" if self._restarts else "starting"
         with self._output.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
@@ -187,11 +170,11 @@ class StartedServer:
                 server, lambda: self._answering(server), limit_s=self._limit_s, progress=progress
             )
         if route is not None:
-            self._output.note(f"vLLM is ready after {time.monotonic() - began:.0f} s")
+            self._output.note(f"vLLM is ready after {time.monotonic() - began:.0f} s{phases.summary()}")
             return route
         if not server.is_alive():
             raise self._died(server)
-        last = last_line(self._log)
+        last = server_log.last_line(self._log)
         raise ServerUnreachableError(
             f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {last}",
             remedy=f"read {self._log}, run bridge doctor, or allow more time with --start-limit-s",
@@ -212,7 +195,7 @@ class StartedServer:
 
     def _died(self, server: Child) -> BridgeError:
         """Return the error of a server that ended or was killed."""
-        if refused := own_error(self._log):
+        if refused := server_log.own_error(self._log):
             return refused
         how = self._verdict
         if not how:
@@ -221,7 +204,7 @@ class StartedServer:
             how = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
         before = f", restarted {self._restarts} times," if self._restarts > 1 else ""
         return ServerUnreachableError(
-            f"vLLM (pid {server.process.pid}){before} {how}: {root_error(self._log)}",
+            f"vLLM (pid {server.process.pid}){before} {how}: {server_log.root_error(self._log)}",
             remedy=f"bridge doctor, or read {self._log}",
         )
 
@@ -254,60 +237,3 @@ def _is_readable(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(SLICE_S * 1e3))
-
-
-def begin_log(log: Path, what: str) -> None:
-    """Write the line before the output of a new server; only the owner can read the log, as vLLM prints API keys."""
-    with open(log, "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        os.fchmod(file.fileno(), 0o600)  # made by an earlier server with another umask
-        file.write(f"{START}{what}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n")
-
-
-def root_error(log: Path) -> str:
-    """Return why the process ended: its first error, else its last line."""
-    lines = _lines(log)
-    ends = ("KeyboardInterrupt", "SystemExit", "asyncio.")
-    index = next((i for i, line in enumerate(lines) if ERROR.match(line) and not line.startswith(ends)), None)
-    if index is None:
-        return f"no error in its log, which ends with: {lines[-1]}" if lines else "it printed nothing"
-    further = lines[index + 1 : index + 3] if "validation error" in lines[index] else []  # pydantic explains it below
-    return " ".join([lines[index], *(line.strip() for line in further)]).partition(" [type=")[0]
-
-
-def last_line(log: Path) -> str:
-    return next(reversed(_lines(log)), "")
-
-
-def log_progress(log: Path) -> str:
-    """Return what the server logged last, without its warnings: they would look like errors of the start."""
-    reported = (PREFIX.sub("", line).strip() for line in _raw_lines(log) if INFO.match(line))
-    return next((line for line in reversed([*reported]) if line and "Triton" not in line), "")
-
-
-def own_error(log: Path) -> BridgeError | None:
-    """Return the `BridgeError` that ended the process, such as a refused model; None if it was none."""
-    lines = _lines(log)
-    for index, line in enumerate(lines):
-        if (match := ERROR.match(line)) is None:
-            continue
-        name = (match["name"] or "").rpartition(".")[2]
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, BridgeError):
-            hints = (text.removeprefix("hint: ") for text in lines[index : index + 12] if text.startswith("hint: "))
-            return kind(match["message"] or name, remedy=next(hints, f"bridge doctor, or read {log}"))
-    return None
-
-
-def _lines(log: Path) -> list[str]:
-    """Return the last lines of the last server, without empty ones and without vLLM's prefix."""
-    lines = (PREFIX.sub("", line, count=1).rstrip() for line in _raw_lines(log))
-    return [line for line in lines if line.strip()]
-
-
-def _raw_lines(log: Path) -> list[str]:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LAST_BYTES))
-        text = file.read().decode(errors="replace")
-    if START in text:
-        text = text.rpartition(START)[2].partition("\n")[2]
-    return text.replace("\r", "\n").splitlines()

@@ -10,7 +10,7 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.core import private
-from bridge.processes import server_process
+from bridge.processes import server_log
 from bridge.run.run_directory import RunDirectory
 from bridge_cli import report as command
 from bridge_cli.report import record
@@ -54,7 +54,7 @@ def test_no_file_that_others_can_read_holds_a_secret(tmp_path: Path) -> None:
     config = TrainConfig.of(model_name="m", mode="none", start_command=START).model_copy(update={"atropos_url": URL})
     run.write_config(config.document())
     run.note(f"the Atropos API at {URL} has this trainer now")
-    server_process.begin_log(run.server_log, "started")
+    server_log.begin_log(run.server_log, "started")
     with run.server_log.open("a") as file:
         file.write(f"non-default args: {START}\n")
     command.write([run.path], run.path / command.NAME)
@@ -68,7 +68,7 @@ def test_no_file_that_others_can_read_holds_a_secret(tmp_path: Path) -> None:
 def test_an_older_log_becomes_private_at_a_restart(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.server_log.touch(0o644)
-    server_process.begin_log(run.server_log, "started again")
+    server_log.begin_log(run.server_log, "started again")
     assert run.server_log.stat().st_mode & 0o777 == 0o600
 
 

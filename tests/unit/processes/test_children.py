@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.processes import children, leash, server_process
+from bridge.processes import children, leash, server_log
 
 FAMILY = """
 import subprocess, sys, time
@@ -277,16 +277,16 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 
 def test_the_root_error_is_the_first_one_without_vllms_prefix(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(LOG)
-    assert server_process.root_error(tmp_path / "log") == "RuntimeError: Cannot find any model weights"
-    assert server_process.last_line(tmp_path / "log") == "last words"
-    assert server_process.own_error(tmp_path / "log") is None
+    assert server_log.root_error(tmp_path / "log") == "RuntimeError: Cannot find any model weights"
+    assert server_log.last_line(tmp_path / "log") == "last words"
+    assert server_log.own_error(tmp_path / "log") is None
 
 
 def test_a_log_without_an_error_ends_in_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("one\n\ntwo\n")
-    assert server_process.root_error(tmp_path / "log") == "no error in its log, which ends with: two"
+    assert server_log.root_error(tmp_path / "log") == "no error in its log, which ends with: two"
     (tmp_path / "log").write_text("")
-    assert server_process.root_error(tmp_path / "log") == "it printed nothing"
+    assert server_log.root_error(tmp_path / "log") == "it printed nothing"
 
 
 def test_what_pydantic_refuses_is_told_whole(tmp_path: Path) -> None:
@@ -295,26 +295,50 @@ def test_what_pydantic_refuses_is_told_whole(tmp_path: Path) -> None:
         "  Value error, max_model_len is too long [type=value_error, input_value=...]\n"
         "    For further information visit x\n"
     )
-    assert server_process.root_error(tmp_path / "log").endswith(
-        "for ModelConfig Value error, max_model_len is too long"
-    )
+    assert server_log.root_error(tmp_path / "log").endswith("for ModelConfig Value error, max_model_len is too long")
 
 
-def test_progress_is_what_vllm_reports_without_its_warnings(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(
-        "(EngineCore pid=12) INFO 11-24 10:00:00 [model.py:7] Loading weights took 1.2 seconds\n"
-        "INFO 11-24 10:00:01 [importing.py:53] Triton is installed, but doesn't include CPU backend.\n"
-        "WARNING 11-24 10:00:01 [cpu.py:4] Environment variable VLLM_CPU_KVCACHE_SPACE for CPU backend is not set\n"
-        "[W1124 allocator.cpp:1] Error: a warning of torch\n"
-    )
-    assert server_process.log_progress(tmp_path / "log") == "Loading weights took 1.2 seconds"
-    (tmp_path / "log").write_text("")
-    assert server_process.log_progress(tmp_path / "log") == ""
+LINE = "(EngineCore pid=12) INFO 11-24 10:00:00 [core.py:7] "
+
+
+@pytest.mark.parametrize(
+    ("lines", "phase"),
+    [
+        ((), "importing packages"),
+        (("a warning of torch",), "importing packages"),
+        ((f"{LINE}Initializing a V1 LLM engine (v0.26.0) with config: x",), "starting the engine"),
+        ((f"{LINE}Starting to load model m...", f"{LINE}something else"), "loading weights"),
+        (("Loading safetensors checkpoint shards:  50% Completed | 1/2",), "loading weights"),
+        ((f"{LINE}Loading weights took 1.2 seconds", f"{LINE}Model loading took 14 GiB and 2.1 seconds"), "compiling"),
+        ((f"{LINE}Dynamo bytecode transform time: 4.2 s", f"{LINE}torch.compile took 20 s"), "sizing the KV cache"),
+        (("Capturing CUDA graphs (PIECEWISE):   3%|", "\rCapturing CUDA graphs: 6%"), "capturing graphs"),
+        ((f"{LINE}Graph capturing finished in 3 secs", "INFO:  Application startup complete."), "opening its port"),
+    ],
+)
+def test_the_phase_is_that_of_the_last_line_that_begins_one(tmp_path: Path, lines: tuple[str, ...], phase: str) -> None:
+    (tmp_path / "log").write_text(f"{LINE}Capturing CUDA graphs\n")
+    server_log.begin_log(tmp_path / "log", "started")  # what an earlier server logged does not count
+    with (tmp_path / "log").open("a") as log:
+        log.writelines(f"{line}\n" for line in lines)
+    assert server_log.current_phase(tmp_path / "log") == phase
+
+
+def test_the_seconds_of_each_phase_add_up(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    phases = server_log.StartPhases(log)
+    assert phases.summary() == ""
+    assert [phases.measure(5.0), phases.measure(9.0)] == ["importing packages (5 s)", "importing packages (9 s)"]
+    log.write_text(f"{LINE}Starting to load model m...\n")
+    assert phases.measure(9.5) == "loading weights (0 s)"
+    log.write_text(f"{LINE}Model loading took 2 GiB\n")
+    assert phases.measure(30.0) == "compiling (20 s)"
+    assert phases.summary() == ": importing packages 9 s, compiling 20 s"
 
 
 def test_argparses_complaint_is_a_root_error(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("usage: api_server.py [-h]\napi_server.py: error: unrecognized arguments: --x\nbye\n")
-    assert server_process.root_error(tmp_path / "log") == "api_server.py: error: unrecognized arguments: --x"
+    assert server_log.root_error(tmp_path / "log") == "api_server.py: error: unrecognized arguments: --x"
 
 
 def test_an_error_of_ours_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
@@ -322,7 +346,7 @@ def test_an_error_of_ours_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(
         f"{prefix}bridge.errors.UnsupportedModelError: lm_head.weight is repacked\n{prefix}hint: serve it in bfloat16\n"
     )
-    error = server_process.own_error(tmp_path / "log")
+    error = server_log.own_error(tmp_path / "log")
     assert error is not None
     assert (type(error).__name__, error.exit_code) == ("UnsupportedModelError", 4)
     assert (error.message, error.remedy) == ("lm_head.weight is repacked", "serve it in bfloat16")

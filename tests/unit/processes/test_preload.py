@@ -1,0 +1,105 @@
+"""A process that imports while its command is not known yet, with quick imports in place of vLLM's."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bridge.processes import children, preload
+from bridge.processes.children import Child
+from bridge.processes.preload import Preloaded, preloading
+from bridge.processes.server_command import PYTHON
+
+ROOT = Path(__file__).parents[3]
+MODULE = "tests.unit.processes.quick_preload"
+LIMIT_S = 30.0
+SHOW = """
+import os, sys
+print(os.getpid(), *map(os.environ.get, ("NEW", "OLD", "OF_VLLM")), "json" in sys.modules)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "plugin_module", lambda _: MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OLD", "old")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.log"
+    path.write_text("before\n")
+    return path
+
+
+def ended(child: Child) -> int | None:
+    deadline = time.monotonic() + LIMIT_S
+    while child.is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return child.exit_code()
+
+
+def command(code: str) -> tuple[str, ...]:
+    return *PYTHON, "-m", "timeit", "-n1", "-r1", code
+
+
+def test_it_becomes_the_server_in_its_environment(log: Path) -> None:
+    outer = {name: value for name, value in os.environ.items() if name != "OLD"}
+    with preloading() as preloaded:
+        child = preloaded.become(command(SHOW), outer | {"NEW": "new"}, log)
+        assert child is not None
+        assert child.log == log
+        assert ended(child) == 0
+        assert preloaded.become(command(SHOW), outer, log) is None
+    before, early, shown = log.read_text().splitlines()[:3]
+    assert (before, early) == ("before", "imported")
+    assert shown == f"{child.process.pid} new None vllm True"
+    children.stop(child)
+
+
+def test_imports_that_fail_are_repeated_by_the_command(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAILS", "1")
+    with preloading() as preloaded:
+        child = preloaded.become(command(SHOW), os.environ | {"NEW": "new"}, log)
+        assert child is not None
+        assert ended(child) == 0
+    assert log.read_text().splitlines()[1] == f"{child.process.pid} new old None False"
+    children.stop(child)
+
+
+def test_an_unused_process_ends() -> None:
+    with preloading() as preloaded:
+        assert preloaded._child is not None
+        process = psutil.Process(preloaded._child.process.pid)
+    assert not process.is_running()
+
+
+@pytest.mark.parametrize("argv", [("/bin/true",), (sys.executable, "-c", "pass")])
+def test_another_program_is_not_run_in_it(log: Path, argv: tuple[str, ...]) -> None:
+    with preloading() as preloaded:
+        assert preloaded._child is not None
+        process = psutil.Process(preloaded._child.process.pid)
+        assert preloaded.become(argv, {}, log) is None
+        assert not process.is_running()
+
+
+def test_a_killed_process_is_replaced(log: Path) -> None:
+    with preloading() as preloaded:
+        child = preloaded._child
+        assert child is not None
+        os.kill(child.process.pid, signal.SIGKILL)
+        ended(child)
+        assert preloaded.become(command(SHOW), {}, log) is None
+
+
+def test_nothing_is_preloaded_for_a_copied_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "plugin_module", lambda _: None)
+    with preloading() as preloaded:
+        assert preloaded._child is None
+    assert Preloaded(None).become(command(SHOW), {}, Path(os.devnull)) is None
