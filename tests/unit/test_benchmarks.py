@@ -7,6 +7,7 @@ import os
 import random
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import _figures, _gpu_memory, _lengths, _results, _sides, _stamped, _trl, _work, train_step, turns
+from benchmarks import (
+    _figures,
+    _gpu_memory,
+    _lengths,
+    _results,
+    _sides,
+    _stamped,
+    _trl,
+    _work,
+    startup,
+    train_step,
+    turns,
+)  # fmt: skip
 from benchmarks._lengths import Lognormal
 from benchmarks._models import make_whole_model, model_config
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
 from bridge.config import TaskConfig
+from bridge.processes import server_log
 from bridge_environments import registry
 from tests.unit.http_server import Asked, serving
 from tests.unit.openai_server import openai
@@ -384,3 +398,34 @@ def test_turns_end_by_their_number_of_tokens_and_both_sides_sample_as_many(tmp_p
     assert row["tool_s"] > 0.04
     assert row["ratio"] == pytest.approx(row["one_turn_s"] / row["turns_s"])
     assert len(turns.table(row).splitlines()) == 2
+
+
+def test_a_start_is_read_from_both_logs(tmp_path: Path) -> None:
+    log, server = tmp_path / "log", tmp_path / "serve.log"
+    nothing = {"ready_s": None, "server_s": None, "phases_s": {}, "spawned_because": None}
+    assert startup.server_times(log, server, 0.0) == nothing
+    server_log.begin_log(server, "started")
+    began_at = time.time() - 10
+    with server.open("a") as file:
+        file.write("WARNING We must use the `spawn` multiprocessing start method. Reasons: CUDA is initialized\n")
+    log.write_text("mode x\nvLLM is ready after 52 s: importing packages 20 s, sizing the KV cache 3 s\n")
+    times = startup.server_times(log, server, began_at)
+    assert times.pop("ready_s") == pytest.approx(62, abs=1.5)
+    phases = {"importing packages": 20, "sizing the KV cache": 3}
+    assert times == {"server_s": 52, "phases_s": phases, "spawned_because": "CUDA is initialized"}
+
+
+def test_starts_are_compared_by_kind(tmp_path: Path) -> None:
+    options = argparse.Namespace(model="tiny")
+    bench = startup.Bench(options, tmp_path, deadline=0.0)
+    for kind, seconds in (("stock first", 90.0), ("ours first", 60.0), ("ours first", 50.0), ("ours first", 40.0)):
+        bench.rows[kind].append({"ready_s": seconds - 10, "first_step_s": seconds, "failure": None})
+    bench.rows["stock second"].append({"ready_s": None, "first_step_s": None, "failure": "killed"})
+    heading, *rows = bench._table()
+    assert heading[0] == "median, s"
+    assert rows == [
+        ("stock first", "1", "80.0", "90.0", "1.00"),
+        ("ours first", "3", "40.0", "50.0", "0.56"),
+        ("ours second", "0", "-", "-", "-"),
+        ("stock second", "1", "-", "-", "-"),
+    ]
