@@ -14,11 +14,11 @@ from bridge.errors import IncompatibleVersionError
 from bridge_patches import (
     compatibility,
     engine_outputs,
-    forking,
     loading,
     placement,
     plugin,
     prefix_cache,
+    startup,
 )
 
 
@@ -36,7 +36,7 @@ def test_vllm_is_patched_once_and_only_on_request(
     order: list[str] = []
     monkeypatch.setattr(compatibility, "check_installed", lambda: order.append("check"))
     monkeypatch.setattr(plugin, "end_with_parent", lambda: order.append("tie"))
-    for module in (forking, loading, placement, prefix_cache, engine_outputs):
+    for module in (startup, loading, placement, prefix_cache, engine_outputs):
         monkeypatch.setattr(module, "patch", lambda name=module.__name__: order.append(name.rpartition(".")[2]))
     monkeypatch.delenv(plugin.ENABLE, raising=False)
     if value is not None:
@@ -47,7 +47,7 @@ def test_vllm_is_patched_once_and_only_on_request(
         plugin.register()
     for name in ("VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_SKIP_WEIGHT_DAEMON"):
         assert (name in envs.environment_variables) is patched
-    everything = ["check", "tie", "forking", "loading", "placement", "prefix_cache", "engine_outputs"]
+    everything = ["check", "tie", "startup", "loading", "placement", "prefix_cache", "engine_outputs"]
     assert order == (everything if patched else [])
 
 

@@ -1,10 +1,16 @@
-"""Start vLLM's engine and workers as forks of what the API server has imported, as `vllm_flags.START_METHOD` chooses.
+"""Start vLLM's engine as a fork of what the API server has imported, and find its compiled graphs again.
 
-Symptom: a start of vLLM imports the same packages three times: in the API server, in a process that inspects the
-model's class, and in the engine, which takes half a minute each where files are slow.
+Symptom: a start imports the same packages three times: in the API server, in a process that inspects the model's class,
+and in the engine, which takes half a minute each where files are slow.
 Cause: `vllm serve` spawns them, in case something has initialized CUDA in the API server.
-Why a fork is safe: `get_mp_context` chooses `fork` only while CUDA is not initialized, and asks again at each process.
-Seen in vLLM 0.26 to 0.33; on the CPU vLLM spawns its engine whatever is chosen.
+Why a fork is safe: `get_mp_context` chooses `fork` (`vllm_flags.START_METHOD`) only while CUDA is not initialized, and
+asks again at each process. On the CPU vLLM spawns its engine whatever is chosen.
+
+Symptom: a server that is restarted from a checkpoint compiles again what it had compiled.
+Cause: the path of the model's folder is part of the key of compiled graphs.
+Why it may be left out: the model's configuration and its code, which make the graphs, stay parts of the key.
+
+Seen in vLLM 0.26 to 0.33.
 """
 
 import multiprocessing.util
@@ -22,11 +28,16 @@ from bridge_patches import wrap
 PINS = """
 vllm.utils.system_utils: call get_mp_context()
 vllm.model_executor.models.registry: replace _run_in_subprocess(fn)
-vllm.envs: environment_variables
+vllm.config.utils: wrap get_hash_factors(config, ignored_factors)
+vllm.config.model
+    ModelConfig: model, trust_remote_code
+    ModelConfig.compute_hash imports vllm.config.utils.get_hash_factors
 """
 
 
 def patch() -> None:
+    from vllm.config import utils
+    from vllm.config.model import ModelConfig
     from vllm.model_executor.models import registry
     from vllm.utils import system_utils
 
@@ -37,6 +48,11 @@ def patch() -> None:
         A class that initializes CUDA makes vLLM spawn its engine.
         """
         return fn() if system_utils.get_mp_context().get_start_method() == "fork" else original(fn)
+
+    @wrap(utils, "get_hash_factors")
+    def factors(original: Callable[..., Any], config: Any, ignored_factors: set[str]) -> Any:
+        is_known = isinstance(config, ModelConfig) and not config.trust_remote_code  # such code is in that folder
+        return original(config, ignored_factors | {"model"} if is_known else ignored_factors)
 
     multiprocessing.util.register_after_fork(leave_parent, lambda leave: leave())
 

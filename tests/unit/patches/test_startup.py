@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge_patches import forking
+from bridge_patches import startup
 from tests.unit.patches.test_plugin import LIMIT_S, find, start
 
 FAMILY = """
 import asyncio, multiprocessing, os, signal, socket, sys, time
 from multiprocessing import util
 from pathlib import Path
-from bridge_patches import forking
+from bridge_patches import startup
 
 def note(name, text):
     place = Path(sys.argv[1]) / name
@@ -48,7 +48,7 @@ async def main():
     await asyncio.sleep(60)
 
 if sys.argv[3] == "patched":
-    util.register_after_fork(forking.leave_parent, lambda leave: leave())
+    util.register_after_fork(startup.leave_parent, lambda leave: leave())
 asyncio.run(main())
 """
 
@@ -109,33 +109,69 @@ def test_a_signal_to_the_engine_is_its_own(
     assert (tmp_path / "parent").exists() is ("patched" not in request.node.name)
 
 
+class ModelConfig:
+    """vLLM's, with three of its fields."""
+
+    def __init__(self, model: str, *, trust_remote_code: bool = False) -> None:
+        self.model = model
+        self.dtype = "bfloat16"
+        self.trust_remote_code = trust_remote_code
+
+
+class Vllm:
+    """The patched functions of vLLM, over stand-ins for its modules."""
+
+    def __init__(self) -> None:
+        self.start_method = "fork"
+        self.registry = ModuleType("registry")
+        self.utils = ModuleType("utils")
+        vars(self.registry)["_run_in_subprocess"] = lambda fn: f"subprocess: {fn()}"
+        vars(self.utils)["get_hash_factors"] = lambda config, ignored: {
+            name: value for name, value in vars(config).items() if name not in ignored
+        }
+
+    def modules(self) -> dict[str, ModuleType]:
+        contents: dict[str, dict[str, Any]] = {
+            "vllm": {},
+            "vllm.config": {"utils": self.utils},
+            "vllm.config.model": {"ModelConfig": ModelConfig},
+            "vllm.model_executor": {},
+            "vllm.model_executor.models": {"registry": self.registry},
+            "vllm.utils": {"system_utils": SimpleNamespace(get_mp_context=self._context)},
+        }
+        modules = {name: ModuleType(name) for name in contents}
+        for name, module in modules.items():
+            vars(module).update(contents[name])
+        return modules
+
+    def _context(self) -> SimpleNamespace:
+        return SimpleNamespace(get_start_method=lambda: self.start_method)
+
+
 @pytest.fixture
-def inspect(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Return vLLM's inspection of a model's class, patched, with the start method it would get."""
-    method = SimpleNamespace(name="fork")
-    registry, system_utils = ModuleType("registry"), ModuleType("system_utils")
-    vars(registry)["_run_in_subprocess"] = lambda fn: f"subprocess: {fn()}"
-    vars(system_utils)["get_mp_context"] = lambda: SimpleNamespace(get_start_method=lambda: method.name)
-    for name, module in (("vllm.model_executor.models", registry), ("vllm.utils", system_utils)):
-        package = ModuleType(name)
-        setattr(package, module.__name__, module)
-        monkeypatch.setitem(sys.modules, name, package)
-    for name in ("vllm", "vllm.model_executor"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
+    patched = Vllm()
+    for name, module in patched.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(multiprocessing.util, "register_after_fork", lambda *_: None)
-    forking.patch()
-
-    def run(name: str) -> str:
-        method.name = name
-        text: str = vars(registry)["_run_in_subprocess"](lambda: "inspected")
-        return text
-
-    return run
+    startup.patch()
+    return patched
 
 
-def test_the_model_is_inspected_here_only_if_the_engine_is_forked(inspect: Callable[..., str]) -> None:
-    assert inspect("fork") == "inspected"
-    assert inspect("spawn") == "subprocess: inspected"  # CUDA is initialized, or the caller chose it
+def test_the_model_is_inspected_here_only_if_the_engine_is_forked(vllm: Vllm) -> None:
+    inspect = vars(vllm.registry)["_run_in_subprocess"]
+    assert inspect(lambda: "inspected") == "inspected"
+    vllm.start_method = "spawn"  # CUDA is initialized, or the caller chose it
+    assert inspect(lambda: "inspected") == "subprocess: inspected"
+
+
+def test_compiled_graphs_are_found_from_another_folder(vllm: Vllm) -> None:
+    factors = vars(vllm.utils)["get_hash_factors"]
+    kept = {"dtype": "bfloat16", "trust_remote_code": False}
+    assert factors(ModelConfig("a"), set()) == factors(ModelConfig("b"), set()) == kept
+    assert factors(ModelConfig("a"), {"dtype"}) == {"trust_remote_code": False}
+    assert factors(ModelConfig("a", trust_remote_code=True), set())["model"] == "a"
+    assert factors(SimpleNamespace(model="a"), set()) == {"model": "a"}
 
 
 @pytest.mark.parametrize("is_initialized", [False, True])
