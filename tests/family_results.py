@@ -108,7 +108,7 @@ REFUSED = (
     ),
 )
 
-Found = Mapping[str, Mapping[str, object]]
+Results = Mapping[str, Mapping[str, object]]
 """Results by family."""
 
 
@@ -136,17 +136,17 @@ class Result:
 
 def record(family: str, result: Result, *, device: str) -> None:
     """Write the result of `family` on `device` to its file, in the order of the families, and to the page."""
-    found = {**load(device), family: dataclasses.asdict(result)}
-    ordered = {name: found[name] for name in FAMILIES if name in found}
+    results = {**load(device), family: dataclasses.asdict(result)}
+    ordered = {name: results[name] for name in FAMILIES if name in results}
     RESULTS[device].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
     PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
 
 
 def record_parts(family: str, num_parts: int, difference: float) -> None:
     """Write how far `family` in parts is from the whole model to its file, and to the page."""
-    found = load("parts")
-    found[family] = {**found.get(family, {}), str(num_parts): difference}
-    ordered = {name: dict(sorted(found[name].items())) for name in FAMILIES if name in found}
+    differences = load("parts")
+    differences[family] = {**differences.get(family, {}), str(num_parts): difference}
+    ordered = {name: dict(sorted(differences[name].items())) for name in FAMILIES if name in differences}
     RESULTS["parts"].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
     PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
 
@@ -154,17 +154,17 @@ def record_parts(family: str, num_parts: int, difference: float) -> None:
 def load(device: str) -> dict[str, dict[str, object]]:
     """Return all results by family; empty if there is no file."""
     path = RESULTS[device]
-    found: dict[str, dict[str, object]] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    results: dict[str, dict[str, object]] = json.loads(path.read_text()) if path.is_file() else {}
+    return results
 
 
-def page(on_cpu: Found, on_gpu: Found, in_parts: Found) -> str:
+def page(on_cpu: Results, on_gpu: Results, in_parts: Results) -> str:
     """Return the page of the docs."""
     rows = [
-        _row(family, Result(**found), in_parts.get(family, {}))  # type: ignore[arg-type]
-        for family, found in on_cpu.items()
+        _row(family, Result(**fields), in_parts.get(family, {}))  # type: ignore[arg-type]
+        for family, fields in on_cpu.items()
     ]
-    large = [_large_row(family, Result(**found)) for family, found in on_gpu.items()]  # type: ignore[arg-type]
+    large = [_large_row(family, Result(**fields)) for family, fields in on_gpu.items()]  # type: ignore[arg-type]
     tables = INTRODUCTION + _table(COLUMNS, rows)
     if large:
         tables += ON_A_GPU + _table(ON_A_GPU_COLUMNS, large) + WINDOWS
@@ -177,8 +177,8 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def _row(family: str, result: Result, in_parts: Mapping[str, object]) -> tuple[str, ...]:
     together = "; ".join(f"`{names}`" for names in result.together) or "nothing"
-    found = [in_parts.get(str(number)) for number in NUM_PARTS]
-    apart = ["-" if each is None else f"{each:.0e}" for each in found]
+    differences = [in_parts.get(str(number)) for number in NUM_PARTS]
+    apart = ["-" if difference is None else f"{difference:.0e}" for difference in differences]
     return (family, result.transformers_class, result.vllm_class, together, *_numbers(result), *apart, result.versions)
 
 

@@ -98,15 +98,15 @@ class Ground:
                 process.wait()
         return Round(folder, trainer, beside[0] if beside else None)
 
-    def resume(self, found: "Round", *flags: str) -> "Round":
+    def resume(self, round_: "Round", *flags: str) -> "Round":
         """Resume a trainer that was disturbed, and return how it ended."""
-        trainer = Command([*self._train(), *flags, "--resume"], found.folder, program=RECORDING)
+        trainer = Command([*self._train(), *flags, "--resume"], round_.folder, program=RECORDING)
         try:
-            self._until_it_ends(trainer, found.folder)
+            self._until_it_ends(trainer, round_.folder)
         finally:
             trainer.kill()
             trainer.wait()
-        return Round(found.folder, trainer, None)
+        return Round(round_.folder, trainer, None)
 
     def prove(self) -> "Proof":
         """Return how the fault left the server, which serves a whole version from here on.
@@ -197,12 +197,12 @@ class Ground:
         if status.state != "serving":
             raise NotWholeError(f"the server is {status.state} although no trainer runs")
         with self._client() as client:
-            found = client.digests()
+            digests = client.digests()
         expected = self.versions.get((status.server.pid, status.version))
-        if found != expected:
-            names = [name for name in found if found[name] != (expected or {}).get(name)]
+        if digests != expected:
+            names = [name for name in digests if digests[name] != (expected or {}).get(name)]
             raise NotWholeError(
-                f"version {status.version} was never published: {len(names)} of {len(found)} tensors differ"
+                f"version {status.version} was never published: {len(names)} of {len(digests)} tensors differ"
             )
         self._generate()
         return f"version {status.version}, whole"
@@ -288,5 +288,5 @@ class Round:
 
     def check_checkpoints(self) -> list[int]:
         """Check that each of its checkpoints is whole, and return their steps."""
-        found = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
-        return [checkpoint.read(path).progress.step for _, path in found]
+        checkpoints = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
+        return [checkpoint.read(path).progress.step for _, path in checkpoints]

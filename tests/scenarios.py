@@ -115,28 +115,28 @@ def samples_the_whole_distribution(server: LiveServer, http: httpx.Client) -> No
     """Check that our sampling requests ignore the model's defaults, and that a request without parameters uses them."""
     model, plain = server.manifest.model, Path(server.manifest.model)
     common = {"n": 8, "seed": 3}
-    asked: dict[str, tuple[str, dict[str, Any]]] = {
+    requests: dict[str, tuple[str, dict[str, Any]]] = {
         dialect: (openai_api.ROUTES[dialect], openai_api.request(dialect, SamplingConfig(max_new_tokens=NEW_TOKENS)))
         for dialect in ("bridge", "vllm")
     }
-    asked["generate"] = ("/generate", {"max_tokens": NEW_TOKENS, "logprobs": 0})
-    asked["left out"] = ("/v1/completions", {"max_tokens": NEW_TOKENS, "logprobs": 0, "return_token_ids": True})
+    requests["generate"] = ("/generate", {"max_tokens": NEW_TOKENS, "logprobs": 0})
+    requests["left out"] = ("/v1/completions", {"max_tokens": NEW_TOKENS, "logprobs": 0, "return_token_ids": True})
     reference = loaded(plain).to(device_of(server))
-    found = {}
-    for name, (route, fields) in asked.items():
+    differences = {}
+    for name, (route, fields) in requests.items():
         prompt = {"prompt_token_ids": PROMPT} if name == "generate" else PROMPT
         answer = http.post(route, json={**common, **fields, "model": model, "prompt": prompt})
         assert answer.status_code == httpx.codes.OK, answer.text
-        found[name] = logprob_diffs(reference, [_group(server.manifest.url, answer)]).max().item()
-    assert max(found[name] for name in ("bridge", "vllm", "generate")) < PARITY_LIMIT, found
-    assert found["left out"] > 10 * PARITY_LIMIT, found
+        differences[name] = logprob_diffs(reference, [_group(server.manifest.url, answer)]).max().item()
+    assert max(differences[name] for name in ("bridge", "vllm", "generate")) < PARITY_LIMIT, differences
+    assert differences["left out"] > 10 * PARITY_LIMIT, differences
 
 
 def _group(url: str, answer: httpx.Response) -> Group:
     """Parse the answer of any route."""
-    told = answer.json()
-    if "choices" in told:
-        choices = openai_api.in_order(openai_api.Completions.model_validate(told), len(told["choices"]))
+    document = answer.json()
+    if "choices" in document:
+        choices = openai_api.in_order(openai_api.Completions.model_validate(document), len(document["choices"]))
         completions = [openai_api.completion(url, choice, "", None) for choice in choices]
     else:
         completions = [
@@ -147,7 +147,7 @@ def _group(url: str, answer: httpx.Response) -> Group:
                 finish_reason=reason,
             )
             for ids, logprobs, text, reason in zip(
-                told["token_ids"], told["logprobs"], told["text"], told["finish_reasons"], strict=True
+                document["token_ids"], document["logprobs"], document["text"], document["finish_reasons"], strict=True
             )
         ]
     rewards = (0.0,) * len(completions)
@@ -257,11 +257,11 @@ def trained(
 
 def check_metrics(run: Path, *, steps: int = 3, parity_limit: float = PARITY_LIMIT) -> None:
     """Check that each step moved weights, became the next version, and was trained on its own samples."""
-    found = metrics(run)
-    assert [step["step"] for step in found] == [*range(1, steps + 1)]
-    assert all(step["changed_weight_share"] > 0.01 for step in found), found
-    assert all(step["logprob_diff_mean"] < parity_limit for step in found), found
-    assert [step["weight_version"] - found[0]["weight_version"] for step in found] == [*range(steps)]
+    rows = metrics(run)
+    assert [step["step"] for step in rows] == [*range(1, steps + 1)]
+    assert all(step["changed_weight_share"] > 0.01 for step in rows), rows
+    assert all(step["logprob_diff_mean"] < parity_limit for step in rows), rows
+    assert [step["weight_version"] - rows[0]["weight_version"] for step in rows] == [*range(steps)]
 
 
 def device_of(server: LiveServer) -> str:
@@ -290,10 +290,10 @@ def equals_the_adapters_samples(model: Path, folder: Path, after: list[Group], *
     moved = logprob_diffs(plain, after)
     with_adapter = PeftModel.from_pretrained(plain, str(folder), autocast_adapter_dtype=False)
     parity = logprob_diffs(with_adapter.get_base_model(), after)
-    found = parity.mean().item(), parity.max().item(), moved.mean().item(), moved.max().item()
-    assert found[0] < PARITY_LIMIT, found
-    assert found[1] < ADAPTER_PARITY_LIMIT, found
-    assert found[3] > 10 * found[1], found
+    measures = parity.mean().item(), parity.max().item(), moved.mean().item(), moved.max().item()
+    assert measures[0] < PARITY_LIMIT, measures
+    assert measures[1] < ADAPTER_PARITY_LIMIT, measures
+    assert measures[3] > 10 * measures[1], measures
 
 
 def alike(before: list[Group], after: list[Group]) -> bool:

@@ -58,11 +58,11 @@ def soak(ground: Ground, seed: int, is_over: Callable[[int], bool], tell: Tell) 
             return outcomes
         what = f"{disturbance.fault}, {disturbance.phase}, step {disturbance.step}, --in-flight {in_flight}"
         try:
-            found = ground.disturb(disturbance, "--in-flight", in_flight, "--keep-last", "2")
-            found.check_checkpoints()
+            round_ = ground.disturb(disturbance, "--in-flight", in_flight, "--keep-last", "2")
+            round_.check_checkpoints()
             proof = ground.prove()
             outcomes[proof.outcome] += 1
-            text = f"exit code {found.exit_code}; {proof.text}"
+            text = f"exit code {round_.exit_code}; {proof.text}"
         except (NotWholeError, BridgeError) as error:
             outcomes[VIOLATION] += 1
             text = f"{VIOLATION}: {error}"
@@ -76,12 +76,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Random faults on a real server.")
     parser.add_argument("--minutes", type=float, default=10.0, help="duration (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
-    chosen = parser.parse_args()
-    end = time.monotonic() + 60 * chosen.minutes
+    options = parser.parse_args()
+    end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="bridge-soak-") as name, ground_of_vllm(Path(name)) as ground:
-        outcomes = soak(ground, chosen.seed, lambda _: time.monotonic() > end, partial(print, flush=True))
+        outcomes = soak(ground, options.seed, lambda _: time.monotonic() > end, partial(print, flush=True))
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    print(f"seed {chosen.seed}: {outcomes.total()} faults: {counts}")  # noqa: T201  the summary
+    print(f"seed {options.seed}: {outcomes.total()} faults: {counts}")  # noqa: T201  the summary
     return 1 if outcomes[VIOLATION] or not outcomes else 0
 
 

@@ -158,11 +158,11 @@ class Alternation:
                     time.sleep(load.fence_every_s)
                     if number >= load.num_fences:
                         enough.set()
-                    if all(each.done() for each in sent):
+                    if all(future.done() for future in sent):
                         break
             finally:
                 enough.set()
-            return [answer for each in sent for answer in each.result()]
+            return [answer for future in sent for answer in future.result()]
 
     def judge(self, answers: Sequence[Answer], tolerance: float) -> Verdict:
         """Match each token to a state."""
@@ -179,12 +179,12 @@ class Alternation:
         def states(answer: Answer) -> tuple[int, ...]:
             return tuple(self.published[version] for version, _ in answer.runs)
 
-        alike = itertools.groupby(sorted(answers, key=lambda each: (states(each), len(each.tokens))), states)
+        by_states = itertools.groupby(sorted(answers, key=lambda answer: (states(answer), len(answer.tokens))), states)
         num_misfits = 0
-        for _, group in alike:
+        for _, group in by_states:
             while batch := list(islice(group, JUDGED_AT_ONCE)):
-                for answer, found in zip(batch, self._with_kept_kv(batch), strict=True):
-                    num_misfits += int(((answer.logprobs - found).abs() > tolerance).sum())
+                for answer, logprobs in zip(batch, self._with_kept_kv(batch), strict=True):
+                    num_misfits += int(((answer.logprobs - logprobs).abs() > tolerance).sum())
         return num_misfits
 
     @torch.no_grad()
@@ -196,14 +196,14 @@ class Alternation:
         device, cache = self.states[0].device, DynamicCache()
         starts = [len(answer.tokens) - len(answer.logprobs) for answer in answers]
         taken, ends = [0] * len(answers), list(starts)
-        found = [list[torch.Tensor]() for _ in answers]
+        pieces = [list[torch.Tensor]() for _ in answers]
         mask = torch.zeros(len(answers), 0, dtype=torch.long, device=device)
         for number, (version, _) in enumerate(answers[0].runs):
             ends = [end + answer.runs[number][1] for end, answer in zip(ends, answers, strict=True)]
-            counts = [end - 1 - place for end, place in zip(ends, taken, strict=True)]
+            counts = [end - 1 - begin for end, begin in zip(ends, taken, strict=True)]
             rows = torch.zeros(len(answers), max(counts), dtype=torch.long)
-            for row, answer, place, count in zip(rows, answers, taken, counts, strict=True):
-                row[:count] = torch.tensor(answer.tokens[place : place + count])
+            for row, answer, begin, count in zip(rows, answers, taken, counts, strict=True):
+                row[:count] = torch.tensor(answer.tokens[begin : begin + count])
             columns = torch.arange(max(counts), device=device)
             mask = torch.cat([mask, (columns < torch.tensor(counts, device=device)[:, None]).long()], dim=1)
             logits = self.states[self.published[version]](
@@ -213,11 +213,11 @@ class Alternation:
                 position_ids=torch.tensor(taken, device=device)[:, None] + columns,
             ).logits
             logprobs = logits.float().log_softmax(-1).cpu()
-            for index, (answer, place, count) in enumerate(zip(answers, taken, counts, strict=True)):
-                following = torch.tensor(answer.tokens[place + 1 : place + 1 + count])
-                found[index].append(logprobs[index, :count].gather(1, following[:, None])[:, 0])
+            for index, (answer, begin, count) in enumerate(zip(answers, taken, counts, strict=True)):
+                following = torch.tensor(answer.tokens[begin + 1 : begin + 1 + count])
+                pieces[index].append(logprobs[index, :count].gather(1, following[:, None])[:, 0])
             taken = [end - 1 for end in ends]
-        return [torch.cat(parts)[start - 1 :] for parts, start in zip(found, starts, strict=True)]
+        return [torch.cat(parts)[start - 1 :] for parts, start in zip(pieces, starts, strict=True)]
 
     def _count(self, verdict: Verdict, answer: Answer, both: torch.Tensor, tolerance: float) -> None:
         diffs = (answer.logprobs[:, None] - both).abs()
@@ -246,7 +246,9 @@ def alternating(
     ):
         attached = attach(server.manifest)
         dtype = getattr(torch, load.dtype)
-        one, other = (AutoModelForCausalLM.from_pretrained(each, dtype=dtype).to(attached.device) for each in folders)
+        one, other = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(attached.device) for folder in folders
+        )
         yield Alternation(server, client, (one, other), attached.parameters, {client.status().version: 0})
 
 
@@ -318,14 +320,14 @@ class _Requests:
 
     def send(self, prompt: list[int], thread: int, enough: threading.Event) -> list[Answer]:
         """Send one request after another until this thread has its share of the tokens and `enough` is set."""
-        load, found, num_tokens = self._load, list[Answer](), 0
+        load, answers, num_tokens = self._load, list[Answer](), 0
         with httpx.Client(base_url=self._url, timeout=TIMEOUT_S, trust_env=False) as http:
             for number in itertools.count():
                 if num_tokens >= load.num_tokens / load.num_requests and enough.is_set():
-                    return found
+                    return answers
                 seed = thread * 1_000_003 + number * load.num_samples
-                found += self._answers(http, prompt, seed)
-                num_tokens = sum(len(answer.logprobs) for answer in found)
+                answers += self._answers(http, prompt, seed)
+                num_tokens = sum(len(answer.logprobs) for answer in answers)
         raise AssertionError("unreachable")
 
     def _answers(self, http: httpx.Client, prompt: list[int], seed: int) -> Iterator[Answer]:

@@ -195,23 +195,23 @@ def answer_findings() -> Findings:
     def refuse(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("[Errno 111] Connection refused")
 
-    yield asked(server._health, refuse)
-    yield asked(server._health, lambda _: httpx.Response(503))
-    yield asked(server._fence, refuse)
-    yield asked(server._fence, lambda _: httpx.Response(404))
-    yield asked(server._fence, lambda _: httpx.Response(200, text="{}"))
-    yield asked(server._fence, lambda _: httpx.Response(200, text=torn.model_dump_json()))
-    yield asked(server._fence, lambda _: httpx.Response(200, text=paused.model_dump_json()))
+    yield finding_on(server._health, refuse)
+    yield finding_on(server._health, lambda _: httpx.Response(503))
+    yield finding_on(server._fence, refuse)
+    yield finding_on(server._fence, lambda _: httpx.Response(404))
+    yield finding_on(server._fence, lambda _: httpx.Response(200, text="{}"))
+    yield finding_on(server._fence, lambda _: httpx.Response(200, text=torn.model_dump_json()))
+    yield finding_on(server._fence, lambda _: httpx.Response(200, text=paused.model_dump_json()))
     numbers = Finiteness(num_tensors=290, not_finite=("model.norm.weight",))
 
     def poisoned(request: httpx.Request) -> httpx.Response:
-        found = status if request.url.path.endswith("status") else numbers
-        return httpx.Response(200, text=found.model_dump_json())
+        document = status if request.url.path.endswith("status") else numbers
+        return httpx.Response(200, text=document.model_dump_json())
 
-    yield asked(server._numbers, poisoned)
+    yield finding_on(server._numbers, poisoned)
 
 
-def asked(
+def finding_on(
     check: Callable[[BridgeClient, manifests.Manifest], Check], answer: Callable[[httpx.Request], httpx.Response]
 ) -> Check:
     with BridgeClient(of_server(), timeout_s=1.0) as client:

@@ -96,10 +96,10 @@ def measure(folder: Path) -> Passage:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder))
-    print(f"files: {len(found.files)}")  # noqa: T201
-    print(f"longest chain: {len(found.chain)}")  # noqa: T201
-    for name in found.chain:
+        measured = measure(Path(folder))
+    print(f"files: {len(measured.files)}")  # noqa: T201
+    print(f"longest chain: {len(measured.chain)}")  # noqa: T201
+    for name in measured.chain:
         print("  " + str(Path(name).relative_to(Path(PACKAGE).parent)))  # noqa: T201
 
 

@@ -50,10 +50,10 @@ def _python(program: str, *arguments: str) -> str:
 def _loaded(*command: str) -> set[str]:
     """Return the modules that the help of `command` imports."""
     *shown, report = _python(HELP, *command).splitlines()
-    found = json.loads(report)
-    assert found["code"] == 0
+    document = json.loads(report)
+    assert document["code"] == 0
     assert any("--help" in line for line in shown), "no help was printed"
-    return set(found["modules"])
+    return set(document["modules"])
 
 
 def test_help_loads_the_console_and_no_command() -> None:
@@ -69,9 +69,9 @@ def test_help_of_a_command_loads_nothing_heavy(command: str) -> None:
     assert not HEAVY & _loaded(command)
 
 
-@pytest.mark.parametrize(("place", "line"), COMMANDS.values(), ids=COMMANDS)
-def test_the_line_of_a_command_is_the_first_one_of_its_docstring(place: str, line: str) -> None:
-    module, _, function = place.partition(":")
+@pytest.mark.parametrize(("target", "line"), COMMANDS.values(), ids=COMMANDS)
+def test_the_line_of_a_command_is_the_first_one_of_its_docstring(target: str, line: str) -> None:
+    module, _, function = target.partition(":")
     assert inspect.getdoc(getattr(importlib.import_module(module), function)).partition("\n\n")[0] == line  # type: ignore[union-attr]
 
 

@@ -30,9 +30,9 @@ def _tests_in(file: Path) -> set[str]:
 
 
 def test_every_test_that_the_page_names_exists() -> None:
-    found = NAMED.findall(PAGE)
-    assert found
-    assert [f"{file}::{name}" for file, name in found if name not in _tests_in(ROOT / file)] == []
+    references = NAMED.findall(PAGE)
+    assert references
+    assert [f"{file}::{name}" for file, name in references if name not in _tests_in(ROOT / file)] == []
 
 
 def test_every_cell_says_what_happens_and_what_shows_it() -> None:

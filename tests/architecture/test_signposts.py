@@ -56,14 +56,17 @@ def exists(name: str, near: Path) -> bool:
     """Return whether `name` is a file relative to a parent folder of `near` or to a package."""
     path, _, test = name.partition("::")
     folders = [*near.parents, *(ROOT / package for package in PACKAGES)]
-    found = [folder / path for folder in folders if folder.is_relative_to(ROOT) and (folder / path).exists()]
-    return any(not test or f"def {test}(" in file.read_text() for file in found)
+    paths = [folder / path for folder in folders if folder.is_relative_to(ROOT) and (folder / path).exists()]
+    return any(not test or f"def {test}(" in file.read_text() for file in paths)
 
 
 def flags_of(command: str) -> set[str]:
     """Return the flags of a command, including hidden ones."""
-    found = main.LazyCommand(command, *main.COMMANDS[command]).make_context(command, [], resilient_parsing=True)
-    return {"--help", *(flag for each in found.command.params for flag in (*each.opts, *each.secondary_opts))}
+    context = main.LazyCommand(command, *main.COMMANDS[command]).make_context(command, [], resilient_parsing=True)
+    return {
+        "--help",
+        *(flag for parameter in context.command.params for flag in (*parameter.opts, *parameter.secondary_opts)),
+    }
 
 
 def stale(text: str, near: Path) -> Iterator[str]:
@@ -80,8 +83,8 @@ def stale(text: str, near: Path) -> Iterator[str]:
 
 
 def test_what_is_named_exists() -> None:
-    found = {f"{file.relative_to(ROOT)}: {name}" for file, text in texts() for name in stale(text, file)}
-    assert sorted(found) == []
+    stale_names = {f"{file.relative_to(ROOT)}: {name}" for file, text in texts() for name in stale(text, file)}
+    assert sorted(stale_names) == []
 
 
 def test_every_link_of_a_page_leads_to_a_file() -> None:
@@ -95,7 +98,7 @@ def test_every_anchor_of_a_link_is_a_heading() -> None:
     links = [(page, *link) for page in pages() for link in ANCHOR.findall(page.read_text())]
     inside = [(page, path, anchor) for page, path, anchor in links if not path.startswith(OF_OTHERS)]
     assert inside
-    assert [each for each in inside if each[2] not in anchors((each[0].parent / each[1]) if each[1] else each[0])] == []
+    assert [link for link in inside if link[2] not in anchors((link[0].parent / link[1]) if link[1] else link[0])] == []
 
 
 def anchors(page: Path) -> set[str]:
@@ -109,7 +112,7 @@ def test_the_site_has_every_page_of_the_docs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("test_signposts.py", []),
         ("tests/architecture/test_signposts.py::test_what_is_named_exists", []),
@@ -123,5 +126,5 @@ def test_the_site_has_every_page_of_the_docs() -> None:
         ("make no-such-target", ["make no-such-target"]),
     ],
 )
-def test_a_stale_name_is_recognized(text: str, found: list[str]) -> None:
-    assert list(stale(text, Path(__file__))) == found
+def test_a_stale_name_is_recognized(text: str, expected: list[str]) -> None:
+    assert list(stale(text, Path(__file__))) == expected

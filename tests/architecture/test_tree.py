@@ -34,8 +34,8 @@ def _tracked_files() -> list[Path]:
 
 def _foreign_paths(text: str, root: Path) -> list[str]:
     """Return the absolute paths in `text` that lie in the checkout `root` or beside it."""
-    place = root if str(root.parent) in SHARED_BY_ALL else root.parent
-    return re.findall(rf"(?<![\w./-]){re.escape(str(place))}/[\w.-]+", text)
+    folder = root if str(root.parent) in SHARED_BY_ALL else root.parent
+    return re.findall(rf"(?<![\w./-]){re.escape(str(folder))}/[\w.-]+", text)
 
 
 def test_one_file_opens_cuda_ipc_handles() -> None:
@@ -62,16 +62,16 @@ def test_one_module_opens_connections_to_a_vllm_server() -> None:
 
 
 def test_no_file_names_a_place_beside_the_checkout() -> None:
-    found = {}
+    foreign = {}
     for file in _tracked_files():
         paths = _foreign_paths(file.read_text(errors="ignore"), ROOT)
         if paths:
-            found[str(file.relative_to(ROOT))] = paths
-    assert not found
+            foreign[str(file.relative_to(ROOT))] = paths
+    assert not foreign
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("see /place/notes/a.md", ["/place/notes"]),
         ("cd /place/checkout/bridge", ["/place/checkout"]),
@@ -79,8 +79,8 @@ def test_no_file_names_a_place_beside_the_checkout() -> None:
         ("a homeplace/notes", []),
     ],
 )
-def test_a_place_beside_the_checkout_is_recognized(text: str, found: list[str]) -> None:
-    assert _foreign_paths(text, Path("/place/checkout")) == found
+def test_a_place_beside_the_checkout_is_recognized(text: str, expected: list[str]) -> None:
+    assert _foreign_paths(text, Path("/place/checkout")) == expected
 
 
 def test_in_a_folder_that_all_share_only_the_checkout_itself_counts() -> None:
@@ -101,9 +101,9 @@ def test_every_async_generator_is_closed_by_who_reads_it() -> None:
             for loop in ast.walk(block)
             if isinstance(loop, ast.AsyncFor) and ast.unparse(loop.iter) == ast.unparse(call.args[0])
         }
-        found = {loop for loop in ast.walk(tree) if isinstance(loop, ast.AsyncFor)}
-        loops |= found
-        left_open |= {f"{file}:{loop.lineno}" for loop in found - closed}
+        of_file = {loop for loop in ast.walk(tree) if isinstance(loop, ast.AsyncFor)}
+        loops |= of_file
+        left_open |= {f"{file}:{loop.lineno}" for loop in of_file - closed}
     assert loops
     assert left_open == set()
 
@@ -119,4 +119,4 @@ def test_every_python_that_we_start_ignores_the_current_folder() -> None:
         if not isinstance(node.elts[1], ast.Starred)  # this process's own flags, once more
     }
     assert len(starts) >= 5
-    assert [place for place, flags in starts.items() if not flags & {"-P", "-I"}] == []
+    assert [start for start, flags in starts.items() if not flags & {"-P", "-I"}] == []

@@ -54,11 +54,11 @@ def metrics(step: int, num_steps: int, *, gain: float = 0.5, seed: int = 0, **ch
 def completion(draw: random.Random, formula: str, quality: float) -> dict[str, Any]:
     """Return a completion of a problem; the lower the quality, the more often it is wrong."""
     answer, right = eval(formula), draw.random() < quality
-    said = answer if right else answer + draw.choice((-10, -1, 1, 7))
+    number = answer if right else answer + draw.choice((-10, -1, 1, 7))
     tidy = draw.random() < 0.5 + quality / 2
     lines = [f"Let me work this out step by step.\n\nFirst, {formula} is what is asked for."]
     lines += [f"Step {number}: I check the numbers once more." for number in range(1, draw.randint(2, 5))]
-    text = "\n".join(lines) + (f"\n\nThe answer is \\boxed{{{said}}}." if tidy else f"\n\nso it is {said} I think")
+    text = "\n".join(lines) + (f"\n\nThe answer is \\boxed{{{number}}}." if tidy else f"\n\nso it is {number} I think")
     parts = {"correct": float(right), "format": float(tidy)}
     return {"text": text, "reward": 0.8 * right + 0.2 * tidy, "parts": parts, "tokens": len(text) // 4,
             "finish_reason": "stop" if tidy or draw.random() < 0.7 else "length", "weight_version": 0}  # fmt: skip
@@ -72,13 +72,13 @@ def groups(num_steps: int, *, per_step: int = 4, num_problems: int = 0, seed: in
             own = random.Random(draw.randrange(num_problems) if num_problems else draw.random())
             question, formula = own.choice(PROBLEMS)
             numbers = {"a": own.randint(3, 12), "b": own.randint(4, 30), "c": own.randint(2, 9)}
-            asked = [{"role": "system", "content": "Reason, then put the answer into \\boxed{}."},
+            prompt = [{"role": "system", "content": "Reason, then put the answer into \\boxed{}."},
                      {"role": "user", "content": question.format(**numbers)}]  # fmt: skip
             formula = formula.format(**numbers)
             quality = 0.3 + 0.6 * step / num_steps
             yield {
                 "step": step,
-                "problem": {"prompt": asked, "answer": str(eval(formula))},
+                "problem": {"prompt": prompt, "answer": str(eval(formula))},
                 "completions": [completion(draw, formula, quality) | {"weight_version": step - 1} for _ in range(8)],
                 "unscored": [],
             }

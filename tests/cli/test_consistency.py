@@ -69,14 +69,14 @@ def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert "the version of Bridge" in str(consistency.difference(ours, facts(tmp_path, **task)))
 
 
-def differing(ranks: Ranks, seen: Path) -> list[str]:
+def differing(ranks: Ranks, shared: Path) -> list[str]:
     """Compare hosts with different choices and different disks; return the errors."""
     errors = []
     with pytest.MonkeyPatch.context() as patched:
         own = {consistency.HOST: f"host {ranks.rank}", "--gpus": str(ranks.rank)}
         patched.setattr(consistency, "facts", lambda *_: own)
         patched.setattr(socket, "gethostname", lambda: f"host {ranks.rank}")
-        folder = seen / str(ranks.rank)
+        folder = shared / str(ranks.rank)
         acts: list[Callable[[], None]] = [
             lambda: consistency.check(ranks, (), ()),
             lambda: check_shared(ranks, folder),
@@ -86,8 +86,8 @@ def differing(ranks: Ranks, seen: Path) -> list[str]:
             with pytest.raises(UsageError) as caught:
                 act()
             errors.append(caught.value.message)
-        check_shared(ranks, seen)
-        checkpoint.check_on_all_hosts(seen, ranks)
+        check_shared(ranks, shared)
+        checkpoint.check_on_all_hosts(shared, ranks)
     return errors
 
 

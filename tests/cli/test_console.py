@@ -18,13 +18,13 @@ class View:
     """What is shown at the bottom of the terminal."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def say(self, line: Text) -> None:
-        self.said.append(line.plain)
+        self.lines.append(line.plain)
 
     def wait_for(self, what: str) -> None:
-        self.said.append(what)
+        self.lines.append(what)
 
 
 def wait() -> None:
@@ -59,8 +59,8 @@ def test_nor_above_a_live_view(way: str) -> None:
     view = View()
     with console.shared_with(view.say, view.wait_for):
         WAYS[way]()
-    assert SHOWN in view.said[0]
-    assert "\x1b" not in "".join(view.said)
+    assert SHOWN in view.lines[0]
+    assert "\x1b" not in "".join(view.lines)
 
 
 def test_lines_stay_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,29 +73,29 @@ def test_another_recipe_makes_another_model(made: Path) -> None:
 
 def test_the_same_recipe_makes_the_same_model(made: Path, tmp_path: Path) -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    again = parameters(demo_model.make(tmp_path, progress=ignore, recipe=SHORT))
-    assert all(torch.equal(weight, again[name]) for name, weight in parameters(made).items())
+    repeated = parameters(demo_model.make(tmp_path, progress=ignore, recipe=SHORT))
+    assert all(torch.equal(weight, repeated[name]) for name, weight in parameters(made).items())
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_progress_counts_every_step(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    demo_model.make(tmp_path, progress=lambda step, num_steps: told.append((step, num_steps)), recipe=SHORT)
-    assert told == [(step, 5) for step in range(1, 6)]
+    progress: list[tuple[int, int]] = []
+    demo_model.make(tmp_path, progress=lambda step, num_steps: progress.append((step, num_steps)), recipe=SHORT)
+    assert progress == [(step, 5) for step in range(1, 6)]
 
 
 def test_a_broken_build_leaves_nothing_behind(tmp_path: Path) -> None:
-    seen: list[list[Path]] = []
+    listings: list[list[Path]] = []
 
     def break_late(step: int, num_steps: int) -> None:
-        seen.append(list(tmp_path.iterdir()))
+        listings.append(list(tmp_path.iterdir()))
         if step == num_steps:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         demo_model.make(tmp_path, progress=break_late, recipe=SHORT)
-    assert all(len(folders) == 1 and folders[0].name.startswith(".demo-") for folders in seen)
+    assert all(len(folders) == 1 and folders[0].name.startswith(".demo-") for folders in listings)
     assert list(tmp_path.iterdir()) == []
 
 

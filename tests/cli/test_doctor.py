@@ -46,7 +46,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
-def found(result: Result) -> dict[str, dict[str, Any]]:
+def checks_of(result: Result) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in map(json.loads, result.stdout.splitlines())}
 
 
@@ -84,34 +84,34 @@ def test_only_a_failure_ends_in_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_given_manifest_that_is_missing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("--json", "--device", "cpu", "--vllm-config-path", str(tmp_path / "none.json"))
-    assert (result.exit_code, found(result)["Manifest"]["status"]) == (3, "FAIL")
+    assert (result.exit_code, checks_of(result)["Manifest"]["status"]) == (3, "FAIL")
     monkeypatch.setenv("BRIDGE_VLLM_CONFIG_PATH", str(tmp_path / "none.json"))
-    assert found(run("--json", "--device", "cpu"))["Manifest"]["status"] == "FAIL"
+    assert checks_of(run("--json", "--device", "cpu"))["Manifest"]["status"] == "FAIL"
 
 
 def test_server_of_a_stale_manifest_is_not_requested(tmp_path: Path) -> None:
     manifests.write(manifest(server=dead_server()), tmp_path / manifests.MANIFEST_NAME)
-    checks = found(run("--json", "--device", "cpu"))
+    checks = checks_of(run("--json", "--device", "cpu"))
     assert (checks["Manifest"]["status"], checks["Server process"]["status"]) == ("PASS", "FAIL")
     assert "Server health" not in checks
 
 
 def test_live_manifest_leads_to_its_server_and_port(tmp_path: Path) -> None:
     manifests.write(manifest(url="http://127.0.0.1:9"), tmp_path / manifests.MANIFEST_NAME)
-    checks = found(run("--json", "--device", "cpu"))
+    checks = checks_of(run("--json", "--device", "cpu"))
     names = "Server process", "Server health", "Server's weights", "Port 9"
     assert [checks[name]["status"] for name in names] == ["PASS", "FAIL", "FAIL", "FAIL"]
 
 
 def test_requested_gpu_that_is_missing_fails() -> None:
-    checks = found(run("--json", "--device", "cuda"))
+    checks = checks_of(run("--json", "--device", "cuda"))
     assert [checks[name]["status"] for name in ("torch", "GPU", "CUDA IPC")] == ["FAIL", "FAIL", "SKIP"]
 
 
 def test_model_is_checked_if_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
-    assert "Model" not in found(run("--json", "--device", "cpu"))
-    checks = found(run("--json", "--device", "cpu", "--model", str(tmp_path)))
+    assert "Model" not in checks_of(run("--json", "--device", "cpu"))
+    checks = checks_of(run("--json", "--device", "cpu", "--model", str(tmp_path)))
     assert checks["Model, shared_vllm"]["status"] == "FAIL"
 
 

@@ -119,8 +119,8 @@ def test_the_commands_of_the_readme_without_a_server_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_a_page_is_classified(page: str) -> None:
-    found = [block.name for block in documents.blocks(page)]
-    assert found == [*TRIALS.get(page, {})]
+    names = [block.name for block in documents.blocks(page)]
+    assert names == [*TRIALS.get(page, {})]
 
 
 def test_what_another_test_runs_names_it() -> None:

@@ -30,7 +30,9 @@ def save(run: RunDirectory, step: int) -> None:
     checkpoint.save(run.checkpoints / f"step_{step}", lambda folder: (folder / "w").touch(), progress)
 
 
-def told(run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None = None) -> list[str]:
+def ending_lines(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None = None
+) -> list[str]:
     printed = ending.printed(run, CheckpointConfig(), prefix="step_", training_steps=9)
     with contextlib.suppress(KeyboardInterrupt, RuntimeError), printed:
         if error:
@@ -44,7 +46,7 @@ def test_every_run_ends_with_its_checkpoint_and_two_commands(
 ) -> None:
     for step in (3, 4):
         save(run, step)
-    assert told(run, capsys, error) == [
+    assert ending_lines(run, capsys, error) == [
         "checkpoint: runs/a b/checkpoints/step_4",
         f"resume:     bridge run --model 'my model' --training_steps=9 --lr 1e-5 {RESUME} -- --max-num-seqs 4",
         "report:     bridge report 'runs/a b'",
@@ -53,16 +55,16 @@ def test_every_run_ends_with_its_checkpoint_and_two_commands(
 
 def test_a_run_that_took_every_step_is_resumed_with_more(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     save(run, 9)
-    command = shlex.split(told(run, capsys)[1])
+    command = shlex.split(ending_lines(run, capsys)[1])
     assert not [word for word in command if word.startswith("--training_steps")]
     assert command[command.index("--training-steps") + 1] == "18"
 
 
 def test_a_run_without_a_checkpoint_has_a_report_alone(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(run, capsys) == []
+    assert ending_lines(run, capsys) == []
     run.append(metrics(1))
     (run.checkpoints / "step_1").mkdir(parents=True)
-    assert told(run, capsys) == ["report:     bridge report 'runs/a b'"]
+    assert ending_lines(run, capsys) == ["report:     bridge report 'runs/a b'"]
 
 
 def test_the_command_shows_no_secret() -> None:

@@ -100,12 +100,12 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 def test_what_is_served_after_a_fault_was_published_whole(
     ground: Ground, fault: str, phase: str, ending: Ending
 ) -> None:
-    found = ground.disturb(Disturbance(fault=fault, phase=phase, step=DISTURBED_STEP))
+    round_ = ground.disturb(Disturbance(fault=fault, phase=phase, step=DISTURBED_STEP))
     proof = ground.prove()
     exit_code, outcome, saved = ending
-    assert (found.exit_code, proof.outcome) == (exit_code, outcome), f"{proof.text}\n{found.trainer.stderr}"
-    assert found.check_checkpoints() in saved, found.trainer.stderr
-    assert (found.beside and found.beside.returncode) in BESIDE.get(fault, {None})
+    assert (round_.exit_code, proof.outcome) == (exit_code, outcome), f"{proof.text}\n{round_.trainer.stderr}"
+    assert round_.check_checkpoints() in saved, round_.trainer.stderr
+    assert (round_.beside and round_.beside.returncode) in BESIDE.get(fault, {None})
 
 
 @pytest.mark.slow
@@ -113,12 +113,12 @@ def test_what_is_served_after_a_fault_was_published_whole(
 @pytest.mark.parametrize(("fault", "phase", "ending"), [case for case in cases() if case.values[0] in KILLS])
 def test_a_stream_resumes_with_every_problem_once(ground: Ground, fault: str, phase: str, ending: Ending) -> None:
     step = 1 if phase == "rollouts" else DISTURBED_STEP  # later steps take what was sampled meanwhile
-    found = ground.disturb(Disturbance(fault=fault, phase=phase, step=step), *STREAM)
+    round_ = ground.disturb(Disturbance(fault=fault, phase=phase, step=step), *STREAM)
     proof = ground.prove()
     exit_code, outcome, saved = ending if step > 1 else (*ending[:2], NOTHING)
-    assert (found.exit_code, proof.outcome) == (exit_code, outcome), f"{proof.text}\n{found.trainer.stderr}"
-    assert found.check_checkpoints() in saved, found.trainer.stderr
-    resumed = ground.resume(found, *STREAM)
+    assert (round_.exit_code, proof.outcome) == (exit_code, outcome), f"{proof.text}\n{round_.trainer.stderr}"
+    assert round_.check_checkpoints() in saved, round_.trainer.stderr
+    resumed = ground.resume(round_, *STREAM)
     assert resumed.exit_code == DONE, resumed.trainer.stderr
     assert [resumed.check_checkpoints()] == [*ALL]
     numbers, trained = resumed.numbers(), checkpoint.read(resumed.folder / "saved" / f"step_{STEPS}").progress.trained

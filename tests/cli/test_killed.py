@@ -165,8 +165,8 @@ def scratch(folder: Path) -> list[Path]:
 
 def running_in(folder: Path) -> list[psutil.Process]:
     """Return the processes whose working directory is `folder`: a trainer and its children."""
-    found = psutil.process_iter(["cwd"])
-    return [process for process in found if process.info["cwd"] == str(folder)]
+    processes = psutil.process_iter(["cwd"])
+    return [process for process in processes if process.info["cwd"] == str(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +212,8 @@ def test_a_killed_trainer_resumes_without_gap_or_repeat(
 ) -> None:
     run.killed(by)
     assert [path.name.startswith(f".step_{KILLED_IN_STEP}.") for path in scratch(run.saved)] == [True] * num_scratch
-    told = run.train("--resume", expect=0)
-    assert told[0] == f"resuming after step 4 from {run.saved.relative_to(run.folder) / LAST}"
+    lines = run.train("--resume", expect=0)
+    assert lines[0] == f"resuming after step 4 from {run.saved.relative_to(run.folder) / LAST}"
     assert run.lost() == lost
     assert run.problems() == problems
     run.check_whole()
@@ -222,10 +222,10 @@ def test_a_killed_trainer_resumes_without_gap_or_repeat(
 def test_a_truncated_checkpoint_falls_back_to_the_older_one(run: Run, problems: dict[int, list[str]]) -> None:
     run.killed(WHILE_IT_SAMPLES)
     os.truncate(run.saved / LAST / "model.safetensors", 1000)
-    told = run.train("--resume", expect=0)
-    assert [line.partition(":")[0] for line in told[:2]] == ["passed over", "resuming after step 2 from saved/step_2"]
-    assert f"saved/{LAST} is not whole: model.safetensors was cut short" in told[0]
-    assert not [line for line in told[1:] if line.startswith("passed over")]
+    lines = run.train("--resume", expect=0)
+    assert [line.partition(":")[0] for line in lines[:2]] == ["passed over", "resuming after step 2 from saved/step_2"]
+    assert f"saved/{LAST} is not whole: model.safetensors was cut short" in lines[0]
+    assert not [line for line in lines[1:] if line.startswith("passed over")]
     assert run.lost() == [3, 4, 5]
     assert run.problems() == problems
     run.check_whole()
@@ -233,12 +233,12 @@ def test_a_truncated_checkpoint_falls_back_to_the_older_one(run: Run, problems: 
 
 def test_a_full_disk_costs_no_older_checkpoint(run: Run, problems: dict[int, list[str]]) -> None:
     before = run.server.status().version
-    told = run.train("--run-dir", "run", expect=2, by=FULL_AFTER_ITS_FIRST_CHECKPOINT)
-    *_, error, gap, hint = told
+    lines = run.train("--run-dir", "run", expect=2, by=FULL_AFTER_ITS_FIRST_CHECKPOINT)
+    *_, error, gap, hint = lines
     assert error.startswith(f"error: cannot write {run.saved / LAST}: ")
     assert error.endswith(" bytes free)")
     assert (gap, hint[:6]) == ("", "hint: ")
-    assert len([line for line in told if line.startswith(("error:", "hint:"))]) == 2
+    assert len([line for line in lines if line.startswith(("error:", "hint:"))]) == 2
     assert [path.name for path in run.saved.iterdir()] == ["step_2"]
     assert checkpoint.read(run.saved / "step_2").progress.step == 2
     assert (run.server.status().state, run.server.status().version) == ("serving", before + 4)

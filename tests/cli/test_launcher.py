@@ -44,12 +44,12 @@ from bridge.errors import BridgeError, RankError, UsageError
 from bridge_cli import console, main, rank, ranks
 
 def answer(arguments):
-    place = rank.OWN_RANK.get()
+    own_rank = rank.OWN_RANK.get()
     folder = Path(arguments[arguments.index("--note") + 1])
     resumes = "--resume" in arguments
     try:
         with ranks.joined(None) as world:
-            world.run_on_rank_zero(lambda: place.keep(folder))
+            world.run_on_rank_zero(lambda: own_rank.keep(folder))
             (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
             act(world, folder, resumes, arguments)
     except BridgeError as error:
@@ -79,8 +79,8 @@ def rank(body: str) -> str:
 
 WRITES = """
 variables = [name for name in os.environ if "RANK" in name or "ELASTIC" in name or "MASTER" in name]
-told = world.all_gather_object((world.rank, socket.gethostname()))
-(folder / f"{world.rank}.out").write_text(repr([told, variables, resumes]))
+gathered = world.all_gather_object((world.rank, socket.gethostname()))
+(folder / f"{world.rank}.out").write_text(repr([gathered, variables, resumes]))
 print(f"rank {world.rank} was here", flush=True)
 """
 DISAGREES = """
@@ -167,8 +167,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 def test_ranks_run_the_command_without_torchs_variables(tmp_path: Path) -> None:
     launched = Launched(tmp_path, WRITES)
     assert launched.code() == 0, launched.output
-    told = [(number, socket.gethostname()) for number in range(2)]
-    assert [(tmp_path / f"{number}.out").read_text() for number in range(2)] == [repr([told, [], False])] * 2
+    expected = [(number, socket.gethostname()) for number in range(2)]
+    assert [(tmp_path / f"{number}.out").read_text() for number in range(2)] == [repr([expected, [], False])] * 2
     assert "rank 0 was here" in launched.output
     assert "rank 1 was here" not in launched.output
 
@@ -255,13 +255,13 @@ def networks() -> Iterator[Networks]:
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-PLACE = "10.77.0.2:29400"
+RENDEZVOUS = "10.77.0.2:29400"
 """The second network's: its address sorts after the first one's."""
 
 
 def test_the_host_with_the_rendezvous_has_rank_zero(networks: Networks, tmp_path: Path) -> None:
     hosts = [
-        Launched(tmp_path / str(number), WRITES, count=1, inside=inside, hosts=2, rendezvous=PLACE)
+        Launched(tmp_path / str(number), WRITES, count=1, inside=inside, hosts=2, rendezvous=RENDEZVOUS)
         for number, inside in enumerate(networks)
     ]
     assert [host.code() for host in hosts] == [0, 0], hosts[0].output + hosts[1].output
@@ -274,7 +274,13 @@ def test_a_lost_host_ends_the_other_or_is_waited_for(networks: Networks, tmp_pat
     def start(number: int, restarts: int) -> Launched:
         body = "if world.broadcast_object(resumes):\n    return\n" + WAITS
         return Launched(
-            tmp_path / str(number), body, count=1, inside=networks[number], hosts=2, rendezvous=PLACE, restarts=restarts
+            tmp_path / str(number),
+            body,
+            count=1,
+            inside=networks[number],
+            hosts=2,
+            rendezvous=RENDEZVOUS,
+            restarts=restarts,
         )
 
     for restarts in (0, 1):
@@ -304,14 +310,14 @@ def test_a_rendezvous_without_host_or_port_is_refused(given: str | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "message"),
     [
         ("0.0.0.0:29400", "is 0.0.0.0 on this host"),
         ("no-such-host.invalid:29400", "there is no host no-such-host.invalid"),
     ],
 )
-def test_an_address_that_no_other_host_can_use_is_refused(given: str, found: str) -> None:
-    with pytest.raises(UsageError, match=found):
+def test_an_address_that_no_other_host_can_use_is_refused(given: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         launcher.address(Layout(1, "cpu", [None], hosts=2, rendezvous=given))
 
 

@@ -217,8 +217,10 @@ def test_lines_stay_above_the_view_in_order(monkeypatch: pytest.MonkeyPatch) -> 
             detail("3 s")
             until(lambda: "restarting vLLM  3 s" in ESCAPE.sub("", written(on)))
     text = written(on)
-    places = [text.rindex(part) for part in ("run directory: r", "step 1/9  reward", "[red]a note", "a sample of step")]
-    assert places == sorted(places)
+    positions = [
+        text.rindex(part) for part in ("run directory: r", "step 1/9  reward", "[red]a note", "a sample of step")
+    ]
+    assert positions == sorted(positions)
     assert text.count("[red]a note") == 1
     assert text.index("\x1b[?25l") < text.rindex("\x1b[?25h")
     assert not view._painter.is_alive()
@@ -286,14 +288,14 @@ def test_shrunk_terminal_is_cleared_and_gets_the_last_lines(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("is_gone", [True, False], ids=["the terminal is gone", "the view has a bug"])
 def test_view_that_cannot_draw_costs_no_line(monkeypatch: pytest.MonkeyPatch, is_gone: bool) -> None:
-    class Gone(io.StringIO):
+    class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    on = terminal(file=Gone()) if is_gone else terminal()
+    on = terminal(file=Closed()) if is_gone else terminal()
     monkeypatch.setattr(live, "_table", broken)
     with pytest.raises(OSError if is_gone else AssertionError), painted(on, monkeypatch) as view:  # noqa: PT012
         view.phase("rollouts")

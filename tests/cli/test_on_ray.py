@@ -16,11 +16,11 @@ from bridge_cli import ending, main, on_ray
 
 HOST = """
 import json, os, pathlib, signal, sys, time
-place = pathlib.Path(sys.argv[1])
+folder = pathlib.Path(sys.argv[1])
 me = {"argv": sys.argv[2:], "cwd": os.getcwd(), "actor": os.getppid()}
-number = len(list(place.glob("*.*")))
-(place / f"{os.getpid()}.json").write_text(json.dumps(me))
-while len(list(place.glob("*.*"))) < 2:
+number = len(list(folder.glob("*.*")))
+(folder / f"{os.getpid()}.json").write_text(json.dumps(me))
+while len(list(folder.glob("*.*"))) < 2:
     time.sleep(0.05)
 """
 ENDS = "sys.exit(0)"
@@ -29,7 +29,7 @@ IS_LOST = """
 if "--resume" not in sys.argv and number == 0:
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
-for old in place.glob("*.json"):
+for old in folder.glob("*.json"):
     if "--resume" not in json.loads(old.read_text())["argv"]:
         old.rename(old.with_suffix(".before"))
 """
@@ -38,10 +38,10 @@ for old in place.glob("*.json"):
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     utils = pytest.importorskip("ray.cluster_utils", reason="Ray is an optional extra, and is not installed")
-    found = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    found.add_node(num_cpus=2)
-    yield found
-    found.shutdown()
+    started = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    started.add_node(num_cpus=2)
+    yield started
+    started.shutdown()
 
 
 @pytest.fixture
@@ -58,16 +58,16 @@ def placed(folder: Path, then: str, *, restarts: int = 0) -> int:
 
 
 def hosts(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(each.read_text()) for each in folder.glob("*.json")]
+    return [json.loads(path.read_text()) for path in folder.glob("*.json")]
 
 
 def test_each_node_gets_the_same_command_with_a_rendezvous(near: Path) -> None:
     assert placed(near, ENDS) == 0
     one, other = hosts(near)
     assert one["argv"] == other["argv"]
-    *own, place = one["argv"][:-2]
+    *own, rendezvous = one["argv"][:-2]
     assert own == ["run", "--hosts", "2", "--model", "m", "--restarts", "0", "--rendezvous"]
-    assert int(place.rpartition(":")[2]) > 0
+    assert int(rendezvous.rpartition(":")[2]) > 0
     assert one["argv"][-2:] == ["--", "--enforce-eager"]
     assert one["cwd"] == other["cwd"] == str(near)
     assert one["actor"] != other["actor"]
@@ -79,7 +79,7 @@ def test_the_exit_code_is_that_of_the_hosts(near: Path) -> None:
 
 def test_a_lost_node_restarts_from_the_newest_checkpoint(near: Path) -> None:
     assert placed(near, IS_LOST, restarts=1) == 0
-    assert all("--resume" in each["argv"] for each in hosts(near))
+    assert all("--resume" in host["argv"] for host in hosts(near))
 
 
 def test_a_lost_node_ends_a_run_without_restarts_in_one_line(near: Path) -> None:

@@ -24,21 +24,21 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parse(*arguments: str, configs: tuple[type[Config], ...] = (TrainConfig,)) -> list[Config]:
     """Run a command with the flags of `configs`, and return the parsed values."""
-    seen: list[Config] = []
+    parsed: list[Config] = []
     app = typer.Typer()
-    app.command()(from_config(*configs)(_recorder(len(configs), seen)))
+    app.command()(from_config(*configs)(_recorder(len(configs), parsed)))
     result = CliRunner().invoke(app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return seen
+    return parsed
 
 
-def _recorder(num: int, seen: list[Config]) -> Callable[..., None]:
+def _recorder(num: int, parsed: list[Config]) -> Callable[..., None]:
     def one(a: Config) -> None:
-        seen.append(a)
+        parsed.append(a)
 
     def two(a: Config, b: Config) -> None:
-        seen.extend((a, b))
+        parsed.extend((a, b))
 
     return one if num == 1 else two
 
@@ -295,7 +295,7 @@ def test_a_name_of_others_works_where_it_means_the_same(tmp_path: Path) -> None:
 
 def test_a_hint_names_flags_that_there_are() -> None:
     flags = {flag(name) for cls in (ServeConfig, TrainConfig) for name in cls.names()} | {"--model"}
-    named = {found for hint in declaration.HINTS.values() for found in re.findall(r"--[a-z0-9-]+", hint)}
+    named = {name for hint in declaration.HINTS.values() for name in re.findall(r"--[a-z0-9-]+", hint)}
     assert named <= flags
 
 
@@ -348,8 +348,8 @@ def test_a_fault_in_a_table_names_the_table(tmp_path: Path, text: str, message: 
 
 
 def test_what_a_person_wrote_stands_beside_what_was_derived() -> None:
-    chosen = TrainConfig.of(model_name="m", batch_size=16)
-    document = chosen.document(chosen.changed(max_new_tokens=64, lr=1e-6))
+    config = TrainConfig.of(model_name="m", batch_size=16)
+    document = config.document(config.changed(max_new_tokens=64, lr=1e-6))
     assert (document["rollouts"]["batch_size"], document["sampling"]["max_new_tokens"]) == (16, None)
     assert document["derived"] == {"max_new_tokens": 64, "lr": 1e-6}
     assert TrainConfig.written(document)["max_new_tokens"] == 64

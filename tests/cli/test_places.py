@@ -148,8 +148,8 @@ def test_too_many_gpus_are_refused_with_a_number_that_fits() -> None:
 
 
 def test_a_host_has_the_gpus_of_all_its_servers() -> None:
-    chosen: list[tuple[int, dict[str, Any]]] = [(2, {}), (2, {"gpus": 4}), (1, {"gpus": 4}), (2, {"mode": "none"})]
-    trainers = [(parts, TrainConfig.of(model_name="m", **choices)) for parts, choices in chosen]
+    hosts: list[tuple[int, dict[str, Any]]] = [(2, {}), (2, {"gpus": 4}), (1, {"gpus": 4}), (2, {"mode": "none"})]
+    trainers = [(parts, TrainConfig.of(model_name="m", **choices)) for parts, choices in hosts]
     assert [train.dp_size(train.tp_size(parts)) * parts for parts, train in trainers] == [2, 4, 4, 2]
 
 
@@ -195,8 +195,8 @@ def test_what_cannot_be_trained_in_parts_is_refused(num_parts: int, choices: dic
 
 
 def test_offloading_with_released_gradients_trains_on_one_gpu() -> None:
-    chosen = {"offload_optimizer": True, "gradient_release": True}
+    flags = {"offload_optimizer": True, "gradient_release": True}
     with pytest.raises(ValueError, match="with --gradient-release trains on one GPU, found --gpus 2"):
-        TrainConfig.of(model_name="m", gpus=2, **chosen)
-    for name in chosen:
+        TrainConfig.of(model_name="m", gpus=2, **flags)
+    for name in flags:
         TrainConfig.of(model_name="m", gpus=2, top_entropy=0.5, **{name: True})

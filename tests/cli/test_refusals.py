@@ -57,14 +57,14 @@ class Bridge:
 
     def refused(self, code: int, *arguments: str | Path) -> str:
         """Run a command that is refused, and return its error; the folder must not change."""
-        return self.said(code, *arguments)[0]
+        return self.error_and_hint(code, *arguments)[0]
 
-    def said(self, code: int, *arguments: str | Path) -> tuple[str, str]:
+    def error_and_hint(self, code: int, *arguments: str | Path) -> tuple[str, str]:
         """Run a command that is refused, and return its error and its hint; the folder must not change."""
         before = self.content()
-        found = answer([str(argument) for argument in arguments])
+        exit_code = answer([str(argument) for argument in arguments])
         out, err = self.capsys.readouterr()
-        assert (found, out) == (code, ""), err
+        assert (exit_code, out) == (code, ""), err
         *notes, error, gap, hint = err.splitlines()
         assert (error[:7], gap, hint[:6]) == ("error: ", "", "hint: "), err
         assert len(hint) > len("hint: "), err
@@ -117,9 +117,9 @@ def test_software_that_vllm_cannot_start_with_is_refused(
     monkeypatch.setattr(software, "installed_version", {"torch": "2.13.0+cpu", "torchvision": vision}.get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch==2.13.0"])
     monkeypatch.setattr(child, "gather", lambda: CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}}))
-    found = answer([command] if command == "demo" else [command, "--model", exported.model])
+    exit_code = answer([command] if command == "demo" else [command, "--model", exported.model])
     err = bridge.capsys.readouterr().err
-    assert found == IncompatibleVersionError.exit_code, err
+    assert exit_code == IncompatibleVersionError.exit_code, err
     assert error in err
     assert fix in err
     assert "bridge doctor" in err
@@ -170,7 +170,7 @@ EDITS: dict[str, tuple[Edit, tuple[str, ...]]] = {
 def test_a_manifest_that_cannot_be_attached_to_is_refused(
     bridge: Bridge, exported: Manifest, case: str, command: str
 ) -> None:
-    edit, told = EDITS[case]
+    edit, messages = EDITS[case]
     path = bridge.folder / manifests.MANIFEST_NAME
     manifests.write(exported, path)
     document = json.loads(path.read_text())
@@ -178,7 +178,7 @@ def test_a_manifest_that_cannot_be_attached_to_is_refused(
     path.write_text(text if isinstance(text, str) else json.dumps(document))
     arguments = train(exported) if command == "train" else ["verify", "--vllm-config-path", manifests.MANIFEST_NAME]
     error = bridge.refused(4, *arguments)
-    for words in ("1 of 2 ranks",) if (case, command) == ("of two ranks", "verify") else told:
+    for words in ("1 of 2 ranks",) if (case, command) == ("of two ranks", "verify") else messages:
         assert words in error
 
 
@@ -260,7 +260,7 @@ def test_flags_that_do_not_fit_are_refused(
 ) -> None:
     (bridge.folder / "mine.py").write_text(TASK)
     (bridge.folder / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    assert words in "\n".join(bridge.said(2, command, "--model", exported.model, *flags.split()))
+    assert words in "\n".join(bridge.error_and_hint(2, command, "--model", exported.model, *flags.split()))
 
 
 def test_hosts_that_cannot_meet_are_refused(
@@ -319,19 +319,19 @@ class Raises(Chat):
 
 @pytest.mark.parametrize("command", ["train", "run"])
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ("Chat", "the environment's prompts are chat messages, and the model's tokenizer has no chat template"),
         ("Raises", "got a reward: Raises.score raised KeyError: 'difficulty' (mine.py line 16), on prompt"),
     ],
 )
 def test_what_would_fail_in_step_one_is_refused_first(
-    bridge: Bridge, exported: Manifest, command: str, environment: str, told: str
+    bridge: Bridge, exported: Manifest, command: str, environment: str, message: str
 ) -> None:
     (bridge.folder / "mine.py").write_text(CHAT)
     port = ["--port", str(free_port("127.0.0.1"))] if command == "run" else []
     error = bridge.refused(2, command, "--model", exported.model, "--environment", f"mine.py:{environment}", *port)
-    assert told in error
+    assert message in error
 
 
 @pytest.mark.parametrize("command", ["serve-vllm", "run"])
@@ -468,16 +468,16 @@ main.main()
 def test_ctrl_c_ends_the_server_and_saves_what_was_published(tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text(TOY_VLLM)
     model = tiny.write(tiny.llama(), tmp_path / "model")
-    place = tmp_path / "manifest.json"
+    manifest = tmp_path / "manifest.json"
     environment = {"TOY": str(tmp_path / "toy.py"), "PYTHONPATH": str(Path(__file__).parents[2])}
     arguments: list[str | Path] = [
-        *("run", "--model", model, "--vllm-config-path", place, "--port", str(free_port("127.0.0.1"))),
+        *("run", "--model", model, "--vllm-config-path", manifest, "--port", str(free_port("127.0.0.1"))),
         *("--training-steps", "500", "--batch-size", "8", "--group-size", "4", "--max-new-tokens", "8"),
     ]
     process = Command(arguments, tmp_path, program=RUN_ON_A_TOY, environment=environment)
     try:
         assert any(line.startswith("step   2/500") for line in process.lines(RUN_LIMIT_S)), process.stderr
-        assert place.exists()
+        assert manifest.exists()
         tree = psutil.Process(process.pid).children(recursive=True)
         assert len(tree) >= 2, tree
         process.send_signal(signal.SIGINT)
@@ -488,7 +488,7 @@ def test_ctrl_c_ends_the_server_and_saves_what_was_published(tmp_path: Path) -> 
     ending = process.stderr.splitlines()
     assert ending[-1] == "interrupted"
     assert not [member for member in tree if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
-    assert not place.exists()
+    assert not manifest.exists()
     (run,) = (tmp_path / "runs").iterdir()
     num_steps = len((run / "metrics.jsonl").read_text().splitlines())
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == [f"step_{num_steps}"]
@@ -496,8 +496,10 @@ def test_ctrl_c_ends_the_server_and_saves_what_was_published(tmp_path: Path) -> 
     assert commands["checkpoint"].strip() == f"runs/{run.name}/checkpoints/step_{num_steps}"
     assert commands["report"].split() == ["bridge", "report", f"runs/{run.name}"]
     for name, flags in (("resume", ["--training-steps", str(num_steps + 1)]), ("report", [])):
-        again = [*shlex.split(commands[name])[1:], *flags]
-        done = forked.ended(again, tmp_path, program=RUN_ON_A_TOY, environment=environment, limit_s=RUN_LIMIT_S)
+        command_with_flags = [*shlex.split(commands[name])[1:], *flags]
+        done = forked.ended(
+            command_with_flags, tmp_path, program=RUN_ON_A_TOY, environment=environment, limit_s=RUN_LIMIT_S
+        )
         assert done.returncode == 0, done.stderr
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, num_steps + 2))

@@ -35,7 +35,9 @@ class Page(html.parser.HTMLParser):
         self.open: list[str] = []
         self.feed(text)
         self.words = " ".join(self.text.split())
-        self.charts = [str(each["aria-label"]).split(". ")[0] for each in self.all("div") if each.get("role") == "img"]
+        self.charts = [
+            str(element["aria-label"]).split(". ")[0] for element in self.all("div") if element.get("role") == "img"
+        ]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
@@ -62,7 +64,7 @@ def written(*runs: Path, out: Path) -> Page:
 def drawings(*runs: Path) -> dict[str, charts.Drawing]:
     opened = {run.name: record.read(run) for run in runs}
     artist = charts.Artist(opened)
-    return {each.title: each for chart in charts.charts(opened.values()) for each in artist.drawings(chart)}
+    return {drawing.title: drawing for chart in charts.charts(opened.values()) for drawing in artist.drawings(chart)}
 
 
 def curve(run: Path, title: str, name: str) -> list[float]:
@@ -159,8 +161,8 @@ def test_incomplete_runs_are_shown_with_what_is_missing(tmp_path: Path) -> None:
 
 def test_steps_of_an_older_version_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
     run = report_runs.make(tmp_path / "run", num_steps=12)
-    gone = ("entropy", "reward_parts", "unscored", "completion_tokens_mean")
-    lines = [report_runs.older(report_runs.metrics(step, 12), *gone) for step in range(1, 13)]
+    absent = ("entropy", "reward_parts", "unscored", "completion_tokens_mean")
+    lines = [report_runs.older(report_runs.metrics(step, 12), *absent) for step in range(1, 13)]
     run.metrics.write_text("\n".join(lines) + "\n")
     run.config.write_text('{"model_name": "m", "a_choice_of_old": 3}')
     page = written(run.path, out=tmp_path / "page.html")
@@ -199,8 +201,8 @@ def test_missing_values_are_gaps_and_no_dip_in_a_stack(tmp_path: Path) -> None:
     assert [math.isnan(value) for value in curve(run.path, "Gradient norm", "each step")[4:7]] == [False, True, False]
     plot = drawings(run.path)["Tokens by |Δ log-probability|, %"].plot
     assert plot is not None
-    sources = [each for each in plot.references() if isinstance(each, ColumnDataSource) and "step" in each.data]
-    assert [list(each.data["step"]) for each in sources] == [[1, 2, 3, 4, 6, 7, 8]]
+    sources = [source for source in plot.references() if isinstance(source, ColumnDataSource) and "step" in source.data]
+    assert [list(source.data["step"]) for source in sources] == [[1, 2, 3, 4, 6, 7, 8]]
     run.evaluations.write_text('{"step": 0, "reward_mean": 1' + "0" * 400 + '}\n{"step": 3}\n')
     run.summary.write_text(json.dumps({"steps": 8, "reward_before": 10**400, "weight_bytes": 10**400}))
     page = written(run.path, out=tmp_path / "page.html")
@@ -345,7 +347,7 @@ def test_holder_of_a_claim_is_known_by_its_folder(tmp_path: Path) -> None:
 
 
 def read(path: Path, *groups: dict[str, Any], notes: list[str] | None = None, **choices: int) -> record.Samples:
-    path.write_text("".join(json.dumps(each) + "\n" for each in groups))
+    path.write_text("".join(json.dumps(group_) + "\n" for group_ in groups))
     return record.samples(path, [] if notes is None else notes, **choices)
 
 
@@ -358,16 +360,16 @@ def group(step: int, prompt: str, *rewards: float, text: str = "so", **changed: 
 def test_recurring_problems_are_followed_else_steps(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     lines = [group(step, f"problem {step % 2}", 0.0, 0.5, 1.0) for step in range(1, 21)]
-    found = read(path, *lines, group(20, "once", 0.0))
-    assert [series["problem"]["prompt"] for series in found.series] == ["problem 1", "problem 0"]
-    assert [step["number"] for step in found.series[0]["steps"]] == list(range(1, 20, 2))
-    found = read(path, *(group(step, f"{step}-{number}", 0.0, 1.0) for step in range(1, 101) for number in range(2)))
-    (series,) = found.series
+    page = read(path, *lines, group(20, "once", 0.0))
+    assert [series["problem"]["prompt"] for series in page.series] == ["problem 1", "problem 0"]
+    assert [step["number"] for step in page.series[0]["steps"]] == list(range(1, 20, 2))
+    page = read(path, *(group(step, f"{step}-{number}", 0.0, 1.0) for step in range(1, 101) for number in range(2)))
+    (series,) = page.series
     numbers = [step["number"] for step in series["steps"]]
     assert (numbers[0], numbers[-1], len(numbers)) == (1, 100, record.NUM_STEPS)
     assert not series["problem"]
     assert series["steps"][0]["rewards"] == [0.0, 0.0, 1.0, 1.0]
-    assert (found.num_groups, found.num_steps) == (200, 100)
+    assert (page.num_groups, page.num_steps) == (200, 100)
     lost = [group(step, f"a{step}", 0.0, text="lost") for step in range(1, 6)]
     kept = [group(step, f"b{step}", 1.0, text="kept") for step in range(3, 8)]  # the run resumed
     (series,) = read(path, *lost, *kept).series

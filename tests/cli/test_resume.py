@@ -25,13 +25,13 @@ class Opened:
     """What `open_run` returned and logged."""
 
     run: RunDirectory
-    found: SavedCheckpoint | None
-    told: list[str]
+    checkpoint: SavedCheckpoint | None
+    lines: list[str]
     save_path: Path
 
 
 @pytest.mark.parametrize(
-    ("stop_at", "told", "remedy"),
+    ("stop_at", "message", "remedy"),
     [
         ("reward_mean", "found 'reward_mean', expected a metric, >= or <=, and a number", "eval_reward_mean>=0.9"),
         ("reward_mean>=1.2.3", "expected a metric, >= or <=, and a number", "in quotes"),
@@ -39,14 +39,14 @@ class Opened:
         ("rollouts>=1", "there is no metric 'rollouts'", "did you mean "),
     ],
 )
-def test_an_invalid_stop_at_is_refused(stop_at: str, told: str, remedy: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(told)) as refused:
+def test_an_invalid_stop_at_is_refused(stop_at: str, message: str, remedy: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as refused:
         open_run(TrainConfig.of(model_name="m", stop_at=stop_at))
     assert remedy in refused.value.remedy
 
 
 @dataclass(frozen=True)
-class Place:
+class Workspace:
     """A folder with `runs/mine`, and its checkpoints in `saved`."""
 
     folder: Path
@@ -69,11 +69,11 @@ class Place:
 
     def open(self, **choices: Any) -> Opened:
         config = TrainConfig.model_validate({"model_name": "m", "save_path": self.saved, **choices})
-        config, run, found = open_run(config)
+        config, run, newest = open_run(config)
         out, err = self.capsys.readouterr()
         assert out == ""
         assert config.checkpoints.save_path is not None
-        return Opened(run, found, err.splitlines(), config.checkpoints.save_path)
+        return Opened(run, newest, err.splitlines(), config.checkpoints.save_path)
 
     def content(self) -> dict[str, bytes | None]:
         paths = sorted(self.folder.rglob("*"))
@@ -89,10 +89,10 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Place:
+def workspace(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
-    made = Place(tmp_path, capsys)
+    made = Workspace(tmp_path, capsys)
     made.mine.mkdir(parents=True)
     run = RunDirectory(made.mine)  # created by another process
     for step in range(1, 6):
@@ -104,171 +104,173 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
 
 
-def test_a_run_resumes_in_its_directory_from_the_newest(place: Place) -> None:
-    place.save(2)
-    newest = place.save(4)
-    opened = place.open(resume=True)
-    assert opened.found is not None
-    assert (opened.found.folder, opened.found.progress.step) == (newest, 4)
-    assert opened.run.path == place.mine
-    assert opened.told == [f"resuming after step 4 from {newest}"]
+def test_a_run_resumes_in_its_directory_from_the_newest(workspace: Workspace) -> None:
+    workspace.save(2)
+    newest = workspace.save(4)
+    opened = workspace.open(resume=True)
+    assert opened.checkpoint is not None
+    assert (opened.checkpoint.folder, opened.checkpoint.progress.step) == (newest, 4)
+    assert opened.run.path == workspace.mine
+    assert opened.lines == [f"resuming after step 4 from {newest}"]
     assert (steps(opened.run.metrics), steps(opened.run.lost_metrics)) == ([1, 2, 3, 4], [5])
     opened.run.remove_if_unused()
-    assert place.mine.exists()
+    assert workspace.mine.exists()
 
 
-def test_each_checkpoint_that_is_passed_over_is_told_in_a_line(place: Place) -> None:
-    older = place.save(2)
+def test_each_checkpoint_that_is_passed_over_is_told_in_a_line(workspace: Workspace) -> None:
+    older = workspace.save(2)
     for step in (3, 4):
-        cut(place.save(step))
-    opened = place.open(resume=True)
-    assert [line.partition(":")[0] for line in opened.told[:2]] == ["passed over"] * 2
-    for line, name in zip(opened.told, ("step_4", "step_3"), strict=False):
-        assert f"{place.saved}/{name} is not whole: model.safetensors was cut short" in line
-    assert opened.told[2:] == [f"resuming after step 2 from {older}"]
+        cut(workspace.save(step))
+    opened = workspace.open(resume=True)
+    assert [line.partition(":")[0] for line in opened.lines[:2]] == ["passed over"] * 2
+    for line, name in zip(opened.lines, ("step_4", "step_3"), strict=False):
+        assert f"{workspace.saved}/{name} is not whole: model.safetensors was cut short" in line
+    assert opened.lines[2:] == [f"resuming after step 2 from {older}"]
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_without_a_whole_checkpoint_it_begins_and_says_so(place: Place, damaged: bool) -> None:
+def test_without_a_whole_checkpoint_it_begins_and_says_so(workspace: Workspace, damaged: bool) -> None:
     if damaged:
-        cut(place.save(3))
-    opened = place.open(resume=True, run_dir=place.folder / "new")
-    assert opened.found is None
-    assert opened.run.path == place.folder / "new"
-    assert opened.told[-1] == f"no checkpoint to resume from in {place.saved}: starting at step 1"
-    assert len(opened.told) == 1 + damaged
-    assert steps(RunDirectory(place.mine).metrics) == [1, 2, 3, 4, 5]
+        cut(workspace.save(3))
+    opened = workspace.open(resume=True, run_dir=workspace.folder / "new")
+    assert opened.checkpoint is None
+    assert opened.run.path == workspace.folder / "new"
+    assert opened.lines[-1] == f"no checkpoint to resume from in {workspace.saved}: starting at step 1"
+    assert len(opened.lines) == 1 + damaged
+    assert steps(RunDirectory(workspace.mine).metrics) == [1, 2, 3, 4, 5]
 
 
-def test_its_own_directory_may_be_named(place: Place) -> None:
-    place.save(4)
-    assert place.open(resume=True, run_dir=Path("runs/mine")).run.path.samefile(place.mine)
+def test_its_own_directory_may_be_named(workspace: Workspace) -> None:
+    workspace.save(4)
+    assert workspace.open(resume=True, run_dir=Path("runs/mine")).run.path.samefile(workspace.mine)
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_another_directory_that_is_empty_is_a_new_one(place: Place, exists: bool) -> None:
-    place.save(4)
-    other = place.folder / "other"
+def test_another_directory_that_is_empty_is_a_new_one(workspace: Workspace, exists: bool) -> None:
+    workspace.save(4)
+    other = workspace.folder / "other"
     if exists:
         other.mkdir()
-    opened = place.open(resume=True, run_dir=other)
-    assert opened.found is not None
+    opened = workspace.open(resume=True, run_dir=other)
+    assert opened.checkpoint is not None
     assert opened.run.path == other
     assert not opened.run.metrics.exists()
-    assert steps(RunDirectory(place.mine).metrics) == [1, 2, 3, 4, 5]
+    assert steps(RunDirectory(workspace.mine).metrics) == [1, 2, 3, 4, 5]
 
 
-def test_another_directory_that_holds_a_run_is_refused(place: Place) -> None:
-    place.save(4)
-    RunDirectory.create(place.folder / "other", environment="arithmetic").append(metrics(1))
-    place.refused("other holds another run", resume=True, run_dir=place.folder / "other")
+def test_another_directory_that_holds_a_run_is_refused(workspace: Workspace) -> None:
+    workspace.save(4)
+    RunDirectory.create(workspace.folder / "other", environment="arithmetic").append(metrics(1))
+    workspace.refused("other holds another run", resume=True, run_dir=workspace.folder / "other")
 
 
-def test_a_lost_directory_is_made_anew(place: Place) -> None:
-    place.save(4)
-    place.mine.rename(place.folder / "elsewhere")
-    opened = place.open(resume=True)
-    assert opened.found is not None
+def test_a_lost_directory_is_made_anew(workspace: Workspace) -> None:
+    workspace.save(4)
+    workspace.mine.rename(workspace.folder / "elsewhere")
+    opened = workspace.open(resume=True)
+    assert opened.checkpoint is not None
     assert opened.run.path.parent == Path("runs")
     assert opened.run.path.name.endswith("-arithmetic")
 
 
-def test_checkpoints_of_another_run_are_never_overwritten(place: Place) -> None:
+def test_checkpoints_of_another_run_are_never_overwritten(workspace: Workspace) -> None:
     for step in (2, 4, 6, 100):
-        place.save(step)
-    remedy = place.refused("saved holds checkpoints of another run: step_4, step_6, step_100\n")
+        workspace.save(step)
+    remedy = workspace.refused("saved holds checkpoints of another run: step_4, step_6, step_100\n")
     assert "--resume" in remedy
     assert "--save-path" in remedy
-    place.refused("holds checkpoints of another run", training_steps=1)
-    assert place.open(save_path=place.folder / "fresh").found is None
+    workspace.refused("holds checkpoints of another run", training_steps=1)
+    assert workspace.open(save_path=workspace.folder / "fresh").checkpoint is None
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_foreign_folder_in_the_way_is_refused(place: Place, resume: bool) -> None:
-    (place.saved / "step_7").mkdir(parents=True)
-    (place.saved / "step_7" / "thesis.txt").write_text("precious")
+def test_a_foreign_folder_in_the_way_is_refused(workspace: Workspace, resume: bool) -> None:
+    (workspace.saved / "step_7").mkdir(parents=True)
+    (workspace.saved / "step_7" / "thesis.txt").write_text("precious")
     if resume:
-        place.save(4)
-    remedy = place.refused(r"saved/step_7 is not a checkpoint of Bridge", resume=resume, training_steps=10)
+        workspace.save(4)
+    remedy = workspace.refused(r"saved/step_7 is not a checkpoint of Bridge", resume=resume, training_steps=10)
     assert "--resume" not in remedy
-    (place.saved / "step_7" / "thesis.txt").unlink()
-    assert place.open(resume=resume, training_steps=10).told is not None
+    (workspace.saved / "step_7" / "thesis.txt").unlink()
+    assert workspace.open(resume=resume, training_steps=10).lines is not None
 
 
-def test_what_bears_another_name_is_in_nobodys_way(place: Place) -> None:
+def test_what_bears_another_name_is_in_nobodys_way(workspace: Workspace) -> None:
     for name in ("step_7.bak", "adapter_3", "best"):
-        (place.saved / name).mkdir(parents=True)
-        (place.saved / name / "notes.txt").touch()
-    assert place.open(run_dir=place.folder / "new").told == []
+        (workspace.saved / name).mkdir(parents=True)
+        (workspace.saved / name / "notes.txt").touch()
+    assert workspace.open(run_dir=workspace.folder / "new").lines == []
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_run_without_a_checkpoint_restarts_in_its_directory(place: Place, damaged: bool) -> None:
-    RunDirectory(place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
+def test_a_run_without_a_checkpoint_restarts_in_its_directory(workspace: Workspace, damaged: bool) -> None:
+    RunDirectory(workspace.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
     if damaged:
-        cut(place.save(3))
-    opened = place.open(resume=True, run_dir=place.mine)
-    assert (opened.found, opened.run.path) == (None, place.mine)
-    assert opened.told[-1] == f"no checkpoint to resume from in {place.saved}: starting at step 1"
+        cut(workspace.save(3))
+    opened = workspace.open(resume=True, run_dir=workspace.mine)
+    assert (opened.checkpoint, opened.run.path) == (None, workspace.mine)
+    assert opened.lines[-1] == f"no checkpoint to resume from in {workspace.saved}: starting at step 1"
     assert (steps(opened.run.metrics), steps(opened.run.lost_metrics)) == ([], [1, 2, 3, 4, 5])
     opened.run.append(metrics(1))
-    remedy = place.refused("mine holds another run", resume=True, run_dir=place.mine, save_path=Path("fresh"))
+    remedy = workspace.refused("mine holds another run", resume=True, run_dir=workspace.mine, save_path=Path("fresh"))
     assert remedy == "name another with --run-dir, or resume that run: --resume --save-path saved"
 
 
-def test_a_run_that_moved_resumes_where_it_moved(place: Place) -> None:
-    place.save(4)
-    other = place.open(resume=True, run_dir=Path("other"))
-    assert other.told[0] == f"other begins at step 5; the steps before it are in {place.mine}"
+def test_a_run_that_moved_resumes_where_it_moved(workspace: Workspace) -> None:
+    workspace.save(4)
+    other = workspace.open(resume=True, run_dir=Path("other"))
+    assert other.lines[0] == f"other begins at step 5; the steps before it are in {workspace.mine}"
     other.run.write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
     other.run.append(metrics(5))
-    again = place.open(resume=True, run_dir=Path("other"))
-    assert again.run.path == Path("other")
-    assert (steps(again.run.metrics), steps(again.run.lost_metrics)) == ([], [5])
-    assert steps(RunDirectory(place.mine).metrics) == [1, 2, 3, 4, 5]
+    reopened = workspace.open(resume=True, run_dir=Path("other"))
+    assert reopened.run.path == Path("other")
+    assert (steps(reopened.run.metrics), steps(reopened.run.lost_metrics)) == ([], [5])
+    assert steps(RunDirectory(workspace.mine).metrics) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_two_runs_never_write_to_one_folder_of_checkpoints(place: Place, resume: bool) -> None:
-    place.save(4)
-    with held(place.saved) as (first, _):
-        remedy = place.refused(f"saved is in use by process {first.pid}", resume=resume, run_dir=place.folder / "new")
+def test_two_runs_never_write_to_one_folder_of_checkpoints(workspace: Workspace, resume: bool) -> None:
+    workspace.save(4)
+    with held(workspace.saved) as (first, _):
+        remedy = workspace.refused(
+            f"saved is in use by process {first.pid}", resume=resume, run_dir=workspace.folder / "new"
+        )
     assert f"kill -INT {first.pid}" in remedy
-    assert place.open(resume=True).run.path == place.mine
+    assert workspace.open(resume=True).run.path == workspace.mine
 
 
-def test_two_runs_never_write_to_one_run_directory(place: Place) -> None:
-    place.save(4)
-    with held(place.mine) as (first, _):
-        place.refused(f"runs/mine is in use by process {first.pid}", resume=True)
-    assert steps(RunDirectory(place.mine).metrics) == [1, 2, 3, 4, 5]
-    with held(place.folder / "new") as (first, _):
-        place.refused(f"new is in use by process {first.pid}", run_dir=Path("new"), save_path=Path("fresh"))
+def test_two_runs_never_write_to_one_run_directory(workspace: Workspace) -> None:
+    workspace.save(4)
+    with held(workspace.mine) as (first, _):
+        workspace.refused(f"runs/mine is in use by process {first.pid}", resume=True)
+    assert steps(RunDirectory(workspace.mine).metrics) == [1, 2, 3, 4, 5]
+    with held(workspace.folder / "new") as (first, _):
+        workspace.refused(f"new is in use by process {first.pid}", run_dir=Path("new"), save_path=Path("fresh"))
 
 
-def test_a_file_in_place_of_the_checkpoints_is_refused(place: Place) -> None:
-    (place.folder / "file").touch()
-    place.refused("cannot make the folder of the checkpoints file: File exists", save_path=Path("file"))
+def test_a_file_in_place_of_the_checkpoints_is_refused(workspace: Workspace) -> None:
+    (workspace.folder / "file").touch()
+    workspace.refused("cannot make the folder of the checkpoints file: File exists", save_path=Path("file"))
 
 
-def test_only_an_unused_checkpoint_folder_is_removed(place: Place) -> None:
-    before = place.content()
-    place.open(save_path=Path("a/b"), run_dir=Path("a/run")).run.remove_if_unused()
-    assert place.content() == before
-    (place.folder / "empty").mkdir()
-    place.open(save_path=Path("empty"), run_dir=Path("a/run")).run.remove_if_unused()
-    assert set(place.content()) - set(before) == {"empty"}
+def test_only_an_unused_checkpoint_folder_is_removed(workspace: Workspace) -> None:
+    before = workspace.content()
+    workspace.open(save_path=Path("a/b"), run_dir=Path("a/run")).run.remove_if_unused()
+    assert workspace.content() == before
+    (workspace.folder / "empty").mkdir()
+    workspace.open(save_path=Path("empty"), run_dir=Path("a/run")).run.remove_if_unused()
+    assert set(workspace.content()) - set(before) == {"empty"}
 
 
 @dataclass(frozen=True)
 class Runs:
     """Runs in `runs/`, each with its checkpoints in its own directory."""
 
-    place: Place
+    workspace: Workspace
 
     def made(self, name: str, *, saved: int = 0, started: int = 0, **choices: Any) -> RunDirectory:
         """Create a run that was `started` at some time, with a checkpoint of step `saved`."""
-        run = RunDirectory(self.place.folder / "runs" / name)
+        run = RunDirectory(self.workspace.folder / "runs" / name)
         run.path.mkdir(parents=True, exist_ok=True)
         mark.put(run.path, "run")
         run.write_config(
@@ -280,22 +282,22 @@ class Runs:
         if saved:
             progress = Progress(step=saved, weight_version=saved, problems_drawn=saved, run_dir=run.path)
             folder = run.checkpoints / f"step_{saved}"
-            checkpoint.save(folder, lambda scratch: self.place.write(scratch, saved), progress)
+            checkpoint.save(folder, lambda scratch: self.workspace.write(scratch, saved), progress)
         return run
 
     def resumed(self, **choices: Any) -> Opened:
-        return self.place.open(resume=True, save_path=None, **choices)
+        return self.workspace.open(resume=True, save_path=None, **choices)
 
 
 @pytest.fixture
-def runs(place: Place) -> Runs:
-    return Runs(place)
+def runs(workspace: Workspace) -> Runs:
+    return Runs(workspace)
 
 
 def test_by_default_a_run_holds_its_own_checkpoints(runs: Runs) -> None:
     for number in range(2):
         run = runs.made(f"{number}", saved=3)
-        opened = runs.place.open(save_path=None)
+        opened = runs.workspace.open(save_path=None)
         assert opened.save_path == opened.run.path / "checkpoints"
         assert opened.run.path != run.path
         opened.run.remove_if_unused()
@@ -309,13 +311,13 @@ def test_resume_takes_the_newest_run_of_the_same_task(runs: Runs) -> None:
     runs.made("another_task", saved=3, started=4, environment="gsm8k")
     runs.made("another_mode", saved=3, started=5, mode="lora_only")
     mark.put(runs.made("a_demo", saved=3, started=6).path, "demo")
-    (runs.place.folder / "runs" / "file").touch()
+    (runs.workspace.folder / "runs" / "file").touch()
     opened = runs.resumed()
-    assert opened.found is not None
-    assert opened.found.progress.step == 2
+    assert opened.checkpoint is not None
+    assert opened.checkpoint.progress.step == 2
     assert opened.run.path.samefile(newest.path)
     assert opened.save_path.samefile(newest.checkpoints)
-    assert opened.told == [f"resuming after step 2 from {newest.checkpoints / 'step_2'}"]
+    assert opened.lines == [f"resuming after step 2 from {newest.checkpoints / 'step_2'}"]
     assert (steps(newest.metrics), steps(newest.lost_metrics)) == ([1, 2], [3])
 
 
@@ -327,27 +329,27 @@ def test_a_newer_run_without_a_checkpoint_is_passed_over(runs: Runs) -> None:
     with held(live.path) as (first, _):
         opened = runs.resumed()
     assert opened.run.path.samefile(older.path)
-    assert opened.told[0] == f"passed over: runs/live is in use by process {first.pid}"
-    assert "damaged/checkpoints/step_4 is not whole" in opened.told[1]
-    assert opened.told[2:4] == [f"passed over: runs/{name} has no whole checkpoint" for name in ("damaged", "begun")]
+    assert opened.lines[0] == f"passed over: runs/live is in use by process {first.pid}"
+    assert "damaged/checkpoints/step_4 is not whole" in opened.lines[1]
+    assert opened.lines[2:4] == [f"passed over: runs/{name} has no whole checkpoint" for name in ("damaged", "begun")]
 
 
 def test_a_run_with_checkpoints_elsewhere_is_resumed(runs: Runs) -> None:
-    RunDirectory(runs.place.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
-    newest = runs.place.save(4)
+    RunDirectory(runs.workspace.mine).write_config(TrainConfig.of(model_name="m", save_path=Path("saved")).document())
+    newest = runs.workspace.save(4)
     opened = runs.resumed()
-    assert opened.found is not None
-    assert opened.found.folder.samefile(newest)
-    assert opened.run.path.samefile(runs.place.mine)
+    assert opened.checkpoint is not None
+    assert opened.checkpoint.folder.samefile(newest)
+    assert opened.run.path.samefile(runs.workspace.mine)
 
 
 def test_resume_with_a_run_directory_is_about_that_run_alone(runs: Runs) -> None:
     runs.made("newest", saved=5, started=9)
     mine = runs.made("chosen", saved=2, started=1)
-    assert runs.resumed(run_dir=mine.path).found.progress.step == 2  # type: ignore[union-attr]
+    assert runs.resumed(run_dir=mine.path).checkpoint.progress.step == 2  # type: ignore[union-attr]
     fresh = runs.resumed(run_dir=Path("elsewhere/new"))
-    assert fresh.found is None
-    assert fresh.told == ["no checkpoint to resume from in elsewhere/new/checkpoints: starting at step 1"]
+    assert fresh.checkpoint is None
+    assert fresh.lines == ["no checkpoint to resume from in elsewhere/new/checkpoints: starting at step 1"]
     fresh.run.remove_if_unused()
     assert not Path("elsewhere").exists()
 
@@ -355,21 +357,21 @@ def test_resume_with_a_run_directory_is_about_that_run_alone(runs: Runs) -> None
 def test_without_any_run_resume_begins_one(runs: Runs) -> None:
     runs.made("another", saved=3, model_name="n")
     opened = runs.resumed()
-    assert (opened.found, opened.told) == (None, ["no checkpoint to resume from in runs: starting at step 1"])
+    assert (opened.checkpoint, opened.lines) == (None, ["no checkpoint to resume from in runs: starting at step 1"])
 
 
 def test_checkpoints_in_a_named_directory_are_kept(runs: Runs) -> None:
     run = runs.made("mine_too", saved=3)
     run.metrics.unlink()
-    runs.place.refused("checkpoints holds checkpoints of another run: step_3", save_path=None, run_dir=run.path)
+    runs.workspace.refused("checkpoints holds checkpoints of another run: step_3", save_path=None, run_dir=run.path)
 
 
-def test_an_event_in_the_run_is_told_to_people(place: Place) -> None:
-    place.save(4)
+def test_an_event_in_the_run_is_told_to_people(workspace: Workspace) -> None:
+    workspace.save(4)
     opened: list[Callable[[], Opened]] = [
-        lambda: place.open(resume=True),
-        lambda: place.open(save_path=place.folder / "fresh"),
+        lambda: workspace.open(resume=True),
+        lambda: workspace.open(save_path=workspace.folder / "fresh"),
     ]
-    for each in opened:
-        each().run.note("the server died")
-        assert place.capsys.readouterr().err == "the server died\n"
+    for reopen in opened:
+        reopen().run.note("the server died")
+        assert workspace.capsys.readouterr().err == "the server died\n"

@@ -142,8 +142,8 @@ def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
     ours.summary.write_text("{}")
     (ours.checkpoints / "step_60").mkdir(parents=True)
     (ours.path / ".config.json.4711-ab").touch()  # of a process that was killed
-    again = demo._fresh(tmp_path / "demo")
-    assert [path.name for path in again.path.iterdir()] == [mark.NAME]
+    renewed = demo._fresh(tmp_path / "demo")
+    assert [path.name for path in renewed.path.iterdir()] == [mark.NAME]
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:

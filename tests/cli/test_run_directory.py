@@ -128,7 +128,7 @@ def completion(text: str, **changed: Any) -> Completion:
 
 def group(*texts: str, prompt: str | list[Message] = "2+3=", **changed: Any) -> Group:
     known: dict[str, Any] = {"problem": {"prompt": prompt, "answer": "5", "picture": b"large"}}
-    known |= {"prompt_token_ids": (1, 2), "rewards": tuple(float(place) for place in range(len(texts)))}
+    known |= {"prompt_token_ids": (1, 2), "rewards": tuple(float(index) for index in range(len(texts)))}
     known["completions"] = tuple(completion(text) for text in texts)
     return Group(**(known | changed))
 
@@ -188,13 +188,13 @@ def test_large_columns_of_a_problem_are_shortened(tmp_path: Path, case: str) -> 
     value, expected = COLUMNS[case]
     run = RunDirectory(tmp_path)
     run.append_rollouts(1, [group("4", problem={"prompt": "2+3=", "column": value})])
-    found = json.loads(run.rollouts.read_text())["problem"]["column"]
-    assert len(json.dumps(found)) < rollout_record.LONGEST_COLUMN + 100
-    if found == value:
-        assert found == expected
+    column = json.loads(run.rollouts.read_text())["problem"]["column"]
+    assert len(json.dumps(column)) < rollout_record.LONGEST_COLUMN + 100
+    if column == value:
+        assert column == expected
     else:
-        assert found.startswith(expected)
-        assert "left out" in found or "cannot be written" in found
+        assert column.startswith(expected)
+        assert "left out" in column or "cannot be written" in column
 
 
 def test_a_long_text_is_cut_in_the_middle(tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def test_a_resumed_run_moves_later_steps_aside(tmp_path: Path) -> None:
     run = RunDirectory.reopen(tmp_path, 2)
     assert (steps(run.metrics), steps(run.lost_metrics)) == ([1, 2], [3, 4])
     run.append(metrics(3))
-    again = RunDirectory.reopen(tmp_path, 1)
-    assert (steps(again.metrics), steps(again.lost_metrics)) == ([1], [3, 4, 2, 3])
+    reopened = RunDirectory.reopen(tmp_path, 1)
+    assert (steps(reopened.metrics), steps(reopened.lost_metrics)) == ([1], [3, 4, 2, 3])
     assert sorted(path.name for path in tmp_path.iterdir()) == [mark.NAME, "metrics.jsonl", "metrics_lost.jsonl"]
 
 
@@ -295,13 +295,13 @@ def test_nothing_is_touched_where_no_step_is_later(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_saved_but_has_no_line_is_told(tmp_path: Path) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     run = with_steps(tmp_path, 1, 2)
-    RunDirectory.reopen(tmp_path, 2, echo=told.append)
-    assert told == []
-    RunDirectory.reopen(tmp_path, 3, echo=told.append)
-    assert told == [f"{run.metrics} has no line of step 3: the run was killed before that, or began elsewhere"]
-    assert told[0] in run.events.read_text()
+    RunDirectory.reopen(tmp_path, 2, echo=notes.append)
+    assert notes == []
+    RunDirectory.reopen(tmp_path, 3, echo=notes.append)
+    assert notes == [f"{run.metrics} has no line of step 3: the run was killed before that, or began elsewhere"]
+    assert notes[0] in run.events.read_text()
     assert steps(run.metrics) == [1, 2]
 
 
@@ -365,15 +365,15 @@ def test_a_kill_between_two_files_loses_and_doubles_nothing(tmp_path: Path, monk
 
 
 def test_another_rank_writes_nothing_into_the_directory(tmp_path: Path) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     nothing: Any = None
     first = RunDirectory.create(tmp_path / "run", environment="arithmetic")
     first.append(metrics(1))
     before = sorted(path.name for path in first.path.iterdir())
-    other = RunDirectory.join(first.path, echo=told.append)
+    other = RunDirectory.join(first.path, echo=notes.append)
     other.note("a request was retried")
     other.record("a request was retried")
-    assert told == ["a request was retried"]
+    assert notes == ["a request was retried"]
     writes: list[Callable[[], object]] = [
         lambda: other.append(metrics(2)),
         lambda: other.append_rollouts(2, []),
@@ -403,12 +403,12 @@ def test_a_rank_is_refused_where_no_run_is_going_on(tmp_path: Path, exists: bool
 
 
 def test_an_event_is_logged_with_its_time_and_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    told: list[str] = []
-    run = RunDirectory.create(tmp_path, environment="arithmetic", echo=told.append)
+    notes: list[str] = []
+    run = RunDirectory.create(tmp_path, environment="arithmetic", echo=notes.append)
     run.note("the server died")
-    assert told == ["the server died"]
+    assert notes == ["the server died"]
     RunDirectory(tmp_path).note("nobody listens")
-    assert told == ["the server died"]
+    assert notes == ["the server died"]
     events = [line.split(" ", 1) for line in run.events.read_text().splitlines()]
     assert [event for _, event in events] == ["the server died", "nobody listens"]
     assert all(time.strptime(when, "%Y-%m-%dT%H:%M:%S%z") for when, _ in events)

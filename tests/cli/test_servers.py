@@ -50,21 +50,21 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def config(*named: object, **choices: Any) -> TrainConfig:
-    chosen = {"servers": ",".join(map(str, named))} if named else {}
-    return TrainConfig.of(model_name="tiny", **chosen, **choices)
+    servers_option = {"servers": ",".join(map(str, named))} if named else {}
+    return TrainConfig.of(model_name="tiny", **servers_option, **choices)
 
 
-def running(chosen: TrainConfig) -> list[Running]:
-    return servers.running(chosen.server, chosen.mode, attaches=chosen.needs_patched_server)
+def running(config: TrainConfig) -> list[Running]:
+    return servers.running(config.server, config.mode, attaches=config.needs_patched_server)
 
 
-def planned_for(chosen: TrainConfig) -> Layout:
-    return servers.layout(running(chosen), chosen.tp_size, chosen.restarts)
+def planned_for(config: TrainConfig) -> Layout:
+    return servers.layout(running(config), config.tp_size, config.restarts)
 
 
-def refusal(chosen: TrainConfig) -> str:
+def refusal(config: TrainConfig) -> str:
     with pytest.raises(BridgeError) as caught:
-        running(chosen)
+        running(config)
     assert "\n" not in caught.value.message
     return f"{caught.value.message}; {caught.value.remedy}"
 

@@ -40,10 +40,10 @@ def ends(ending: Ending, number: int) -> bool:
 @pytest.mark.parametrize("number", OTHERS)
 def test_only_ctrl_c_interrupts_an_ending_command(number: int) -> None:
     ending = Ending()
-    assert [ends(ending, each) for each in (number, number, signal.SIGHUP)] == [True, False, False]
-    assert [ends(ending, each) for each in (signal.SIGINT, signal.SIGINT)] == [True, True]
+    assert [ends(ending, number) for number in (number, number, signal.SIGHUP)] == [True, False, False]
+    assert [ends(ending, number) for number in (signal.SIGINT, signal.SIGINT)] == [True, True]
     after_ctrl_c = Ending()
-    assert [ends(after_ctrl_c, each) for each in (signal.SIGINT, number)] == [True, False]
+    assert [ends(after_ctrl_c, number) for number in (signal.SIGINT, number)] == [True, False]
 
 
 def test_a_second_hangup_is_ignored_everywhere() -> None:
@@ -140,7 +140,7 @@ def test_a_closed_terminal_ends_a_run_except_under_nohup(tmp_path: Path, stays: 
 
 def until_it_says(pattern: str, terminal: int) -> None:
     """Read from `terminal` until its output matches `pattern`."""
-    said = ""
-    while not re.search(pattern, said):
-        assert select.select([terminal], [], [], RUN_LIMIT_S)[0], said
-        said += os.read(terminal, 65536).decode(errors="replace")
+    output = ""
+    while not re.search(pattern, output):
+        assert select.select([terminal], [], [], RUN_LIMIT_S)[0], output
+        output += os.read(terminal, 65536).decode(errors="replace")

@@ -90,8 +90,8 @@ n.o
 """
 raise ImportError
 ''')
-    found = [(each.patch, each.module, each.statement) for each in pins.of_file(tmp_path / "patch.py")]
-    assert found == [("patch", "m", "call f()"), ("patch", "n.o", "C: a, b"), ("patch", "n.o", "name")]
+    statements = [(pin.patch, pin.module, pin.statement) for pin in pins.of_file(tmp_path / "patch.py")]
+    assert statements == [("patch", "m", "call f()"), ("patch", "n.o", "C: a, b"), ("patch", "n.o", "name")]
 
 
 @pytest.mark.parametrize("statement", ["call f", "wraps f()", "NAME = 3", "f lists x", "C : a"])

@@ -22,8 +22,8 @@ SMALL: dict[str, Any] = {
 PHI: dict[str, Any] = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4_096}
 """The settings of Phi-3.5-mini and Phi-4-mini."""
 FACTORS: dict[str, Any] = {
-    "short_factor": [1.0 + 0.02 * place for place in range(48)],
-    "long_factor": [1.08 + 1.3 * place for place in range(48)],
+    "short_factor": [1.0 + 0.02 * index for index in range(48)],
+    "long_factor": [1.08 + 1.3 * index for index in range(48)],
 }
 MSCALES: dict[str, Any] = {"short_mscale": 1.1, "long_mscale": 1.3}
 
@@ -73,9 +73,9 @@ def of_vllm(config: PretrainedConfig, max_model_len: int, positions: Tensor) -> 
 def of_trainer(config: PretrainedConfig, max_model_len: int, positions: Tensor) -> tuple[Tensor, Tensor]:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     rope.follow_server(model, max_model_len)
-    found = [model.model.rotary_emb(torch.zeros(1), positions[None]) for _ in range(2)]
-    assert torch.equal(found[0][0], found[1][0])
-    cos, sin = (values[0, :, : values.shape[-1] // 2] for values in found[0])
+    outputs = [model.model.rotary_emb(torch.zeros(1), positions[None]) for _ in range(2)]
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    cos, sin = (values[0, :, : values.shape[-1] // 2] for values in outputs[0])
     return cos, sin
 
 

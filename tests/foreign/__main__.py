@@ -73,12 +73,14 @@ def stand_ins(folder: Path) -> Path:
     data.mkdir()
     configs = []
     for kind in ("standard", "conversational"):
-        rows = [{"prompt": each if kind == "standard" else [{"role": "user", "content": each}]} for each in PROMPTS]
+        rows = [
+            {"prompt": prompt if kind == "standard" else [{"role": "user", "content": prompt}]} for prompt in PROMPTS
+        ]
         files = {"train": rows[:NUM_TRAIN], "test": rows[NUM_TRAIN:]}
-        for split, chosen in files.items():
-            (data / f"{kind}_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
-        places = "".join(f"      - split: {split}\n        path: {kind}_{split}.jsonl\n" for split in files)
-        configs.append(f"  - config_name: {kind}_prompt_only\n    data_files:\n{places}")
+        for split, rows_of_split in files.items():
+            (data / f"{kind}_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_split))
+        paths = "".join(f"      - split: {split}\n        path: {kind}_{split}.jsonl\n" for split in files)
+        configs.append(f"  - config_name: {kind}_prompt_only\n    data_files:\n{paths}")
     (data / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
     return model
 

@@ -47,7 +47,7 @@ def on_bridge(policy: bridge.Policy) -> type[GRPOTrainer]:
 @pytest.fixture(autouse=True)
 def on_the_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with bridge.attach(SERVER) as policy, torch.no_grad():
-        first[:] = first or [each.clone() for each in policy.parameters()]
+        first[:] = first or [parameter.clone() for parameter in policy.parameters()]
         policy.publish(lambda: [own.copy_(kept) for own, kept in zip(policy.parameters(), first, strict=True)])
         begun = policy.version
         with torch.enable_grad():
@@ -82,8 +82,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    found = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES)
-    terminalreporter.write_line(f"TRL's tests on Bridge: {found}; {counts['fences']} fences")
+    outcomes = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES)
+    terminalreporter.write_line(f"TRL's tests on Bridge: {outcomes}; {counts['fences']} fences")
 
 
 def _fails_on_stock(item: pytest.Function) -> bool:

@@ -78,8 +78,8 @@ def _phi3(partial_rotary_factor: float) -> Phi3Config:
     size = int(SMALL["hidden_size"] // SMALL["num_attention_heads"] * partial_rotary_factor) // 2
     rope = {
         "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": partial_rotary_factor,
-        "short_factor": [1.0 + 0.05 * place for place in range(size)],
-        "long_factor": [1.1 + 1.5 * place for place in range(size)],
+        "short_factor": [1.0 + 0.05 * index for index in range(size)],
+        "long_factor": [1.1 + 1.5 * index for index in range(size)],
     }  # fmt: skip
     return Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=rope, tie_word_embeddings=False)
 
@@ -158,7 +158,7 @@ def large(config: PretrainedConfig) -> PretrainedConfig:
         heads = LARGE["hidden_size"] // LARGE["num_attention_heads"]
         size = int(heads * rope["partial_rotary_factor"]) // 2
         for name in ("short_factor", "long_factor"):
-            rope[name] = [rope[name][place * len(rope[name]) // size] for place in range(size)]
+            rope[name] = [rope[name][index * len(rope[name]) // size] for index in range(size)]
         known["rope_parameters"] = rope
     return type(config).from_dict(known)
 

@@ -64,7 +64,7 @@ def with_longrope(folder: Path, original: int) -> torch.Tensor:
     """Give the Llama in `folder` longrope with long factors beyond `original` tokens, and return their frequencies."""
     path = folder / "config.json"
     document = json.loads(path.read_text())
-    long_factor = [1.0 + place for place in range(16)]
+    long_factor = [1.0 + index for index in range(16)]
     document["rope_parameters"] = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,

@@ -39,8 +39,8 @@ def _cut(config: PretrainedConfig, name: str, shape: tuple[int, ...], part: int,
 def _runs(config: PretrainedConfig, layer: str, size: int, part: int, num_parts: int) -> Runs | None:
     heads, pairs = (getattr(config, f"num_{kind}_heads", None) or 1 for kind in ("attention", "key_value"))
     if layer in VOCABULARY:
-        each = math.ceil(size / PADDING) * PADDING // num_parts
-        return ((part * each, min(each, size - part * each)),)
+        part_size = math.ceil(size / PADDING) * PADDING // num_parts
+        return ((part * part_size, min(part_size, size - part * part_size)),)
     if layer in KEYS:
         return (_held(0, size, pairs, part, num_parts),)
     if layer == "qkv_proj":
