@@ -60,15 +60,15 @@ def _parameters(function: object) -> str:
         return ""
     signature = inspect.signature(function)  # type: ignore[arg-type]
     bare = [
-        each.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty)
-        for each in signature.parameters.values()
+        parameter.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
     ]
     return str(inspect.Signature(bare))
 
 
 def test_every_name_has_one_place_and_a_docstring() -> None:
     assert sorted(name for names in bridge._MODULES.values() for name in names) == sorted(bridge.__all__)
-    assert {place.partition(".")[0] for place in bridge._MODULES} == {"bridge"}, "below the command line"
+    assert {module.partition(".")[0] for module in bridge._MODULES} == {"bridge"}, "below the command line"
     for name in bridge.__all__:
         assert inspect.getdoc(getattr(bridge, name)), name
         assert name in dir(bridge)
@@ -122,7 +122,7 @@ def test_a_loss_that_divides_by_a_length_asks_for_it() -> None:
     with pytest.raises(UsageError, match="longest completion"):
         bridge.samples([group], loss)
     made = bridge.samples([group], loss, max_new_tokens=10)
-    assert [(each.weight, each.advantages) for each in made] == [(1 / 20, (-0.5, -0.5)), (1 / 20, (0.5, 0.5))]
+    assert [(sample.weight, sample.advantages) for sample in made] == [(1 / 20, (-0.5, -0.5)), (1 / 20, (0.5, 0.5))]
 
 
 @pytest.mark.parametrize(

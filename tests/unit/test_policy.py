@@ -79,7 +79,7 @@ def test_only_a_filtered_policy_computes_over_kept_words(
     """A teacher without filters scores what a filtered student sampled over the whole vocabulary."""
     sample = policy.encode("a", "b c")
     filtered = replace(sample, kept=((1e9, 1),) * len(sample.token_ids))
-    ours, plain = (policy.logprobs(batch)[0] for each in (filtered, sample) for batch in policy.pack([each]))
+    ours, plain = (policy.logprobs(batch)[0] for group in (filtered, sample) for batch in policy.pack([group]))
     assert torch.equal(ours, plain)
     monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_k=1))
     (batch,) = policy.pack([filtered])
@@ -214,10 +214,11 @@ def test_the_hint_for_an_existing_folder_is_the_librarys(policy: bridge.Policy, 
 
 
 @pytest.mark.parametrize(
-    ("chosen", "words"), [({"name": "sgd", "lr": 1e-6}, "name is 'sgd'"), ({"lr": 0.0}, "lr is 0.0: .* greater than 0")]
+    ("choices", "words"),
+    [({"name": "sgd", "lr": 1e-6}, "name is 'sgd'"), ({"lr": 0.0}, "lr is 0.0: .* greater than 0")],
 )
 def test_an_optimizer_that_cannot_be_made_is_one_clear_line(
-    policy: bridge.Policy, chosen: dict[str, Any], words: str
+    policy: bridge.Policy, choices: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        policy.optimizer(**chosen)
+        policy.optimizer(**choices)

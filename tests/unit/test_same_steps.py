@@ -79,13 +79,13 @@ def test_tensors_are_compared_by_name_and_content_and_not_by_file(tmp_path: Path
     (run / "summary.json").write_text(json.dumps({"checkpoint": f"{saved}/step_1"}))
     save_file({"a": torch.zeros(2), "b": torch.ones(3)}, saved / "step_1" / "model.safetensors", {"format": "pt"})
     save_file({"a.moment": torch.ones(2)}, saved / "step_1" / "optimizer" / "optimizer-1.safetensors")
-    found = same_steps.read(run, saved, hidden=str(tmp_path))
-    assert found["metrics of step 2"] == {"loss": 0.25}
-    assert found["rollouts of step 1"]["completions.text"] == [["a", "b"], ["c", "d"]]
-    assert found["summary"] == {"checkpoint": "/saved/step_1"}
-    assert list(found["step_1"]) == ["a", "b", "optimizer/a.moment"]
+    recording = same_steps.read(run, saved, hidden=str(tmp_path))
+    assert recording["metrics of step 2"] == {"loss": 0.25}
+    assert recording["rollouts of step 1"]["completions.text"] == [["a", "b"], ["c", "d"]]
+    assert recording["summary"] == {"checkpoint": "/saved/step_1"}
+    assert list(recording["step_1"]) == ["a", "b", "optimizer/a.moment"]
 
     save_file({"b": torch.ones(3)}, saved / "step_1" / "model.safetensors")
     save_file({"a": torch.tensor([0.0, 1e-7])}, saved / "step_1" / "model-2.safetensors")
-    again = same_steps.read(run, saved, hidden=str(tmp_path))
-    assert [path for path, _ in same_steps.differences(found, again, {})] == [("step_1", "a")]
+    repeated = same_steps.read(run, saved, hidden=str(tmp_path))
+    assert [path for path, _ in same_steps.differences(recording, repeated, {})] == [("step_1", "a")]

@@ -39,19 +39,19 @@ class FakeGround:
 
 
 def test_a_seed_decides_every_fault_and_all_of_them_come() -> None:
-    first, again, other = (list(islice(soak.disturbances(seed), 3000)) for seed in (3, 3, 4))
-    assert first == again != other
-    chosen = {(each.fault, each.phase) for each, _ in first}
-    assert chosen == {(fault, phase) for fault, phases in FAULTS.items() for phase in phases}
+    first, repeated, other = (list(islice(soak.disturbances(seed), 3000)) for seed in (3, 3, 4))
+    assert first == repeated != other
+    fault_phases = {(disturbance.fault, disturbance.phase) for disturbance, _ in first}
+    assert fault_phases == {(fault, phase) for fault, phases in FAULTS.items() for phase in phases}
 
 
 def test_each_fault_is_one_line_and_a_violation_is_counted_and_outlived() -> None:
-    fake, told = (
+    fake, lines = (
         FakeGround([Proof("whole", "version 3"), NotWholeError("3 of 14 differ"), Proof("torn", "r")]),
         list[str](),
     )
-    outcomes = soak.soak(cast(Ground, fake), 0, lambda number: number == 3, told.append)
+    outcomes = soak.soak(cast(Ground, fake), 0, lambda number: number == 3, lines.append)
     assert outcomes == {"whole": 1, soak.VIOLATION: 1, "torn": 1}
-    assert len(told) == 3
-    assert told[1].endswith("VIOLATION: 3 of 14 differ")
+    assert len(lines) == 3
+    assert lines[1].endswith("VIOLATION: 3 of 14 differ")
     assert fake.calls == ["disturb", "check", "prove"] * 2 + ["start again"] + ["disturb", "check", "prove"]

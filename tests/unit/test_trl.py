@@ -38,17 +38,21 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.P
 def own_fields(file: str, name: str) -> list[tuple[str, Any, Any]]:
     """Return name, type and default of each field of a dataclass of TRL; to import TRL takes seconds."""
     source = Path(str(distribution("trl").locate_file(f"trl/trainer/{file}.py"))).read_text()
-    (found,) = (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef) and each.name == name)
-    fields = (each for each in found.body if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Call))
+    (definition,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+    fields = (node for node in definition.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call))
     return [
-        (each.target.id, Any, ast.literal_eval(next(arg.value for arg in each.value.keywords if arg.arg == "default")))
-        for each in fields
-        if isinstance(each.target, ast.Name) and isinstance(each.value, ast.Call)
+        (
+            field.target.id,
+            Any,
+            ast.literal_eval(next(arg.value for arg in field.value.keywords if arg.arg == "default")),
+        )
+        for field in fields
+        if isinstance(field.target, ast.Name) and isinstance(field.value, ast.Call)
     ]
 
 
 GRPO_FIELDS = {name: default for name, _, default in own_fields("grpo_config", "GRPOConfig")}
-ALL_FIELDS = {each.name for each in dataclasses.fields(TrainingArguments) if each.init} | GRPO_FIELDS.keys()
+ALL_FIELDS = {field.name for field in dataclasses.fields(TrainingArguments) if field.init} | GRPO_FIELDS.keys()
 MADE: dict[str, Any] = {
     "world_size": 1, "n_gpu": 1, "device": torch.device("cpu"), "weight_decay": 0.0, "adam_beta1": 0.9,
     "adam_beta2": 0.999, "adam_epsilon": 1e-8, "seed": 42, "fp16": False, "optim": "adamw_torch_fused",
@@ -154,9 +158,9 @@ def test_every_setting_of_trl_works_or_is_refused() -> None:
     assert WORKS.isdisjoint(REFUSED)
     assert WORKS | REFUSED.keys() == ALL_FIELDS
     source = Path(str(distribution("trl").locate_file("trl/trainer/grpo_trainer.py"))).read_text()
-    (trainer,) = (each for each in ast.parse(source).body if getattr(each, "name", "") == "GRPOTrainer")
-    (init,) = (each for each in trainer.body if getattr(each, "name", "") == "__init__")  # type: ignore[attr-defined]
-    assert {each.arg for each in init.args.args} - {"self"} == TRAINER_ARGUMENTS.keys()
+    (trainer,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == "GRPOTrainer")
+    (init,) = (node for node in trainer.body if getattr(node, "name", "") == "__init__")  # type: ignore[attr-defined]
+    assert {argument.arg for argument in init.args.args} - {"self"} == TRAINER_ARGUMENTS.keys()
 
 
 def test_plain_settings_are_accepted_and_training_begins(policy: bridge.Policy) -> None:
@@ -209,8 +213,8 @@ def test_weight_decay_and_epsilon_are_trls(policy: bridge.Policy) -> None:
     decaying, others = adamw.param_groups
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert {group["eps"] for group in adamw.param_groups} == {1e-6}
-    norms = {id(each) for name, each in policy.model.named_parameters() if "norm" in name}
-    assert norms == {id(each) for each in others["params"]}
+    norms = {id(parameter) for name, parameter in policy.model.named_parameters() if "norm" in name}
+    assert norms == {id(parameter) for parameter in others["params"]}
     assert len(decaying["params"]) + len(norms) == len([*policy.parameters()])
 
 
@@ -271,7 +275,7 @@ def test_parameters_outside_the_servers_memory_are_refused(policy: bridge.Policy
 
 def checkpoint(policy: bridge.Policy) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint as its file holds them: a tied one once, and all of them zero."""
-    return {name: torch.zeros_like(each) for name, each in policy.model.named_parameters()}
+    return {name: torch.zeros_like(parameter) for name, parameter in policy.model.named_parameters()}
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
@@ -281,11 +285,11 @@ def test_a_checkpoint_is_loaded_inside_one_fence(policy: bridge.Policy, num_file
     names = [*checkpoint(policy)]
     for number in range(num_files):
         assert "pause" not in calls(policy)
-        found = {name: each for name, each in checkpoint(policy).items() if name in names[number::num_files]}
-        result = policy.model.load_state_dict(found, False)
+        tensors = {name: tensor for name, tensor in checkpoint(policy).items() if name in names[number::num_files]}
+        result = policy.model.load_state_dict(tensors, False)
         assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert [each for each in calls(policy) if each != "lease"] == ["pause", "publish"]
-    assert not any(each.any() for each in policy.parameters())
+    assert [call for call in calls(policy) if call != "lease"] == ["pause", "publish"]
+    assert not any(parameter.any() for parameter in policy.parameters())
     fence.on_train_begin(None, None, None, model=policy.model)
     fence.on_train_end(None, None, None)
 

@@ -102,14 +102,14 @@ def test_model_is_built_by_a_child_process(tmp_path: Path) -> None:
 
 
 def test_notes_name_the_limits_of_a_mode() -> None:
-    found = {
+    notes = {
         check.name: check.found
         for check in model.modes("m", {"dtype": "float16", "kv_lora_rank": 64, "n_routed_experts": 4})
     }
-    assert "VLLM_MLA_DISABLE=1" in found[f"Model, {SHARED}"]
-    assert "VLLM_MLA_DISABLE" not in found[f"Model, {NONE}"]
-    assert "experts get no adapter" in found[f"Model, {LORA}"]
-    assert all("--dtype bfloat16" in text for text in found.values())
+    assert "VLLM_MLA_DISABLE=1" in notes[f"Model, {SHARED}"]
+    assert "VLLM_MLA_DISABLE" not in notes[f"Model, {NONE}"]
+    assert "experts get no adapter" in notes[f"Model, {LORA}"]
+    assert all("--dtype bfloat16" in text for text in notes.values())
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_notes_name_the_limits_of_a_mode() -> None:
 def test_window_counts_if_a_sequence_may_be_longer(config: dict[str, Any] | None, expected: int | None) -> None:
     assert model.window(config, None) == expected
     assert model.window(config, 4096) is None
-    told = [
+    findings = [
         check.found for check in model.modes("m", config) if "unless --max-model-len is 4,096 or less" in check.found
     ]
-    assert len(told) == (len(model.MODES) if expected else 0)
+    assert len(findings) == (len(model.MODES) if expected else 0)
 
 
 def test_configuration_is_read_from_a_folder(tmp_path: Path) -> None:

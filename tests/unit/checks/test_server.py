@@ -102,8 +102,8 @@ def test_server_of_an_older_bridge_skips_the_scan(played: PlayedServer) -> None:
 
 
 def test_server_that_does_not_answer_fails(played: PlayedServer) -> None:
-    (gone,) = server.answers(manifest(url="http://127.0.0.1:9"))
-    assert (gone.status, "does not answer" in gone.found) == ("FAIL", True)
+    (unreachable,) = server.answers(manifest(url="http://127.0.0.1:9"))
+    assert (unreachable.status, "does not answer" in unreachable.found) == ("FAIL", True)
     played.health = 503
     (dead,) = server.answers(played.manifest())
     assert (dead.status, "503" in dead.found) == ("FAIL", True)

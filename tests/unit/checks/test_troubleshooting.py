@@ -29,14 +29,14 @@ def test_the_page_in_the_docs_is_the_one_that_the_checks_make() -> None:
 
 
 def test_the_page_has_every_finding_of_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[tuple[str, int]] = set()
+    executed: set[tuple[str, int]] = set()
 
     def record(check: Check) -> None:
         frame = sys._getframe(1)
         while frame.f_code.co_filename in ("<string>", checks.__file__) and frame.f_back:
             frame = frame.f_back
         if check.status in ("WARN", "FAIL"):
-            seen.add((frame.f_code.co_filename, frame.f_lineno))
+            executed.add((frame.f_code.co_filename, frame.f_lineno))
 
     monkeypatch.setattr(Check, "__post_init__", record)
     for findings in FINDINGS.values():
@@ -46,7 +46,7 @@ def test_the_page_has_every_finding_of_every_check(monkeypatch: pytest.MonkeyPat
     missing = [
         f"{file}:{call.lineno}"
         for file, call in calls
-        if not any((file, line) in seen for line in range(call.lineno, (call.end_lineno or 0) + 1))
+        if not any((file, line) in executed for line in range(call.lineno, (call.end_lineno or 0) + 1))
     ]
     assert missing == []
 

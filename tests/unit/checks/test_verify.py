@@ -30,10 +30,10 @@ class FakeClient:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
-        self.asked: list[tuple[Element, ...]] = []
+        self.elements_read: list[tuple[Element, ...]] = []
 
     def read(self, elements: tuple[Element, ...]) -> tuple[float, ...]:
-        self.asked.append(elements)
+        self.elements_read.append(elements)
         return tuple(self._cell(element).item() for element in elements)
 
     def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
@@ -78,8 +78,8 @@ def test_marks_pass_both_ways_and_are_put_back(server: ToyServer, attached: Atta
     client = FakeClient(server.tensors)
     assert statuses(verify.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
-    assert {element.parameter for element in client.asked[0]} == server.tensors.keys()
-    assert len(client.asked[0]) == len(server.manifest.shard(0).param_mappings)
+    assert {element.parameter for element in client.elements_read[0]} == server.tensors.keys()
+    assert len(client.elements_read[0]) == len(server.manifest.shard(0).param_mappings)
 
 
 def test_marks_do_not_reach_a_second_copy(server: ToyServer, attached: AttachedModel) -> None:
@@ -110,13 +110,13 @@ def test_mark_differs_from_the_value_before(server: ToyServer, attached: Attache
 
 
 def test_marks_are_put_back_if_the_server_fails(server: ToyServer, attached: AttachedModel) -> None:
-    class Gone(FakeClient):
+    class Unreachable(FakeClient):
         def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:
             raise ConnectionError
 
     before = copied(server)
     with pytest.raises(ConnectionError):
-        list(verify.markers(attached, cast(BridgeClient, Gone(server.tensors))))
+        list(verify.markers(attached, cast(BridgeClient, Unreachable(server.tensors))))
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
 
 
@@ -167,18 +167,20 @@ def truth(attached: AttachedModel, prompt: list[int], token_ids: list[int]) -> l
     given = torch.tensor([prompt + token_ids])
     with torch.no_grad():
         logits = attached.model(input_ids=given, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    found: list[float] = logits.log_softmax(dim=1).gather(1, given[0, len(prompt) :].unsqueeze(1)).squeeze(1).tolist()
-    return found
+    logprobs: list[float] = (
+        logits.log_softmax(dim=1).gather(1, given[0, len(prompt) :].unsqueeze(1)).squeeze(1).tolist()
+    )
+    return logprobs
 
 
 @pytest.mark.parametrize(("shift", "status"), [(0.0, "PASS"), (0.04, "PASS"), (0.2, "FAIL")])
 def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: float, status: str) -> None:
     answers: dict[tuple[int, ...], list[float]] = {}
 
-    def bend(document: dict[str, Any], asked: Any) -> dict[str, Any]:
-        prompt = asked.body["prompt"]
+    def bend(document: dict[str, Any], request: Any) -> dict[str, Any]:
+        prompt = request.body["prompt"]
         logprobs = answers.setdefault(tuple(prompt), [value - shift for value in truth(attached, prompt, [5, 9, 2])])
-        choices = [choice(index, 5, 9, 2) for index in range(asked.body["n"])]
+        choices = [choice(index, 5, 9, 2) for index in range(request.body["n"])]
         return {"choices": [{**one, "logprobs": {"token_logprobs": logprobs}} for one in choices]}
 
     with serving(openai(bend)) as http, Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
@@ -202,16 +204,16 @@ def test_replicas_that_differ_are_named() -> None:
 
 
 def test_replicas_are_compared_at_one_version() -> None:
-    seen = dict.fromkeys("xy", 0)
+    num_reads = dict.fromkeys("xy", 0)
 
     def look(path: Path) -> Served:
-        seen[path.name] += 1
-        late = path.name == "y" and seen["y"] <= published
+        num_reads[path.name] += 1
+        late = path.name == "y" and num_reads["y"] <= published
         return Served(3 if late else 4, {"a": str(late)})
 
     published = 2
     assert verify.replicas([Path("x"), Path("y")], look).status == "PASS"
-    assert seen == {"x": 3, "y": 3}
+    assert num_reads == {"x": 3, "y": 3}
     published = 99
     check = verify.replicas([Path("x"), Path("y")], look)
     assert check.status == "SKIP"

@@ -37,8 +37,8 @@ def test_a_class_with_a_run_is_an_agent(tmp_path: Path) -> None:
     assert task.interaction == "agent"
     assert isinstance(task.recipe(), Agent)
     assert registry.load(TaskConfig()).interaction == "completion"
-    found: Any = registry.scorer(TaskConfig(environment=f"{FILE}:Calling"))
-    assert found.origin.name == "Calling.run"
+    scorer: Any = registry.scorer(TaskConfig(environment=f"{FILE}:Calling"))
+    assert scorer.origin.name == "Calling.run"
     assert registry.scorer(TaskConfig(environment=f"{FILE}:Scored")).origin.name == "Scored.score"
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "3+4=", "answer": "7", "start": 3}))
     (problem,) = registry.load(TaskConfig(environment=f"{FILE}:Calling", data=str(tmp_path / "rows.jsonl")))
@@ -150,7 +150,7 @@ def test_what_a_request_asks_is_read_as_the_template_needs_it() -> None:
     function = {"name": "add", "arguments": '{"b": 7, "a": 12}'}
     calls = [{"id": "call00000", "type": "function", "function": function}]
     turn = {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None, "reasoning_content": "I add."}
-    found = chat_request.read(
+    request = chat_request.read(
         {
             "messages": [
                 {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
@@ -161,16 +161,16 @@ def test_what_a_request_asks_is_read_as_the_template_needs_it() -> None:
             "tools": [{"type": "function"}], "tool_choice": "auto",
         }
     )  # fmt: skip
-    assert found.messages[0] == {"role": "system", "content": "Be\nbrief."}
-    assert found.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 12, "b": 7}}
-    assert (found.max_tokens, found.ignored, len(found.tools)) == (5, ("temperature",), 1)
+    assert request.messages[0] == {"role": "system", "content": "Be\nbrief."}
+    assert request.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 12, "b": 7}}
+    assert (request.max_tokens, request.ignored, len(request.tools)) == (5, ("temperature",), 1)
     without = {**turn, "content": "", "reasoning_content": None, "tool_calls": json.loads(json.dumps(calls))}
     without["tool_calls"][0]["function"]["arguments"] = '{"a":12,"b":7}'
     (same,) = chat_request.read({"messages": [without, USER]}).messages[:1]
-    assert chat_request.key(same) == chat_request.key(found.messages[1])
+    assert chat_request.key(same) == chat_request.key(request.messages[1])
     without["tool_calls"][0]["function"]["arguments"] = '{"a":12,"b":8}'
     (other,) = chat_request.read({"messages": [without, USER]}).messages[:1]
-    assert chat_request.key(other) != chat_request.key(found.messages[1])
+    assert chat_request.key(other) != chat_request.key(request.messages[1])
     assert chat_request.read({"messages": [USER], "tools": [{}], "tool_choice": "none"}).tools == ()
 
 
@@ -186,13 +186,13 @@ def test_a_turn_ends_at_the_stop_that_vllm_looks_for_first() -> None:
     request = chat_request.read({"messages": [USER], "stop": ["c", "bc"]})
     cases = {("abc", "stop"): "c", ("ab", "stop"): "", ("abc", "length"): "", ("abcd", "stop"): "c"}
     for (text, reason), expected in cases.items():
-        chosen: Any = reason
-        said = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason=chosen)
-        assert request.stop_in(said) == expected
+        finish_reason: Any = reason
+        completion = Completion(token_ids=(1,), logprobs=(0.0,), text=text, finish_reason=finish_reason)
+        assert request.stop_in(completion) == expected
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_forced_call_is_a_wish(choice: Any) -> None:
-    found = chat_request.read({"messages": [USER], "tools": [ADD], "tool_choice": choice})
-    assert (found.forces_call, len(found.tools)) == (True, 1)
+    request = chat_request.read({"messages": [USER], "tools": [ADD], "tool_choice": choice})
+    assert (request.forces_call, len(request.tools)) == (True, 1)
     assert not chat_request.read({"messages": [USER], "tools": [ADD], "tool_choice": "auto"}).forces_call

@@ -95,7 +95,7 @@ def test_an_answer_to_compare_with_that_is_no_formula_is_named(answer: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("completion", "found"),
+    ("completion", "expected"),
     [
         ("nothing", None),
         ("#### 7 eggs \nmore", "7 eggs"),
@@ -105,16 +105,16 @@ def test_an_answer_to_compare_with_that_is_no_formula_is_named(answer: str) -> N
         (r"\boxed{\frac{1}{2}", ""),
     ],
 )
-def test_the_last_mark_is_read_up_to_its_end(completion: str, found: str | None) -> None:
-    assert rewards.marked(completion) == found
+def test_the_last_mark_is_read_up_to_its_end(completion: str, expected: str | None) -> None:
+    assert rewards.marked(completion) == expected
 
 
 def test_answers_are_compared_quietly_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(rewards.is_right("7", "#### 7")))
+    verdicts: list[bool] = []
+    thread = threading.Thread(target=lambda: verdicts.append(rewards.is_right("7", "#### 7")))
     thread.start()
     thread.join()
-    assert found == [True]
+    assert verdicts == [True]
     assert capfd.readouterr() == ("", "")
 
 

@@ -104,22 +104,22 @@ def test_the_layout_of_the_original_repository_is_read_too(write: Write) -> None
 
 
 def test_a_name_on_the_hub_is_asked_for_by_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
-    def load_dataset(path: str, **place: Any) -> Any:
-        asked.append((path, place))
+    def load_dataset(path: str, **options: Any) -> Any:
+        calls.append((path, options))
         row = datasets.Dataset.from_list([{"question": "a?", "answer": WORKED}])
         return {"train": row, "test": row}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     load("gsm8k", data="openai/gsm8k")
     load("jsonl", data="someone/else", prompt_column="question")
-    assert asked == [("openai/gsm8k", {"name": "main"}), ("someone/else", {"name": None})]
+    assert calls == [("openai/gsm8k", {"name": "main"}), ("someone/else", {"name": None})]
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no route"), ValueError("no route"), FileNotFoundError("no route")])
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def load_dataset(path: str, **place: Any) -> Any:
+    def load_dataset(path: str, **options: Any) -> Any:
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -278,8 +278,8 @@ def scored(recipe: bytes, problem: Problem, completion: str) -> Any:
 
 
 def test_a_scorer_can_be_pickled_and_needs_no_data() -> None:
-    chosen = TaskConfig(environment="jsonl", data="gone.jsonl", reward="math,format=0.5")
-    recipe = pickle.dumps(partial(registry.scorer, chosen))
+    config = TaskConfig(environment="jsonl", data="gone.jsonl", reward="math,format=0.5")
+    recipe = pickle.dumps(partial(registry.scorer, config))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         problem: Problem = {"prompt": "6*7?", "answer": "42"}
         assert pool.apply(scored, (recipe, problem, "it is 42")) == (1.0, {"math": 1.0, "format": 0.0})
@@ -296,9 +296,9 @@ def test_the_scorer_of_an_environment_is_what_scores_in_it(write: Write) -> None
 def test_neither_problems_nor_rewards_load_torch(hub: Path) -> None:
     program = (
         "import sys\nfrom bridge.config import TaskConfig\nfrom bridge_environments import registry\n"
-        "chosen = TaskConfig(environment='gsm8k', data=sys.argv[1])\n"
-        "problem = next(iter(registry.load(chosen)))\n"
-        "assert registry.scorer(chosen).score(problem, '#### 1008') == 1.0\n"
+        "config = TaskConfig(environment='gsm8k', data=sys.argv[1])\n"
+        "problem = next(iter(registry.load(config)))\n"
+        "assert registry.scorer(config).score(problem, '#### 1008') == 1.0\n"
         "assert 'datasets' in sys.modules\nassert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
     )
     environment = {"PATH": "", "HF_HOME": str(hub.parent / "home")}

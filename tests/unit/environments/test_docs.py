@@ -21,7 +21,7 @@ ROWS = [row for row in re.findall(r"^\| (.*?) \| (right|wrong)", TEXT, re.MULTIL
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def example_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write every file that the document names, and change to their folder."""
     monkeypatch.chdir(tmp_path)
     assert GSM8K.bundled is not None
@@ -42,7 +42,7 @@ def test_the_smallest_task_with_tools_has_at_most_15_lines() -> None:
     assert len([line for line in block.splitlines()[1:] if line.strip()]) <= 15
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("example_files")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_loads_its_problems_and_scores(command: str) -> None:
     bridge, run, *words = shlex.split(command, comments=True)
@@ -63,8 +63,8 @@ def test_every_command_loads_its_problems_and_scores(command: str) -> None:
 
 
 def reward(scores: Scores, problem: Problem, completion: str) -> float:
-    found: Any = scores.score(problem, completion)
-    return float(found.reward if isinstance(found, Score) else found)
+    score: Any = scores.score(problem, completion)
+    return float(score.reward if isinstance(score, Score) else score)
 
 
 def test_there_are_as_many_examples_as_there_should_be() -> None:

@@ -34,9 +34,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def environment() -> Iterator[Verifiers]:
-    found = Verifiers("calm", {})
-    yield found
-    found.close()
+    task = Verifiers("calm", {})
+    yield task
+    task.close()
 
 
 def pid_of(environment: Verifiers) -> int:
@@ -94,9 +94,9 @@ def test_tasks_that_take_too_long_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_what_cannot_be_loaded_is_refused(name: str, message: str, remedy: str) -> None:
-    with pytest.raises(UsageError, match=message) as found:
+    with pytest.raises(UsageError, match=message) as caught:
         registry.load(TaskConfig(environment=f"verifiers:{name}"))
-    assert found.value.remedy.startswith(remedy)
+    assert caught.value.remedy.startswith(remedy)
 
 
 def test_the_hint_for_several_agents_is_what_verifiers_reads() -> None:
@@ -112,9 +112,9 @@ def test_arguments_of_another_form_are_refused() -> None:
 
 
 def test_a_missing_python_for_verifiers_names_make_verifiers(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no file .*/python") as found:
+    with pytest.raises(UsageError, match=r"there is no file .*/python") as caught:
         registry.load(TaskConfig(environment="verifiers:any", verifiers_python=tmp_path / "python"))
-    assert found.value.remedy.startswith("make verifiers, or")
+    assert caught.value.remedy.startswith("make verifiers, or")
 
 
 def test_an_episode_is_an_agents_trajectory() -> None:
@@ -214,8 +214,8 @@ def test_reasoning_gym_entries_are_scored_by_their_task() -> None:
 @pytest.mark.usefixtures("gym")
 def test_held_out_entries_have_another_seed() -> None:
     task = registry.load(TaskConfig(environment="reasoning_gym:counting", eval_env_args={"size": 2}))
-    assert [each["answer"] for each in islice(task, 1)] == ["0"]
-    assert [each["plain_prompt"] for each in task.held_out()] == ["Answer.\n\n100?", "Answer.\n\n101?"]
+    assert [entry["answer"] for entry in islice(task, 1)] == ["0"]
+    assert [entry["plain_prompt"] for entry in task.held_out()] == ["Answer.\n\n100?", "Answer.\n\n101?"]
 
 
 @pytest.mark.usefixtures("gym")
@@ -233,13 +233,13 @@ def test_another_system_prompt_replaces_that_of_reasoning_gym() -> None:
     ],
 )
 def test_a_task_that_cannot_be_made_is_refused(name: str, arguments: dict[str, Any], message: str, remedy: str) -> None:
-    with pytest.raises(UsageError, match=message) as found:
+    with pytest.raises(UsageError, match=message) as caught:
         registry.load(TaskConfig(environment=f"reasoning_gym:{name}", env_args=arguments))
-    assert remedy in found.value.remedy
+    assert remedy in caught.value.remedy
 
 
 def test_without_reasoning_gym_the_package_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UsageError, match="needs the library reasoning-gym") as found:
+    with pytest.raises(UsageError, match="needs the library reasoning-gym") as caught:
         registry.load(TaskConfig(environment="reasoning_gym:counting"))
-    assert found.value.remedy == "pip install reasoning-gym"
+    assert caught.value.remedy == "pip install reasoning-gym"

@@ -58,14 +58,14 @@ def test_held_out_problems_have_other_situations() -> None:
 def test_every_calculation_is_right_and_the_last_is_the_answer() -> None:
     for row in EVERY:
         solution, mark, answer = row["answer"].rpartition("\n#### ")
-        found = ANNOTATION.findall(solution)
+        annotations = ANNOTATION.findall(solution)
         assert mark, row
-        assert len(found) == solution.count("<<") == solution.count(">>") >= 2, row
-        for shown, formula, result, repeated in found:
+        assert len(annotations) == solution.count("<<") == solution.count(">>") >= 2, row
+        for shown, formula, result, repeated in annotations:
             assert shown.lstrip("(") == formula.lstrip("("), row
             assert value(formula) == Fraction(result) > 0, row
             assert re.fullmatch(rf"{re.escape(result)}(%|\D*)", repeated), row
-        assert found[-1][2] == answer, row
+        assert annotations[-1][2] == answer, row
 
 
 def test_every_number_is_given_or_calculated_before() -> None:

@@ -61,8 +61,8 @@ def test_problems_may_come_from_rows_and_rewards_from_flags(tmp_path: Path) -> N
     assert problem["start"] == 3  # type: ignore[typeddict-item]
     assert problem["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}]
     config = TaskConfig(environment=f"{FILE}:Bench", reward="math")
-    assert isinstance(found := registry.scorer(config), Tools)
-    assert found.origin.name == "Rewards.scores"
+    assert isinstance(scorer := registry.scorer(config), Tools)
+    assert scorer.origin.name == "Rewards.scores"
     assert registry.scorer(TaskConfig(environment=f"{FILE}:Rewarded")).origin.name == "Rewarded.get_reward"
 
 
@@ -102,9 +102,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rehearsed(model: Path, environment: str, **choices: int) -> list[str]:
     config = TaskConfig(environment=environment, **({"reward_processes": 1} | choices))  # type: ignore[arg-type]
-    told: list[str] = []
-    stream.rehearse(str(model), config, SamplingConfig(), registry.load(config), told.append)
-    return told
+    notes: list[str] = []
+    stream.rehearse(str(model), config, SamplingConfig(), registry.load(config), notes.append)
+    return notes
 
 
 def test_a_rehearsal_resets_scores_and_proves_the_template(model: Path, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 NUM_TASKS = 150
 
 
-def listed(place: int) -> dict[str, Any]:
-    return {"prompt": f"task {place}", "task": {"idx": place}}
+def listed(index: int) -> dict[str, Any]:
+    return {"prompt": f"task {index}", "task": {"idx": index}}
 
 
 class Host:
@@ -35,7 +35,7 @@ class Host:
         num_tasks = (self._held_out or {})["num"] if held_out else NUM_TASKS
         begin = self._read.get(number, 0)
         self._read[number] = end = min(begin + count, num_tasks)
-        return [listed(place) for place in range(begin, end)]
+        return [listed(index) for index in range(begin, end)]
 
     def run(self, task: dict[str, Any], base_url: str) -> dict[str, float]:
         if self._name == "crashing" and task["idx"] == 1:
@@ -56,10 +56,10 @@ def main() -> None:
             request = json.loads(connection.recv_bytes())
             try:
                 if request["method"] == "load":
-                    host, found = Host(**request["given"]), None
+                    host, result = Host(**request["given"]), None
                 else:
-                    found = getattr(host, request["method"])(**request["given"])
-                answer = {"result": found}
+                    result = getattr(host, request["method"])(**request["given"])
+                answer = {"result": result}
             except (RuntimeError, ValueError) as error:
                 answer = {"error": str(error), "refused": isinstance(error, ValueError)}
             connection.send_bytes(json.dumps(answer).encode())

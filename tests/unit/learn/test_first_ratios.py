@@ -66,15 +66,15 @@ def learnt(**choices: Any) -> dict[str, Any]:
 
 def log_ratios(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Collect each micro-batch's log ratios."""
-    seen: list[Tensor] = []
+    measured: list[Tensor] = []
     original = policy_loss.policy_loss
 
     def noting(logprobs_N: Tensor, old_logprobs_N: Tensor, batch: MicroBatch, *rest: Any) -> Any:
-        seen.append((logprobs_N - old_logprobs_N).detach())
+        measured.append((logprobs_N - old_logprobs_N).detach())
         return original(logprobs_N, old_logprobs_N, batch, *rest)
 
     monkeypatch.setattr(learner, "policy_loss", noting)
-    return seen
+    return measured
 
 
 def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -90,16 +90,16 @@ def another_code_without_gradients(graph: torch.fx.GraphModule, _: Any) -> Calla
 def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
     monkeypatch.setattr(logprobs, "_compiled", lambda function: function)  # the real compiler is slow
-    seen = log_ratios(monkeypatch)
+    ratios = log_ratios(monkeypatch)
     for loss, updates, passes in [("gspo", 1, 1), ("gspo", 1, 2), *((loss, 2, 2) for loss in LOSSES)]:
-        seen.clear()
-        found = learnt(
+        ratios.clear()
+        metrics = learnt(
             loss=loss, compile_layers=True, updates_per_batch=updates, passes_per_batch=passes, micro_batch_tokens=150
         )
-        assert found["updates"] == updates * passes
-        assert len(seen) == 4 * passes
-        assert not any(log_ratios_N.any() for log_ratios_N in seen), (loss, updates, passes)
-        assert (found["clipped_low_share"], found["clipped_high_share"]) == (0, 0)
+        assert metrics["updates"] == updates * passes
+        assert len(ratios) == 4 * passes
+        assert not any(log_ratios_N.any() for log_ratios_N in ratios), (loss, updates, passes)
+        assert (metrics["clipped_low_share"], metrics["clipped_high_share"]) == (0, 0)
 
 
 def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,19 +112,19 @@ def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPat
         return logprobs_N + torch.randn_like(logprobs_N), entropies_N
 
     monkeypatch.setattr(learner, "model_logprobs", noisy)
-    seen = log_ratios(monkeypatch)
+    ratios = log_ratios(monkeypatch)
     learnt(loss="gspo", updates_per_batch=2)
     assert calls == [3]
-    assert not seen[0].any()
+    assert not ratios[0].any()
 
 
 def test_a_pass_for_entropies_has_the_code_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", another_code_without_gradients)
     monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
-    seen = log_ratios(monkeypatch)
-    found = learnt(compile_layers=True, updates_per_batch=1, top_entropy=0.5)
-    assert found["updates"] == len(seen) == 1
-    assert not seen[0].any()
+    ratios = log_ratios(monkeypatch)
+    metrics = learnt(compile_layers=True, updates_per_batch=1, top_entropy=0.5)
+    assert metrics["updates"] == len(ratios) == 1
+    assert not ratios[0].any()
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def config_of(**choices: Any) -> TrainConfig:
 def learner_of(
     model: PreTrainedModel,
     *,
-    told: list[str] | None = None,
+    log: list[str] | None = None,
     make_optimizer: Callable[..., InPlaceOptimizer] = factory.make,
     lr_factors: Mapping[str, float] | None = None,
     ranks: Ranks = ALONE,
@@ -92,7 +92,7 @@ def learner_of(
 ) -> Learner:
     factors = lr_factors or {name: 1.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
-    notes = [] if told is None else told
+    notes = [] if log is None else log
     with mock.patch.object(factory, "make", make_optimizer):
         return opening.learner_of(config_of(**choices), opened, notes.append, ranks=ranks)
 
@@ -111,8 +111,8 @@ def updated(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> 
 
 
 def gradient(model: PreTrainedModel) -> Weights:
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: tensor.clone() for name, tensor in gradients.items() if tensor is not None}
 
 
 def weights(model: PreTrainedModel) -> Weights:
@@ -123,10 +123,12 @@ def same(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def distance(found: Weights, expected: Weights) -> float:
+def distance(actual: Weights, expected: Weights) -> float:
     """Return the norm of the difference relative to the norm of `expected`."""
-    assert found.keys() == expected.keys()
-    ours, theirs = (torch.cat([each[name].double().flatten() for name in expected]) for each in (found, expected))
+    assert actual.keys() == expected.keys()
+    ours, theirs = (
+        torch.cat([tensors[name].double().flatten() for name in expected]) for tensors in (actual, expected)
+    )
     return float((ours - theirs).norm() / theirs.norm())
 
 
@@ -310,9 +312,10 @@ def test_the_mismatch_is_measured_before_the_first_update(groups: list[Group]) -
     model = base()
     differences_N = torch.cat(
         [
-            naive_logprobs(model, group.prompt_token_ids, each.token_ids).detach() - torch.tensor(each.logprobs)
+            naive_logprobs(model, group.prompt_token_ids, completion.token_ids).detach()
+            - torch.tensor(completion.logprobs)
             for group in groups
-            for each in group.completions
+            for completion in group.completions
         ]
     )
     once = updated(base(), groups)
@@ -368,11 +371,11 @@ def test_stale_rollouts_weigh_what_the_correction_says(
     model = base()
     expected = naive_gradient(copy.deepcopy(model), groups, model, weigh=weigh)
     learnt = prepared(model, groups, **choices).learnt()
-    found = gradient(model)
-    assert distance(found, expected) < CLOSE
+    corrected = gradient(model)
+    assert distance(corrected, expected) < CLOSE
     assert (learnt["corrected_share"] > 0) == (choices["mismatch"] != "none")
     uncorrected = naive_gradient(copy.deepcopy(model), groups, model, weigh=lambda ratio_T: ratio_T)
-    assert distance(found, uncorrected) > FAR
+    assert distance(corrected, uncorrected) > FAR
 
 
 @pytest.mark.parametrize("in_reward", [False, True])
@@ -405,8 +408,8 @@ def uncertain(model: PreTrainedModel, groups: Sequence[Group], share: float) -> 
     """Give advantages only to this share of all tokens, those with the highest entropies."""
     entropies = []
     for group in groups:
-        for each in group.completions:
-            tokens_1T = torch.tensor([[*group.prompt_token_ids, *each.token_ids]])
+        for completion in group.completions:
+            tokens_1T = torch.tensor([[*group.prompt_token_ids, *completion.token_ids]])
             logits_TV = model(tokens_1T).logits[0, len(group.prompt_token_ids) - 1 : -1].detach() / TEMPERATURE
             entropies.append(torch.distributions.Categorical(logits=logits_TV).entropy())
     flat_N = torch.cat(entropies).sort(descending=True).values
@@ -417,7 +420,7 @@ def uncertain(model: PreTrainedModel, groups: Sequence[Group], share: float) -> 
         rewards = torch.tensor(group.rewards)
         standardised = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
         kept = [(next(of_completions) > least) * value for value in standardised]
-        made.append(replace(group, advantages=tuple(tuple(each.tolist()) for each in kept)))
+        made.append(replace(group, advantages=tuple(tuple(row.tolist()) for row in kept)))
     return made
 
 
@@ -435,7 +438,7 @@ def test_only_the_most_uncertain_tokens_are_trained_on(
         groups = [groups[0], with_equal_rewards(groups[1]), *groups[2:]]
     model = base()
     plain, before = copy.deepcopy(model), weights(model)
-    shares = [uncertain(model, each, 0.2) for each in ([groups[:2], groups[2:]] if updates == 2 else [groups])]
+    shares = [uncertain(model, batch, 0.2) for batch in ([groups[:2], groups[2:]] if updates == 2 else [groups])]
     expected = naive_descent(plain, shares * passes, LARGE)
     learnt = updated(
         model, groups, make_optimizer=Descent, lr=LARGE, micro_batch_tokens=tokens,
@@ -487,8 +490,8 @@ def test_an_adapters_reference_is_computed_once(groups: list[Group], monkeypatch
 def test_advantages_from_outside_reach_the_tokens_they_are_of(groups: list[Group]) -> None:
     def outside(number: int, group: Group) -> Group:
         values = tuple(
-            tuple(math.sin(number + 3 * index + place) for place in range(len(each.token_ids)))
-            for index, each in enumerate(group.completions)
+            tuple(math.sin(number + 3 * index + position) for position in range(len(completion.token_ids)))
+            for index, completion in enumerate(group.completions)
         )
         return replace(group, advantages=values)
 
@@ -497,7 +500,7 @@ def test_advantages_from_outside_reach_the_tokens_they_are_of(groups: list[Group
     expected = naive_gradient(copy.deepcopy(model), given, model)
     prepared(model, given, micro_batch_tokens=20)
     assert distance(gradient(model), expected) < CLOSE
-    turned = [replace(each, advantages=tuple(row[::-1] for row in each.advantages or ())) for each in given]
+    turned = [replace(group, advantages=tuple(row[::-1] for row in group.advantages or ())) for group in given]
     assert distance(naive_gradient(copy.deepcopy(model), turned, model), expected) > FAR
 
 
@@ -510,14 +513,14 @@ def cut_off(group: Group, *token_ids: int) -> Group:
 
 
 def test_masked_truncated_completions_leave_no_trace(groups: list[Group]) -> None:
-    found = []
+    results = []
     for tokens in [(5, 6, 7), (250,) * 40]:
         model = base()
         learner = prepared(model, [cut_off(group, *tokens) for group in groups], mask_truncated=True)
         gradients = gradient(model)
         learner.write()
-        found.append((gradients, weights(model), learner.learnt()))
-    (one, written, learnt), (other, written_other, learnt_other) = found
+        results.append((gradients, weights(model), learner.learnt()))
+    (one, written, learnt), (other, written_other, learnt_other) = results
     assert same(one, other)
     assert same(written, written_other)
     assert learnt == learnt_other
@@ -531,7 +534,7 @@ def state(learner: Learner, model: PreTrainedModel) -> list[Any]:
     """Return the optimizer's whole state."""
     optimizer = learner.optimizer
     parts = [optimizer.parts(parameter) for parameter in model.parameters()]
-    kept = [{name: tensor.clone() for name, tensor in each.items()} for each in parts]
+    kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in parts]
     return [kept, [optimizer.num_updates(parameter) for parameter in model.parameters()]]
 
 
@@ -558,13 +561,13 @@ def test_a_bad_first_gradient_skips_the_batch(
         by.write()
         return by.learnt()
 
-    for each in (learner, other):
-        taken(each)
+    taken(learner)
+    taken(other)
     before, kept = weights(model), state(learner, model)
     poisoned(monkeypatch, no_number)
-    found = taken(learner)
-    assert (found["updates"], found["skipped_updates"]) == (0, 1)
-    assert math.isnan(found["grad_norm"])
+    metrics = taken(learner)
+    assert (metrics["updates"], metrics["skipped_updates"]) == (0, 1)
+    assert math.isnan(metrics["grad_norm"])
     assert same(weights(model), before)
     after = state(learner, model)
     assert after[1] == kept[1]
@@ -618,10 +621,10 @@ def test_prepared_twice_it_is_computed_once(groups: list[Group], monkeypatch: py
     model = base()
     calls = poisoned(monkeypatch)
     learner = prepared(model, groups)
-    found = gradient(model)
+    first = gradient(model)
     learner.prepare()
     assert calls == [1]
-    assert same(gradient(model), found)
+    assert same(gradient(model), first)
 
 
 @pytest.mark.parametrize(
@@ -635,12 +638,12 @@ def test_prepared_twice_it_is_computed_once(groups: list[Group], monkeypatch: py
 def test_what_did_not_fit_is_done_over_in_less_memory(
     groups: list[Group], monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], words: str
 ) -> None:
-    straight, model, told = base(), base(), list[str]()
+    straight, model, notes = base(), base(), list[str]()
     expected = updated(straight, groups, make_optimizer=Descent)
     poisoned(monkeypatch, raising(OUT_OF_MEMORY))
-    learnt = updated(model, groups, told=told, make_optimizer=Descent, **choices)
-    assert len(told) == 1
-    assert words in told[0]
+    learnt = updated(model, groups, log=notes, make_optimizer=Descent, **choices)
+    assert len(notes) == 1
+    assert words in notes[0]
     assert distance(moved(weights(model), weights(base())), moved(weights(straight), weights(base()))) < CLOSE
     assert learnt["updates"] == 1
     assert learnt["logprob_diff_mean"] == pytest.approx(expected["logprob_diff_mean"], rel=1e-4)
@@ -650,15 +653,15 @@ def test_what_did_not_fit_is_done_over_in_less_memory(
 def test_what_never_fits_is_refused_with_every_weight_as_it_was(
     groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, told = base(), list[str]()
+    model, notes = base(), list[str]()
     before = weights(model)
     calls = poisoned(monkeypatch, *[raising(OUT_OF_MEMORY)] * 99)
-    learner = learner_of(model, told=told)
+    learner = learner_of(model, log=notes)
     learner.take(groups)
     with pytest.raises(UsageError, match=r"a sequence of 11 tokens does not fit .* Tried to allocate 2.00 GiB"):
         learner.prepare()
-    assert calls[0] == len(told) + 1
-    assert len(told) > 2
+    assert calls[0] == len(notes) + 1
+    assert len(notes) > 2
     assert same(weights(model), before)
     assert gradient(model) == {}
 
@@ -760,11 +763,11 @@ def test_an_optimizer_takes_float32_gradients_of_bf16_weights(
     straight, model, untrained = (base(dtype=torch.bfloat16) for _ in range(3))
     learner = prepared(model, groups, micro_batch_tokens=20, max_grad_norm=1e-2, **choices)
     assert expected == [torch.float32]  # compiled for it before any weight changes
-    assert {each.dtype for each in gradient(model).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in gradient(model).values()} == {torch.float32}
     learner.write()
     assert gradient(model) == {}
     updated(straight, groups, max_grad_norm=1e-2, **choices)
-    ours, theirs = (moved(weights(each), weights(untrained)) for each in (model, straight))
+    ours, theirs = (moved(weights(trained_model), weights(untrained)) for trained_model in (model, straight))
     assert distance(ours, theirs) < 0.2
 
 
@@ -862,9 +865,9 @@ def learning(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     with torch.no_grad():
         rows = [
             -torch.tensor(group.rewards).sub(sum(group.rewards) / GROUP_SIZE)[index]
-            * naive_logprobs(model, group.prompt_token_ids, each.token_ids)
+            * naive_logprobs(model, group.prompt_token_ids, completion.token_ids)
             for group in groups
-            for index, each in enumerate(group.completions)
+            for index, completion in enumerate(group.completions)
         ]
     return torch.cat(rows).mean()
 
@@ -895,6 +898,6 @@ def test_a_weight_decay_that_float32_rounds_away_is_reported(lr: float, decay: f
     weight.grad = torch.zeros(256)
     SplitMasterAdamW([factory.scaled_group(weight, 4.0, lr=lr, weight_decay=decay)]).step()
     assert bool((weight != 1).any()) == (effect and decay > 0)
-    told = [line for line in notes_of(lr=lr, weight_decay=decay) if "weight decay has no effect" in line]
-    assert len(told) == (0 if effect else 1)
-    assert all("at least --weight-decay 0.06" in line for line in told)
+    notes = [line for line in notes_of(lr=lr, weight_decay=decay) if "weight decay has no effect" in line]
+    assert len(notes) == (0 if effect else 1)
+    assert all("at least --weight-decay 0.06" in line for line in notes)

@@ -48,9 +48,9 @@ def test_a_sequence_weighs_the_product_of_its_known_tokens() -> None:
     assert by.weights(old(), SAMPLED_N, sequences_N).tolist() == pytest.approx([0.125] * 3 + [2] * 2)
     assert by.changed(old(), SAMPLED_N, sequences_N).tolist() == [False] * 3 + [True] * 2
     assert by.weights(old(), unknown_N, sequences_N).tolist() == pytest.approx([0.125] * 3 + [2] * 2)
-    found = measure(old(), unknown_N, by, sequences_N).metrics()
-    assert found["corrected_share"] == pytest.approx(1 / 4)
-    assert found["importance_weight"] == pytest.approx((3 * 0.125 + 2) / 4)
+    metrics = measure(old(), unknown_N, by, sequences_N).metrics()
+    assert metrics["corrected_share"] == pytest.approx(1 / 4)
+    assert metrics["importance_weight"] == pytest.approx((3 * 0.125 + 2) / 4)
 
 
 def test_a_sequence_is_masked_by_the_product_of_its_tokens() -> None:
@@ -60,9 +60,9 @@ def test_a_sequence_is_masked_by_the_product_of_its_tokens() -> None:
         sequences_N = torch.tensor(sequences)
         assert by.weights(old(), SAMPLED_N, sequences_N).tolist() == pytest.approx(weights)
         assert by.changed(old(), SAMPLED_N, sequences_N).tolist() == [weight == 0 for weight in weights]
-        found = measure(old(), SAMPLED_N, by, sequences_N).metrics()
-        assert found["corrected_share"] == pytest.approx(weights.count(0) / 5)
-        assert found["importance_weight"] == pytest.approx(sum(weights) / 5)
+        metrics = measure(old(), SAMPLED_N, by, sequences_N).metrics()
+        assert metrics["corrected_share"] == pytest.approx(weights.count(0) / 5)
+        assert metrics["importance_weight"] == pytest.approx(sum(weights) / 5)
 
 
 def test_what_lies_on_a_bound_is_kept() -> None:
@@ -93,44 +93,44 @@ def test_what_is_not_a_number_is_not_hidden_by_a_mask() -> None:
 @pytest.mark.parametrize("kind", ["none", "truncate", "mask"])
 def test_a_token_of_unknown_logprob_weighs_one_unmeasured(kind: str) -> None:
     unknown_N = torch.tensor([math.nan, -1.0, math.nan, -1.0, -1.0])
-    chosen, known = correction(mismatch=kind), [1, 3, 4]
-    assert chosen.weights(old(), unknown_N)[[0, 2]].tolist() == [1.0, 1.0]
-    assert chosen.weights(old(), unknown_N)[known].equal(chosen.weights(old(), SAMPLED_N)[known])
-    assert not chosen.changed(old(), unknown_N)[[0, 2]].any()
-    assert measure(old(), unknown_N, chosen).metrics() == measure(old()[known], SAMPLED_N[known], chosen).metrics()
+    spec, known = correction(mismatch=kind), [1, 3, 4]
+    assert spec.weights(old(), unknown_N)[[0, 2]].tolist() == [1.0, 1.0]
+    assert spec.weights(old(), unknown_N)[known].equal(spec.weights(old(), SAMPLED_N)[known])
+    assert not spec.changed(old(), unknown_N)[[0, 2]].any()
+    assert measure(old(), unknown_N, spec).metrics() == measure(old()[known], SAMPLED_N[known], spec).metrics()
 
 
 def test_without_known_logprobs_there_is_no_metric_or_alarm() -> None:
-    found = measure(old(), torch.full_like(SAMPLED_N, math.nan), correction(mismatch="truncate")).metrics()
-    assert all(math.isnan(value) for name, value in found.items() if name != "logprob_diff_histogram")
-    assert alarm(found, threshold=0.1) is None
+    metrics = measure(old(), torch.full_like(SAMPLED_N, math.nan), correction(mismatch="truncate")).metrics()
+    assert all(math.isnan(value) for name, value in metrics.items() if name != "logprob_diff_histogram")
+    assert alarm(metrics, threshold=0.1) is None
 
 
 def test_the_measure_is_what_a_person_would_count() -> None:
     differences_N = torch.tensor([0.0, 0.0005, 0.002, 0.004, 0.02, 0.05, 0.2, 0.5, 1.0, 2.0])
     signs_N = torch.tensor([1.0, -1.0] * 5)
     sampled_N = torch.full((10,), -3.0)
-    found = measure(sampled_N + differences_N * signs_N, sampled_N, Correction(kind="truncate", high=2.0)).metrics()
-    assert found["logprob_diff_mean"] == pytest.approx(3.7765 / 10, rel=1e-5)
-    assert found["logprob_diff_max"] == pytest.approx(2.0)
-    assert len(found["logprob_diff_histogram"]) == len(LOGPROB_DIFF_EDGES) + 1 == 8
-    assert found["logprob_diff_histogram"] == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
+    metrics = measure(sampled_N + differences_N * signs_N, sampled_N, Correction(kind="truncate", high=2.0)).metrics()
+    assert metrics["logprob_diff_mean"] == pytest.approx(3.7765 / 10, rel=1e-5)
+    assert metrics["logprob_diff_max"] == pytest.approx(2.0)
+    assert len(metrics["logprob_diff_histogram"]) == len(LOGPROB_DIFF_EDGES) + 1 == 8
+    assert metrics["logprob_diff_histogram"] == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
     # + 0, 0.002, 0.02, 0.2 and 1; - 0.0005, 0.004, 0.05, 0.5 and 2; e is truncated to 2
     weights = [1, math.exp(0.002), math.exp(0.02), math.exp(0.2), 2]
     weights += [math.exp(-0.0005), math.exp(-0.004), math.exp(-0.05), math.exp(-0.5), math.exp(-2)]
-    assert found["corrected_share"] == pytest.approx(0.1)
-    assert found["importance_weight"] == pytest.approx(sum(weights) / 10, rel=1e-5)
+    assert metrics["corrected_share"] == pytest.approx(0.1)
+    assert metrics["importance_weight"] == pytest.approx(sum(weights) / 10, rel=1e-5)
     squares = sum(weight * weight for weight in weights)
-    assert found["effective_share"] == pytest.approx(sum(weights) ** 2 / (10 * squares), rel=1e-5)
+    assert metrics["effective_share"] == pytest.approx(sum(weights) ** 2 / (10 * squares), rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "changed", "weight"), [("none", 0.0, 1.0), ("truncate", 0.2, 5.75 / 5), ("mask", 0.4, 3.5 / 5)]
 )
 def test_the_share_that_is_truncated_or_left_out_is_told(kind: str, changed: float, weight: float) -> None:
-    found = measure(old(), SAMPLED_N, correction(mismatch=kind)).metrics()
-    assert found["corrected_share"] == pytest.approx(changed)
-    assert found["importance_weight"] == pytest.approx(weight, rel=1e-6)
+    metrics = measure(old(), SAMPLED_N, correction(mismatch=kind)).metrics()
+    assert metrics["corrected_share"] == pytest.approx(changed)
+    assert metrics["importance_weight"] == pytest.approx(weight, rel=1e-6)
 
 
 def test_without_a_correction_nothing_counts_as_corrected() -> None:
@@ -169,19 +169,19 @@ def test_no_value_is_waited_for_before_it_is_read() -> None:
 
 
 def test_a_step_without_tokens_has_no_measure_and_no_alarm() -> None:
-    found = Tally.zero(CPU).metrics()
-    histogram = found.pop("logprob_diff_histogram")
-    assert all(math.isnan(value) for value in (*found.values(), *histogram))
-    assert alarm(found, 0.1) is None
+    metrics = Tally.zero(CPU).metrics()
+    histogram = metrics.pop("logprob_diff_histogram")
+    assert all(math.isnan(value) for value in (*metrics.values(), *histogram))
+    assert alarm(metrics, 0.1) is None
 
 
 def test_a_mean_at_the_threshold_is_an_alarm_with_its_causes() -> None:
     sampled_N = torch.zeros(4)
-    found = measure(torch.tensor([0.5, 0.25, 0.25, 0.0]), sampled_N, correction()).metrics()
-    assert found["logprob_diff_mean"] == 0.25
-    line = alarm(found, 0.25)
+    metrics = measure(torch.tensor([0.5, 0.25, 0.25, 0.0]), sampled_N, correction()).metrics()
+    assert metrics["logprob_diff_mean"] == 0.25
+    line = alarm(metrics, 0.25)
     assert line is not None
     assert "\n" not in line
     for words in ("0.25 nats", "up to 0.5", "0.013 to 0.024", "prefix cache", "temperature", "dtype", "top-p"):
         assert words in line
-    assert alarm(found, 0.26) is None
+    assert alarm(metrics, 0.26) is None

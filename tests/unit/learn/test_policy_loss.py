@@ -185,16 +185,16 @@ def test_a_token_that_the_trainer_cannot_sample_is_masked(kind: Any, server: flo
     alone, batch = batch_of([1.0]), batch_of([1.0, 1.0])
     batch = replace(batch, sampled_logprobs_N=tensor(-2.0, server))
     gradients = []
-    for each, logprobs in ((alone, [-2.1]), (batch, [-2.1, -math.inf])):
+    for micro_batch, logprobs in ((alone, [-2.1]), (batch, [-2.1, -math.inf])):
         logprobs_N = tensor(*logprobs).requires_grad_()
         reference_N = logprobs_N.detach() + 0.2  # a head that masks a word masks it in both
-        loss, sums = policy_loss(logprobs_N, logprobs_N.detach(), each, spec, reference_N)
+        loss, sums = policy_loss(logprobs_N, logprobs_N.detach(), micro_batch, spec, reference_N)
         gradients.append(torch.autograd.grad(loss, logprobs_N)[0].tolist())
         assert torch.isfinite(loss)
         assert all(map(math.isfinite, means(sums).values()))
     assert gradients[1] == [*gradients[0], 0.0]
-    found = measure(logprobs_N.detach(), batch.sampled_logprobs_N, spec.correction).metrics()
-    assert found["corrected_share"] == (0.0 if math.isnan(server) else 0.5)
+    metrics = measure(logprobs_N.detach(), batch.sampled_logprobs_N, spec.correction).metrics()
+    assert metrics["corrected_share"] == (0.0 if math.isnan(server) else 0.5)
 
 
 def test_a_sequence_that_the_trainer_cannot_sample_is_masked() -> None:
@@ -279,8 +279,10 @@ def test_a_clipped_weight_counts_as_such_whatever_the_advantage() -> None:
 
 
 def test_cispo_has_no_lower_clip_and_an_upper_one_of_five() -> None:
-    found = [loss_and_gradient(batch_of([-1.0]), LOSSES["cispo"], [ratio])[1][0] for ratio in (1e-3, 1.0, 4.9, 80.0)]
-    assert found == pytest.approx([1e-3, 1.0, 4.9, 5.0])
+    gradients = [
+        loss_and_gradient(batch_of([-1.0]), LOSSES["cispo"], [ratio])[1][0] for ratio in (1e-3, 1.0, 4.9, 80.0)
+    ]
+    assert gradients == pytest.approx([1e-3, 1.0, 4.9, 5.0])
 
 
 # Several tokens
@@ -293,9 +295,9 @@ def test_on_policy_the_gradient_is_the_policy_gradient(loss: str) -> None:
     logits_NV = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
     logprobs_N = logits_NV.log_softmax(-1)[:, 0]
     value, _ = policy_loss(logprobs_N, logprobs_N.detach(), batch, LOSSES[loss])
-    found = torch.autograd.grad(value, logits_NV, retain_graph=True)[0]
+    gradient = torch.autograd.grad(value, logits_NV, retain_graph=True)[0]
     plainly = -(logprobs_N * batch.advantages_N * 0.25).sum()
-    torch.testing.assert_close(found, torch.autograd.grad(plainly, logits_NV)[0], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(gradient, torch.autograd.grad(plainly, logits_NV)[0], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("correction", [Correction(), Correction(kind="truncate", high=2.0)])
@@ -306,10 +308,10 @@ def test_the_gradient_is_the_losss_own_slope(spec: LossSpec, correction: Correct
     old_N = batch.sampled_logprobs_N + (0.3 if spec.ratio_level == "token" and correction.kind != "none" else 0.0)
     steps_N = tensor(0.02, -0.05, 0.1, 0.03, 0.08, 0.9, 0.8, -0.9, -0.7)  # inside the clips, and past each of them
     reference_N = old_N + torch.randn(9, dtype=torch.float64) / 3
-    asked = replace(spec, kl_coef=0.4, correction=correction)
+    spec_with_terms = replace(spec, kl_coef=0.4, correction=correction)
 
     def value(logprobs_N: Tensor) -> Tensor:
-        return policy_loss(logprobs_N, old_N, batch, asked, reference_N)[0]
+        return policy_loss(logprobs_N, old_N, batch, spec_with_terms, reference_N)[0]
 
     inputs_N = (old_N + steps_N).requires_grad_()
     if spec is CLIPPED:  # by sequence the gradient is detached from the mean on purpose, and gradcheck would fail
@@ -342,12 +344,12 @@ def test_a_completion_is_clipped_as_a_whole() -> None:
 
 
 def test_by_sequence_length_does_not_change_the_loss() -> None:
-    found = set()
+    losses = set()
     for length in (1, 2, 4, 8):
         batch = batch_of([1.0] * length, weight=1 / length)
         value, gradient_N = loss_and_gradient(batch, BY_SEQUENCE, [1.25] * length)
-        found.add((round(value, 12), round(sum(gradient_N), 12)))
-    assert found == {(-1.25, -1.25)}
+        losses.add((round(value, 12), round(sum(gradient_N), 12)))
+    assert losses == {(-1.25, -1.25)}
 
 
 def test_by_sequence_the_gradient_is_the_papers() -> None:
@@ -356,14 +358,14 @@ def test_by_sequence_the_gradient_is_the_papers() -> None:
     batch = batch_of(*([a] * n for a, n in zip(advantages, lengths, strict=True)))
     batch = replace(batch, weights_N=tensor(*(1 / (3 * n) for n in lengths for _ in range(n))))
     logprobs_N, old_N = at(batch, (0.9 + torch.rand(9) / 5).tolist())
-    found = torch.autograd.grad(policy_loss(logprobs_N, old_N, batch, BY_SEQUENCE)[0], logprobs_N)[0]
+    gradient = torch.autograd.grad(policy_loss(logprobs_N, old_N, batch, BY_SEQUENCE)[0], logprobs_N)[0]
     gains = []  # equation 5, with one ratio per completion and the gradient of its mean
     for part, a in zip((logprobs_N - old_N).split(lengths), advantages, strict=True):
         s = part.mean().exp()
         gains.append(torch.minimum(s * a, s.clamp(0.8, 1.3) * a))
     expected = torch.autograd.grad(-torch.stack(gains).mean(), logprobs_N)[0]
     assert (expected != 0).all()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
 
 
 def test_each_token_has_its_own_advantage() -> None:
@@ -397,8 +399,8 @@ def test_however_a_batch_is_cut_its_parts_add_up_to_the_whole(loss: str, max_tok
 def unequal(group: Group, index: int) -> Group:
     """Give every completion its own tokens."""
     completions = tuple(
-        replace(one, token_ids=tuple(10 * (4 * index + place) + step for step in range(len(one.token_ids))))
-        for place, one in enumerate(group.completions)
+        replace(one, token_ids=tuple(10 * (4 * index + position) + step for step in range(len(one.token_ids))))
+        for position, one in enumerate(group.completions)
     )
     return replace(group, completions=completions)
 
@@ -525,8 +527,8 @@ def test_no_value_is_waited_for(spec: LossSpec, kind: Any) -> None:
     }
     batch = replace(batch, **on_meta)
     logprobs_N = batch.sampled_logprobs_N.clone().requires_grad_()
-    asked = replace(spec, kl_coef=0.1, correction=Correction(kind=kind, low=0.5, high=2.0))
-    loss, statistics = policy_loss(logprobs_N, logprobs_N.detach(), batch, asked, logprobs_N.detach())
+    spec_with_terms = replace(spec, kl_coef=0.1, correction=Correction(kind=kind, low=0.5, high=2.0))
+    loss, statistics = policy_loss(logprobs_N, logprobs_N.detach(), batch, spec_with_terms, logprobs_N.detach())
     torch.stack([loss, *(pair.sum() for pair in statistics.values())]).sum().backward()
     with pytest.raises((RuntimeError, NotImplementedError)):
         means(statistics)
@@ -580,23 +582,23 @@ def test_masked_stale_samples_expect_the_kept_gradient() -> None:
     kept_V = (ratios_V >= low) & (ratios_V <= high)
     assert kept_V.sum() == 2
     masked = replace(WIDE, correction=Correction(kind="mask", low=low - 1e-9, high=high + 1e-9))
-    found = found_gradient(bandit(STALE_V, VALUES), OLD_LOGITS, OLD_LOGITS, masked)
+    gradient = found_gradient(bandit(STALE_V, VALUES), OLD_LOGITS, OLD_LOGITS, masked)
     expected = expected_gradient(OLD_LOGITS, [v if kept else 0.0 for v, kept in zip(VALUES, kept_V, strict=True)])
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_truncated_stale_samples_expect_the_bounded_gradient() -> None:
     high = 1.2
     shares_V = (STALE_V * high / OLD_LOGITS.softmax(0)).clamp(max=1)
     assert 0 < (shares_V < 1).sum() < 4
-    found = found_gradient(
+    gradient = found_gradient(
         bandit(STALE_V, VALUES),
         OLD_LOGITS,
         OLD_LOGITS,
         replace(WIDE, correction=Correction(kind="truncate", high=high)),
     )
     expected = expected_gradient(OLD_LOGITS, (tensor(*VALUES) * shares_V).tolist())
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_by_sequence_two_tokens_are_corrected_as_one_choice() -> None:
@@ -615,9 +617,9 @@ def test_by_sequence_two_tokens_are_corrected_as_one_choice() -> None:
     logprobs_N = torch.stack([first_N, second_N], dim=1).flatten()
     spec = replace(WIDE, ratio_level="sequence", correction=Correction(kind="truncate", high=1e6))
     loss, _ = policy_loss(logprobs_N, logprobs_N.detach(), batch, spec)
-    found = torch.autograd.grad(loss, [first_logits_V, logits_VV])
+    gradients = torch.autograd.grad(loss, [first_logits_V, logits_VV])
     gain = (first_logits_V.softmax(0)[:, None] * logits_VV.softmax(1) * values_VV).sum()
-    for one, other in zip(found, torch.autograd.grad(-gain, [first_logits_V, logits_VV]), strict=True):
+    for one, other in zip(gradients, torch.autograd.grad(-gain, [first_logits_V, logits_VV]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -639,10 +641,10 @@ def test_kl_in_reward_has_the_gradient_of_whole_completions() -> None:
     logprobs_N = rows(logits_V.log_softmax(0), logits_VV.log_softmax(1))
     spec = replace(WIDE, kl_coef=0.3, kl_in_reward=True)
     loss, _ = policy_loss(logprobs_N, logprobs_N.detach(), batch, spec, rows(reference_V, reference_VV))
-    found = torch.autograd.grad(loss, [logits_V, logits_VV], retain_graph=True)
+    gradients = torch.autograd.grad(loss, [logits_V, logits_VV], retain_graph=True)
     penalised_VV = values_VV - 0.3 * (pairs_VV - reference_V[:, None] - reference_VV)
     expected = torch.autograd.grad(-(pairs_VV.exp() * penalised_VV).sum(), [logits_V, logits_VV])
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -693,9 +695,9 @@ def test_each_token_is_corrected_given_those_before_it() -> None:
     logprobs_N = torch.stack([first_N, second_N], dim=1).flatten()
     spec = replace(WIDE, correction=Correction(kind="truncate", high=1e6))
     loss, _ = policy_loss(logprobs_N, logprobs_N.detach(), batch, spec)
-    found = torch.autograd.grad(loss, logits_VV, retain_graph=True)[0]
+    gradient = torch.autograd.grad(loss, logits_VV, retain_graph=True)[0]
     exact = -(STALE_V.unsqueeze(1) * logits_VV.softmax(1) * values_VV).sum()
-    torch.testing.assert_close(found, torch.autograd.grad(exact, logits_VV)[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits_VV)[0], rtol=1e-10, atol=1e-12)
 
 
 def test_the_weight_multiplies_the_divergence_too() -> None:
@@ -733,15 +735,15 @@ def test_unsampled_tokens_change_neither_loss_nor_gradient(loss: str) -> None:
     spoken = replace(
         plain, token_ids=(5, 9, 9, 6), logprobs=(-2.0, math.nan, math.nan, -2.0), sampled=(True, False, False, True)
     )
-    found = []
+    results = []
     for completion in (plain, spoken):
         group = Group(
             problem={"prompt": ""}, prompt_token_ids=(1,), completions=(completion, plain), rewards=(1.0, 0.0)
         )
         (batch,) = packs(samples([group], spec, max_new_tokens=10), max_tokens=100, device=CPU)
         assert batch.sequences_N.tolist() == [0, 0, 1, 1]
-        found.append(sorted(zip(*_by_row(doubled(batch), spec), strict=True)))
-    assert found[0] == found[1]
+        results.append(sorted(zip(*_by_row(doubled(batch), spec), strict=True)))
+    assert results[0] == results[1]
 
 
 def _by_row(batch: MicroBatch, spec: LossSpec) -> tuple[list[float], list[float]]:

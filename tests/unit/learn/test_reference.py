@@ -118,7 +118,7 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
     model = base()
     as_in_a_slot(filled(model))
     before = trained(model)
-    places = {name: parameter.data_ptr() for name, parameter in before.items()}
+    addresses = {name: parameter.data_ptr() for name, parameter in before.items()}
     modes = {name: module.training for name, module in model.named_modules()}
     calls: list[str] = []
     for name, parameter in before.items():
@@ -129,7 +129,7 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
     assert len(before) == 28
     assert after.keys() == before.keys()
     assert all(after[name] is parameter for name, parameter in before.items())
-    assert {name: parameter.data_ptr() for name, parameter in after.items()} == places
+    assert {name: parameter.data_ptr() for name, parameter in after.items()} == addresses
     assert {name: module.training for name, module in model.named_modules()} == modes
     model(IDS).logits.square().mean().backward()
     assert sorted(calls) == sorted(before)
@@ -138,11 +138,11 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
 
 def test_the_adapter_can_be_off_between_two_passes() -> None:
     gradients = []
-    for asked in (False, True):
+    for toggles in (False, True):
         model = base()
         filled(model)
         loss = model(IDS).logits.square().mean()
-        if asked:
+        if toggles:
             with torch.no_grad(), adapter_off(model):
                 model(IDS)
         loss.backward()
@@ -187,14 +187,14 @@ def test_an_adapters_reference_is_its_base() -> None:
     model = base()
     alone = logprobs(model)
     filled(model)
-    asked = opened(config_of(mode="lora_only", kl_coef=0.1), model, CPU, note)
-    assert isinstance(asked, Reference)
-    assert asked.model is model
-    found = asked.logprobs(micro_batch(), 0.7)
-    assert not found.requires_grad
-    assert torch.equal(found, alone)
+    reference = opened(config_of(mode="lora_only", kl_coef=0.1), model, CPU, note)
+    assert isinstance(reference, Reference)
+    assert reference.model is model
+    of_base = reference.logprobs(micro_batch(), 0.7)
+    assert not of_base.requires_grad
+    assert torch.equal(of_base, alone)
     assert (logprobs(model) - alone).abs().max() > 0.1
-    assert not torch.allclose(asked.logprobs(micro_batch(), 1.0), alone)
+    assert not torch.allclose(reference.logprobs(micro_batch(), 1.0), alone)
 
 
 @pytest.fixture
@@ -204,25 +204,25 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    asked = opened(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
-    assert asked is not None
-    assert {parameter.dtype for parameter in asked.model.parameters()} == {model.dtype}
+    reference = opened(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
+    assert reference is not None
+    assert {parameter.dtype for parameter in reference.model.parameters()} == {model.dtype}
     preparation.prepare(model, config_of().compute, note)
     before = logprobs(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    found = asked.logprobs(micro_batch(), 0.7)
-    assert not found.requires_grad
-    assert torch.equal(found, before)
+    of_reference = reference.logprobs(micro_batch(), 0.7)
+    assert not of_reference.requires_grad
+    assert torch.equal(of_reference, before)
     assert not torch.allclose(logprobs(model), before)
 
 
 def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    asked = opened(config_of(kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
-    assert asked is not None
-    assert {parameter.dtype for parameter in asked.model.parameters()} == {model.dtype}
+    reference = opened(config_of(kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
+    assert reference is not None
+    assert {parameter.dtype for parameter in reference.model.parameters()} == {model.dtype}
     assert all(parameter.requires_grad for parameter in model.parameters())  # this one is unchanged
 
 

@@ -43,10 +43,10 @@ def made(groups: Sequence[Group], max_new_tokens: int = 100, **choices: Any) -> 
 
 
 def test_advantages_are_standardized_within_the_group() -> None:
-    found = advantages([group([1, 0, 0, 0]), group([2, 4, 2, 4])], "group")
+    values = advantages([group([1, 0, 0, 0]), group([2, 4, 2, 4])], "group")
     # first group: mean 1/4, variance 3/16, so 3/4 over sqrt(3)/4 = sqrt(3), and -1/sqrt(3) for the rest
-    assert found[0] == pytest.approx([3**0.5, *[-(3**-0.5)] * 3], abs=1e-5)
-    assert found[1] == pytest.approx([-1, 1, -1, 1], abs=1e-5)
+    assert values[0] == pytest.approx([3**0.5, *[-(3**-0.5)] * 3], abs=1e-5)
+    assert values[1] == pytest.approx([-1, 1, -1, 1], abs=1e-5)
 
 
 def test_without_a_scale_only_the_mean_is_subtracted() -> None:
@@ -55,31 +55,31 @@ def test_without_a_scale_only_the_mean_is_subtracted() -> None:
 
 def test_leave_one_out_compares_with_the_others_mean() -> None:
     # 1 - (0 + 2) / 2, 0 - (1 + 2) / 2, 2 - (1 + 0) / 2; and 1 - 0, 0 - (1 + 0 + 0) / 3
-    found = advantages([group([1, 0, 2]), group([1, 0, 0, 0])], "leave_one_out")
-    assert found[0] == pytest.approx([0, -1.5, 1.5], rel=1e-12)
-    assert found[1] == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-12)
+    values = advantages([group([1, 0, 2]), group([1, 0, 0, 0])], "leave_one_out")
+    assert values[0] == pytest.approx([0, -1.5, 1.5], rel=1e-12)
+    assert values[1] == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-12)
 
 
 def test_batch_scale_uses_group_means_and_batch_deviation() -> None:
     # rewards 0, 2, 4, 4, 4, 4: mean 3, variance (9 + 1 + 4) / 6 = 7/3
-    found = advantages([group([0, 2]), group([4, 4, 4, 4])], "batch")
-    assert found[0] == pytest.approx([-((3 / 7) ** 0.5), (3 / 7) ** 0.5], rel=1e-5)
-    assert found[1] == [0, 0, 0, 0]
+    values = advantages([group([0, 2]), group([4, 4, 4, 4])], "batch")
+    assert values[0] == pytest.approx([-((3 / 7) ** 0.5), (3 / 7) ** 0.5], rel=1e-5)
+    assert values[1] == [0, 0, 0, 0]
 
 
 def by_turn(*rewards: Sequence[float]) -> Group:
     """A group with rewards per turn: each turn has two tokens, and one that is read stands between two turns."""
     completions = []
-    for each in rewards:
-        sampled = tuple(place % 3 < 2 for place in range(3 * len(each) - 1))
+    for turns in rewards:
+        sampled = tuple(index % 3 < 2 for index in range(3 * len(turns) - 1))
         completions.append(replace(completion(len(sampled)), sampled=sampled))
     return group(
-        [sum(each) for each in rewards], completions=tuple(completions), turn_rewards=tuple(map(tuple, rewards))
+        [sum(turns) for turns in rewards], completions=tuple(completions), turn_rewards=tuple(map(tuple, rewards))
     )
 
 
 def of_tokens(scale: AdvantageScale, *rewards: Sequence[float]) -> list[list[float]]:
-    return [list(each) for filled in with_advantages([by_turn(*rewards)], scale) for each in filled.advantages or ()]
+    return [list(row) for filled in with_advantages([by_turn(*rewards)], scale) for row in filled.advantages or ()]
 
 
 def test_turns_are_compared_by_their_returns() -> None:
@@ -214,8 +214,8 @@ def test_what_filters_kept_belongs_to_the_sampled_tokens() -> None:
     ],
 )
 def test_a_tokens_weight_is_its_losses_aggregation(loss: str, weights: list[float]) -> None:
-    found = made([group([0, 1], [1, 2]), group([3, 1], [3, 4])], loss=loss)
-    assert [sample.weight for sample in found] == weights
+    trained_samples = made([group([0, 1], [1, 2]), group([3, 1], [3, 4])], loss=loss)
+    assert [sample.weight for sample in trained_samples] == weights
 
 
 @pytest.mark.parametrize(("loss", "weight"), [("dapo", 1 / 10), ("grpo", 1 / 4), ("dr_grpo", 1 / 400)])
@@ -225,8 +225,8 @@ def test_what_has_no_advantage_is_left_out_but_counts(loss: str, weight: float) 
 
 
 def test_with_a_divergence_what_has_no_advantage_stays() -> None:
-    found = made([group([3, 3], [1, 2])], kl_coef=0.1)
-    assert [sample.advantages for sample in found] == [(0.0,), (0.0, 0.0)]
+    trained_samples = made([group([3, 3], [1, 2])], kl_coef=0.1)
+    assert [sample.advantages for sample in trained_samples] == [(0.0,), (0.0, 0.0)]
 
 
 def test_one_token_with_an_advantage_keeps_its_completion() -> None:
@@ -260,8 +260,8 @@ def test_the_weights_of_each_aggregation_add_up() -> None:
     sums = {}
     for aggregation in ("token_mean", "sequence_mean", "constant"):
         spec = replace(LOSSES["dapo"], aggregation=aggregation)
-        found = samples(groups, spec, max_new_tokens=5)
-        sums[aggregation] = sum(sample.weight * len(sample.token_ids) for sample in found)
+        trained_samples = samples(groups, spec, max_new_tokens=5)
+        sums[aggregation] = sum(sample.weight * len(sample.token_ids) for sample in trained_samples)
     assert sums == pytest.approx({"token_mean": 1, "sequence_mean": 1, "constant": 10 / 20})
 
 
@@ -315,5 +315,5 @@ def test_a_group_of_one_or_none_has_no_advantage(scale: AdvantageScale) -> None:
 
 def test_the_batch_deviation_ignores_missing_completions() -> None:
     # rewards 0, 2 and 5: mean 7/3, variance (49 + 1 + 64) / 27 = 38/9
-    found = advantages([group([], completions=()), group([0, 2]), group([5])], "batch")
-    assert found == [[], pytest.approx([-3 / 38**0.5, 3 / 38**0.5], rel=1e-5), [0]]
+    values = advantages([group([], completions=()), group([0, 2]), group([5])], "batch")
+    assert values == [[], pytest.approx([-3 / 38**0.5, 3 / 38**0.5], rel=1e-5), [0]]

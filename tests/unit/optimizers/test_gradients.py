@@ -64,14 +64,14 @@ def test_a_released_update_is_an_ordinary_one(name: str, device: str) -> None:
 def test_only_one_released_gradient_exists_at_a_time() -> None:
     model = Tied()
     optimizer = SplitMasterAdamW(model.parameters(), lr=1e-2)
-    seen: list[int] = []
+    num_gradients: list[int] = []
     for parameter in model.parameters():  # called before ours
         parameter.register_post_accumulate_grad_hook(
-            lambda _: seen.append(sum(each.grad is not None for each in model.parameters()))
+            lambda _: num_gradients.append(sum(parameter.grad is not None for parameter in model.parameters()))
         )
     with optimizer.releasing():
         model.loss().backward()
-    assert seen == [1] * len(list(model.parameters()))
+    assert num_gradients == [1] * len(list(model.parameters()))
     optimizer.step()
     model.loss().backward()
     assert all(parameter.grad is not None for parameter in model.parameters()), "outside nothing is released"
@@ -154,7 +154,12 @@ def test_gradients_of_several_passes_add_up_in_float32() -> None:
     wide = list[int]()
 
     def count(_: Tensor) -> None:
-        wide.append(sum(each.grad is not None and each.grad.dtype == torch.bfloat16 for each in model.parameters()))
+        wide.append(
+            sum(
+                parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+                for parameter in model.parameters()
+            )
+        )
 
     with added_in_float32([*model.parameters(), unused]):
         for parameter in model.parameters():  # called after ours
@@ -170,7 +175,7 @@ def test_gradients_of_several_passes_add_up_in_float32() -> None:
         torch.testing.assert_close(parameter.grad, 64 * one.float(), rtol=1e-5, atol=0)
     model.zero_grad(set_to_none=True)
     model.loss().backward()
-    assert {each.grad.dtype for each in model.parameters() if each.grad is not None} == {torch.bfloat16}
+    assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {torch.bfloat16}
 
 
 def test_a_second_backward_pass_is_refused() -> None:

@@ -50,9 +50,9 @@ def test_a_signed_code_is_right_on_average_and_zero_stays_zero(bits: int, power:
     torch.manual_seed(0)
     values = torch.linspace(-1, 1, 51)[:, None].repeat(1, 4000)
     values[25] = 0
-    found = signed_level(signed_code(values, bits, power, torch.rand(51, 4000)), bits, power)
-    torch.testing.assert_close(found.mean(1), values[:, 0], rtol=0.02, atol=1e-2)
-    assert not found[25].any()
+    levels = signed_level(signed_code(values, bits, power, torch.rand(51, 4000)), bits, power)
+    torch.testing.assert_close(levels.mean(1), values[:, 0], rtol=0.02, atol=1e-2)
+    assert not levels[25].any()
     ends = signed_code(torch.tensor([-1.0, 1.0]), bits, power, torch.tensor([0.0, 1 - 2**-16]))
     assert ends.tolist() == [-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1]
 
@@ -66,8 +66,8 @@ def test_an_unsigned_code_has_no_zero_and_is_right_on_average(bits: int, power: 
     inner = levels[1:-1]
     assert ((positive_code(inner, bits, power, torch.full_like(inner, 0.5)).int() - codes[1:-1].int()).abs() == 0).all()
     values = torch.linspace(float(levels[0]), 1, 50)[:, None].expand(50, 4000)
-    found = positive_level(positive_code(values, bits, power, torch.rand(50, 4000)), bits, power)
-    torch.testing.assert_close(found.mean(1), values[:, 0], rtol=0.02, atol=1e-3)
+    positive_levels = positive_level(positive_code(values, bits, power, torch.rand(50, 4000)), bits, power)
+    torch.testing.assert_close(positive_levels.mean(1), values[:, 0], rtol=0.02, atol=1e-3)
     assert positive_code(torch.zeros(1), bits, power, torch.zeros(1)).item() == 0
 
 
@@ -169,26 +169,26 @@ def test_momentum_ends_where_gradients_have_ended(name: str, size: float) -> Non
 def test_chance_is_the_seeds_and_the_steps(name: str) -> None:
     def run(seed: int) -> list[Tensor]:
         torch.manual_seed(0)
-        weight, seen = torch.nn.Parameter(torch.randn(20, 130).bfloat16()), []
+        weight, weights = torch.nn.Parameter(torch.randn(20, 130).bfloat16()), []
         optimizer = SplitMasterAdamW([weight], lr=1e-3, kind=KINDS[name], seed=seed)
         for _ in range(5):
             weight.grad = torch.randn(20, 130).bfloat16()
             optimizer.step()
-            seen.append(weight.detach().clone())
-        return seen
+            weights.append(weight.detach().clone())
+        return weights
 
-    first, again, other = run(3), run(3), run(4)
-    assert all(map(torch.equal, first, again))
+    first, repeated, other = run(3), run(3), run(4)
+    assert all(map(torch.equal, first, repeated))
     assert not torch.equal(first[-1], other[-1])
     assert key(3, 0, 1) != key(4, 0, 1)
 
 
-def place(number: int, row: int = 0) -> Tensor:
+def key_and_row(number: int, row: int = 0) -> Tensor:
     return torch.tensor([number, row], dtype=torch.int32)
 
 
 def bits_of(number: int, row: int = 0, shape: tuple[int, int] = (1000, 256)) -> Tensor:
-    return random_bits(place(number, row), torch.empty(shape))
+    return random_bits(key_and_row(number, row), torch.empty(shape))
 
 
 def test_the_bits_are_of_the_key_and_the_place_alone() -> None:
@@ -215,11 +215,11 @@ def test_stochastic_rounding_is_right_on_average() -> None:
         rounded = round_by_chance(torch.full((4000, 256), value), bits_of(key(7), shape=(4000, 256))).view(
             torch.bfloat16
         )
-        found = rounded.float()
+        floats = rounded.float()
         spacing = max(abs(value), 1e-30) * 2**-7
-        assert (found - value).abs().max() <= spacing
-        assert found.unique().numel() == (2 if value else 1)
-        assert abs(found.double().mean().item() - value) < spacing * 4 / 1000  # the deviation is 0.5 / sqrt(1,024,000)
+        assert (floats - value).abs().max() <= spacing
+        assert floats.unique().numel() == (2 if value else 1)
+        assert abs(floats.double().mean().item() - value) < spacing * 4 / 1000  # the deviation is 0.5 / sqrt(1,024,000)
 
 
 def test_what_bf16_holds_is_not_changed() -> None:

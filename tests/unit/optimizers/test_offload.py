@@ -130,11 +130,13 @@ def test_rows_of_a_larger_tensor_are_written_in_place() -> None:
 def test_nothing_is_held_on_the_device(device: str) -> None:
     ours = weights_of(device)
     num_weights = sum(weight.numel() for weight in ours)
-    for streams, each in ((False, 12), (True, 16)):
+    for streams, bytes_per_weight in ((False, 12), (True, 16)):
         optimizer = OffloadedAdamW(ours, streams=streams)
         assert not optimizer._state()
         optimizer.allocate()
-        assert sum(tensor.nbytes for tensor in optimizer._state()) == pytest.approx(each * num_weights, rel=0.1)
+        assert sum(tensor.nbytes for tensor in optimizer._state()) == pytest.approx(
+            bytes_per_weight * num_weights, rel=0.1
+        )
         assert {tensor.device.type for tensor in optimizer._state()} == {"cpu"}
 
 

@@ -220,14 +220,14 @@ def test_a_state_that_torch_saved_goes_on_to_the_bit(kind: str, tmp_path: Path) 
     weight, optimizer = _stepped(kind, 3)
     torch.save({"state": optimizer.state_dict(), "weight": weight.detach()}, tmp_path / "saved.pt")
     saved = torch.load(tmp_path / "saved.pt", weights_only=True)
-    again = torch.nn.Parameter(saved["weight"])
-    other = SplitMasterAdamW([again], kind=KINDS[kind], lr=7.0)
+    resumed = torch.nn.Parameter(saved["weight"])
+    other = SplitMasterAdamW([resumed], kind=KINDS[kind], lr=7.0)
     other.load_state_dict(saved["state"])
     assert other.param_groups[0]["lr"] == 1e-3
     for number in (3, 4):
-        again.grad = torch.sin(torch.arange(300.0) + number).bfloat16()
+        resumed.grad = torch.sin(torch.arange(300.0) + number).bfloat16()
         other.step()
-    assert torch.equal(again, whole)
+    assert torch.equal(resumed, whole)
 
 
 def test_its_own_state_may_be_loaded_back() -> None:
@@ -363,17 +363,17 @@ def test_a_schedule_counts_the_planned_updates(kind: str, expected: dict[int, fl
 
 
 def test_the_update_is_compiled_for_expected_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[tuple[torch.dtype, torch.dtype]]()
+    compiled_for = list[tuple[torch.dtype, torch.dtype]]()
     monkeypatch.setattr(
-        split_adamw, "compiled", lambda _, weight, gradient, __, single: asked.append((weight, gradient))
+        split_adamw, "compiled", lambda _, weight, gradient, __, single: compiled_for.append((weight, gradient))
     )
     weights = [torch.nn.Parameter(torch.ones(3).bfloat16())]
     optimizer = split_adamw.SplitMasterAdamW(weights, compiles=True)
     optimizer.allocate()
     optimizer.expect(torch.float32)
-    assert asked == [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    assert compiled_for == [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
     split_adamw.SplitMasterAdamW(weights, compiles=False).expect(torch.float32)
-    assert len(asked) == 2
+    assert len(compiled_for) == 2
 
 
 def test_the_state_of_more_parameters_is_refused() -> None:

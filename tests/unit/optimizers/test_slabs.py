@@ -113,7 +113,7 @@ def test_the_compiled_update_equals_the_eager_one(name: str, device: str, monkey
     torch.manual_seed(0)
     shapes = [(130, 70), (5,), (300, 512), (64, 37), (20, 50)]
     start = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
-    pairs = [(torch.nn.Parameter(each.clone()), torch.nn.Parameter(each.clone())) for each in start]
+    pairs = [(torch.nn.Parameter(weight.clone()), torch.nn.Parameter(weight.clone())) for weight in start]
     eager, compiled = (
         SplitMasterAdamW(list(weights), lr=1e-3, weight_decay=0.1, kind=KINDS[name], compiles=compiles)
         for weights, compiles in zip(zip(*pairs, strict=True), (False, True), strict=True)

@@ -154,13 +154,13 @@ def test_a_batch_without_boundaries_is_one_sequence_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"attention_mask": torch.ones(1, 1, 3, 3)}, {"position_bias": torch.ones(3, 3)}, {"dropout": 0.1},
+    "choices", [{"attention_mask": torch.ones(1, 1, 3, 3)}, {"position_bias": torch.ones(3, 3)}, {"dropout": 0.1},
               {"is_causal": False}],
 )  # fmt: skip
-def test_what_it_cannot_do_is_refused_by_the_layer_s_name(asked: dict[str, Any]) -> None:
+def test_what_it_cannot_do_is_refused_by_the_layer_s_name(choices: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 3, 8)
     with pytest.raises(UnsupportedModelError, match=r"the attention of Identity needs a mask, a bias"):
-        attention.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | asked))
+        attention.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | choices))
 
 
 def test_a_cache_is_refused() -> None:
@@ -213,14 +213,14 @@ def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
         rows[tuple(part.tolist())] = decoder(input_ids=part[None], use_cache=False).last_hidden_state[0]
     expected = []
     assert batch.spans.seen is not None
-    for places in batch.spans.seen.keys_U.split(batch.spans.seen.starts_S1.diff().tolist()):
-        whole = rows.get(tuple(batch.tokens_T[places].tolist()))
+    for positions in batch.spans.seen.keys_U.split(batch.spans.seen.starts_S1.diff().tolist()):
+        whole = rows.get(tuple(batch.tokens_T[positions].tolist()))
         if whole is not None:
-            expected.append((places, whole))
+            expected.append((positions, whole))
     assert len(expected) == len(samples)
     model.set_attn_implementation(attention.NAME)
     hidden = attention.packed_hidden(model, batch.tokens_T, batch.positions_T, batch.spans)
-    return torch.cat([hidden[places] for places, _ in expected]), torch.cat([whole for _, whole in expected])
+    return torch.cat([hidden[positions] for positions, _ in expected]), torch.cat([whole for _, whole in expected])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -250,8 +250,8 @@ def test_compiled_layers_share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gradients_of_a_shared_prompt_add_up_in_float32() -> None:
     keys = torch.randn(4, 1, 8).bfloat16().requires_grad_()
-    places = torch.arange(4).repeat(1000)
-    attention._gathered(keys, places).backward(torch.full((4000, 1, 8), 1 / 256, dtype=torch.bfloat16))
+    positions = torch.arange(4).repeat(1000)
+    attention._gathered(keys, positions).backward(torch.full((4000, 1, 8), 1 / 256, dtype=torch.bfloat16))
     assert keys.grad is not None
     assert torch.equal(keys.grad, torch.full_like(keys.grad, 1000 / 256))  # in bf16 the sum would stop at 1
 

@@ -127,9 +127,9 @@ def test_a_pass_without_cost_fits_any_number_of_tokens() -> None:
 
 def test_the_budget_fills_free_memory_and_is_measured_once() -> None:
     memory, notes = Memory(10_100, plain=1), list[str]()
-    found = budget(memory, notes)
-    assert found.max_tokens(samples(300, 40)) == 10_000
-    assert found.max_tokens(samples(5)) == 10_000
+    pass_budget = budget(memory, notes)
+    assert pass_budget.max_tokens(samples(300, 40)) == 10_000
+    assert pass_budget.max_tokens(samples(5)) == 10_000
     assert memory.measured == 1
     assert notes == ["micro-batches of up to 10,000 tokens, in 9.9 GiB of free memory"]
 
@@ -143,76 +143,78 @@ def _wider(monkeypatch: pytest.MonkeyPatch) -> None:
 LARGE_BATCH = (1_000,) * 200
 
 
-def sums_in_float32(found: Budget) -> bool | None:
-    return found.sums_in_float32  # which changes between two reads
+def sums_in_float32(pass_budget: Budget) -> bool | None:
+    return pass_budget.sums_in_float32  # which changes between two reads
 
 
 @pytest.mark.usefixtures("_wider")
 def test_float32_sums_are_used_where_memory_is_left() -> None:
     notes = list[str]()
-    found = budget(Memory(5_600, plain=1), notes)
-    assert found.max_tokens(samples(300, 40)) == 5_500
-    assert sums_in_float32(found) is None  # with one pass there is no sum
-    assert found.max_tokens(samples(*(1_000,) * 5 * FEW)) == 5_500
-    assert sums_in_float32(found) is None  # and a few are as exact as one
-    assert found.max_tokens(samples(*LARGE_BATCH)) == 5_000
-    assert sums_in_float32(found)
+    pass_budget = budget(Memory(5_600, plain=1), notes)
+    assert pass_budget.max_tokens(samples(300, 40)) == 5_500
+    assert sums_in_float32(pass_budget) is None  # with one pass there is no sum
+    assert pass_budget.max_tokens(samples(*(1_000,) * 5 * FEW)) == 5_500
+    assert sums_in_float32(pass_budget) is None  # and a few are as exact as one
+    assert pass_budget.max_tokens(samples(*LARGE_BATCH)) == 5_000
+    assert sums_in_float32(pass_budget)
     assert notes[1:] == ["micro-batches of up to 5,000 tokens, beside gradients in float32"]
-    assert found.max_tokens(samples(*LARGE_BATCH)) == 5_000
+    assert pass_budget.max_tokens(samples(*LARGE_BATCH)) == 5_000
 
 
 @pytest.mark.usefixtures("_wider")
-@pytest.mark.parametrize(("asked", "free"), [(None, 2_048 + 600), (2_000, 1_800 + 600)])
-def test_bf16_sums_are_used_and_logged_where_memory_is_short(asked: int | None, free: int) -> None:
-    notes, least = list[str](), asked or 2_048  # nine tenths of it are enough
-    found = budget(Memory(free - 1, plain=1), notes, micro_batch_tokens=asked)
-    assert found.max_tokens(samples(*LARGE_BATCH)) == (asked or least + 499)
-    assert sums_in_float32(found) is False
-    told = "gradients are summed in bf16, because float32 needs 0.6 GiB more; over N micro-batches the error is about"
-    assert notes[-1].startswith(told)
-    enough = budget(Memory(free, plain=1), [], micro_batch_tokens=asked)
+@pytest.mark.parametrize(("micro_batch_tokens", "free"), [(None, 2_048 + 600), (2_000, 1_800 + 600)])
+def test_bf16_sums_are_used_and_logged_where_memory_is_short(micro_batch_tokens: int | None, free: int) -> None:
+    notes, least = list[str](), micro_batch_tokens or 2_048  # nine tenths of it are enough
+    pass_budget = budget(Memory(free - 1, plain=1), notes, micro_batch_tokens=micro_batch_tokens)
+    assert pass_budget.max_tokens(samples(*LARGE_BATCH)) == (micro_batch_tokens or least + 499)
+    assert sums_in_float32(pass_budget) is False
+    message = (
+        "gradients are summed in bf16, because float32 needs 0.6 GiB more; over N micro-batches the error is about"
+    )
+    assert notes[-1].startswith(message)
+    enough = budget(Memory(free, plain=1), [], micro_batch_tokens=micro_batch_tokens)
     assert enough.max_tokens(samples(*LARGE_BATCH)) == least
     assert sums_in_float32(enough)
 
 
 def test_an_adapters_gradients_always_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.passes.budget._widening_bytes", lambda _: 10 * MIB)
-    found = budget(Memory(600, plain=1, recomputed=1), [])
-    assert found.max_tokens(samples(*(100,) * 400)) == 491
-    assert sums_in_float32(found)
+    pass_budget = budget(Memory(600, plain=1, recomputed=1), [])
+    assert pass_budget.max_tokens(samples(*(100,) * 400)) == 491
+    assert sums_in_float32(pass_budget)
 
 
 @pytest.mark.usefixtures("_wider")
 def test_float32_sums_go_before_activations_are_recomputed() -> None:
     trained, notes = model(), list[str]()
-    found = budget(Memory(3_100, plain=1, recomputed=0.01), notes, trained)
-    found.max_tokens(samples(*LARGE_BATCH))
-    assert sums_in_float32(found)
-    found.shrink(torch.OutOfMemoryError("CUDA out of memory."))
-    assert sums_in_float32(found) is False
+    pass_budget = budget(Memory(3_100, plain=1, recomputed=0.01), notes, trained)
+    pass_budget.max_tokens(samples(*LARGE_BATCH))
+    assert sums_in_float32(pass_budget)
+    pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory."))
+    assert sums_in_float32(pass_budget) is False
     assert notes[-1].startswith("out of memory: gradients are summed in bf16 from now on; over N micro-batches")
     assert not trained.is_gradient_checkpointing
-    found.shrink(torch.OutOfMemoryError("CUDA out of memory."))
+    pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory."))
     assert trained.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("choices", [{"gradient_release": True, "offload_optimizer": True}, {}])
 def test_nothing_is_widened_where_sums_are_float32_anyway(choices: dict[str, Any]) -> None:
     trained, notes = (model().bfloat16() if choices else model()), list[str]()
-    found = budget(Memory(10_100, plain=1), notes, trained, **choices)
-    found.max_tokens(samples(*LARGE_BATCH))
-    assert sums_in_float32(found) is False
+    pass_budget = budget(Memory(10_100, plain=1), notes, trained, **choices)
+    pass_budget.max_tokens(samples(*LARGE_BATCH))
+    assert sums_in_float32(pass_budget) is False
     assert len(notes) == 1
 
 
 def bf16_error(gradients: Tensor) -> float:
     """Return the error of a running sum in bf16, as a share of the largest partial sum."""
-    found, exact, largest = gradients[0].clone(), gradients[0].double(), 0.0
+    total, exact, largest = gradients[0].clone(), gradients[0].double(), 0.0
     for gradient in gradients[1:]:
-        found += gradient
+        total += gradient
         exact += gradient.double()
         largest = max(largest, float(exact.norm()))
-    return float((found - exact).norm()) / largest
+    return float((total - exact).norm()) / largest
 
 
 @pytest.mark.parametrize("count", [2, 16, 128, 512])
@@ -221,16 +223,16 @@ def test_the_error_of_sums_in_bf16_is_within_what_is_told(count: int) -> None:
     noise, turn = torch.randn(count, 4_000), torch.linspace(-1, 1, count).sign()[:, None]
     for gradients in (noise, noise + 0.3, noise + 1, noise + turn):  # the last ones cancel: positive, then negative
         assert 0 < bf16_error(gradients.bfloat16()) <= count**0.5 / 512
-    alike = bf16_error(torch.full((count, 10), 1.0).bfloat16())
-    assert alike <= count / 512
-    assert (alike > 0.4) == (count == 512), "it must be far above the error of noise"
+    error = bf16_error(torch.full((count, 10), 1.0).bfloat16())
+    assert error <= count / 512
+    assert (error > 0.4) == (count == 512), "it must be far above the error of noise"
 
 
 @pytest.mark.parametrize(("free", "short"), [(4_100, False), (1_100, True), (0, True)])
 def test_memory_is_short_where_activations_are_recomputed(free: int, short: bool) -> None:
     trained, notes = model(), list[str]()
-    found = budget(Memory(free, plain=1, recomputed=0.01), notes, trained)
-    assert found.is_short(samples(1_500, 1_500)) == short
+    pass_budget = budget(Memory(free, plain=1, recomputed=0.01), notes, trained)
+    assert pass_budget.is_short(samples(1_500, 1_500)) == short
     assert not trained.is_gradient_checkpointing  # nothing is decided yet
     assert notes == []
 
@@ -281,8 +283,8 @@ def test_activations_are_recomputed_if_too_few_tokens_fit(
 
 def test_activations_are_not_recomputed_if_refused() -> None:
     trained = model()
-    found = budget(Memory(1_100, plain=1, recomputed=0.1), [], trained, gradient_checkpointing=False)
-    assert found.max_tokens(samples(5_000)) == 5_000  # one sequence must be tried
+    pass_budget = budget(Memory(1_100, plain=1, recomputed=0.1), [], trained, gradient_checkpointing=False)
+    assert pass_budget.max_tokens(samples(5_000)) == 5_000  # one sequence must be tried
     assert not trained.is_gradient_checkpointing
 
 
@@ -315,12 +317,12 @@ def test_the_cpu_budget_respects_the_containers_limit(
     monkeypatch: pytest.MonkeyPatch, available: float, limit: float | None
 ) -> None:
     notes: list[str] = []
-    found = on_the_cpu(monkeypatch, available, limit, notes, gradient_checkpointing=False).max_tokens(samples(300))
+    max_tokens = on_the_cpu(monkeypatch, available, limit, notes, gradient_checkpointing=False).max_tokens(samples(300))
     cost = measure_cost(model(), 0.7)
     assert cost is not None
-    assert found == cost.tokens_in(HOST_SHARE * 400 * MIB)
-    assert 2_000 < found < MOST_TOKENS
-    assert notes == [f"micro-batches of up to {found:,} tokens, in 0.2 GiB of free memory"]
+    assert max_tokens == cost.tokens_in(HOST_SHARE * 400 * MIB)
+    assert 2_000 < max_tokens < MOST_TOKENS
+    assert notes == [f"micro-batches of up to {max_tokens:,} tokens, in 0.2 GiB of free memory"]
     assert on_the_cpu(monkeypatch, 100_000, None, []).max_tokens(samples(300)) == MOST_TOKENS
 
 
@@ -356,35 +358,35 @@ def test_the_cost_on_the_cpu_is_what_autograd_keeps() -> None:
 
 def test_out_of_memory_halves_then_recomputes_then_ends() -> None:
     trained, notes = model(), list[str]()
-    found = budget(Memory(1, plain=1), notes, trained, micro_batch_tokens=16_384)
+    pass_budget = budget(Memory(1, plain=1), notes, trained, micro_batch_tokens=16_384)
     batch, states = samples(*(1_500,) * 20), []
     for _ in range(5):
-        states.append((found.max_tokens(batch), trained.is_gradient_checkpointing))
-        found.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    states.append((found.max_tokens(batch), trained.is_gradient_checkpointing))
+        states.append((pass_budget.max_tokens(batch), trained.is_gradient_checkpointing))
+        pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    states.append((pass_budget.max_tokens(batch), trained.is_gradient_checkpointing))
     assert states == [
         (16_384, False), (8_192, False), (4_096, False), (2_048, False), (2_048, True), (1_500, True),
     ]  # fmt: skip
     assert [note.partition(":")[0] for note in notes] == ["out of memory"] * 5
     with pytest.raises(UsageError, match=r"a sequence of 1,500 tokens does not fit"):
-        found.shrink(torch.OutOfMemoryError("CUDA out of memory"))
+        pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def test_a_single_sequence_that_does_not_fit_is_refused() -> None:
-    found = budget(Memory(1, plain=1), [], micro_batch_tokens=1_000, gradient_checkpointing=False)
-    found.max_tokens(samples(1_200))
+    pass_budget = budget(Memory(1, plain=1), [], micro_batch_tokens=1_000, gradient_checkpointing=False)
+    pass_budget.max_tokens(samples(1_200))
     with pytest.raises(
         UsageError, match=r"a sequence of 1,200 tokens does not fit .* Tried to allocate 2 GiB"
     ) as caught:
-        found.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
+        pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
     assert caught.value.remedy == "--gradient-checkpointing, which recomputes activations"
 
 
 def test_a_budget_above_the_batch_is_halved_from_the_batch() -> None:
-    found = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000, gradient_checkpointing=False)
-    found.max_tokens(samples(1_000, 1_000, 1_000))
-    found.shrink(torch.OutOfMemoryError("out of memory"))
-    assert found.max_tokens(samples(1_000, 1_000, 1_000)) == 1_500
+    pass_budget = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000, gradient_checkpointing=False)
+    pass_budget.max_tokens(samples(1_000, 1_000, 1_000))
+    pass_budget.shrink(torch.OutOfMemoryError("out of memory"))
+    assert pass_budget.max_tokens(samples(1_000, 1_000, 1_000)) == 1_500
 
 
 def test_what_the_failed_pass_held_is_free_again() -> None:
@@ -401,38 +403,38 @@ def test_what_the_failed_pass_held_is_free_again() -> None:
         held = Held()
         raise torch.OutOfMemoryError(f"out of memory with {held}")
 
-    found = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000)
-    found.max_tokens(samples(1_000, 5_000))
+    pass_budget = budget(Memory(1, plain=1), [], micro_batch_tokens=60_000)
+    pass_budget.max_tokens(samples(1_000, 5_000))
     try:
         fail()
     except torch.OutOfMemoryError as error:
         assert Held.alive == 1
-        found.shrink(error)
+        pass_budget.shrink(error)
         assert Held.alive == 0
 
 
 def test_the_probe_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's figures are replaced: a pass takes 7 bytes, plus 3 per token."""
-    trained, seen = model(), list[int]()
+    trained, probed = model(), list[int]()
     trained.get_decoder().register_forward_hook(
-        lambda _module, _inputs, output: seen.append(output.last_hidden_state.shape[1])
+        lambda _module, _inputs, output: probed.append(output.last_hidden_state.shape[1])
     )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1007 + 3 * seen[-1])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1007 + 3 * probed[-1])
     assert cost_on_gpu(trained, 0.7) == Cost(fixed_bytes=7, token_bytes=3)
-    assert tuple(seen) == PROBES
+    assert tuple(probed) == PROBES
     assert all(parameter.grad is None for parameter in trained.parameters())
 
 
 def test_parts_of_a_replica_take_what_fits_on_all_of_them() -> None:
-    found = budget(Memory(10_100, plain=1), [], parts=Beside())
-    assert found.max_tokens(samples(30)) == (10_100 // 10 - 100) // 10  # less memory, and fewer tokens in it
+    pass_budget = budget(Memory(10_100, plain=1), [], parts=Beside())
+    assert pass_budget.max_tokens(samples(30)) == (10_100 // 10 - 100) // 10  # less memory, and fewer tokens in it
 
 
 def test_a_part_that_runs_out_of_memory_does_not_retry_alone() -> None:
     """The other parts wait for it in the midst of a pass."""
-    found = budget(Memory(1_100, plain=None, recomputed=0.1), [], parts=Beside())
+    pass_budget = budget(Memory(1_100, plain=None, recomputed=0.1), [], parts=Beside())
     with pytest.raises(torch.OutOfMemoryError):
-        found.max_tokens(samples(300))
+        pass_budget.max_tokens(samples(300))

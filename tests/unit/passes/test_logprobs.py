@@ -155,13 +155,13 @@ def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
 
 
 def test_only_the_heads_gradient_has_the_size_of_the_head() -> None:
-    places: set[int] = set()
+    addresses: set[int] = set()
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = function(*args, **(kwargs or {}))
             if torch.is_tensor(result) and result.untyped_storage().nbytes() >= head.nbytes:
-                places.add(result.untyped_storage().data_ptr())
+                addresses.add(result.untyped_storage().data_ptr())
             return result
 
     hidden = torch.randn(20, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -169,7 +169,7 @@ def test_only_the_heads_gradient_has_the_size_of_the_head() -> None:
     logprobs = token_logprobs(hidden, head, None, torch.arange(20), PLAIN, False)[0]
     with Watch():  # type: ignore[no-untyped-call]
         gradient, _ = torch.autograd.grad(logprobs.sum(), [head, hidden])
-    assert places == {gradient.data_ptr(), head.data_ptr()}
+    assert addresses == {gradient.data_ptr(), head.data_ptr()}
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -223,14 +223,14 @@ def test_filtered_values_and_gradients_are_those_of_all_logits(
     kept, is_kept, targets = kept_of(logits, counts)
     expected, expected_entropies = filtered(logits, targets, is_kept)
     by = LogitTransform(temperature=temperature, final_logit_softcapping=cap)
-    found, entropies = token_logprobs(ours[0], ours[1], None, targets, by, compiles, kept)
+    actual, entropies = token_logprobs(ours[0], ours[1], None, targets, by, compiles, kept)
     assert kept.thresholds_N.grad_fn is None
-    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-4, atol=1e-4)
     weights = torch.randn(30, device=device)
-    mine = torch.autograd.grad((found * weights).sum(), ours)
+    mine = torch.autograd.grad((actual * weights).sum(), ours)
     theirs = torch.autograd.grad((expected * weights).sum(), exact)
-    torch.testing.assert_close(mine, tuple(each.float() for each in theirs), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mine, tuple(gradient.float() for gradient in theirs), rtol=1e-4, atol=1e-4)
 
 
 def test_a_tied_head_gets_both_gradients_over_the_kept_words() -> None:
@@ -238,9 +238,9 @@ def test_a_tied_head_gets_both_gradients_over_the_kept_words() -> None:
     table, ids = torch.randn(VOCABULARY, 16, requires_grad=True), torch.arange(20)
     logits = table[ids] @ table.T
     kept, is_kept, targets = kept_of(logits, torch.full((20,), 7))
-    found, _ = token_logprobs(table[ids], table, None, targets, PLAIN, False, kept)
+    actual, _ = token_logprobs(table[ids], table, None, targets, PLAIN, False, kept)
     expected, _ = filtered(logits, targets, is_kept)
-    mine, theirs = (torch.autograd.grad(each.sum(), table)[0] for each in (found, expected))
+    mine, theirs = (torch.autograd.grad(values.sum(), table)[0] for values in (actual, expected))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -261,9 +261,9 @@ def test_words_near_the_threshold_hardly_change_the_sum() -> None:
     kept, is_kept, targets = kept_of(logits, torch.full((200,), 20))
     moved = (logits + 0.01 * torch.randn_like(logits)).float()
     exact, _ = filtered(moved, targets, is_kept)
-    found, _ = token_logprobs(moved, torch.eye(VOCABULARY), None, targets, PLAIN, False, kept)
+    moved_logprobs, _ = token_logprobs(moved, torch.eye(VOCABULARY), None, targets, PLAIN, False, kept)
     uncounted, _ = filtered(moved, targets, moved >= kept.thresholds_N[:, None])
-    assert (found - exact).abs().max() < 0.002
+    assert (moved_logprobs - exact).abs().max() < 0.002
     assert (uncounted - exact).abs().max() > 0.02
 
 
@@ -355,10 +355,10 @@ def test_the_product_and_gradients_are_rounded_once(shape: tuple[int, ...], has_
     gradient = random(*expected.shape)
     out.backward(gradient)
     expected.backward(gradient.double())
-    for found, right in zip((rows, *layer.parameters()), exact, strict=True):
-        assert found.grad is not None
+    for rounded, right in zip((rows, *layer.parameters()), exact, strict=True):
+        assert rounded.grad is not None
         assert right.grad is not None
-        assert torch.equal(found.grad, right.grad.float().bfloat16())
+        assert torch.equal(rounded.grad, right.grad.float().bfloat16())
 
 
 def test_what_is_frozen_gets_no_gradient_and_passes_one_on() -> None:
@@ -381,12 +381,12 @@ def test_float32_is_multiplied_as_it_is() -> None:
 def test_a_model_keeps_its_parameters_and_what_it_computes() -> None:
     model = AutoModelForCausalLM.from_config(tiny.llama(), dtype=torch.bfloat16).eval()
     tokens = torch.arange(3, 19).unsqueeze(0)
-    places = [parameter.data_ptr() for parameter in model.parameters()]
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
     with torch.no_grad():
         before = model(input_ids=tokens).logits.float()
         layers.widen(model)
         after = model(input_ids=tokens).logits.float()
-    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     assert (after - before).abs().max() < before.abs().max() / 64
 
 

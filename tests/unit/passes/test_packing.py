@@ -32,16 +32,18 @@ def pack(samples: list[Sample], max_tokens: int = 1000, *, share_prompts: bool =
 
 
 def values(batch: MicroBatch) -> dict[str, object]:
-    found = {field.name: getattr(record, field.name) for record in (batch, batch.spans) for field in fields(record)}
-    del found["spans"]
+    fields_by_name = {
+        field.name: getattr(record, field.name) for record in (batch, batch.spans) for field in fields(record)
+    }
+    del fields_by_name["spans"]
     if batch.spans.seen is not None:
-        found["seen"] = [value.tolist() if isinstance(value, Tensor) else value for value in batch.spans.seen]
-    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in found.items()}
+        fields_by_name["seen"] = [value.tolist() if isinstance(value, Tensor) else value for value in batch.spans.seen]
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in fields_by_name.items()}
 
 
 def lengths_of(batch: MicroBatch) -> list[int]:
-    found: list[int] = batch.spans.starts_S1.diff().tolist()
-    return found
+    lengths: list[int] = batch.spans.starts_S1.diff().tolist()
+    return lengths
 
 
 def test_position_t_predicts_token_t_plus_one() -> None:
@@ -118,9 +120,9 @@ def test_unsampled_tokens_have_no_row_but_are_attended_to() -> None:
         sampled=(True, False, True),
     )
     (batch,) = pack([spoken, sample((1, 2), 9)], share_prompts=True)
-    found = values(batch)
-    assert (found["tokens_T"], found["positions_T"]) == ([1, 2, 3, 4, 5, 9], [0, 1, 2, 3, 4, 2])
-    assert (found["rows_N"], found["targets_N"], found["sequences_N"]) == ([1, 3, 1], [3, 5, 9], [0, 0, 1])
+    packed = values(batch)
+    assert (packed["tokens_T"], packed["positions_T"]) == ([1, 2, 3, 4, 5, 9], [0, 1, 2, 3, 4, 2])
+    assert (packed["rows_N"], packed["targets_N"], packed["sequences_N"]) == ([1, 3, 1], [3, 5, 9], [0, 0, 1])
 
 
 def test_a_token_that_was_not_sampled_is_read_and_has_no_row() -> None:
@@ -133,11 +135,11 @@ def test_a_token_that_was_not_sampled_is_read_and_has_no_row() -> None:
         sampled=(True, False, False, True),
     )
     (batch,) = pack([spoken, sample((7,), 8)])
-    found = values(batch)
-    assert (found["tokens_T"], found["positions_T"]) == ([1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 0, 1])
-    assert (found["rows_N"], found["targets_N"], found["sequences_N"]) == ([1, 4, 6], [3, 6, 8], [0, 0, 1])
-    assert found["sampled_logprobs_N"] == pytest.approx([-0.3, -0.6, -0.8])
-    assert (found["advantages_N"], found["weights_N"]) == ([1.0, -1.0, 1.0], [0.5, 0.5, 0.5])
+    packed = values(batch)
+    assert (packed["tokens_T"], packed["positions_T"]) == ([1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 0, 1])
+    assert (packed["rows_N"], packed["targets_N"], packed["sequences_N"]) == ([1, 4, 6], [3, 6, 8], [0, 0, 1])
+    assert packed["sampled_logprobs_N"] == pytest.approx([-0.3, -0.6, -0.8])
+    assert (packed["advantages_N"], packed["weights_N"]) == ([1.0, -1.0, 1.0], [0.5, 0.5, 0.5])
     assert (spoken.num_tokens, spoken.num_trained) == (6, 2)
 
 

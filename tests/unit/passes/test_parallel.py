@@ -47,7 +47,9 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def part_of(whole: PreTrainedModel, part: int, num_parts: int) -> tuple[PreTrainedModel, Parallel]:
     """Make a part of a model, with weights of its own."""
-    cuts = vllm_cuts.cuts(whole.config, {name: each.shape for name, each in whole.named_parameters()}, num_parts)
+    cuts = vllm_cuts.cuts(
+        whole.config, {name: parameter.shape for name, parameter in whole.named_parameters()}, num_parts
+    )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(whole.config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.data = cuts[part][name].of(whole.get_parameter(name).detach()).clone()
@@ -74,40 +76,40 @@ def batch() -> MicroBatch:
 def computed(model: PreTrainedModel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return log-probabilities, entropies and gradients."""
     attention.choose(model, attention.NAME)
-    found, entropies = model_logprobs(model, batch(), 0.9)
-    (found * torch.linspace(-1, 1, len(found))).sum().backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return found.detach(), entropies, gradients
+    logprobs_T, entropies = model_logprobs(model, batch(), 0.9)
+    (logprobs_T * torch.linspace(-1, 1, len(logprobs_T))).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return logprobs_T.detach(), entropies, gradients
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-6))
+def difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-6))
 
 
 def in_parts(config: PretrainedConfig, ranks: Ranks) -> dict[str, float]:
     whole = whole_model(config)
     model, divided = part_of(whole, ranks.rank, ranks.world_size)
     check_layers(model, divided)
-    found, entropies, gradients = computed(model)
+    logprobs_T, entropies, gradients = computed(model)
     expected, expected_entropies, expected_gradients = computed(whole)
     divided.combine(gradients)
     cuts = divided.cuts[divided.part]
     assert gradients.keys() == expected_gradients.keys()
     return {
-        "log-probabilities": difference(found, expected),
+        "log-probabilities": difference(logprobs_T, expected),
         "entropies": difference(entropies, expected_entropies),
-        **{name: difference(gradients[name], cuts[name].of(each)) for name, each in expected_gradients.items()},
+        **{name: difference(gradients[name], cuts[name].of(gradient)) for name, gradient in expected_gradients.items()},
     }
 
 
 def all_families(ranks: Ranks) -> dict[str, dict[str, float] | str]:
-    found: dict[str, dict[str, float] | str] = {}
+    results: dict[str, dict[str, float] | str] = {}
     for family, config in FAMILIES.items():
         try:
-            found[family] = in_parts(config(), ranks)
+            results[family] = in_parts(config(), ranks)
         except UnsupportedModelError as error:
-            found[family] = error.message
-    return found
+            results[family] = error.message
+    return results
 
 
 def spoiled(ranks: Ranks, family: str, owner: Any, name: str, spoil: Any) -> tuple[str, float]:
@@ -141,10 +143,10 @@ def test_a_family_in_parts_computes_what_the_whole_does(
 ) -> None:
     num_parts, parts = proven
     most = 0.0
-    for found in (each[family] for each in parts):
-        assert not isinstance(found, str), found
-        assert max(found.values()) <= TOLERANCE, max(found, key=lambda name: found[name])
-        most = max(most, *found.values())
+    for differences in (by_family[family] for by_family in parts):
+        assert not isinstance(differences, str), differences
+        assert max(differences.values()) <= TOLERANCE, max(differences, key=lambda name: differences[name])
+        most = max(most, *differences.values())
     if pytestconfig.getoption("--record-families"):
         family_results.record_parts(family, num_parts, float(f"{most:.1e}"))
 
@@ -162,9 +164,9 @@ def test_the_proof_tells_what_is_spoiled(
     family: str, owner: Any, name: str, spoil: Any, outputs_are_right: bool, message: str
 ) -> None:
     """Gradients that parts share, those of a block's inputs, a bias that every part adds, and all heads counted."""
-    for said, away in on_ranks(2, spoiled, family, owner, name, spoil):
+    for refusal, away in on_ranks(2, spoiled, family, owner, name, spoil):
         assert (away < TOLERANCE) == outputs_are_right
-        assert re.match(message, said), said
+        assert re.match(message, refusal), refusal
 
 
 def unequal(ranks: Ranks, name: str) -> dict[str, tuple[int, int]]:
@@ -183,7 +185,7 @@ def test_every_part_finds_different_shared_values(name: str, equal: int) -> None
 def refused(ranks: Ranks, name: str, axis: int) -> str:
     """Return why a model is refused of which one parameter is cut along another axis as well or instead."""
     whole = whole_model(FAMILIES["Qwen3-MoE"]())
-    shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
     cuts = vllm_cuts.cuts(whole.config, shapes, ranks.world_size)
     for part, held in enumerate(cuts):
         runs, size = list(held[name].runs), shapes[name][axis] // ranks.world_size
@@ -208,7 +210,7 @@ def refused(ranks: Ranks, name: str, axis: int) -> str:
     ],
 )
 def test_a_cut_that_is_not_supported_is_refused_by_name(name: str, axis: int, message: str) -> None:
-    assert all(message in said for said in on_ranks(2, refused, name, axis))
+    assert all(message in refusal for refusal in on_ranks(2, refused, name, axis))
 
 
 def in_other_forms(ranks: Ranks, family: str) -> list[float]:
@@ -221,10 +223,10 @@ def in_other_forms(ranks: Ranks, family: str) -> list[float]:
         model, _ = part_of(whole, ranks.rank, ranks.world_size)
         model = copy.deepcopy(model)
         form(model)
-        found, _, gradients = computed(model)
+        logprobs_T, _, gradients = computed(model)
         assert gradients.keys() == expected[2].keys()
         away += [
-            difference(found, expected[0]),
+            difference(logprobs_T, expected[0]),
             *(difference(gradients[name], expected[2][name]) for name in gradients),
         ]
     return away
@@ -241,22 +243,22 @@ def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
     whole = whole_model(FAMILIES[family]())
     model, divided = part_of(whole, ranks.rank, ranks.world_size)
     expected = model_logprobs(whole, batch(), 1.0)[0]
-    found = []
-    for each in (model.bfloat16(), whole.bfloat16()):
-        if each is model:
+    of_both = []
+    for prepared_model in (model.bfloat16(), whole.bfloat16()):
+        if prepared_model is model:
             check_layers(model, divided)
-        prepare(each, TrainConfig.of(model_name="m").compute, lambda _: None)
-        found.append(model_logprobs(each, batch(), 1.0)[0])
-    alike = all(torch.equal(found[0], other) for other in ranks.all_gather_object(found[0].detach()))
-    in_parts, of_whole = (float((each - expected).detach().abs().mean()) for each in found)
-    return alike, in_parts, of_whole
+        prepare(prepared_model, TrainConfig.of(model_name="m").compute, lambda _: None)
+        of_both.append(model_logprobs(prepared_model, batch(), 1.0)[0])
+    are_equal = all(torch.equal(of_both[0], other) for other in ranks.all_gather_object(of_both[0].detach()))
+    in_parts, of_whole = (float((logprobs_T - expected).detach().abs().mean()) for logprobs_T in of_both)
+    return are_equal, in_parts, of_whole
 
 
 @pytest.mark.parametrize("family", ["Llama 2", "Qwen3-MoE"])
 def test_bf16_in_parts_rounds_about_as_the_whole_model(family: str) -> None:
     """Row layers have biases in one of them, which a widened layer must leave to the sum."""
-    for alike, in_parts, of_whole in on_ranks(2, prepared_in_bf16, family, limit_s=LIMIT_S):
-        assert alike
+    for are_equal, in_parts, of_whole in on_ranks(2, prepared_in_bf16, family, limit_s=LIMIT_S):
+        assert are_equal
         assert in_parts < 3 * of_whole < 0.1
 
 
@@ -271,14 +273,14 @@ def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bo
     words, own = Words(start, dist.group.WORLD.group_name), slice(start, min(start + 160, 301))
     by = LogitTransform(temperature=0.7, final_logit_softcapping=cap)
     pairs = []
-    for given, places in ((words, own), (None, slice(None))):
-        mine = [each[places] if index else each for index, each in enumerate(leaves)]
-        mine = [each.clone().requires_grad_() for each in mine]
+    for given, rows in ((words, own), (None, slice(None))):
+        mine = [leaf[rows] if index else leaf for index, leaf in enumerate(leaves)]
+        mine = [leaf.clone().requires_grad_() for leaf in mine]
         hidden, head, bias = mine
-        found, entropies = token_logprobs(hidden, head, bias, targets, by, compiles, kept, given)
-        (found * torch.linspace(-1, 1, 20)).sum().backward()
-        pairs.append([found.detach(), entropies, *(each.grad for each in mine if each.grad is not None)])
-    pairs[1][3:] = [each[own] for each in pairs[1][3:]]
+        logprobs_T, entropies = token_logprobs(hidden, head, bias, targets, by, compiles, kept, given)
+        (logprobs_T * torch.linspace(-1, 1, 20)).sum().backward()
+        pairs.append([logprobs_T.detach(), entropies, *(leaf.grad for leaf in mine if leaf.grad is not None)])
+    pairs[1][3:] = [gradient[own] for gradient in pairs[1][3:]]
     return list(zip(*pairs, strict=True))
 
 
@@ -288,8 +290,8 @@ def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bo
 )
 def test_a_head_in_parts_computes_what_the_whole_one_does(cap: float | None, filters: bool, compiles: bool) -> None:
     for pairs in on_ranks(2, with_a_cut_head, cap, filters, compiles, limit_s=LIMIT_S):
-        for found, expected in pairs:
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for actual, expected in pairs:
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def combined(ranks: Ranks) -> list[tuple[Shared, Tensor, Tensor]]:
@@ -298,27 +300,31 @@ def combined(ranks: Ranks) -> list[tuple[Shared, Tensor, Tensor]]:
     torch.manual_seed(ranks.rank)
     cuts = divided.cuts[divided.part]
     gradients = {name: torch.randn(cut.part_shape).bfloat16() for name, cut in cuts.items()}
-    before = {name: each.clone() for name, each in gradients.items()}
+    before = {name: gradient.clone() for name, gradient in gradients.items()}
     divided.combine(gradients)
     return [
-        (each, each.of(before[each.name], cuts[each.name]), each.of(gradients[each.name], cuts[each.name]))
-        for each in divided.shared
-        if ranks.rank in each.parts
+        (
+            shared,
+            shared.of(before[shared.name], cuts[shared.name]),
+            shared.of(gradients[shared.name], cuts[shared.name]),
+        )
+        for shared in divided.shared
+        if ranks.rank in shared.parts
     ]
 
 
 def test_parts_that_share_elements_get_one_gradient_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "FLAT_ELEMENTS", 20_000)
     pieces: dict[Shared, list[tuple[Tensor, Tensor]]] = {}
-    for found in on_ranks(4, combined):
-        for shared, before, after in found:
+    for combined_pieces in on_ranks(4, combined):
+        for shared, before, after in combined_pieces:
             pieces.setdefault(shared, []).append((before, after))
     assert {len(shared.parts) for shared in pieces} == {2, 4}
-    for shared, each in pieces.items():
-        shares = torch.stack([before.float() for before, _ in each])
-        expected = shares.sum(0).bfloat16() if shared.adds_up else each[0][0]
-        assert len(each) == len(shared.parts)
-        assert all(torch.equal(after, expected) for _, after in each), shared
+    for shared, of_parts in pieces.items():
+        shares = torch.stack([before.float() for before, _ in of_parts])
+        expected = shares.sum(0).bfloat16() if shared.adds_up else of_parts[0][0]
+        assert len(of_parts) == len(shared.parts)
+        assert all(torch.equal(after, expected) for _, after in of_parts), shared
 
 
 def test_a_parts_config_differs_in_its_heads_alone() -> None:
@@ -327,10 +333,10 @@ def test_a_parts_config_differs_in_its_heads_alone() -> None:
     cut_layers.count_own_heads(block, 2)
     other = copy.deepcopy(model)
     attention.choose(model, attention.NAME)
-    for each, name in ((model, attention.NAME), (other, "sdpa")):
-        heads: Any = each.get_submodule("model.layers.0.self_attn").config
+    for checked_model, name in ((model, attention.NAME), (other, "sdpa")):
+        heads: Any = checked_model.get_submodule("model.layers.0.self_attn").config
         assert (heads.num_attention_heads, heads.num_key_value_heads, heads._attn_implementation) == (2, 1, name)
-        assert each.config.num_attention_heads == 4
+        assert checked_model.config.num_attention_heads == 4
     attention.choose(other, attention.NAME)
     assert heads._attn_implementation == attention.NAME
 

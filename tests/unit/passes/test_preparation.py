@@ -94,8 +94,8 @@ def test_prompts_are_shared_only_if_completions_see_them(
     model = llama()
     assert not prepare(model, config, notes.append)
     assert model.config._attn_implementation == attention.NAME
-    (said,) = notes
-    assert said.startswith("prompts are not shared: LlamaForCausalLM does not keep packed sequences apart")
+    (note,) = notes
+    assert note.startswith("prompts are not shared: LlamaForCausalLM does not keep packed sequences apart")
 
 
 def test_prompts_are_not_shared_with_the_models_own_attention() -> None:
@@ -113,8 +113,8 @@ def test_weights_that_hardly_attend_are_not_refused() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-1e-3, 1e-3, generator=generator)
-    (said,) = prepared(model)
-    assert said.startswith("attention hardly matters with these weights: packed, hidden states differ by ")
+    (note,) = prepared(model)
+    assert note.startswith("attention hardly matters with these weights: packed, hidden states differ by ")
     assert model.config._attn_implementation == attention.NAME
 
 
@@ -236,14 +236,14 @@ def test_gradient_hooks_run_once_per_parameter(
 ) -> None:
     monkeypatch.setattr(layers, "COMPILER", "eager")
     model = llama()
-    seen: list[int] = []
+    hooked: list[int] = []
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(id(parameter)))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: hooked.append(id(parameter)))
     prepared(model, compile_layers=True, gradient_checkpointing=True)
-    assert seen == []
+    assert hooked == []
     assert all(parameter.grad is None for parameter in model.parameters())
     packed(model, TOKENS, LENGTHS).sum().backward()
-    assert sorted(seen) == sorted(id(parameter) for parameter in model.get_decoder().parameters())
+    assert sorted(hooked) == sorted(id(parameter) for parameter in model.get_decoder().parameters())
 
 
 def test_no_parameter_is_moved_or_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,17 +290,17 @@ def test_compiled_layers_give_the_same_gradients(recomputed: bool, monkeypatch: 
 def test_recomputed_layers_are_compiled_only_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()
-    asked: list[bool] = []
+    recomputed_flags: list[bool] = []
     compile_layers = layers.compile_layers
 
     def noting(model: PreTrainedModel, *, recomputed: bool = False) -> None:
-        asked.append(recomputed)
+        recomputed_flags.append(recomputed)
         compile_layers(model, recomputed=recomputed)
 
     monkeypatch.setattr(layers, "compile_layers", noting)
     model = llama()
     assert prepared(model, compile_layers=True, gradient_checkpointing=True) == []
-    assert asked == [True]
+    assert recomputed_flags == [True]
     assert layers.are_compiled(model)
     kept = kept_bytes(model)
     recompute_activations(model, pytest.fail)
@@ -319,7 +319,7 @@ def kept_bytes(model: PreTrainedModel) -> int:
         hidden = packed(model, TOKENS, LENGTHS)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert hidden.requires_grad
-    return sum(size for place, size in kept.items() if place not in own)
+    return sum(size for address, size in kept.items() if address not in own)
 
 
 @pytest.mark.slow

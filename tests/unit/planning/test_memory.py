@@ -125,21 +125,21 @@ def fit(need: Need, tokens: int = 32768, *, kv_sleep: str = "auto") -> memory.Fi
 
 
 def test_kv_cache_stays_awake_if_it_fits() -> None:
-    found = fit(need_of("7B"))
-    assert (found.asleep, found.lacking) == (False, 0)
+    fitted = fit(need_of("7B"))
+    assert (fitted.asleep, fitted.lacking) == (False, 0)
     need = need_of("7B")
-    used = need.served + need.engine + memory.CONTEXT_BYTES + need.allocated + found.kv
+    used = need.served + need.engine + memory.CONTEXT_BYTES + need.allocated + fitted.kv
     assert used == pytest.approx(need.gpu), "awake, everything is held at once"
 
 
 def test_kv_cache_sleeps_if_it_fits_only_then() -> None:
     need = need_of("32B", offload_optimizer=True)
-    found = fit(need)
-    assert (found.asleep, found.lacking) == (True, 0)
+    fitted = fit(need)
+    assert (fitted.asleep, fitted.lacking) == (True, 0)
     held = need.served + need.engine + memory.CONTEXT_BYTES + need.own + need.state
     assert held + need.gradients + need.temporaries + need.least_activations <= need.gpu
-    assert held + found.kv <= need.gpu
-    assert held + found.kv + need.gradients > need.gpu, "otherwise it would not have to sleep"
+    assert held + fitted.kv <= need.gpu
+    assert held + fitted.kv + need.gradients > need.gpu, "otherwise it would not have to sleep"
     assert fit(need, kv_sleep="never").lacking > 0
 
 
@@ -187,12 +187,12 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_more_memory_never_fits_less(name: str, kv_sleep: str) -> None:
     for way in WAYS:
-        found = [fit(need_of(name, gpu_bytes=gib * GIB, **way), kv_sleep=kv_sleep) for gib in range(8, 400, 3)]
-        lacking = [each.lacking for each in found]
+        fits = [fit(need_of(name, gpu_bytes=gib * GIB, **way), kv_sleep=kv_sleep) for gib in range(8, 400, 3)]
+        lacking = [fitted.lacking for fitted in fits]
         assert lacking == sorted(lacking, reverse=True), way
-        fitting = [each for each in found if not each.lacking]
-        assert all(each.kv > 0 for each in fitting), way
-        awake = [each.asleep for each in fitting]
+        fitting = [fitted for fitted in fits if not fitted.lacking]
+        assert all(fitted.kv > 0 for fitted in fitting), way
+        awake = [fitted.asleep for fitted in fitting]
         assert awake == sorted(awake, reverse=True), f"{way}: awake on the smaller GPU, asleep on the larger"
 
 
@@ -212,14 +212,14 @@ def test_share_leaves_server_and_trainer_what_they_need(name: str) -> None:
     for way, gib in itertools.product(WAYS, (24, 48, 80, 139.8, 180)):
         need = need_of(name, gpu_bytes=gib * GIB, **way)
         least = 32768 * need.kv_per_token
-        found = fit(need)
-        if found.lacking:
+        fitted = fit(need)
+        if fitted.lacking:
             continue
-        taken = memory.share(need, found, least_kv=least) * need.gpu
+        taken = memory.share(need, fitted, least_kv=least) * need.gpu
         assert need.served + need.engine + least <= taken * (1 + 1e-9), way
         assert taken <= memory.LARGEST_SHARE * need.gpu * (1 + 1e-9), way
         kept = 0 if need.apart else memory.CONTEXT_BYTES + need.own + need.state
-        training = 0 if need.apart or found.asleep else need.gradients + need.temporaries + need.least_activations
+        training = 0 if need.apart or fitted.asleep else need.gradients + need.temporaries + need.least_activations
         assert taken + kept + training <= need.gpu * (1 + 1e-9), way
 
 

@@ -31,15 +31,15 @@ QWEN15_MOE = {
 
 def weights(path: Path, *shapes: tuple[int, ...]) -> None:
     """Write the header of a safetensors file, without its tensors."""
-    header = {str(place): {"dtype": "BF16", "shape": shape} for place, shape in enumerate(shapes)}
+    header = {str(index): {"dtype": "BF16", "shape": shape} for index, shape in enumerate(shapes)}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
 
 
 @pytest.mark.parametrize("size", PARAMETERS)
 def test_dense_model_is_counted_to_the_last_parameter(size: str, tmp_path: Path) -> None:
-    found = ModelSize.of(folder_of(qwen2(size), tmp_path / "m"))
-    assert (found.num_params, found.exact, found.max_tokens) == (PARAMETERS[size], False, 32768)
+    counted = ModelSize.of(folder_of(qwen2(size), tmp_path / "m"))
+    assert (counted.num_params, counted.exact, counted.max_tokens) == (PARAMETERS[size], False, 32768)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_layers_without_experts_are_dense() -> None:
     none = Dimensions.of({**QWEN3_30B_A3B, "mlp_only_layers": list(range(48))})
     half = Dimensions.of({**QWEN3_30B_A3B, "decoder_sparse_step": 2})
     first = Dimensions.of({**QWEN3_30B_A3B, "first_k_dense_replace": 3})
-    assert [found.num_dense_layers for found in (none, half, first)] == [48, 24, 3]
+    assert [dimensions.num_dense_layers for dimensions in (none, half, first)] == [48, 24, 3]
     assert none.num_params < half.num_params < first.num_params < Dimensions.of(QWEN3_30B_A3B).num_params
 
 
@@ -71,8 +71,8 @@ def test_transformers_model_has_as_many_parameters() -> None:
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
         vocab_size=64, tie_word_embeddings=True,
     )  # fmt: skip
-    found = Dimensions.of(config.to_dict())
-    assert found.num_params == Qwen2ForCausalLM(config).num_parameters()
+    dimensions = Dimensions.of(config.to_dict())
+    assert dimensions.num_params == Qwen2ForCausalLM(config).num_parameters()
 
 
 def test_adapter_has_as_many_parameters_as_pefts() -> None:
@@ -82,8 +82,8 @@ def test_adapter_has_as_many_parameters_as_pefts() -> None:
 def test_weights_in_the_folder_are_counted_exactly(tmp_path: Path) -> None:
     folder = folder_of({**qwen2("7B"), "model_type": "of-tomorrow"}, tmp_path / "m")
     weights(folder / "model.safetensors", (10, 20), (7,), ())
-    found = ModelSize.of(folder)
-    assert (found.num_params, found.exact) == (208, True)
+    size = ModelSize.of(folder)
+    assert (size.num_params, size.exact) == (208, True)
 
 
 def test_missing_file_of_an_index_makes_an_estimate(tmp_path: Path) -> None:

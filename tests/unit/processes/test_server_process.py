@@ -115,17 +115,17 @@ def restart_twice_and_ask_after_a_kill(server: StartedServer) -> None:
 
 
 def test_an_abandoned_start_stops_the_server(tmp_path: Path, log: Path) -> None:
-    server, seen = served(fake(tmp_path, "--answer-after-s", "60"), log), list[int | None]()
+    server, pids = served(fake(tmp_path, "--answer-after-s", "60"), log), list[int | None]()
 
-    def heed() -> None:
-        seen.append(server.pid)
-        if len(seen) > 1:
+    def check_abort() -> None:
+        pids.append(server.pid)
+        if len(pids) > 1:
             raise RankError("another rank failed", remedy="it says why")
 
-    with pytest.raises(RankError, match="another rank"), server.running(heed):
+    with pytest.raises(RankError, match="another rank"), server.running(check_abort):
         pytest.fail("it answers after a minute")
-    assert seen[0] is not None
-    assert all(map(is_dead, seen))
+    assert pids[0] is not None
+    assert all(map(is_dead, pids))
 
 
 def test_a_server_lives_as_long_as_the_context(tmp_path: Path, log: Path) -> None:
@@ -153,8 +153,8 @@ def test_a_restart_serves_other_weights_under_the_old_name(tmp_path: Path, log: 
         server.restart(tmp_path / "step_2")
         assert answer(command) == f"{tmp_path / 'step_2'} as first"
         assert len(family(log)) == 1
-    said = [line.split(", ")[0] for line in log.read_text().splitlines() if not line.startswith("ready")]
-    assert said == [
+    lines = [line.split(", ")[0] for line in log.read_text().splitlines() if not line.startswith("ready")]
+    assert lines == [
         "=== bridge: vLLM is started",
         f"=== bridge: vLLM is restarted with {tmp_path / 'step_1'}",
         f"=== bridge: vLLM is restarted with {tmp_path / 'step_2'}",
@@ -182,7 +182,7 @@ def test_a_restart_ends_what_a_kill_has_left(tmp_path: Path, log: Path, victim: 
 
 def test_a_name_that_the_user_gave_is_kept(tmp_path: Path) -> None:
     argv = fake(tmp_path, "--served-model-name", "mine").argv_for("second")
-    names = [argv[place + 1] for place, part in enumerate(argv) if part == "--served-model-name"]
+    names = [argv[index + 1] for index, part in enumerate(argv) if part == "--served-model-name"]
     assert names == ["first", "mine"], "the last one wins"
 
 
@@ -327,8 +327,8 @@ def test_the_watchdog_ends_a_hanging_server_and_not_the_next(
         hanging = server.pid
         kill(hanging, signal.SIGSTOP)
         until(lambda: is_dead(hanging))
-        said = capsys.readouterr().err
-        assert f"vLLM (pid {hanging}) gave no answer for 1 s: it was stopped; its log is {log}" in said
+        output = capsys.readouterr().err
+        assert f"vLLM (pid {hanging}) gave no answer for 1 s: it was stopped; its log is {log}" in output
         server.restart("second")
         assert answer(command) == "second as first"
         time.sleep(3 * HANG_LIMIT_S)

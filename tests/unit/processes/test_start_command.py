@@ -61,7 +61,7 @@ def test_a_program_beside_this_python_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "message"),
     [
         ("vllm serve", "has no {model} in it"),
         ("", "has no {model} in it"),
@@ -72,8 +72,8 @@ def test_a_program_beside_this_python_is_found() -> None:
         ("sh {model} --port=8123", "listens on port 8123, but the trainer would use port"),
     ],
 )
-def test_what_cannot_be_started_is_refused(command: str, told: str) -> None:
-    assert told in refused(command).message
+def test_what_cannot_be_started_is_refused(command: str, message: str) -> None:
+    assert message in refused(command).message
 
 
 def test_a_foreign_server_on_the_port_is_left_alone() -> None:

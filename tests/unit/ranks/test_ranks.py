@@ -97,25 +97,25 @@ def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str,
     """Step on one rank of several, or alone with the gradients of `size` ranks added up in their order."""
     chance = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(shape, generator=chance).to(dtype)) for shape in SHAPES]
-    places = [weight.data_ptr() for weight in weights]
+    addresses = [weight.data_ptr() for weight in weights]
     optimizer = optimizer_of(weights, name, ranks)
     norms, shares = [], []
     for step in range(STEPS):
-        each = [gradients_of(rank, step) for rank in ([ranks.rank] if ranks.world_size > 1 else range(size))]
+        by_rank = [gradients_of(rank, step) for rank in ([ranks.rank] if ranks.world_size > 1 else range(size))]
         for index, weight in enumerate(weights):
-            found = [one.to(dtype) for own in each if (one := own[index]) is not None]
+            gradients = [one.to(dtype) for own in by_rank if (one := own[index]) is not None]
             weight.grad = None
-            if found and ranks.world_size == 1:
+            if gradients and ranks.world_size == 1:
                 weight.grad_dtype = None
-                weight.grad = sum((one.float() for one in found[1:]), found[0].float())
-            elif found:
-                weight.grad = found[0]
+                weight.grad = sum((one.float() for one in gradients[1:]), gradients[0].float())
+            elif gradients:
+                weight.grad = gradients[0]
         optimizer.exchange()
         norms.append(optimizer.global_norm())
         optimizer.step(grad_norm=2.0, max_norm=1.5)
         optimizer.zero_grad()
         shares.append(optimizer.changed_weight_share)
-    assert [weight.data_ptr() for weight in weights] == places
+    assert [weight.data_ptr() for weight in weights] == addresses
     return {
         "weights": [weight.detach().clone() for weight in weights],
         "state": [{part: tensor.clone() for part, tensor in optimizer.parts(weight).items()} for weight in weights],
@@ -148,29 +148,31 @@ class Uneven(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         chance = torch.Generator().manual_seed(0)
-        self.each = nn.ParameterList(torch.randn(shape, generator=chance).bfloat16() for shape in SHAPES)
+        self.weights = nn.ParameterList(torch.randn(shape, generator=chance).bfloat16() for shape in SHAPES)
 
     def loss(self, rank: int, step: int) -> Tensor | None:
         """Return what makes gradients that add up exactly in bf16; None: this rank has no share."""
         if rank == 1 and step == 2:
             return None
         chance = torch.Generator().manual_seed(10 * step + rank)
-        used = [each for index, each in enumerate(self.each) if not (index == IGNORED and step == 1)]
+        used = [weight for index, weight in enumerate(self.weights) if not (index == IGNORED and step == 1)]
         used = [*used[:-2], *([used[-2]] if rank == 0 else []), used[-1], used[0]]
-        return torch.stack([(each * torch.randint(-8, 9, each.shape, generator=chance)).sum() for each in used]).sum()
+        return torch.stack(
+            [(weight * torch.randint(-8, 9, weight.shape, generator=chance)).sum() for weight in used]
+        ).sum()
 
 
 def released(ranks: Ranks, name: str, size: int, max_norm: float) -> dict[str, Any]:
     """Step in the backward pass on one rank of several, or alone with the losses of `size` ranks."""
     model = Uneven()
-    weights = [*model.each]
+    weights = [*model.weights]
     optimizer = optimizer_of(weights, name, ranks)
     norms, shares = [], []
     for step in range(STEPS):
         losses = [model.loss(rank, step) for rank in ([ranks.rank] if ranks.world_size > 1 else range(size))]
         with optimizer.releasing(max_norm=max_norm):
-            if found := [loss for loss in losses if loss is not None]:
-                torch.stack(found).sum().backward()
+            if computed := [loss for loss in losses if loss is not None]:
+                torch.stack(computed).sum().backward()
         norms.append(optimizer.global_norm())
         optimizer.step(grad_norm=norms[-1])
         shares.append(optimizer.changed_weight_share)
@@ -272,8 +274,8 @@ def restored(ranks: Ranks, name: str, saved: Sequence[dict[str, Tensor]]) -> lis
 @pytest.mark.parametrize("name", ["adamw-8bit", OFFLOADED])
 def test_state_of_any_number_of_ranks_is_loaded_by_any_other(name: str) -> None:
     saved = on_ranks(3, stepped, name, torch.bfloat16, 3)[0]["state"]
-    for found in [restored(ALONE, name, saved), *on_ranks(2, restored, name, saved)]:
-        for one, other in zip(found, saved, strict=True):
+    for states in [restored(ALONE, name, saved), *on_ranks(2, restored, name, saved)]:
+        for one, other in zip(states, saved, strict=True):
             assert all(torch.equal(one[part], other[part]) for part in other)
 
 
@@ -297,9 +299,9 @@ def fails(ranks: Ranks, who: int, error: BaseException) -> list[str]:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_error_on_one_rank_is_raised_on_all_and_undone(who: int) -> None:
-    found = on_ranks(2, fails, who, UsageError("no", remedy="yes"))
-    assert found[who] == ["act", "UsageError: no"]
-    assert found[1 - who] == ["act", "undo", "UsageError: no"]
+    outcomes = on_ranks(2, fails, who, UsageError("no", remedy="yes"))
+    assert outcomes[who] == ["act", "UsageError: no"]
+    assert outcomes[1 - who] == ["act", "undo", "UsageError: no"]
 
 
 def test_an_interrupt_and_a_bug_end_all_ranks_too() -> None:
@@ -414,14 +416,14 @@ def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str
         shares = [dealt(whole, Ranks(rank, size)) for rank in range(size)]
         if "top_entropy" in choices:
             only_ranked = [dealt(silent, Ranks(rank, size)) for rank in range(size)]
-            ranked = [entropies_of(learner, *each) for each in zip(shares, only_ranked, strict=True)]
+            ranked = [entropies_of(learner, *pair) for pair in zip(shares, only_ranked, strict=True)]
             least = least_of(ranked, choices["top_entropy"])
-            learner._least_entropies = lambda found=least: [found]  # type: ignore[method-assign,misc]
+            learner._least_entropies = lambda threshold=least: [threshold]  # type: ignore[method-assign,misc]
         for share in shares:
             learner._start(replace(learner._batch, mini_batches=[share]))
             learner.prepare()
-            for name, found in gradient(model).items():
-                sums[name] = sums[name] + found.float() if name in sums else found.float()
+            for name, tensor in gradient(model).items():
+                sums[name] = sums[name] + tensor.float() if name in sums else tensor.float()
         for name, parameter in model.named_parameters():
             parameter.grad, parameter.grad_dtype = None, None
             parameter.grad = sums[name]
@@ -441,8 +443,8 @@ def entropies_of(learner: Learner, share: list[Sample], only_ranked: list[Sample
 
 def least_of(shares: Sequence[list[float]], top: float) -> Tensor:
     """Return the least of the `top` share of all ranks' entropies."""
-    each = sorted((entropy for share in shares for entropy in share), reverse=True)
-    return torch.tensor(each[math.ceil(top * len(each)) - 1])
+    ordered = sorted((entropy for share in shares for entropy in share), reverse=True)
+    return torch.tensor(ordered[math.ceil(top * len(ordered)) - 1])
 
 
 @pytest.fixture
@@ -471,8 +473,8 @@ def test_ranks_train_as_their_summed_gradients_bit_for_bit(
     results = on_ranks(size, trained, groups, choices)
     expected = summed_alone(groups, size, **{**choices, "gradient_release": False})
     assert not same(expected, weights(base(dtype=torch.bfloat16)))
-    assert all(same(each["weights"], expected) for each in results)
-    assert all(each["learnt"] == results[0]["learnt"] for each in results)
+    assert all(same(result["weights"], expected) for result in results)
+    assert all(result["learnt"] == results[0]["learnt"] for result in results)
 
 
 def learnt_from(before: dict[str, Tensor], groups: Sequence[Group], choices: dict[str, Any]) -> dict[str, Any]:
@@ -526,9 +528,9 @@ def test_a_rank_without_tokens_helps_to_choose_uncertain_ones(groups: list[Group
 
 def runs_short(ranks: Ranks, groups: Sequence[Group], who: int, where: str) -> tuple[dict[str, Tensor], list[str]]:
     """Let one rank find no memory once, in its look ahead or later, and train it in smaller passes."""
-    told, failing = list[str](), [True] * (ranks.rank == who)
+    notes, failing = list[str](), [True] * (ranks.rank == who)
     model = base()
-    learner = learner_of(model, told=told, ranks=ranks, top_entropy=0.3, updates_per_batch=2)
+    learner = learner_of(model, log=notes, ranks=ranks, top_entropy=0.3, updates_per_batch=2)
     act = getattr(learner, where)
 
     def once(*given: Any) -> None:
@@ -540,15 +542,15 @@ def runs_short(ranks: Ranks, groups: Sequence[Group], who: int, where: str) -> t
     learner.take(groups)
     learner.prepare()
     learner.write()
-    return weights(model), [note for note in told if note.startswith("out of memory")]
+    return weights(model), [note for note in notes if note.startswith("out of memory")]
 
 
 @pytest.mark.parametrize("where", ["_look_ahead", "_differentiate"])
 def test_smaller_passes_on_one_rank_choose_the_same_tokens(groups: list[Group], where: str) -> None:
     (straight, _), _ = on_ranks(2, runs_short, groups, 2, where)
-    for (found, notes), who in zip(on_ranks(2, runs_short, groups, 1, where), range(2), strict=True):
+    for (after, notes), who in zip(on_ranks(2, runs_short, groups, 1, where), range(2), strict=True):
         assert len(notes) == who, "another rank repeats its share"
-        assert distance(moved(found, weights(base())), moved(straight, weights(base()))) < FAR
+        assert distance(moved(after, weights(base())), moved(straight, weights(base()))) < FAR
 
 
 @pytest.mark.parametrize("choices", [{}, RELEASED], ids=["exchanged", "released"])
@@ -556,7 +558,7 @@ def test_several_updates_of_a_batch_are_taken_together(groups: list[Group], choi
     choices = {"updates_per_batch": 2, "passes_per_batch": 2, "optimizer": "adamw-8bit", **choices}
     one, other = on_ranks(2, trained, groups, choices)
     assert same(one["weights"], other["weights"])
-    assert [each["updates"] for each in one["learnt"]] == [4, 4]
+    assert [learnt["updates"] for learnt in one["learnt"]] == [4, 4]
     assert one["learnt"] == other["learnt"]
 
 
@@ -596,10 +598,10 @@ def loses(ranks: Ranks, groups: Sequence[Group], who: int, how: str) -> tuple[Ba
     learner.prepare()
     try:
         ranks.run_on_all(learner.write)
-        found: BaseException | dict[str, Any] = learner.learnt()
+        outcome: BaseException | dict[str, Any] = learner.learnt()
     except UsageError as error:
-        found = error
-    return found, not same(weights(model), weights(base(dtype=torch.bfloat16)))
+        outcome = error
+    return outcome, not same(weights(model), weights(base(dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -712,12 +714,14 @@ def test_ranks_that_fail_together_raise_the_same_error() -> None:
 
 def listening(ranks: Ranks) -> set[str]:
     """Return the addresses at which this process can be reached."""
-    return {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
+    return {
+        connection.laddr.ip for connection in psutil.Process().net_connections("tcp") if connection.status == "LISTEN"
+    }
 
 
 def test_ranks_cannot_be_reached_from_another_host() -> None:
     for addresses in on_ranks(2, listening):
-        assert all(ipaddress.ip_address(each).is_loopback for each in addresses), addresses
+        assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -751,11 +755,11 @@ def ran(
             window.times = replace(window.times, pause_s=float(ranks.rank))
 
         fake.mode.publish = slower  # type: ignore[method-assign]
-        place, config = folder / "run", fake.config(save_path=folder / "saved", **choices)
-        made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
+        run_folder, config = folder / "run", fake.config(save_path=folder / "saved", **choices)
+        made = RunDirectory.create(run_folder, environment="letters") if ranks.is_rank_zero else None
         ranks.all_gather_object(None)
         heard = reporter if ranks.is_rank_zero else Reporter()
-        run = made or RunDirectory.join(place)
+        run = made or RunDirectory.join(run_folder)
         return Run(config, Letters(), run, heard, resume=resume, ranks=ranks).train()
 
 
@@ -777,8 +781,8 @@ def baseline(ranks: Ranks, folder: Path) -> float | None:
         own = RunDirectory.first_evaluation
         patched.setattr(RunDirectory, "first_evaluation", lambda run: own(run) if ranks.is_rank_zero else None)
         patched.setattr(Run, "_load", lambda run: setattr(run, "_begun_at", 1))
-        found = SavedCheckpoint(folder, Progress(step=1, weight_version=3, problems_drawn=2, run_dir=folder))
-        return ran(ranks, folder, Reporter(), {"eval_samples": 1}, found).reward_before
+        saved = SavedCheckpoint(folder, Progress(step=1, weight_version=3, problems_drawn=2, run_dir=folder))
+        return ran(ranks, folder, Reporter(), {"eval_samples": 1}, saved).reward_before
 
 
 def test_all_ranks_have_the_baseline_that_rank_zero_measured(models: Path) -> None:

@@ -25,7 +25,7 @@ def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
     """Raise on one rank what the others do not, where all exchange tensors; return what each raised."""
 
     def act() -> None:
-        for those in {id(each): each for each in (ranks, ranks.tp_group, ranks.dp_group)}.values():
+        for those in {id(group): group for group in (ranks, ranks.tp_group, ranks.dp_group)}.values():
             those.all_reduce(torch.ones(2))
         if ranks.rank == who:
             raise error
@@ -179,7 +179,7 @@ def broken(connection: socket.socket, *, within_s: float) -> bool:
     ],
 )
 def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pair], cause: str) -> None:
-    ((one, other), (its, gone)), store, work = pairs, Store(), Endless()
+    ((one, other), (its, closed)), store, work = pairs, Store(), Endless()
     own = Watch(store, torch.device("cpu"), 0, 3, lambda: 7)
     own.add(None, {one.fileno(), its.fileno()})
     own.start()
@@ -197,7 +197,7 @@ def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pa
         time.sleep(2 * PERIOD_S)
         Watch(store, torch.device("cpu"), 1, 3, lambda: 7).failed()
     if cause.startswith("ended"):
-        gone.close()
+        closed.close()
     assert broken(other, within_s=6 * PERIOD_S) is (cause in {"failed", "ended", "noise, failed"})
     own.close()
 

@@ -65,13 +65,13 @@ def fault(folder: Path) -> str | None:
     return None
 
 
-def seen(folder: Path) -> dict[str, object]:
+def left_behind(folder: Path) -> dict[str, object]:
     """Return what a kill left behind."""
-    found, passed_over = checkpoint.newest(folder, "step_")
+    newest, passed_over = checkpoint.newest(folder, "step_")
     faults = [*passed_over, *(fault(path) for path in folder.glob("step_*"))]
     names = sorted(path.name for path in folder.iterdir())
-    step = found.progress.step if found else 0
-    whole = found is None or all((found.folder / name).read_bytes() == content(step) * n for name, n in FILES.items())
+    step = newest.progress.step if newest else 0
+    whole = newest is None or all((newest.folder / name).read_bytes() == content(step) * n for name, n in FILES.items())
     visible = [name for name in names if not name.startswith(".")]
     hidden = [name for name in names if name.startswith(".")]
     return {"step": step, "whole": whole, "faults": [*filter(None, faults)], "visible": visible, "hidden": hidden}
@@ -82,11 +82,11 @@ def main() -> None:
     first = 1
     for _ in range(KILLS):
         killed(folder, first, chance.uniform(0, LONGEST_S))
-        report = seen(folder)
+        report = left_behind(folder)
         first = int(str(report["step"])) + 1
         print(json.dumps(report), flush=True)  # noqa: T201  its report
     save(folder, first)
-    print(json.dumps(seen(folder)))  # noqa: T201
+    print(json.dumps(left_behind(folder)))  # noqa: T201
 
 
 if __name__ == "__main__":

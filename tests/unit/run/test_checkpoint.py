@@ -69,11 +69,21 @@ def test_the_marker_is_written_last_and_knows_every_other_file(tmp_path: Path) -
 def test_problems_trained_ahead_are_recorded_if_any(tmp_path: Path) -> None:
     ahead = progress(3).model_copy(update={"problems_beyond": (26, 30)})
     folder = checkpoint.save(tmp_path / "step_3", fill, ahead)
-    found = read(folder).progress
-    assert found == ahead
-    assert found.trained == TrainedProblems(below=24, beyond=frozenset({26, 30}))
-    assert [number for number in range(20, 35) if number not in found.trained] == [24, 25, 27, 28, 29, 31, 32, 33, 34]
-    assert found.trained.including([24, 25, 27]) == TrainedProblems(below=28, beyond=frozenset({30}))
+    read_back = read(folder).progress
+    assert read_back == ahead
+    assert read_back.trained == TrainedProblems(below=24, beyond=frozenset({26, 30}))
+    assert [number for number in range(20, 35) if number not in read_back.trained] == [
+        24,
+        25,
+        27,
+        28,
+        29,
+        31,
+        32,
+        33,
+        34,
+    ]
+    assert read_back.trained.including([24, 25, 27]) == TrainedProblems(below=28, beyond=frozenset({30}))
 
 
 def cut(path: Path) -> None:
@@ -108,8 +118,8 @@ def test_a_damaged_file_is_named_and_an_older_one_is_taken(
     damage(newer / name)
     with pytest.raises(CheckpointError, match=rf"the checkpoint .*/step_10 is not whole: {name} {DAMAGES[damage]}"):
         read(newer)
-    found, (line,) = newest(tmp_path, "step_")
-    assert found == SavedCheckpoint(older, progress(3))
+    saved, (line,) = newest(tmp_path, "step_")
+    assert saved == SavedCheckpoint(older, progress(3))
     assert f"{newer} is not whole: {name} " in line
 
 
@@ -125,9 +135,9 @@ def test_a_damaged_marker_is_named_and_an_older_one_taken(damage: Callable[[Path
 def test_no_byte_of_the_marker_changes_unseen(tmp_path: Path) -> None:
     folder = save(tmp_path)
     whole = (folder / MARKER_NAME).read_bytes()
-    for place in range(len(whole)):
-        flipped = whole[place] ^ 1 << place % 8
-        (folder / MARKER_NAME).write_bytes(whole[:place] + bytes([flipped]) + whole[place + 1 :])
+    for index in range(len(whole)):
+        flipped = whole[index] ^ 1 << index % 8
+        (folder / MARKER_NAME).write_bytes(whole[:index] + bytes([flipped]) + whole[index + 1 :])
         with pytest.raises(CheckpointError):
             read(folder)
     (folder / MARKER_NAME).write_bytes(whole)
@@ -175,8 +185,8 @@ def test_the_newest_has_the_highest_step_and_the_right_name(tmp_path: Path) -> N
     checkpoint.save(tmp_path / "adapter_300", fill, progress(300))
     assert newest(tmp_path, "step_") == (SavedCheckpoint(folders[2], progress(100)), ())
     assert sorted(numbered(tmp_path, "step_")) == [9, 10, 100]
-    found, passed_over = newest(tmp_path, "adapter_")
-    assert (found, passed_over) == (SavedCheckpoint(tmp_path / "adapter_300", progress(300)), ())
+    saved, passed_over = newest(tmp_path, "adapter_")
+    assert (saved, passed_over) == (SavedCheckpoint(tmp_path / "adapter_300", progress(300)), ())
 
 
 def test_every_newer_one_that_is_passed_over_is_told(tmp_path: Path) -> None:
@@ -185,10 +195,10 @@ def test_every_newer_one_that_is_passed_over_is_told(tmp_path: Path) -> None:
     cut(tmp_path / "step_3" / WEIGHTS)
     flip(tmp_path / "step_2" / CONFIG)
     shutil.copytree(tmp_path / "step_1", tmp_path / "step_4")
-    found, told = newest(tmp_path, "step_")
-    assert found == SavedCheckpoint(tmp_path / "step_1", progress(1))
-    assert len(told) == 3
-    for part, line in zip(("step 4, its marker step 1", WEIGHTS, CONFIG), told, strict=True):
+    saved, lines = newest(tmp_path, "step_")
+    assert saved == SavedCheckpoint(tmp_path / "step_1", progress(1))
+    assert len(lines) == 3
+    for part, line in zip(("step 4, its marker step 1", WEIGHTS, CONFIG), lines, strict=True):
         assert part in line
     (tmp_path / "step_1" / MARKER_NAME).unlink()
     assert newest(tmp_path, "step_")[0] is None
@@ -225,14 +235,14 @@ def test_one_that_cannot_be_removed_remains_and_is_returned(tmp_path: Path, monk
 
 def test_a_folder_is_never_seen_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [save(tmp_path, step) for step in (1, 2)]
-    seen = []
+    states = []
 
     def watch(path: Path, **_: Any) -> None:
-        seen.append((path.name.startswith("."), folders[0].exists(), names(path)))
+        states.append((path.name.startswith("."), folders[0].exists(), names(path)))
 
     monkeypatch.setattr(shutil, "rmtree", watch)
     keep_last(folders, 1)
-    assert seen == [(True, False, [MARKER_NAME, CONFIG, WEIGHTS, "optimizer"])]
+    assert states == [(True, False, [MARKER_NAME, CONFIG, WEIGHTS, "optimizer"])]
 
 
 def test_an_older_checkpoint_is_replaced_even_a_damaged_one(tmp_path: Path) -> None:
@@ -276,8 +286,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(limit_bytes: int, older: boo
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_while_saving_leaves_only_whole_checkpoints(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.run.killed_saver", str(tmp_path), str(seed)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env={**os.environ})
-    *after_kills, last = [json.loads(line) for line in said.stdout.splitlines()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env={**os.environ})
+    *after_kills, last = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(after_kills) == KILLS
     for report in [*after_kills, last]:
         assert report["whole"]

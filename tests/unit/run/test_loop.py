@@ -90,16 +90,16 @@ def test_a_resumed_loop_repeats_its_steps_to_the_digit(attach: Attach, tmp_path:
     logged, expected = lines(tmp_path / "run" / "metrics.jsonl"), weights(policy)
     policy.close()
 
-    again = attach()
-    optimizer = OPTIMIZERS[name](again)
-    assert again.resume(optimizer) == 2
+    resumed = attach()
+    optimizer = OPTIMIZERS[name](resumed)
+    assert resumed.resume(optimizer) == 2
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 2
     for number in range(3, 6):
-        step(again, optimizer, number)
+        step(resumed, optimizer, number)
     repeated = lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["loss"] for line in repeated] == [line["loss"] for line in logged]
-    assert all(map(torch.equal, expected, weights(again)))
-    assert calls(again)[:3] == ["lease", "pause", "publish"], "the checkpoint is loaded inside the fence"
+    assert all(map(torch.equal, expected, weights(resumed)))
+    assert calls(resumed)[:3] == ["lease", "pause", "publish"], "the checkpoint is loaded inside the fence"
 
 
 def test_the_seeds_of_sampling_continue_after_a_resume(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_the_seeds_of_sampling_continue_after_a_resume(attach: Attach, monkeypat
         seeds.append(seed)
         return [group(0.0).completions]
 
-    policy, again = attach(), None
+    policy, resumed = attach(), None
     monkeypatch.setattr(policy._sampler, "sample", sample)
     for _ in range(3):
         policy.sample(["a"])
@@ -117,10 +117,10 @@ def test_the_seeds_of_sampling_continue_after_a_resume(attach: Attach, monkeypat
     policy.save(step=1, optimizer=optimizer)
     policy.sample(["a"])
     policy.close()
-    again = attach()
-    assert again.resume(again.optimizer(lr=1e-3)) == 1
-    monkeypatch.setattr(again._sampler, "sample", sample)
-    again.sample(["a"])
+    resumed = attach()
+    assert resumed.resume(resumed.optimizer(lr=1e-3)) == 1
+    monkeypatch.setattr(resumed._sampler, "sample", sample)
+    resumed.sample(["a"])
     assert seeds[4] == seeds[3]
     assert len({*seeds}) == 4
 
@@ -198,9 +198,9 @@ def test_another_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_run_killed_before_its_first_checkpoint_restarts(attach: Attach, tmp_path: Path, first: int) -> None:
     attach().log(first, loss=0.0)
-    again = attach()
-    assert again.resume(again.optimizer(lr=1e-3)) == 0
-    again.log(first, loss=1.0)
+    resumed = attach()
+    assert resumed.resume(resumed.optimizer(lr=1e-3)) == 0
+    resumed.log(first, loss=1.0)
     assert [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1.0]
     assert len(lines(tmp_path / "run" / "metrics_lost.jsonl")) == 1
 
@@ -226,10 +226,10 @@ def test_a_checkpoint_of_another_optimizer_is_refused(attach: Attach, other: str
     step(policy, optimizer, 1)
     policy.save(step=1, optimizer=optimizer)
     policy.close()
-    again = attach()
+    resumed = attach()
     with pytest.raises((CheckpointError, UsageError)):
-        again.resume(OPTIMIZERS[other](again))
-    assert "pause" not in calls(again)
+        resumed.resume(OPTIMIZERS[other](resumed))
+    assert "pause" not in calls(resumed)
 
 
 def test_parameters_in_another_order_are_refused(attach: Attach) -> None:
@@ -238,8 +238,8 @@ def test_parameters_in_another_order_are_refused(attach: Attach) -> None:
     step(policy, optimizer, 1)
     policy.save(step=1, optimizer=optimizer)
     policy.close()
-    again = attach()
-    ordered = [*again.parameters()]
+    resumed = attach()
+    ordered = [*resumed.parameters()]
     first, second = next(
         (one, other)
         for one, other in combinations(range(len(ordered)), 2)
@@ -247,8 +247,8 @@ def test_parameters_in_another_order_are_refused(attach: Attach) -> None:
     )
     ordered[first], ordered[second] = ordered[second], ordered[first]
     with pytest.raises(CheckpointError, match="in another order"):
-        again.resume(torch.optim.AdamW(ordered, lr=1e-2))
-    assert "pause" not in calls(again)
+        resumed.resume(torch.optim.AdamW(ordered, lr=1e-2))
+    assert "pause" not in calls(resumed)
 
 
 def test_what_lies_on_the_device_of_a_parameter_is_known() -> None:

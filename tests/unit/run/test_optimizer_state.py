@@ -63,13 +63,13 @@ def check_equal(one: dict[str, dict[str, Tensor | int]], other: dict[str, dict[s
     for name, values in one.items():
         assert sorted(values) == sorted(other[name])
         for part, value in values.items():
-            found = other[name][part]
+            loaded = other[name][part]
             if isinstance(value, Tensor):
-                assert isinstance(found, Tensor)
-                assert (found.dtype, found.device) == (value.dtype, value.device)
-                assert torch.equal(found, value), (name, part)
+                assert isinstance(loaded, Tensor)
+                assert (loaded.dtype, loaded.device) == (value.dtype, value.device)
+                assert torch.equal(loaded, value), (name, part)
             else:
-                assert found == value, (name, part)
+                assert loaded == value, (name, part)
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -228,14 +228,14 @@ def written(tmp_path: Path) -> Path:
 
 def test_a_state_of_other_parameters_is_refused_whole(written: Path) -> None:
     trained = parameters()
-    told = refusal(written, trained | {"new": nn.Parameter(torch.ones(2))})
-    assert told == f"{written / FOLDER} does not fit the model: new is absent, expected trained"
-    told = refusal(written, {"layer.a": trained["layer.a"]})
-    assert "head is trained, expected none of that name; layer.b is" in told
-    told = refusal(written, trained | {"head": nn.Parameter(torch.ones(3, 5).bfloat16())})
-    assert "head.exp_avg is F32 (3, 4), expected F32 (3, 5); head.exp_avg_sq is " in told
-    told = refusal(written, trained | {"head": nn.Parameter(torch.ones(3, 4))})
-    assert "head.remainder is I16 (3, 4), expected none of that name" in told
+    message = refusal(written, trained | {"new": nn.Parameter(torch.ones(2))})
+    assert message == f"{written / FOLDER} does not fit the model: new is absent, expected trained"
+    message = refusal(written, {"layer.a": trained["layer.a"]})
+    assert "head is trained, expected none of that name; layer.b is" in message
+    message = refusal(written, trained | {"head": nn.Parameter(torch.ones(3, 5).bfloat16())})
+    assert "head.exp_avg is F32 (3, 4), expected F32 (3, 5); head.exp_avg_sq is " in message
+    message = refusal(written, trained | {"head": nn.Parameter(torch.ones(3, 4))})
+    assert "head.remainder is I16 (3, 4), expected none of that name" in message
 
 
 @pytest.mark.parametrize("other", ["adamw-8bit", OFFLOADED])
@@ -268,7 +268,7 @@ Edit = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         (lambda t: t.pop("head.exp_avg"), "head.exp_avg is absent, expected F32 (3, 4)"),
         (lambda t: t.update({"head.more": torch.ones(1)}), "head.more is F32 (1,), expected none of that name"),
@@ -278,11 +278,11 @@ Edit = Callable[[dict[str, Tensor]], object]
         ),
     ],
 )
-def test_a_file_that_was_edited_is_refused_whole(written: Path, edit: Edit, told: str) -> None:
+def test_a_file_that_was_edited_is_refused_whole(written: Path, edit: Edit, message: str) -> None:
     tensors = stored(written)
     edit(tensors)
     save_file(tensors, files(written)[0])
-    assert told in refusal(written, parameters())
+    assert message in refusal(written, parameters())
 
 
 def test_a_file_that_was_cut_short_is_refused_whole(written: Path) -> None:

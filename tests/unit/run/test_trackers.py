@@ -85,15 +85,15 @@ class FakeWandb(ModuleType):
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__("wandb")
-        self.error, self.chosen, self.logged = error, [], []  # type: ignore[var-annotated]
+        self.error, self.options, self.logged = error, [], []  # type: ignore[var-annotated]
         self.finished: list[int] = []
         self.Html = lambda text, *, inject: text
         self.Settings = SimpleNamespace
 
-    def init(self, **chosen: Any) -> "FakeWandb":
+    def init(self, **options: Any) -> "FakeWandb":
         if self.error is not None:
             raise self.error
-        self.chosen.append(chosen)
+        self.options.append(options)
         return self
 
     def define_metric(self, names: str, *, step_metric: str) -> None:
@@ -155,13 +155,13 @@ def test_docs_list_every_metric() -> None:
 
 
 def test_a_failing_tracker_is_reported_once_and_dropped() -> None:
-    told: list[str] = []
+    notes: list[str] = []
     bad, good = FakeTracker(fails_at=2), FakeTracker()
-    with Trackers(lambda: {"Bad": bad, "Good": good}, told.append, shows_texts=True) as tracked:
+    with Trackers(lambda: {"Bad": bad, "Good": good}, notes.append, shows_texts=True) as tracked:
         for step in (1, 2, 3):
             tracked.step(metrics(step), groups())
         tracked.evaluation(evaluation(3))
-    assert told == ["Bad failed and gets nothing more of this run: OSError: No space left on device"]
+    assert notes == ["Bad failed and gets nothing more of this run: OSError: No space left on device"]
     assert [step for step, _, _ in bad.logged] == [1]
     assert [step for step, _, _ in good.logged] == [1, 2, 3, 3]
     assert good.logged[-1][1]["held_out/reward_mean"] == 0.75
@@ -199,14 +199,14 @@ def test_a_run_that_does_not_begin_leaves_no_trace(tmp_path: Path, installed: An
     fake = installed("tensorboard", "wandb")
     with trackers(config(wandb=True), RunDirectory(tmp_path)):
         pass
-    assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
+    assert (FakeWriter.made, fake.options, list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_only_rank_0_draws_curves(tmp_path: Path, installed: Any) -> None:
     fake = installed("tensorboard", "wandb")
     with trackers(config(wandb=True), RunDirectory(tmp_path, is_writer=False)) as tracked:
         tracked.step(metrics(1), groups())
-    assert (FakeWriter.made, fake.chosen, list(tmp_path.iterdir())) == ([], [], [])
+    assert (FakeWriter.made, fake.options, list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_tensorboard_gets_every_curve_from_the_resumed_step_on(tmp_path: Path, installed: Any) -> None:
@@ -247,13 +247,13 @@ def test_wandb_resumes_the_run_of_the_directory(tmp_path: Path, installed: Any) 
     for first_step in (1, 2):
         with trackers(config(wandb=True), RunDirectory(tmp_path), first_step=first_step) as tracked:
             tracked.step(metrics(first_step), groups("<b>5"))
-    first, second = fake.chosen
+    first, second = fake.options
     assert first["id"] == second["id"] == (tmp_path / "wandb_id").read_text().strip()
     assert (first["resume"], first["project"], first["dir"]) == ("allow", "bridge", str(tmp_path))
     assert first["config"]["training_steps"] == 10
     assert first["config"]["start_command"] == "***"
     assert (first["config"]["lr"], first["config"]["max_new_tokens"]) == (1e-6, 256)
-    assert [each["step"] for each in fake.logged] == [1, 2]
+    assert [step["step"] for step in fake.logged] == [1, 2]
     assert "&lt;b&gt;5" in fake.logged[0]["sample"]
     assert fake.finished == [0, 0]
 
@@ -264,8 +264,8 @@ def test_wandbs_own_variables_have_precedence(tmp_path: Path, installed: Any, mo
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     trackers(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
-    (chosen,) = fake.chosen
-    assert [chosen[name] for name in ("project", "name", "dir", "id")] == ["p", "n", "/d", "i"]
+    (options,) = fake.options
+    assert [options[name] for name in ("project", "name", "dir", "id")] == ["p", "n", "/d", "i"]
 
 
 def test_a_requested_tracker_that_fails_to_open_ends_the_run(tmp_path: Path, installed: Any) -> None:
@@ -279,12 +279,12 @@ def test_a_requested_tracker_that_fails_to_open_ends_the_run(tmp_path: Path, ins
 def test_a_default_tracker_that_fails_to_open_is_reported(
     tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     installed("tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    trackers(config(), RunDirectory(tmp_path, echo=told.append)).step(metrics(1), groups())
-    assert len(told) == 1
-    assert told[0].startswith("TensorBoard cannot be used: ModuleNotFoundError")
+    trackers(config(), RunDirectory(tmp_path, echo=notes.append)).step(metrics(1), groups())
+    assert len(notes) == 1
+    assert notes[0].startswith("TensorBoard cannot be used: ModuleNotFoundError")
 
 
 def test_what_is_written_is_what_tensorboard_reads(tmp_path: Path) -> None:
@@ -299,5 +299,5 @@ def test_what_is_written_is_what_tensorboard_reads(tmp_path: Path) -> None:
     write(3, [1.0])
     read = reading.EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
-    assert [(each.step, each.value) for each in read.Scalars("reward/mean")] == [(1, 0.0), (2, 0.25), (3, 1.0)]
+    assert [(scalar.step, scalar.value) for scalar in read.Scalars("reward/mean")] == [(1, 0.0), (2, 0.25), (3, 1.0)]
     assert "sample/text_summary" in read.Tags()["tensors"]

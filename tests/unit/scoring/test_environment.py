@@ -43,17 +43,17 @@ def test_a_worker_has_no_secrets_but_those_that_are_listed(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "DatasetNotFoundError: Dataset 'o/d' doesn't exist on the Hub or cannot be accessed.",
         "GatedRepoError: 401 Client Error. Cannot access gated repo for url https://huggingface.co/o/d",
         "Dataset 'o/d' is a gated dataset on the Hub. You must be authenticated to access it.",
     ],
 )
-def test_an_error_of_the_hub_names_its_hidden_token(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+def test_an_error_of_the_hub_names_its_hidden_token(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setenv("HF_TOKEN", "abc")
-    assert private.hint(said, ()).endswith("pass it on: --worker-env HF_TOKEN")
-    assert private.hint(said, ("HF_TOKEN",)) == private.hint("KeyError: 'answer'", ()) == ""
+    assert private.hint(message, ()).endswith("pass it on: --worker-env HF_TOKEN")
+    assert private.hint(message, ("HF_TOKEN",)) == private.hint("KeyError: 'answer'", ()) == ""
 
 
 def test_a_listed_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:

@@ -60,13 +60,13 @@ class Scoring:
         return self.runner.run(self.scorer.score(PROBLEM, completions))
 
     def rewards(self, *completions: str) -> list[float | None]:
-        return [found.reward if isinstance(found, Score) else None for found in self.score(*completions)]
+        return [score.reward if isinstance(score, Score) else None for score in self.score(*completions)]
 
     def fault(self, completion: str) -> FailedScore:
-        (found,) = self.score(completion)
-        assert isinstance(found, FailedScore)
-        assert "\n" not in found.line
-        return found
+        (score,) = self.score(completion)
+        assert isinstance(score, FailedScore)
+        assert "\n" not in score.line
+        return score
 
     @property
     def noted(self) -> list[str]:
@@ -131,13 +131,15 @@ def test_faults_cost_only_their_own_scores(tmp_path: Path) -> None:
         *("runs_out_of_memory", "starts_another", "exits", "enough"),
     ]
     with scoring(tmp_path, processes=4) as ours:
-        found = ours.score(*given)
+        scores = ours.score(*given)
         begun = [line for line in ours.noted if line != "started"]
     assert sorted(begun) == sorted(given), "each was begun once"
-    scored = {completion: one.reward for completion, one in zip(given, found, strict=True) if isinstance(one, Score)}
+    scored = {completion: one.reward for completion, one in zip(given, scores, strict=True) if isinstance(one, Score)}
     assert scored == {"good": 4, "fine": 4, "well": 4, "enough": 6}
-    told = {completion: one.line for completion, one in zip(given, found, strict=True) if isinstance(one, FailedScore)}
-    assert {completion: line.partition(", on prompt")[0] for completion, line in told.items()} == {
+    faults = {
+        completion: one.line for completion, one in zip(given, scores, strict=True) if isinstance(one, FailedScore)
+    }
+    assert {completion: line.partition(", on prompt")[0] for completion, line in faults.items()} == {
         "raises": f"Sample.score raised ValueError: could not convert string to float: 'seven' ({line('raises', 1)})",
         "spins": f"Sample.score took longer than 3 s ({line('spins', 1)})",
         "is_nan": f"Sample.score returned nan, expected a finite number ({line('score')})",
@@ -149,7 +151,7 @@ def test_faults_cost_only_their_own_scores(tmp_path: Path) -> None:
         "starts_another": f"Sample.score took longer than 3 s ({line('starts_another', 3)})",
         "exits": f"Sample.score raised SystemExit: enough ({line('exits', 1)})",
     }
-    assert all(line.endswith(f"on prompt '3+4=' and completion '{name}'") for name, line in told.items())
+    assert all(line.endswith(f"on prompt '3+4=' and completion '{name}'") for name, line in faults.items())
 
 
 def line(name: str, number: int = 0) -> str:
@@ -308,10 +310,10 @@ def refused(recipe: Callable[[], Scores], problem: Problem = PROBLEM, *, process
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_recipe_that_raises_ends_the_run_by_one_clear_line(processes: int) -> None:
-    place = f"scores_sample.py line {scores_sample.broken.__code__.co_firstlineno + 1}"
+    location = f"scores_sample.py line {scores_sample.broken.__code__.co_firstlineno + 1}"
     error = refused(scores_sample.broken, processes=processes)
-    assert error.message == f"making what scores completions raised ValueError: no luck ({place})"
-    assert error.remedy == f"fix {place}, then run the same command again"
+    assert error.message == f"making what scores completions raised ValueError: no luck ({location})"
+    assert error.remedy == f"fix {location}, then run the same command again"
 
 
 def test_a_recipe_that_ends_its_process_says_how() -> None:
@@ -375,8 +377,8 @@ def test_what_a_score_started_ends_with_a_killed_trainer(tmp_path: Path) -> None
 
 
 def test_idle_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    log, told = tmp_path / "log", PROGRAM.replace("scorer.close()", "sys.stdout.flush(); sys.stdin.read()")
-    given = command(told, log, "meets 2", "meets 2")
+    log, program = tmp_path / "log", PROGRAM.replace("scorer.close()", "sys.stdout.flush(); sys.stdin.read()")
+    given = command(program, log, "meets 2", "meets 2")
     with subprocess.Popen(given, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline().count("Score") == 2

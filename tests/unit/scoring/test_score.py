@@ -23,10 +23,10 @@ def scored(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> Sc
 
 
 def fault(scores: Any, completion: str = "7", problem: Problem = PROBLEM) -> FailedScore:
-    found = scored(scores, completion, problem)
-    assert isinstance(found, FailedScore)
-    assert "\n" not in found.line
-    return found
+    score = scored(scores, completion, problem)
+    assert isinstance(score, FailedScore)
+    assert "\n" not in score.line
+    return score
 
 
 def scoring(value: Any) -> Any:
@@ -49,10 +49,10 @@ def of_file(path: Path, source: str) -> Any:
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), Decimal(1), np.array(1.0)])
 def test_whatever_is_one_number_becomes_a_float(value: Any) -> None:
-    found = scored(scoring(value))
-    assert isinstance(found, Score)
-    assert type(found.reward) is float
-    assert found == Score(reward=1.0)
+    score = scored(scoring(value))
+    assert isinstance(score, Score)
+    assert type(score.reward) is float
+    assert score == Score(reward=1.0)
 
 
 @pytest.mark.parametrize(
@@ -63,21 +63,21 @@ def test_whatever_is_one_number_becomes_a_float(value: Any) -> None:
     ],
 )
 def test_whatever_is_no_finite_number_is_a_fault(value: Any) -> None:
-    found = fault(scoring(value))
-    assert found.kind == "Task.score returned something other than a finite number"
-    assert found.line.startswith("Task.score returned ")
-    assert "expected a finite number (test_score.py line" in found.line
-    assert found.line.endswith("on prompt '3+4=' and completion '7'")
+    failed = fault(scoring(value))
+    assert failed.kind == "Task.score returned something other than a finite number"
+    assert failed.line.startswith("Task.score returned ")
+    assert "expected a finite number (test_score.py line" in failed.line
+    assert failed.line.endswith("on prompt '3+4=' and completion '7'")
 
 
 def test_a_score_that_raises_names_the_line(tmp_path: Path) -> None:
     task = of_file(tmp_path / "task.py", TASK + "int(completion)\n")
     problem: Problem = {"prompt": "why\n" * 100}
-    found = fault(task, "long\n" * 100, problem)
-    assert "Task.score raised ValueError: invalid literal" in found.line
-    assert "(task.py line 4)" in found.line
-    assert len(found.line) < 450
-    assert found.kind == fault(task, "other", problem).kind == "Task.score raised ValueError (task.py line 4)"
+    failed = fault(task, "long\n" * 100, problem)
+    assert "Task.score raised ValueError: invalid literal" in failed.line
+    assert "(task.py line 4)" in failed.line
+    assert len(failed.line) < 450
+    assert failed.kind == fault(task, "other", problem).kind == "Task.score raised ValueError (task.py line 4)"
 
 
 def test_the_line_is_the_users_own_even_when_a_library_raised(tmp_path: Path) -> None:
@@ -94,9 +94,11 @@ def test_a_bridge_error_keeps_its_message_and_cause(tmp_path: Path) -> None:
             with foreign_code("reward brief", __file__):
                 return score(completion)
 
-    found = fault(Task(), "b")
-    assert found.line.startswith("reward brief raised ValueError: invalid literal for int() with base 10: 'b' (test_sc")
-    assert found.kind == fault(Task(), "c").kind
+    failed = fault(Task(), "b")
+    assert failed.line.startswith(
+        "reward brief raised ValueError: invalid literal for int() with base 10: 'b' (test_sc"
+    )
+    assert failed.kind == fault(Task(), "c").kind
 
 
 def test_an_unprintable_exception_is_a_fault_too() -> None:
@@ -200,20 +202,20 @@ def test_what_is_no_answer_of_a_worker_is_refused(text: str) -> None:
 
 
 def test_each_kind_of_fault_is_told_once_with_its_count() -> None:
-    told: list[str] = []
+    notes: list[str] = []
     known: set[str] = set()
     batch = FailedScores("step 1", num_completions=8, max_share=1)
     batch.add([FailedScore(kind="a", line="a, on 1"), Score(reward=1.0), FailedScore(kind="b", line="b, on 2")])
     batch.add([FailedScore(kind="a", line="a, on 3")])
-    batch.note(told.append, known)
-    assert [line.partition(" (")[0] for line in told] == [
+    batch.note(notes.append, known)
+    assert [line.partition(" (")[0] for line in notes] == [
         "step 1: 2 completions left out for lack of a reward: a, on 1",
         "step 1: 1 completion left out for lack of a reward: b, on 2",
     ]
     later = FailedScores("step 2", num_completions=8, max_share=1)
     later.add([FailedScore(kind="b", line="b, on 4"), FailedScore(kind="c", line="c, on 5")])
-    later.note(told.append, known)
-    assert [line.partition(" (")[0] for line in told[2:]] == [
+    later.note(notes.append, known)
+    assert [line.partition(" (")[0] for line in notes[2:]] == [
         "step 2: 1 completion left out for lack of a reward: c, on 5"
     ]
 

@@ -12,91 +12,91 @@ Load = Callable[[Tensor, Tensor], None]
 """Loads a weight into its place in the server's parameter."""
 
 
-def _plain(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded)
+def _plain(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded)
 
 
-def _by_slices(place: Tensor, loaded: Tensor) -> None:
+def _by_slices(parameter: Tensor, loaded: Tensor) -> None:
     for row in reversed(range(len(loaded))):
-        place.data[row : row + 1] = loaded.narrow(0, row, 1)
+        parameter.data[row : row + 1] = loaded.narrow(0, row, 1)
 
 
-def _duplicated(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded.clone().to(place.dtype).detach())
+def _duplicated(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded.clone().to(parameter.dtype).detach())
 
 
-def _twice(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded)
-    place.copy_(loaded)
+def _twice(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded)
+    parameter.copy_(loaded)
 
 
-def _cleared_first(place: Tensor, loaded: Tensor) -> None:
-    place.zero_()
-    place.copy_(loaded)
+def _cleared_first(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.zero_()
+    parameter.copy_(loaded)
 
 
-def _by_halves(place: Tensor, loaded: Tensor) -> None:
-    for there, here in zip(place.chunk(2, dim=-1), loaded.chunk(2, dim=-1), strict=True):
+def _by_halves(parameter: Tensor, loaded: Tensor) -> None:
+    for there, here in zip(parameter.chunk(2, dim=-1), loaded.chunk(2, dim=-1), strict=True):
         there.copy_(here.contiguous())
 
 
-def _doubled(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded * 2)
+def _doubled(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded * 2)
 
 
-def _shifted_afterwards(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded)
-    place.add_(1)
+def _shifted_afterwards(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded)
+    parameter.add_(1)
 
 
-def _one_row_shifted(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded)
-    place[-1:].add_(1)
+def _one_row_shifted(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded)
+    parameter[-1:].add_(1)
 
 
-def _upside_down(place: Tensor, loaded: Tensor) -> None:
+def _upside_down(parameter: Tensor, loaded: Tensor) -> None:
     for row in range(len(loaded)):
-        place[len(loaded) - 1 - row].copy_(loaded[row])
+        parameter[len(loaded) - 1 - row].copy_(loaded[row])
 
 
-def _halves_swapped(place: Tensor, loaded: Tensor) -> None:
+def _halves_swapped(parameter: Tensor, loaded: Tensor) -> None:
     half = len(loaded) // 2
-    place[: len(loaded) - half].copy_(loaded[half:])
-    place[len(loaded) - half :].copy_(loaded[:half])
+    parameter[: len(loaded) - half].copy_(loaded[half:])
+    parameter[len(loaded) - half :].copy_(loaded[:half])
 
 
-def _interleaved(place: Tensor, loaded: Tensor) -> None:
+def _interleaved(parameter: Tensor, loaded: Tensor) -> None:
     order = [*range(0, len(loaded), 2), *range(1, len(loaded), 2)]
-    place.copy_(loaded[order])
+    parameter.copy_(loaded[order])
 
 
-def _transposed(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded.t() if loaded.dim() == 2 and loaded.shape[0] == loaded.shape[1] else loaded)
+def _transposed(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded.t() if loaded.dim() == 2 and loaded.shape[0] == loaded.shape[1] else loaded)
 
 
-def _spread(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded[:1])
+def _spread(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded[:1])
 
 
-def _in_part(place: Tensor, loaded: Tensor) -> None:
-    place[1:].copy_(loaded[1:])
+def _in_part(parameter: Tensor, loaded: Tensor) -> None:
+    parameter[1:].copy_(loaded[1:])
 
 
-def _by_value(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded)
+def _by_value(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded)
     if loaded.sum().item() > 0:
-        place[:1].mul_(2)
+        parameter[:1].mul_(2)
 
 
-def _rounded(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded.to(torch.bfloat16).to(place.dtype))
+def _rounded(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded.to(torch.bfloat16).to(parameter.dtype))
 
 
-def _changed_first(place: Tensor, loaded: Tensor) -> None:
-    place.copy_(loaded.clone().add_(1))
+def _changed_first(parameter: Tensor, loaded: Tensor) -> None:
+    parameter.copy_(loaded.clone().add_(1))
 
 
-def _left_out(place: Tensor, loaded: Tensor) -> None:
+def _left_out(parameter: Tensor, loaded: Tensor) -> None:
     """Leave the old value."""
 
 

@@ -121,14 +121,14 @@ def test_b_is_saved_wider_where_its_type_would_lose_bits(
 def test_saving_and_loading_keeps_every_bit(tmp_path: Path, dtype: torch.dtype, alpha: float) -> None:
     adapter = put_in(base(dtype), lora_alpha=alpha)
     fill(adapter)
-    before, places = values(adapter), [m.lora_b.data_ptr() for m in adapter.modules.values()]
+    before, addresses = values(adapter), [m.lora_b.data_ptr() for m in adapter.modules.values()]
     folder = saved(adapter, tmp_path / "adapter")
     fill(adapter, seed=1)
     assert not equal(values(adapter), before)
     adapter.check(folder)
     adapter.load(folder)
     assert equal(values(adapter), before)
-    assert [m.lora_b.data_ptr() for m in adapter.modules.values()] == places
+    assert [m.lora_b.data_ptr() for m in adapter.modules.values()] == addresses
 
 
 def test_what_is_saved_names_the_model_and_plain_lora(tmp_path: Path) -> None:
@@ -140,10 +140,10 @@ def test_what_is_saved_names_the_model_and_plain_lora(tmp_path: Path) -> None:
 
 
 def test_saving_and_loading_ask_nobody_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(*_: Any, **__: Any) -> bool:
+    def fail_if_called(*_: Any, **__: Any) -> bool:
         raise AssertionError("the hub was contacted")
 
-    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", fail_if_called)
     adapter = put_in(base())
     adapter.load(saved(adapter, tmp_path / "adapter"))
 
@@ -179,9 +179,9 @@ def test_the_seed_alone_decides_where_an_adapter_begins() -> None:
     state = torch.get_rng_state()
     model = base()
     torch.set_rng_state(state)
-    again = values(put_in(model, seed=3))
+    repeated = values(put_in(model, seed=3))
     assert torch.equal(torch.get_rng_state(), state)  # the global generator is untouched
-    assert equal(first, again)
+    assert equal(first, repeated)
     assert not equal(first, values(put_in(base(), seed=4)))
 
 

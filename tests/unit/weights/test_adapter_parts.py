@@ -47,7 +47,7 @@ def put_in(model: PreTrainedModel, ranks: Ranks = ALONE, dropout: float = 0.0) -
     """Put an adapter into a whole model, or into the part of it that this rank keeps."""
     cuts: Sequence[Any] = ()
     if ranks.world_size > 1:
-        shapes = {name: each.shape for name, each in model.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         cuts = vllm_cuts.cuts(model.config, shapes, ranks.tp_size)
     for name, parameter in model.named_parameters() if cuts else ():
         parameter.data = cuts[ranks.tp_rank][name].of(parameter.detach()).clone()
@@ -81,23 +81,23 @@ def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
     divided = divide(model, adapter.cuts, ranks.tp_group.process_group)
     check_layers(model, divided)
     model.eval()
-    found, entropies, gradients = computed(model)
+    logprobs_T, entropies, gradients = computed(model)
     expected, expected_entropies, expected_gradients = computed(whole)
     divided.combine(gradients)
     assert gradients.keys() == expected_gradients.keys() == adapter.lr_factors().keys()
-    for shared in (each for each in divided.shared if each.name in gradients):
+    for shared in (piece for piece in divided.shared if piece.name in gradients):
         mine = (
             shared.of(gradients[shared.name], divided.cuts[ranks.tp_rank][shared.name])
             if (ranks.tp_rank in shared.parts)
             else None
         )
-        first, *others = [each for each in ranks.all_gather_object(mine) if each is not None]
+        first, *others = [gathered for gathered in ranks.all_gather_object(mine) if gathered is not None]
         assert all(torch.equal(first, other) for other in others), shared
     own = adapter.cuts[ranks.tp_rank]
     return {
-        "log-probabilities": difference(found, expected),
+        "log-probabilities": difference(logprobs_T, expected),
         "entropies": difference(entropies, expected_entropies),
-        **{name: difference(gradients[name], own[name].of(each)) for name, each in expected_gradients.items()},
+        **{name: difference(gradients[name], own[name].of(gradient)) for name, gradient in expected_gradients.items()},
     }
 
 
@@ -107,23 +107,23 @@ def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
     ids=["Qwen2", "Qwen2 with shared KV heads", "Llama with one KV head", "fused", "biases behind row layers"],
 )
 def test_parts_compute_what_the_whole_adapter_does(config: Any, num_parts: int) -> None:
-    for found in on_ranks(num_parts, in_parts, config(), tp_size=num_parts, limit_s=LIMIT_S):
-        assert not isinstance(found, BaseException), found
-        assert max(found.values()) <= TOLERANCE, max(found, key=lambda name: found[name])
+    for differences in on_ranks(num_parts, in_parts, config(), tp_size=num_parts, limit_s=LIMIT_S):
+        assert not isinstance(differences, BaseException), differences
+        assert max(differences.values()) <= TOLERANCE, max(differences, key=lambda name: differences[name])
 
 
 def in_other_forms(ranks: Ranks) -> list[float]:
     """Return how far the gradients of recomputed and compiled layers are from those of the plain ones."""
     layers.COMPILER = "aot_eager"
-    found = []
+    gradients_by_form = []
     forms: Sequence[Callable[[PreTrainedModel], None]] = (lambda _: None, layers.call_again, layers.compile_layers)
     for form in forms:
         model = whole_model(tiny.qwen2())
         divide(model, filled(model, ranks).cuts, ranks.tp_group.process_group)
         form(model)
-        found.append(computed(model)[2])
-    plain, *others = found
-    return [difference(each[name], plain[name]) for each in others for name in plain]
+        gradients_by_form.append(computed(model)[2])
+    plain, *others = gradients_by_form
+    return [difference(gradients[name], plain[name]) for gradients in others for name in plain]
 
 
 @pytest.mark.slow
@@ -152,17 +152,17 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
     if adapter.cuts:
         parts = Parts(cuts=adapter.cuts, tp_group=ranks.tp_group)
         parts.check_equal(trained)
-        trained = {name: parts.whole(name, each) for name, each in trained.items()}
-    return {"weights": {name: each.clone() for name, each in trained.items()}, "figures": figures}
+        trained = {name: parts.whole(name, tensor) for name, tensor in trained.items()}
+    return {"weights": {name: tensor.clone() for name, tensor in trained.items()}, "figures": figures}
 
 
 def test_two_replicas_of_two_parts_learn_as_one_process() -> None:
     groups, model = made_by(base(seed=8)), base()
     alone, before = learnt(ALONE, groups), {n: model.get_parameter(n).detach() for n in filled(model).lr_factors()}
-    found = on_ranks(4, learnt, groups, tp_size=2, limit_s=LIMIT_S)
-    for mine in found:
+    results = on_ranks(4, learnt, groups, tp_size=2, limit_s=LIMIT_S)
+    for mine in results:
         assert not isinstance(mine, BaseException), mine
-        assert same(mine["weights"], found[0]["weights"]), "replicas differ"
+        assert same(mine["weights"], results[0]["weights"]), "replicas differ"
         for name, weight in alone["weights"].items():
             moved = weight - before[name]
             assert (mine["weights"][name] - weight).norm() < 0.01 * moved.norm(), name
@@ -204,8 +204,8 @@ def test_parts_start_save_and_load_as_one_process(tmp_path: Path) -> None:
     for name, adapter in (("new", put_in(base())), ("filled", filled(base()))):
         (tmp_path / name).mkdir()
         adapter.save(tmp_path / name)
-    for found in on_ranks(2, saved, tmp_path, tp_size=2):
-        assert found is True, found
+    for outcome in on_ranks(2, saved, tmp_path, tp_size=2):
+        assert outcome is True, outcome
     assert equal(tmp_path / "new", tmp_path / "new in parts")
     assert equal(tmp_path / "filled", tmp_path / "filled in parts")
 
@@ -220,16 +220,18 @@ def spoiled(ranks: Ranks, name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj.lora_A", "mlp.down_proj.lora_B"])
 def test_parts_with_unequal_shared_values_are_not_saved(tmp_path: Path, name: str) -> None:
-    for found in on_ranks(2, spoiled, f"model.layers.1.{name}.default.weight", tmp_path, tp_size=2):
-        assert isinstance(found, RankError), found
-        assert f"differ in model.layers.1.{name}" in found.message
+    for outcome in on_ranks(2, spoiled, f"model.layers.1.{name}.default.weight", tmp_path, tp_size=2):
+        assert isinstance(outcome, RankError), outcome
+        assert f"differ in model.layers.1.{name}" in outcome.message
     assert not [*tmp_path.iterdir()]
 
 
 def shard(part: int) -> Shard:
     """Return what a rank of a server of two exports, if it is asked for no memory."""
     model = base()
-    cuts = vllm_cuts.cuts(model.config, {name: each.shape for name, each in model.named_parameters()}, 2)[part]
+    cuts = vllm_cuts.cuts(model.config, {name: parameter.shape for name, parameter in model.named_parameters()}, 2)[
+        part
+    ]
 
     def handle(*shape: int) -> SharedMemoryHandle:
         return shared_memory_handle().model_copy(update={"shape": (1, 1, *shape)})

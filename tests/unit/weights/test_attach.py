@@ -37,8 +37,8 @@ def llama(tmp_path: Path) -> ToyServer:
 
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(TOKENS).logits
-    return found
+        values: Tensor = model(TOKENS).logits
+    return values
 
 
 def step(attached: AttachedModel) -> None:

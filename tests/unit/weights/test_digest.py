@@ -30,13 +30,13 @@ def test_every_single_bit_counts_whatever_the_type(dtype: torch.dtype) -> None:
     assert len(before) == 16
     assert int(before, 16) >= 0
     data = tensor.view(-1).view(torch.uint8)
-    seen = {before}
+    digests = {before}
     for byte in range(len(data)):
         for bit in range(1 if dtype == torch.bool else 8):
             data[byte] ^= 1 << bit
-            seen.add(digest(tensor))
+            digests.add(digest(tensor))
             data[byte] ^= 1 << bit
-    assert len(seen) == 1 + len(data) * (1 if dtype == torch.bool else 8)
+    assert len(digests) == 1 + len(data) * (1 if dtype == torch.bool else 8)
     assert digest(tensor) == before
 
 
@@ -56,13 +56,13 @@ def test_a_value_and_its_opposite_cannot_change_places(dtype: torch.dtype) -> No
 
 def test_every_exchange_of_two_elements_counts() -> None:
     tensor = torch.arange(64, dtype=torch.bfloat16)
-    seen = {digest(tensor)}
+    digests = {digest(tensor)}
     for one in range(64):
         for other in range(one):
             swapped = tensor.clone()
             swapped[one], swapped[other] = tensor[other], tensor[one]
-            seen.add(digest(swapped))
-    assert len(seen) == 1 + 64 * 63 // 2
+            digests.add(digest(swapped))
+    assert len(digests) == 1 + 64 * 63 // 2
 
 
 def test_the_length_counts_even_of_zeros() -> None:

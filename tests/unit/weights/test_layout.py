@@ -244,17 +244,17 @@ def cut_into(random_: random.Random, num_parts: int) -> tuple[Shape, list[Cut]]:
     """Cut a parameter as vLLM does: several fused blocks, each dealt out evenly, or shared by neighbors, or whole."""
     rest = tuple(random_.randint(1, 4) for _ in range(random_.randint(0, 2)))
     axis = random_.randint(0, len(rest))
-    each: list[list[tuple[int, int]]] = [[] for _ in range(num_parts)]
+    runs_of_parts: list[list[tuple[int, int]]] = [[] for _ in range(num_parts)]
     end = 0
     for _ in range(random_.randint(1, 3)):
         sharing = random_.choice([1, 1, num_parts]) if axis == 0 else 1
         length = random_.randint(1, 3)
-        for number, runs in enumerate(each):
+        for number, runs in enumerate(runs_of_parts):
             runs.append((end + length * (number // sharing), length))
         end += length * -(-num_parts // sharing)
     shape = (*rest[:axis], end, *rest[axis:])
     whole = Cut.whole(shape).runs
-    return shape, [Cut(shape, (*whole[:axis], tuple(runs), *whole[axis + 1 :])) for runs in each]
+    return shape, [Cut(shape, (*whole[:axis], tuple(runs), *whole[axis + 1 :])) for runs in runs_of_parts]
 
 
 def views_of(cuts: list[Cut]) -> list[dict[str, View]]:
@@ -278,16 +278,16 @@ def test_parts_make_up_their_parameter_and_come_back_from_it() -> None:
         views = views_of(cuts)
         check_parts(views)
         whole = torch.arange(math.prod(shape)).view(shape)
-        again = torch.full(shape, -1)
-        for each in views:
-            cut = cut_of(each["p"])
-            check_coverage({"p": shape}, {"w": cut.part_shape}, each, {})
-            cut.put(again, cut.of(whole))
-        assert torch.equal(again, whole)
+        rebuilt = torch.full(shape, -1)
+        for view in views:
+            cut = cut_of(view["p"])
+            check_coverage({"p": shape}, {"w": cut.part_shape}, view, {})
+            cut.put(rebuilt, cut.of(whole))
+        assert torch.equal(rebuilt, whole)
 
 
 def whole_and(*runs: tuple[tuple[int, int], ...], columns: tuple[tuple[int, int], ...] = ((0, 4),)) -> list[Cut]:
-    return [Cut((8, 4), (each, columns)) for each in runs]
+    return [Cut((8, 4), (rows, columns)) for rows in runs]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_loaded_weights_equal_the_files_and_can_be_trained(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("named", "asked", "expected"),
+    ("named", "requested", "expected"),
     [
         ("bfloat16", None, torch.bfloat16),
         ("float32", None, torch.float32),
@@ -70,10 +70,10 @@ def test_loaded_weights_equal_the_files_and_can_be_trained(folder: Path) -> None
     ],
 )
 def test_the_type_is_the_asked_one_or_the_configurations(
-    folder: Path, named: Any, asked: torch.dtype | None, expected: torch.dtype
+    folder: Path, named: Any, requested: torch.dtype | None, expected: torch.dtype
 ) -> None:
     reconfigure(folder, dtype=named)
-    own = loaded.load(str(folder), device="cpu", dtype=asked)
+    own = loaded.load(str(folder), device="cpu", dtype=requested)
     assert {parameter.dtype for parameter in own.model.parameters()} == {expected}
     assert own.weight_bytes == sum(parameter.nbytes for parameter in own.model.parameters())
 

@@ -163,16 +163,16 @@ def test_a_missing_tokenizer_is_refused_before_writing(source: Path, out: Path) 
 
 
 def test_an_unreachable_hub_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
 
     def offline(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
-        asked.append((name, local_files_only))
+        calls.append((name, local_files_only))
         raise OSError("no route to host")
 
     monkeypatch.setattr(model_folder, "snapshot_download", offline)
     with pytest.raises(UsageError, match="someone/model has no tokenizer files"):
         tokenizer_files("someone/model")
-    assert asked == [("someone/model", True), ("someone/model", False)]
+    assert calls == [("someone/model", True), ("someone/model", False)]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -233,7 +233,7 @@ MISFITS: dict[str, tuple[Edit, str]] = {
 
 @pytest.mark.parametrize("case", MISFITS)
 def test_a_misfit_is_named_before_the_first_byte_is_written(case: str, source: Path, out: Path) -> None:
-    edit, told = MISFITS[case]
+    edit, message = MISFITS[case]
     saved, model = shared_model(tied=True), shared_model(tied=True, seed=1)
     save(saved, source, out)
     weights = load_file(out / SINGLE_NAME)
@@ -241,7 +241,7 @@ def test_a_misfit_is_named_before_the_first_byte_is_written(case: str, source: P
     save_file(weights, out / SINGLE_NAME)
     before = whole_storage(model)
     for refuse in (check, load_into):
-        with pytest.raises(UsageError, match=told) as caught:
+        with pytest.raises(UsageError, match=message) as caught:
             refuse(model, out)
         assert caught.value.message.startswith(f"{out} does not fit the model: ")
         assert whole_storage(model) == before

@@ -63,15 +63,15 @@ def mesh(ranks: Ranks) -> dict[str, Any]:
 
 
 def test_ranks_of_two_replicas_know_their_parts_and_their_peers() -> None:
-    for rank, found in enumerate(on_ranks(4, mesh, tp_size=2)):
+    for rank, report in enumerate(on_ranks(4, mesh, tp_size=2)):
         replica, part = divmod(rank, 2)
-        assert found["place"] == (replica, part, 2, rank == 0, part == 0)
-        assert found["within"] == [2 * replica, 2 * replica + 1]
-        assert found["peers"] == [part, 2 + part]
-        assert found["leaders"] == [0, 2]
-        assert found["totals"] == (10.0, 4.0, 3.0)
-        assert found["gathered"] == ([1.0 + 2 * replica, 2.0 + 2 * replica], [1.0 + part, 3.0 + part])
-        assert found["summed"] == 2 * part + 2 + 2 * replica
+        assert report["place"] == (replica, part, 2, rank == 0, part == 0)
+        assert report["within"] == [2 * replica, 2 * replica + 1]
+        assert report["peers"] == [part, 2 + part]
+        assert report["leaders"] == [0, 2]
+        assert report["totals"] == (10.0, 4.0, 3.0)
+        assert report["gathered"] == ([1.0 + 2 * replica, 2.0 + 2 * replica], [1.0 + part, 3.0 + part])
+        assert report["summed"] == 2 * part + 2 + 2 * replica
 
 
 def one_replica(ranks: Ranks) -> tuple[list[int], list[int], bool]:
@@ -130,7 +130,9 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def cuts_of(model: PreTrainedModel) -> Sequence[Mapping[str, Cut]]:
-    return vllm_cuts.cuts(model.config, {name: each.shape for name, each in model.named_parameters()}, NUM_PARTS)
+    return vllm_cuts.cuts(
+        model.config, {name: parameter.shape for name, parameter in model.named_parameters()}, NUM_PARTS
+    )
 
 
 def in_parts(ranks: Ranks, config: PretrainedConfig) -> tuple[PreTrainedModel, Parts]:
@@ -169,10 +171,12 @@ def stepped(ranks: Ranks, kind: str, num_replicas: int) -> dict[str, Any]:
         )
     norms, shares = [], []
     for step in range(STEPS):
-        each = [gradients_of(whole, r, step) for r in ([ranks.dp_rank] if parts is not None else range(num_replicas))]
+        by_replica = [
+            gradients_of(whole, r, step) for r in ([ranks.dp_rank] if parts is not None else range(num_replicas))
+        ]
         for name, parameter in trained.items():
             parameter.grad_dtype = None
-            total = sum((one[name].float() for one in each[1:]), each[0][name].float())
+            total = sum((one[name].float() for one in by_replica[1:]), by_replica[0][name].float())
             total = total if parts is None else parts.own[name].of(total)
             parameter.grad = total if ranks.dp_group.world_size == 1 else total.bfloat16()
         optimizer.exchange()
@@ -243,10 +247,10 @@ def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) ->
 def test_two_replicas_of_two_parts_learn_as_one_process(choices: dict[str, Any]) -> None:
     groups = made_by(base(seed=8))
     alone, before = learnt(ALONE, groups, choices), dict(base().named_parameters())
-    found = on_ranks(4, learnt, groups, choices, tp_size=NUM_PARTS, limit_s=LIMIT_S)
-    for mine in found:
+    results = on_ranks(4, learnt, groups, choices, tp_size=NUM_PARTS, limit_s=LIMIT_S)
+    for mine in results:
         assert not isinstance(mine, BaseException), mine
-        assert same(mine["weights"], found[0]["weights"]), "replicas differ"
+        assert same(mine["weights"], results[0]["weights"]), "replicas differ"
         for name, weight in alone["weights"].items():
             moved = weight - before[name].detach()
             assert (mine["weights"][name] - weight).norm() < 0.01 * moved.norm(), name
@@ -265,8 +269,8 @@ def loaded(ranks: Ranks, kind: str, state: Mapping[str, Mapping[str, Tensor]]) -
     optimizer = SplitMasterAdamW(trained.values(), lr=1e-2, kind=KINDS[kind], ranks=ranks)
     optimizer.allocate()
     whole = WholeState(optimizer, trained, parts)
-    for name, each in state.items():
-        for key, tensor in each.items():
+    for name, tensors in state.items():
+        for key, tensor in tensors.items():
             whole.put(trained[name], {key: tensor})
     return {name: whole.parts(parameter) for name, parameter in trained.items()}
 
@@ -274,13 +278,13 @@ def loaded(ranks: Ranks, kind: str, state: Mapping[str, Mapping[str, Tensor]]) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_of_one_process_comes_back_from_parts(kind: str) -> None:
     state = stepped(ALONE, kind, 1)["state"]
-    for found in on_ranks(2, loaded, kind, state, tp_size=NUM_PARTS):
-        assert not isinstance(found, BaseException), found
-        for name, each in state.items():
-            assert found[name].keys() == each.keys()
-            if "exp_avg_scale" in each and name.endswith(("o_proj.weight", "down_proj.weight")):
+    for loaded_state in on_ranks(2, loaded, kind, state, tp_size=NUM_PARTS):
+        assert not isinstance(loaded_state, BaseException), loaded_state
+        for name, tensors in state.items():
+            assert loaded_state[name].keys() == tensors.keys()
+            if "exp_avg_scale" in tensors and name.endswith(("o_proj.weight", "down_proj.weight")):
                 continue  # a part's blocks are not the whole's
-            assert all(torch.equal(found[name][key], tensor) for key, tensor in each.items()), name
+            assert all(torch.equal(loaded_state[name][key], tensor) for key, tensor in tensors.items()), name
 
 
 def saved(ranks: Ranks, family: str, folder: Path, source: Path) -> bool:
@@ -315,9 +319,9 @@ def test_parts_write_the_folder_of_one_process_and_read_it(
         tiny.write_tokenizer(tmp_path, tiny.VOCABULARY)
         model_folder.save(whole_model(FAMILIES[family]()), tmp_path, whole)
         assert on_ranks(2, saved, family, made, tmp_path, tp_size=NUM_PARTS) == [True, True]
-        expected, found = files_of(whole), files_of(made)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        expected, actual = files_of(whole), files_of(made)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
         assert (made / "config.json").read_text() == (whole / "config.json").read_text()
         assert {p.name for p in made.iterdir()} >= {"config.json", "tokenizer.json"}
         assert (len([*made.glob("*.safetensors")]) > 1) == (max_bytes < 10**6)

@@ -39,7 +39,7 @@ def into_parts(mode: FakeMode, ranks: Ranks) -> None:
 
     def opened() -> OpenedModel:
         whole = FakeMode.open(mode)
-        shapes = {name: each.shape for name, each in whole.model.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in whole.model.named_parameters()}
         parts = Parts(cuts=vllm_cuts.cuts(whole.model.config, shapes, ranks.tp_size), tp_group=ranks.tp_group)
         for name, parameter in whole.model.named_parameters():
             parameter.data = parts.own[name].of(parameter.detach()).clone()
@@ -63,7 +63,7 @@ def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
     def opened() -> OpenedModel:
         base = FakeMode.open(mode)
         config = TrainConfig.of(model_name="tiny", mode="lora_only", lora_r=4)
-        shapes = {name: each.shape for name, each in base.model.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in base.model.named_parameters()}
         cuts = vllm_cuts.cuts(base.model.config, shapes, ranks.tp_size) if ranks.world_size > 1 else ()
         for name, parameter in base.model.named_parameters() if cuts else ():
             parameter.data = cuts[ranks.tp_rank][name].of(parameter.detach()).clone()
@@ -91,14 +91,14 @@ def ran(ranks: Ranks, folder: Path, name: str, steps: int, adapts: bool, choices
             with_adapter(fake.mode, ranks)
         elif ranks.world_size > 1:
             into_parts(fake.mode, ranks)
-        place = folder / f"{name}-{steps}"
+        run_folder = folder / f"{name}-{steps}"
         saved = folder / name
         config = fake.config(save_path=saved, training_steps=steps, save_interval=1, **choices)
-        found, _ = checkpoint.newest(saved, "step_")
-        made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
+        newest, _ = checkpoint.newest(saved, "step_")
+        made = RunDirectory.create(run_folder, environment="letters") if ranks.is_rank_zero else None
         ranks.all_gather_object(None)
-        run = made or RunDirectory.join(place)
-        return Run(config, Letters(), run, Reporter(), resume=found, ranks=ranks).train()
+        run = made or RunDirectory.join(run_folder)
+        return Run(config, Letters(), run, Reporter(), resume=newest, ranks=ranks).train()
 
 
 def content(folder: Path) -> dict[str, Tensor]:
@@ -132,8 +132,8 @@ def test_a_run_resumes_in_as_many_parts_and_in_any_other_number(
 
     def in_parts(name: str, steps: int) -> None:
         given = tmp_path, name, steps, adapts, choices
-        for found in on_ranks(size, ran, *given, tp_size=NUM_PARTS, limit_s=LIMIT_S):
-            assert isinstance(found, Summary), found
+        for outcome in on_ranks(size, ran, *given, tp_size=NUM_PARTS, limit_s=LIMIT_S):
+            assert isinstance(outcome, Summary), outcome
 
     in_parts("whole", 3)
     shutil.copytree(tmp_path / "whole" / "step_2", tmp_path / "again" / "step_2")

@@ -28,7 +28,7 @@ LONG: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
     "short_factor": [1.0] * 16,
-    "long_factor": [1.0 + place for place in range(16)],
+    "long_factor": [1.0 + index for index in range(16)],
     "original_max_position_embeddings": ORIGINAL,
 }
 DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
@@ -134,19 +134,19 @@ def refused(config: PretrainedConfig, kind: type[BridgeError], **server: Any) ->
 
 
 def test_a_server_of_no_known_length_is_refused() -> None:
-    said = refused(llama(LONG), UsageError, max_model_len=None)
-    assert said.startswith("LlamaForCausalLM has longrope RoPE, which depends on the server's longest sequence")
+    message = refused(llama(LONG), UsageError, max_model_len=None)
+    assert message.startswith("LlamaForCausalLM has longrope RoPE, which depends on the server's longest sequence")
 
 
 def test_a_server_that_runs_transformers_own_model_is_refused() -> None:
-    said = refused(llama(LONG), UnsupportedModelError, server_class="TransformersForCausalLM")
-    assert said.startswith("LlamaForCausalLM has longrope RoPE, and vLLM runs it as TransformersForCausalLM")
+    message = refused(llama(LONG), UnsupportedModelError, server_class="TransformersForCausalLM")
+    assert message.startswith("LlamaForCausalLM has longrope RoPE, and vLLM runs it as TransformersForCausalLM")
 
 
 def test_dynamic_scaling_beyond_the_own_length_is_refused() -> None:
-    said = refused(llama(DYNAMIC), UsageError, max_model_len=LONGEST + 1)
-    assert "has frequencies up to 256 tokens, and the server's longest sequence has 257" in said
-    assert "--max-model-len 256" in said
+    message = refused(llama(DYNAMIC), UsageError, max_model_len=LONGEST + 1)
+    assert "has frequencies up to 256 tokens, and the server's longest sequence has 257" in message
+    assert "--max-model-len 256" in message
     trained = llama(DYNAMIC | {"max_trained_positions": 64})
     assert "max_trained_positions" in refused(trained, UnsupportedModelError)
 
@@ -155,8 +155,8 @@ def test_another_computation_of_longrope_is_refused() -> None:
     scales = {"short_mscale": 1.2, "long_mscale": 1.2}
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
     config = PhimoeConfig(**SIZES, **experts, original_max_position_embeddings=ORIGINAL, rope_parameters=LONG | scales)
-    said = refused(config, UnsupportedModelError)
-    assert said.startswith("PhimoeRotaryEmbedding computes longrope RoPE in its own way")
+    message = refused(config, UnsupportedModelError)
+    assert message.startswith("PhimoeRotaryEmbedding computes longrope RoPE in its own way")
 
 
 @pytest.fixture
@@ -168,8 +168,8 @@ def test_an_attached_model_follows_its_server(server: ToyServer) -> None:
     attached = attach(server.edited(max_model_len=LONGEST))
     of_long, of_short = (of_factors(name, 5, 1.4142135) for name in ("long", "short"))
     torch.testing.assert_close(turned(attached.model, 5), of_long)
-    again = attach_again(attached, server.edited(max_model_len=ORIGINAL))  # restarted with another length
-    torch.testing.assert_close(turned(again.model, 5, LONGEST - 1), of_short)
+    reattached = attach_again(attached, server.edited(max_model_len=ORIGINAL))  # restarted with another length
+    torch.testing.assert_close(turned(reattached.model, 5, LONGEST - 1), of_short)
     with pytest.raises(UnsupportedModelError, match="vLLM runs it as TransformersForCausalLM"):
         attach(server.edited(max_model_len=LONGEST, model_class="TransformersForCausalLM"))
 

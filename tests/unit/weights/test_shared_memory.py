@@ -48,8 +48,8 @@ def open_files() -> Counter[tuple[int, int]]:
     counts: Counter[tuple[int, int]] = Counter()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the listing's own
-            found = path.stat()
-            counts[found.st_dev, found.st_ino] += 1
+            status = path.stat()
+            counts[status.st_dev, status.st_ino] += 1
     return counts
 
 
@@ -63,8 +63,8 @@ def test_what_another_process_writes_is_there() -> None:
     assert block.path.startswith(f"/proc/{os.getpid()}/fd/")
     words(block.storage)[0] = 7
     assert words(block.storage)[1] == 0
-    found, _ = python(WRITE, block.path, "4096").communicate(timeout=60)
-    assert found == "7\n"
+    output, _ = python(WRITE, block.path, "4096").communicate(timeout=60)
+    assert output == "7\n"
     assert words(block.storage)[:2].tolist() == [7, 42]
 
 
