@@ -76,19 +76,19 @@ def test_unknown_environment_is_refused_before_any_request(model: Path, capsys: 
     api = FakeApi()
     with serving(api) as atropos:
         assert answer(arguments(model, atropos.url, atropos.url, "arithmetics")) == 2
-        assert atropos.asked == []
+        assert atropos.requests == []
     assert "arithmetics" in capsys.readouterr().err
 
 
 def test_missing_api_is_one_line(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(FakeApi()) as gone:
+    with serving(FakeApi()) as closed:
         pass
     monkeypatch.setattr("bridge.atropos.api.FIRST_WAIT_S", 0.0)
-    assert answer(arguments(model, gone.url, gone.url)) == 5
+    assert answer(arguments(model, closed.url, closed.url)) == 5
     error, _, hint = capsys.readouterr().err.partition("\n\n")
-    assert error.startswith(f"error: the Atropos API at {gone.url}")
+    assert error.startswith(f"error: the Atropos API at {closed.url}")
     assert "run-api" in hint
 
 

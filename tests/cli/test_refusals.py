@@ -412,7 +412,7 @@ from bridge.server.protocol import Status
 from bridge.server import manifest
 from tests.models import tiny
 from tests.unit import toy_server
-from tests.unit.http_server import Asked, as_json
+from tests.unit.http_server import HttpRequest, as_json
 from tests.unit.openai_server import openai
 
 port, model, path, version = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), 0
@@ -427,8 +427,8 @@ class Handler(BaseHTTPRequestHandler):
         content = self.rfile.read(int(self.headers.get("content-length", 0)))
         version += self.path == "/bridge/publish"
         status = Status(model=str(model), version=version, state="serving", server=ProcessIdentity.current())
-        asked = Asked(self.command, self.path, {}, json.loads(content) if content else None)
-        answer = complete(asked) if self.path.startswith("/v1/") else as_json(status.model_dump())
+        request = HttpRequest(self.command, self.path, {}, json.loads(content) if content else None)
+        answer = complete(request) if self.path.startswith("/v1/") else as_json(status.model_dump())
         data = answer.body.encode()
         self.send_response(200)
         for name, value in {**answer.headers, "content-length": str(len(data))}.items():

@@ -37,7 +37,7 @@ from bridge_patches.server_fence import Phase, ServerFence
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import dead_holder, holder_of
-from tests.unit.http_server import Answer, Asked, HttpServer, serving
+from tests.unit.http_server import Answer, HttpRequest, HttpServer, serving
 from tests.unit.toy_server import ToyServer
 
 DEAD = dead_holder()
@@ -89,7 +89,7 @@ class Server:
 
     def routes(self) -> list[str]:
         """Return the requested routes, except for the lease."""
-        routes = [asked.path.removeprefix("/bridge/") for asked in self.http.asked]
+        routes = [request.path.removeprefix("/bridge/") for request in self.http.requests]
         return [route for route in routes if route != "lease"]
 
 
@@ -102,29 +102,29 @@ class Bridge:
 
     def restores(self, *arguments: str | Path) -> tuple[dict[str, Any], str]:
         """Run a restore that succeeds; return its JSON, and the last line on stderr."""
-        found = answer(["restore", "--json", *map(str, arguments)])
+        exit_code = answer(["restore", "--json", *map(str, arguments)])
         out, err = self.capsys.readouterr()
-        assert found == 0, err
+        assert exit_code == 0, err
         (line,) = out.splitlines()
         document: dict[str, Any] = json.loads(line)
         return document, err.splitlines()[-1]
 
     def refused(self, code: int, *arguments: str | Path) -> tuple[str, str]:
         """Run a restore that is refused, and return its error and its hint."""
-        found = answer(["restore", *map(str, arguments)])
+        exit_code = answer(["restore", *map(str, arguments)])
         out, err = self.capsys.readouterr()
-        assert (found, out) == (code, ""), err
+        assert (exit_code, out) == (code, ""), err
         *_, error, gap, hint = err.splitlines()
         assert (error[:7], gap, hint[:6]) == ("error: ", "", "hint: "), err
         return error.removeprefix("error: "), hint.removeprefix("hint: ")
 
 
-def over_http(app: FastAPI) -> Callable[[Asked], Answer]:
+def over_http(app: FastAPI) -> Callable[[HttpRequest], Answer]:
     client = TestClient(app)
 
-    def ask(asked: Asked) -> Answer:
-        headers = {"authorization": asked.headers.get("authorization", "")}
-        response = client.request(asked.method, asked.path, headers=headers, json=asked.body)
+    def ask(request: HttpRequest) -> Answer:
+        headers = {"authorization": request.headers.get("authorization", "")}
+        response = client.request(request.method, request.path, headers=headers, json=request.body)
         return Answer(response.text, response.status_code)
 
     return ask
@@ -175,22 +175,22 @@ def served(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def serves(server: Server, model: PreTrainedModel) -> bool:
-    found = served(server.toy.manifest, server.toy.tensors)
-    same = [torch.equal(parameter, found[name]) for name, parameter in model.named_parameters()]
-    assert len(same) == len(found)
+    tensors = served(server.toy.manifest, server.toy.tensors)
+    same = [torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters()]
+    assert len(same) == len(tensors)
     return all(same)
 
 
 def test_any_folder_of_the_model_is_loaded_as_the_next_version(bridge: Bridge, server: Server) -> None:
     server.fence.version = 4
     model = other_weights(server, bridge.folder / "other")
-    told, line = bridge.restores("other")
+    document, line = bridge.restores("other")
     assert serves(server, model)
     assert (server.fence.state, server.fence.version, server.engine.paused) == ("serving", 5, False)
     assert server.routes() == ["pause", "publish"]
     assert server.engine.in_flight == ["keep"]
-    assert told.pop("seconds") > 0
-    assert told == {"checkpoint": str(bridge.folder / "other"), "step": None, "version": 5}
+    assert document.pop("seconds") > 0
+    assert document == {"checkpoint": str(bridge.folder / "other"), "step": None, "version": 5}
     assert line.startswith(f"restored {bridge.folder / 'other'} into {server.toy.manifest.model}: version 5, ")
 
 
@@ -207,9 +207,9 @@ def test_a_checkpoint_brings_its_version_unless_it_is_older(
 ) -> None:
     server.fence.version = own
     model = saved(server, bridge.folder / "step_3", step=3, version=7)
-    told, line = bridge.restores("step_3")
+    document, line = bridge.restores("step_3")
     assert serves(server, model)
-    assert (told["step"], told["version"], server.fence.version) == (3, published, published)
+    assert (document["step"], document["version"], server.fence.version) == (3, published, published)
     assert f"{bridge.folder / 'step_3'} (step 3) into" in line
 
 
@@ -410,12 +410,12 @@ def rewrite(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("rank", [4, 2])
 def test_an_adapter_is_loaded_in_place_of_earlier_ones(bridge: Bridge, server: Server, slots: Slots, rank: int) -> None:
     folder = adapter(server, bridge.folder / "adapter_step_3", lora_r=rank)
-    told, line = bridge.restores("adapter_step_3")
+    document, line = bridge.restores("adapter_step_3")
     assert server.routes() == ["pause", "/v1/models", "/v1/unload_lora_adapter", "adapter", "publish"]
     assert slots.seated == [("bridge-adapter", str(folder))]
     assert slots.names == ["tiny", "mine"]
     assert (server.fence.state, server.fence.version, server.engine.paused) == ("serving", 1, False)
-    assert (told["version"], told["checkpoint"]) == (1, str(folder))
+    assert (document["version"], document["checkpoint"]) == (1, str(folder))
     assert "adapter_step_3 into" in line
     assert serves(server, server.toy.reference)
 

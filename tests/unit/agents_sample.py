@@ -96,15 +96,15 @@ class Branching(Problems):
     def run(self, problem: dict[str, Any], base_url: str) -> float:
         client = OpenAI(base_url=base_url, api_key="none")
 
-        def said(messages: list[Any]) -> list[Any]:
+        def exchanged(messages: list[Any]) -> list[Any]:
             answer = client.chat.completions.create(model="m", messages=messages)
             return [*messages, answer.choices[0].message.model_dump(exclude_none=True)]
 
-        begun = said([{"role": "user", "content": problem["prompt"]}])
-        said([{"role": "system", "content": "Help."}, {"role": "user", "content": f"{problem['prompt']}help"}])
-        one, other = (said([*begun, {"role": "user", "content": "Go on."}]) for _ in range(2))
-        said([*other, {"role": "user", "content": "And then?"}])
-        said([*one[-2:], {"role": "user", "content": "And then?"}])
+        begun = exchanged([{"role": "user", "content": problem["prompt"]}])
+        exchanged([{"role": "system", "content": "Help."}, {"role": "user", "content": f"{problem['prompt']}help"}])
+        one, other = (exchanged([*begun, {"role": "user", "content": "Go on."}]) for _ in range(2))
+        exchanged([*other, {"role": "user", "content": "And then?"}])
+        exchanged([*one[-2:], {"role": "user", "content": "And then?"}])
         return float(problem["start"] + len(one))
 
 
@@ -114,13 +114,13 @@ class Parallel(Problems):
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
         async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
 
-            async def said(*questions: str) -> str:
+            async def answered(*questions: str) -> str:
                 messages: list[Any] = [{"role": "user", "content": question} for question in questions]
                 answer = await client.chat.completions.create(model="m", messages=messages)
                 return str(answer.choices[0].message.content)
 
-            found = await asyncio.gather(*(said(problem["prompt"], f"{number}?") for number in range(3)))
-            return float(len(await said(*found)))
+            answers = await asyncio.gather(*(answered(problem["prompt"], f"{number}?") for number in range(3)))
+            return float(len(await answered(*answers)))
 
 
 class Scored(Problems):
@@ -135,10 +135,10 @@ class Scored(Problems):
             if chunk.usage:
                 self.used = chunk.usage.total_tokens
             else:
-                self.said = chunk.choices[0].delta.content
+                self.text = chunk.choices[0].delta.content
 
     def score(self, problem: dict[str, Any], completion: str) -> float:
-        assert completion == self.said
+        assert completion == self.text
         return float(self.used + 0 * problem["start"])
 
 
@@ -159,12 +159,12 @@ class Streaming(Problems):
     """Reads a stream as most programs do: each chunk has a choice, unless the usage was requested."""
 
     def run(self, problem: dict[str, Any], base_url: str) -> float:
-        client, said = OpenAI(base_url=base_url, api_key="none"), ""
+        client, text = OpenAI(base_url=base_url, api_key="none"), ""
         for chunk in client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": problem["prompt"]}], stream=True
         ):
-            said += chunk.choices[0].delta.content or ""
-        return float(len(said))
+            text += chunk.choices[0].delta.content or ""
+        return float(len(text))
 
 
 class Parsing(Problems):

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Asked:
+class HttpRequest:
     method: str
     path: str
     headers: dict[str, str]
@@ -27,14 +27,14 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-Answers = Callable[[Asked], Answer | None]
+Answers = Callable[[HttpRequest], Answer | None]
 """None: the connection is dropped without an answer."""
 
 
 @dataclass(frozen=True)
 class HttpServer:
     url: str
-    asked: list[Asked]
+    requests: list[HttpRequest]
 
 
 def as_json(document: Any, status: int = 200, **headers: str) -> Answer:
@@ -64,7 +64,7 @@ class _Listener(ThreadingHTTPServer):
 
 @contextmanager
 def serving(answers: Answers) -> Iterator[HttpServer]:
-    asked: list[Asked] = []
+    requests: list[HttpRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -74,8 +74,8 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
             content = self.rfile.read(int(self.headers.get("content-length", 0)))
             headers = {name.lower(): value for name, value in self.headers.items()}
             body, port = json.loads(content) if content else None, self.client_address[1]
-            asked.append(Asked(self.command, self.path, headers, body, port))
-            answer = answers(asked[-1])
+            requests.append(HttpRequest(self.command, self.path, headers, body, port))
+            answer = answers(requests[-1])
             if answer is None:
                 self.close_connection = True
                 return
@@ -96,7 +96,7 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01))
     thread.start()
     try:
-        yield HttpServer(f"http://127.0.0.1:{server.server_address[1]}", asked)
+        yield HttpServer(f"http://127.0.0.1:{server.server_address[1]}", requests)
     finally:
         server.shutdown()
         thread.join()
@@ -107,10 +107,10 @@ def serving(answers: Answers) -> Iterator[HttpServer]:
 def locked(answers: Answers, key: str) -> Answers:
     """Answer like a server with `--api-key`: everything but `/health` and `/bridge/` needs the key."""
 
-    def locks(asked: Asked) -> Answer | None:
-        is_open = asked.path == "/health" or asked.path.startswith("/bridge/")
-        if is_open or asked.headers.get("authorization") == f"Bearer {key}":
-            return answers(asked)
+    def locks(request: HttpRequest) -> Answer | None:
+        is_open = request.path == "/health" or request.path.startswith("/bridge/")
+        if is_open or request.headers.get("authorization") == f"Bearer {key}":
+            return answers(request)
         return as_json({"error": "Unauthorized"}, 401)
 
     return locks

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 from bridge.server.protocol import COMPLETIONS, VERSION_HEADER
-from tests.unit.http_server import Answer, Answers, Asked, as_json
+from tests.unit.http_server import Answer, Answers, HttpRequest, as_json
 
 PROTOCOL = {
     "model", "prompt", "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "n", "seed",
     "logprobs",
 }  # fmt: skip
-Bend = Callable[[dict[str, Any], Asked], dict[str, Any] | Answer | None]
+Bend = Callable[[dict[str, Any], HttpRequest], dict[str, Any] | Answer | None]
 
 
 def choice(index: int, *token_ids: int, finish_reason: str = "stop") -> dict[str, Any]:
@@ -23,7 +23,7 @@ def choice(index: int, *token_ids: int, finish_reason: str = "stop") -> dict[str
     }
 
 
-def unbent(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+def unbent(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
     return document
 
 
@@ -40,14 +40,14 @@ def openai(
     """
     route = COMPLETIONS if is_bridge else "/v1/completions"
 
-    def answers(asked: Asked) -> Answer | None:
-        if asked.path == "/v1/models":
-            told = {VERSION_HEADER: version()} if is_bridge else {}
+    def answers(request: HttpRequest) -> Answer | None:
+        if request.path == "/v1/models":
+            headers = {VERSION_HEADER: version()} if is_bridge else {}
             listed = {"id": "tiny", "owned_by": "vllm", "max_model_len": max_model_len}
-            return as_json({"object": "list", "data": [listed]}, 200, **told)
-        assert asked.path == route
-        choices = [choice(index, 40 + index, 50 + len(asked.body["prompt"]), 2) for index in range(asked.body["n"])]
-        bent = bend({"id": "x", "choices": choices, "usage": {}}, asked)
+            return as_json({"object": "list", "data": [listed]}, 200, **headers)
+        assert request.path == route
+        choices = [choice(index, 40 + index, 50 + len(request.body["prompt"]), 2) for index in range(request.body["n"])]
+        bent = bend({"id": "x", "choices": choices, "usage": {}}, request)
         return as_json(bent, 200, **{VERSION_HEADER: version()}) if isinstance(bent, dict) else bent
 
     return answers
@@ -56,13 +56,13 @@ def openai(
 def plain(text_of: Callable[[int], str]) -> Answers:
     """Answer like a server that refuses unknown fields and returns tokens only as text."""
 
-    def answers(asked: Asked) -> Answer:
-        if asked.path == "/v1/models":
+    def answers(request: HttpRequest) -> Answer:
+        if request.path == "/v1/models":
             return as_json({"object": "list", "data": [{"id": "tiny", "owned_by": "somebody"}]})
-        unknown = sorted(asked.body.keys() - PROTOCOL)
+        unknown = sorted(request.body.keys() - PROTOCOL)
         if unknown:
             return as_json({"error": {"message": f"Unrecognized request argument supplied: {unknown[0]}"}}, 400)
-        sampled = [(40 + index, 50 + len(asked.body["prompt"])) for index in range(asked.body["n"])]
+        sampled = [(40 + index, 50 + len(request.body["prompt"])) for index in range(request.body["n"])]
         return as_json({"choices": [_told_by_text(index, ids, text_of) for index, ids in enumerate(sampled)]})
 
     return answers

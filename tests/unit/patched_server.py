@@ -66,7 +66,7 @@ class Engine:
             return [[]]
         if method == "bridge_digests":
             return [{name: digest(tensor) for name, tensor in self._toy.tensors.items()}]
-        elements = [self._toy.tensors[each["parameter"]].view(-1)[each["index"]] for each in args[0]]
+        elements = [self._toy.tensors[element["parameter"]].view(-1)[element["index"]] for element in args[0]]
         if method == "bridge_write":
             for element, value in zip(elements, args[1], strict=True):
                 element.fill_(value)

@@ -38,7 +38,7 @@ from benchmarks._stamped import Run
 from bridge.config import TaskConfig
 from bridge.processes import server_log
 from bridge_environments import registry
-from tests.unit.http_server import Asked, serving
+from tests.unit.http_server import HttpRequest, serving
 from tests.unit.openai_server import openai
 
 TRL, OURS = Side("trl", "16"), Side("bridge", "adamw-8bit --liger-kernel")
@@ -148,11 +148,11 @@ def test_both_sides_are_told_the_same_work(tmp_path: Path) -> None:
     work = Work(completions=32, group=4, tokens=17)
     trl = TRL.argv(work, tmp_path / "model", tmp_path, 5)
     ours = OURS.argv(work, tmp_path / "model", tmp_path, 5)
-    told = dict(zip(trl[4::2], trl[5::2], strict=True))
-    assert told["--completions"] == ours[ours.index("--batch-size") + 1] == "32"
-    assert told["--group"] == ours[ours.index("--group-size") + 1] == "4"
-    assert told["--tokens"] == ours[ours.index("--max-new-tokens") + 1] == "17"
-    assert told["--steps"] == ours[ours.index("--training-steps") + 1] == "5"
+    flags = dict(zip(trl[4::2], trl[5::2], strict=True))
+    assert flags["--completions"] == ours[ours.index("--batch-size") + 1] == "32"
+    assert flags["--group"] == ours[ours.index("--group-size") + 1] == "4"
+    assert flags["--tokens"] == ours[ours.index("--max-new-tokens") + 1] == "17"
+    assert flags["--steps"] == ours[ours.index("--training-steps") + 1] == "5"
     assert ours[ours.index("--optimizer") + 1 : ours.index("--")] == ["adamw-8bit", "--liger-kernel"]
 
 
@@ -199,11 +199,11 @@ def test_both_sides_get_the_same_lengths_and_room_for_the_longest(tmp_path: Path
 def test_lengths_have_the_chosen_distribution_and_are_always_the_same() -> None:
     lengths = Lognormal.parse("lognormal:600:0.6:4096")
     prompts = [[number] for number in range(2000)]
-    found = lengths.of_each(prompts)
-    assert found == [lengths.of(prompt, 0) for prompt in prompts]
-    assert statistics.median(found) == pytest.approx(600, rel=0.05)
-    assert statistics.fmean(found) == pytest.approx(600 * math.exp(0.6**2 / 2), rel=0.05)
-    assert 2000 < max(found) <= 4096
+    limits = lengths.of_each(prompts)
+    assert limits == [lengths.of(prompt, 0) for prompt in prompts]
+    assert statistics.median(limits) == pytest.approx(600, rel=0.05)
+    assert statistics.fmean(limits) == pytest.approx(600 * math.exp(0.6**2 / 2), rel=0.05)
+    assert 2000 < max(limits) <= 4096
     assert lengths.of_each([[1], [2], [1]]) == [lengths.of([1], 0), lengths.of([2], 0), lengths.of([1], 1)]
     assert Lognormal.parse("lognormal:600:0:100").of([1], 0) == 100
 
@@ -265,17 +265,17 @@ def test_a_process_that_hangs_is_ended_when_its_time_is_up(tmp_path: Path) -> No
 
 
 def test_the_most_memory_while_a_process_ran_is_kept(tmp_path: Path) -> None:
-    told = iter([1 * GIB, 3 * GIB, 9 * GIB])
+    used = iter([1 * GIB, 3 * GIB, 9 * GIB])
     run = _stamped.run(
         [sys.executable, "-c", "import time; time.sleep(1)"], os.environ, tmp_path / "log",
-        num_lines=1, limit_s=60, used_bytes=lambda: next(told, 2 * GIB),
+        num_lines=1, limit_s=60, used_bytes=lambda: next(used, 2 * GIB),
     )  # fmt: skip
     assert run.peak_gib == 8
 
 
 def test_memory_settles_once_no_more_is_held() -> None:
-    told = iter([5, 3, 1])
-    assert _gpu_memory.settle(lambda: next(told), 2, limit_s=60) == 1
+    used = iter([5, 3, 1])
+    assert _gpu_memory.settle(lambda: next(used), 2, limit_s=60) == 1
     assert _gpu_memory.settle(lambda: 5, 2, limit_s=0) == 5
 
 
@@ -379,8 +379,8 @@ def test_turns_end_by_their_number_of_tokens_and_both_sides_sample_as_many(tmp_p
     small = {"trajectories": 4, "group": 2, "turns": 3, "tokens": 5, "tool-ms": 20, "rounds": 1}
     options = turns.flags().parse_args([f"--{name}={value}" for name, value in small.items()])
 
-    def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
-        count, draw = asked.body["max_tokens"], random.Random(asked.body["seed"])
+    def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
+        count, draw = request.body["max_tokens"], random.Random(request.body["seed"])
         for one in document["choices"]:
             one["token_ids"] = draw.choices(range(300, 1024), k=count)
             one |= {"logprobs": {"token_logprobs": [-1.0] * count}, "finish_reason": "length"}
@@ -388,10 +388,10 @@ def test_turns_end_by_their_number_of_tokens_and_both_sides_sample_as_many(tmp_p
 
     with serving(openai(bend, is_bridge=True)) as server:
         row = turns.measure(server.url, model, options)
-    asked = [each.body for each in server.asked if each.method == "POST"]
-    assert Counter((each["n"], each["max_tokens"]) for each in asked) == {(1, 5): 2 * 4 * 3, (2, 15): 2 * 2}
-    assert max(max(each["prompt"]) for each in asked) < model_config("tiny").vocab_size, "each token has an embedding"
-    last = max((each["prompt"] for each in asked), key=len)
+    bodies = [request.body for request in server.requests if request.method == "POST"]
+    assert Counter((body["n"], body["max_tokens"]) for body in bodies) == {(1, 5): 2 * 4 * 3, (2, 15): 2 * 2}
+    assert max(max(body["prompt"]) for body in bodies) < model_config("tiny").vocab_size, "each token has an embedding"
+    last = max((body["prompt"] for body in bodies), key=len)
     assert AutoTokenizer.from_pretrained(model).decode(last).count(f"<result>{'a' * _work.ANSWER_TOKENS}<model>") == 2
     assert row["turns_tokens_per_s"] == pytest.approx(60 / row["turns_s"])
     assert row["turns_s"] > row["waits_s"] == 0.04

@@ -32,7 +32,7 @@ from bridge.weights.attach import OpenedModel, attach
 from tests.listener import Listener
 from tests.models import tiny
 from tests.unit import toy_server
-from tests.unit.http_server import Asked, serving
+from tests.unit.http_server import HttpRequest, serving
 from tests.unit.openai_server import Bend, openai, unbent
 from tests.unit.toy_server import ToyServer
 
@@ -171,9 +171,9 @@ def spoil(model: torch.nn.Module) -> None:
 class Run:
     folder: Path
     mode: FakeMode
-    asked: list[Asked]
+    http_requests: list[HttpRequest]
     reported: list[StepMetrics] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     """Notes, except for those below."""
     told_before: list[str] = field(default_factory=list)
     """The note that the fake server was trained before, as it starts at version 3."""
@@ -181,7 +181,7 @@ class Run:
 
     def train(self, environment: Letters | None = None, engine: ServerProcess | None = None, **choices: Any) -> Summary:
         def tell(line: str) -> None:
-            (self.told_before if line.startswith("the server was trained before") else self.told).append(line)
+            (self.told_before if line.startswith("the server was trained before") else self.notes).append(line)
 
         run = RunDirectory.create(self.folder / "run", environment="letters", echo=tell)
         reporter = Listener(self._report)
@@ -189,11 +189,11 @@ class Run:
 
     def go_on(self, environment: Letters | None = None, **choices: Any) -> Summary:
         """Resume from the newest checkpoint."""
-        found, _ = checkpoint.newest(self.folder / "saved", "step_")
-        assert found is not None
-        run = RunDirectory.reopen(found.progress.run_dir, found.progress.step)
+        newest, _ = checkpoint.newest(self.folder / "saved", "step_")
+        assert newest is not None
+        run = RunDirectory.reopen(newest.progress.run_dir, newest.progress.step)
         problems = environment or Letters()
-        return trainer.Run(self.config(**choices), problems, run, Listener(self._report), resume=found).train()
+        return trainer.Run(self.config(**choices), problems, run, Listener(self._report), resume=newest).train()
 
     def config(self, **choices: Any) -> TrainConfig:
         fixed: dict[str, Any] = {
@@ -226,13 +226,16 @@ class Run:
     @property
     def requests(self) -> list[dict[str, Any]]:
         """Request bodies, in order of arrival."""
-        return [asked.body for asked in self.asked if asked.method == "POST"]
+        return [request.body for request in self.http_requests if request.method == "POST"]
 
     def saved(self) -> dict[str, dict[str, Any]]:
         """Return the step and version of each checkpoint, by name; check that each is whole."""
         steps = sorted(checkpoint.numbered(self.folder / "saved", "step_").items())
-        found = [checkpoint.read(folder) for _, folder in steps]
-        return {each.folder.name: each.progress.model_dump(include={"step", "weight_version"}) for each in found}
+        saved = [checkpoint.read(folder) for _, folder in steps]
+        return {
+            saved_step.folder.name: saved_step.progress.model_dump(include={"step", "weight_version"})
+            for saved_step in saved
+        }
 
     def weights(self) -> dict[str, Tensor]:
         """Copy the weights in the server's memory."""
@@ -265,7 +268,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
             monkeypatch.setattr(trainer, "WAYS", defaultdict(lambda: made))
             if mode.dropout:  # so that two passes differ
                 monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
-            yield Run(tmp_path / folder, mode, server.asked)
+            yield Run(tmp_path / folder, mode, server.requests)
 
     return start
 
@@ -287,8 +290,8 @@ class FakeEngine:
     def bend(self, dies: Callable[[int], bool]) -> Bend:
         """Answer until a step for which `dies` is true, and again after a restart."""
 
-        def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any] | None:
-            if self.alive and dies(asked.body["seed"] // 1_000_003):
+        def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any] | None:
+            if self.alive and dies(request.body["seed"] // 1_000_003):
                 self.alive = False
             return document if self.alive else None
 
@@ -297,4 +300,4 @@ class FakeEngine:
 
 def once(step: int) -> Callable[[int], bool]:
     left = [step]
-    return lambda asked: bool(left) and asked == left[0] and bool(left.pop())
+    return lambda current: bool(left) and current == left[0] and bool(left.pop())

@@ -80,12 +80,12 @@ class AgentsSdk(Problems):
         if not self.is_streamed:
             return answer_in((await agents.Runner.run(agent, problem["prompt"], run_config=config)).final_output)
         result = agents.Runner.run_streamed(agent, problem["prompt"], run_config=config)
-        said = [
+        deltas = [
             event.data.delta
             async for event in result.stream_events()
             if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
         ]
-        assert "".join(said) == result.final_output
+        assert "".join(deltas) == result.final_output
         return answer_in(result.final_output)
 
 

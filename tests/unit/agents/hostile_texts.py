@@ -26,7 +26,7 @@ def texts(count: int, seed: int = 0, *, num_long: int = 10) -> Iterator[str]:
     draw = random.Random(seed)
     for number in range(count):
         if number < num_long:
-            atom = draw.choice([each for each in ATOMS if "\n" not in each])
+            atom = draw.choice([text for text in ATOMS if "\n" not in text])
             yield atom * (2**20 // len(atom))
         else:
             yield draw.choice(KINDS)(draw)

@@ -48,8 +48,8 @@ def trimmed(value: Any) -> Any:
     if isinstance(value, str):
         return value if len(value) <= LONGEST else f"({len(value):,} characters)"
     if isinstance(value, dict):
-        return {name: trimmed(each) for name, each in value.items()}
-    return [trimmed(each) for each in value] if isinstance(value, list) else value
+        return {name: trimmed(item) for name, item in value.items()}
+    return [trimmed(item) for item in value] if isinstance(value, list) else value
 
 
 def requests_of(sent: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -74,12 +74,12 @@ def test_an_agent_of_another_package_runs_unchanged(
         groups = ours.stream.take(2, step=1)
         check_tokens(ours, groups)
     assert [group.rewards for group in groups] == [(42.0,) * 4] * 2
-    found = [{"route": each["route"], "body": each["body"]} for each in requests_of(sent)]
+    requests = [{"route": request["route"], "body": request["body"]} for request in requests_of(sent)]
     recorded = json.loads(REQUESTS.read_text()) if REQUESTS.exists() else {}
     if os.environ.get("BRIDGE_RECORD_CLIENTS"):
-        REQUESTS.write_text(json.dumps({**recorded, client: found}, indent=1, sort_keys=True) + "\n")
+        REQUESTS.write_text(json.dumps({**recorded, client: requests}, indent=1, sort_keys=True) + "\n")
     else:
-        assert fields(found) == fields(recorded[client]), "record the requests again"
+        assert fields(requests) == fields(recorded[client]), "record the requests again"
 
 
 def fields(requests: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -90,19 +90,19 @@ def test_recorded_requests_of_other_packages_are_answered(tmp_path: Path) -> Non
     with spoken(tmp_path, words, environment=f"{FILE}:Replayed", group_size=2, max_new_tokens=4000) as ours:
         groups = ours.stream.take(4, step=1)
         check_tokens(ours, groups)
-        asked = [each.body.get("stop") for each in ours.asked if each.method == "POST"]
-    found = {str(group.problem["prompt"]): group for group in groups}
-    assert {client: group.rewards for client, group in found.items()} == dict.fromkeys(CLIENTS, (1.0, 1.0))
-    num_sequences = {client: {len(one.sequences) for one in group.completions} for client, group in found.items()}
+        stops_sent = [request.body.get("stop") for request in ours.requests if request.method == "POST"]
+    by_client = {str(group.problem["prompt"]): group for group in groups}
+    assert {client: group.rewards for client, group in by_client.items()} == dict.fromkeys(CLIENTS, (1.0, 1.0))
+    num_sequences = {client: {len(one.sequences) for one in group.completions} for client, group in by_client.items()}
     assert num_sequences == {"SmolCode": {2}, "SmolTool": {2}, "AgentsSdk": {1}, "AgentsSdkStreamed": {1}}
     assert {one.num_turns for group in groups for one in group.completions} == {2}
     assert {one.finish_reason for group in groups for one in group.completions} == {"stop"}
-    assert [asked.count(stops) for stops in (STOPS, STOPS[:2], None)] == [4, 4, 8]
-    for one in found["SmolCode"].completions:
+    assert [stops_sent.count(stops) for stops in (STOPS, STOPS[:2], None)] == [4, 4, 8]
+    for one in by_client["SmolCode"].completions:
         for sequence in one.sequences:
             assert sequence.sampled is not None
             own = [token for token, is_own in zip(sequence.token_ids, sequence.sampled, strict=True) if is_own]
             assert ours.tokenizer.decode(own).rstrip().endswith("</code>"), "the stop is trained on"
         assert "made it up" not in one.text
-    (line,) = ours.told
+    (line,) = ours.notes
     assert line.startswith("an agent forces a call by tool_choice in a request, which is ignored")

@@ -28,12 +28,15 @@ BETWEEN = {
 }
 BETWEEN["llama3_2"] = BETWEEN["llama3_1"]
 BETWEEN |= dict.fromkeys(("qwen3", "qwen3_instruct_2507"), BETWEEN["qwen2_5"])
-SAID = {
+COMPLETIONS = {
     "qwen2_5": 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 7}}\n</tool_call><|im_end|>',
     "llama3_1": '{"name": "add", "parameters": {"a": 12, "b": 7}}<|eot_id|>',
     "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 12, "b": 7}, "id": "abcdefgh9"}]</s>',
 }
-SAID |= {"qwen3": f"<think>\n{SAID['qwen2_5']}\n</think>\n\n{SAID['qwen2_5']}", "qwen3_instruct_2507": SAID["qwen2_5"]}
+COMPLETIONS |= {
+    "qwen3": f"<think>\n{COMPLETIONS['qwen2_5']}\n</think>\n\n{COMPLETIONS['qwen2_5']}",
+    "qwen3_instruct_2507": COMPLETIONS["qwen2_5"],
+}
 
 
 def made(folder: Path, name: str, **choices: Any) -> Conversation:
@@ -50,21 +53,25 @@ def test_between_two_turns_stands_what_the_template_puts_there(tmp_path: Path, n
     assert ours.between([CALL], [CALL.answered("19")], 5) == (end, *added), "a turn that was not ended gets its end"
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", COMPLETIONS)
 def test_calls_are_read_from_the_sampled_tokens(tmp_path: Path, name: str) -> None:
     tokenizer = chat.tokenizer(tmp_path, name)
     ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
-    (call,) = ours.calls(tokenizer(SAID[name], add_special_tokens=False)["input_ids"])
+    (call,) = ours.calls(tokenizer(COMPLETIONS[name], add_special_tokens=False)["input_ids"])
     assert (call.name, call.arguments) == (CALL.name, CALL.arguments)
     assert call.id == ("abcdefgh9" if name == "mistral" else "call00000")
-    for other in ("The answer is 19.", SAID[name].replace('"a": 12', '"a": '), SAID[name].replace('"name"', '"nome"')):
+    for other in (
+        "The answer is 19.",
+        COMPLETIONS[name].replace('"a": 12', '"a": '),
+        COMPLETIONS[name].replace('"name"', '"nome"'),
+    ):
         assert ours.calls(tokenizer(other, add_special_tokens=False)["input_ids"]) == ()
 
 
 def test_a_turn_may_hold_several_calls(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen3")
     ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
-    calls = ours.calls(tokenizer(SAID["qwen2_5"].replace("<|im_end|>", SAID["qwen2_5"]))["input_ids"])
+    calls = ours.calls(tokenizer(COMPLETIONS["qwen2_5"].replace("<|im_end|>", COMPLETIONS["qwen2_5"]))["input_ids"])
     assert [(call.arguments, call.id) for call in calls] == [
         (CALL.arguments, "call00000"),
         (CALL.arguments, "call00001"),
@@ -98,7 +105,7 @@ def test_a_template_that_changes_earlier_turns_is_refused(
 ) -> None:
     name, choices, expected = REFUSED[case]
     if name in ("none", "endless"):
-        written = {"none": None, "endless": "{% for each in messages %}{{ each.content }}\n{% endfor %}"}[name]
+        written = {"none": None, "endless": "{% for message in messages %}{{ message.content }}\n{% endfor %}"}[name]
         monkeypatch.setattr(chat, "template", lambda _: written)
         name = "qwen3"
     with pytest.raises(UsageError) as caught:
@@ -120,9 +127,9 @@ def test_a_template_that_changes_earlier_turns_is_refused(
 )
 def test_others_are_proven(tmp_path: Path, name: str, choices: dict[str, Any]) -> None:
     ours = made(tmp_path, name, **choices)
-    said = {"role": "user", "content": "And then?"}
+    message = {"role": "user", "content": "And then?"}
     calls = [CALL] if choices.get("answers") != "user" else []
-    assert len(ours.between(calls, [CALL.answered("19") if calls else said], 5)) > 3
+    assert len(ours.between(calls, [CALL.answered("19") if calls else message], 5)) > 3
 
 
 def test_a_server_that_does_not_stop_at_the_end_of_a_turn(tmp_path: Path) -> None:
@@ -146,8 +153,8 @@ def test_text_that_is_no_call_is_none(text: str, form: str) -> None:
 @pytest.mark.parametrize("begun", ["<tool_call>{", "<tool_call>{}", "<tool_call>"])
 def test_calls_that_nothing_ends_take_no_quadratic_time(tmp_path: Path, begun: str) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    (found,) = conversation.parsed(call + begun * 200_000, "hermes")
-    assert (found.name, found.arguments) == ("add", {"a": 1})
+    (parsed,) = conversation.parsed(call + begun * 200_000, "hermes")
+    assert (parsed.name, parsed.arguments) == ("add", {"a": 1})
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
-    said = tokenizer(f"So: {call} and {begun * 2}")["input_ids"]
-    assert made(tmp_path, "qwen2_5").read(said)[0] == f"So:  and {begun * 2}"
+    ids = tokenizer(f"So: {call} and {begun * 2}")["input_ids"]
+    assert made(tmp_path, "qwen2_5").read(ids)[0] == f"So:  and {begun * 2}"

@@ -91,15 +91,15 @@ def test_whatever_a_reward_says_is_a_score_or_a_fault(texts: list[str]) -> None:
         }
         for name, act in acts.items():
             with defects.of(name, text):
-                found = act()
-                assert isinstance(found, Score | FailedScore | Reply)
-                if isinstance(found, FailedScore):
-                    assert not HOSTILE.search(found.line + found.kind), "control characters"
-                    assert len(found.line) < 1_000
-                if isinstance(found, Score):
-                    assert abs(found.reward) <= 1e30
-                    assert not HOSTILE.search("".join(found.parts)), "control characters"
-                frame = written(1, found)
+                outcome = act()
+                assert isinstance(outcome, Score | FailedScore | Reply)
+                if isinstance(outcome, FailedScore):
+                    assert not HOSTILE.search(outcome.line + outcome.kind), "control characters"
+                    assert len(outcome.line) < 1_000
+                if isinstance(outcome, Score):
+                    assert abs(outcome.reward) <= 1e30
+                    assert not HOSTILE.search("".join(outcome.parts)), "control characters"
+                frame = written(1, outcome)
                 if len(frame) < 2**20:
                     assert read(frame)[0] == 1
     defects.check()
@@ -108,16 +108,18 @@ def test_whatever_a_reward_says_is_a_score_or_a_fault(texts: list[str]) -> None:
 def test_whatever_is_scored_can_be_computed_with(texts: list[str]) -> None:
     defects, rewards = Defects(), [float(10**power) for power in (0, 30, 200, 308)]
     groups = []
-    for own in (rewards, [-each for each in rewards], [rewards[3], -rewards[3]], rewards[3:] * 3, rewards[2:3]):
+    for own in (rewards, [-reward for reward in rewards], [rewards[3], -rewards[3]], rewards[3:] * 3, rewards[2:3]):
         judge: Any = SimpleNamespace(score=lambda _, text: float(text))
-        found = [Host(judge).score(PROBLEM, str(reward)) for reward in own]
-        accepted = [each.reward for each in found if isinstance(each, Score)]
-        groups.append(grouped([str(each) for each in accepted], accepted, []))
+        scores = [Host(judge).score(PROBLEM, str(reward)) for reward in own]
+        accepted = [score.reward for score in scores if isinstance(score, Score)]
+        groups.append(grouped([str(reward) for reward in accepted], accepted, []))
     for scale in ("group", "batch", "none", "leave_one_out"):
         with defects.of("advantages", scale):
             filled = with_advantages(groups, scale)
-            assert all(math.isfinite(value) for group in filled for each in group.advantages or () for value in each)
-            assert any(value for each in filled[0].advantages or () for value in each), "a group without a signal"
+            assert all(
+                math.isfinite(value) for group in filled for values in group.advantages or () for value in values
+            )
+            assert any(value for values in filled[0].advantages or () for value in values), "a group without a signal"
     with defects.of("metrics", "evaluation"):
         assert math.isfinite(measuring.evaluation(groups, step=0, version=1, seconds=1).reward_std)
     defects.check()
@@ -162,7 +164,7 @@ def test_hostile_text_is_logged_without_control_characters(
     with closing(terminal), defects.of("report", ""):
         writer.close(failed=False)
         command.write([run.path], run.report)
-    for file in [each for each in run.path.iterdir() if each.is_file()] + [tmp_path / "terminal"]:
+    for file in [path for path in run.path.iterdir() if path.is_file()] + [tmp_path / "terminal"]:
         with defects.of(f"characters of {file.name}", ""):
             content = file.read_bytes().decode()
             assert [content[odd.start() - 40 : odd.end() + 10] for odd in HOSTILE.finditer(content)][:3] == []
@@ -198,10 +200,10 @@ def test_whatever_an_agent_sends_and_gets_its_run_goes_on(texts: list[str], tmp_
     short = [text for text in texts if len(text) < 20_000][{"qwen2_5": 0, "mistral": 1, "dividing": 2}[name] :: 20]
 
     async def one(recorder: Recorder, texts: list[str]) -> None:
-        said = iter([*texts, "I see."])
+        replies = iter([*texts, "I see."])
 
         async def sample(*_: Any) -> Completion:
-            text = next(said).encode(errors="replace").decode()
+            text = next(replies).encode(errors="replace").decode()
             ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
             reason: Any = ("stop", "length")[len(text) % 5 == 0]
             return Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), text=text, finish_reason=reason)
@@ -251,10 +253,10 @@ def test_whatever_is_scored_by_a_worker_comes_back(texts: list[str]) -> None:
         for text in texts[10::40]:
             problem: Problem = {"prompt": text, "answer": text}
             with defects.of("worker", text):
-                for found in await scorer.score(problem, [text]):
-                    assert isinstance(found, Score | FailedScore)
-                    if isinstance(found, FailedScore):
-                        assert not HOSTILE.search(found.line + found.kind)
+                for outcome in await scorer.score(problem, [text]):
+                    assert isinstance(outcome, Score | FailedScore)
+                    if isinstance(outcome, FailedScore):
+                        assert not HOSTILE.search(outcome.line + outcome.kind)
 
     with closing(Scorer(Judge, processes=1, timeout_s=60)) as scorer:
         asyncio.run(every(scorer))

@@ -28,9 +28,9 @@ def with_a_run(act: Callable[[int, str], Awaitable[Any]]) -> Any:
         server = Recorder("model")
         try:
             async with server.run(answer) as url:
-                found = re.fullmatch(r"http://127.0.0.1:(\d+)(/.*)", url)
-                assert found is not None
-                return await act(int(found[1]), found[2])
+                address = re.fullmatch(r"http://127.0.0.1:(\d+)(/.*)", url)
+                assert address is not None
+                return await act(int(address[1]), address[2])
         finally:
             await server.close()
 
@@ -106,7 +106,7 @@ def test_no_depth_of_a_field_that_is_repeated_is_a_fault(route: str, field: str)
     """The answer repeats it a few levels deeper, and both are limited by what JSON can be read and written."""
 
     async def statuses(port: int, path: str) -> set[int]:
-        found = set[int]()
+        statuses = set[int]()
         limit = sys.getrecursionlimit()  # other tests' libraries raise it
         for depth in range(limit - 120, limit):
             body = f'{{"input": "x", "stream": true, "{field}": {"[" * depth}{"]" * depth}}}'.encode()
@@ -114,8 +114,8 @@ def test_no_depth_of_a_field_that_is_repeated_is_a_fault(route: str, field: str)
             writer.write(
                 f"POST {path}/{route} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
             )
-            found.add(int((await reader.readline()).split()[1]))
+            statuses.add(int((await reader.readline()).split()[1]))
             writer.close()
-        return found
+        return statuses
 
     assert with_a_run(statuses) == {200, 400}

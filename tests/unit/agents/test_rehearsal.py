@@ -55,11 +55,11 @@ class Task:
 
 def tried(model: Path, task: Task, recipe: Callable[[], Scores] | None = None, **choices: Any) -> list[str]:
     """Return the logged lines."""
-    chosen = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
-    told: list[str] = []
+    config = TaskConfig.model_validate({"reward_processes": 1 if recipe else 0} | choices)
+    notes: list[str] = []
     given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
-    stream.rehearse(str(model), chosen, SamplingConfig(), given, told.append)
-    return told
+    stream.rehearse(str(model), config, SamplingConfig(), given, notes.append)
+    return notes
 
 
 def test_messages_without_a_chat_template_are_refused(model: Path) -> None:
@@ -135,9 +135,9 @@ def test_faults_of_several_kinds_or_that_are_allowed_are_told(model: Path) -> No
     def differs(text: str) -> float:
         return {"7": 1 / int(not text) if text else 0.0}["8"]
 
-    for told in (tried(model, Task(differs)), tried(model, Task(lambda _: 1 / 0), max_unscored_share=1)):
-        assert len(told) == 1
-        assert "got a reward: Task.score raised " in told[0]
+    for notes in (tried(model, Task(differs)), tried(model, Task(lambda _: 1 / 0), max_unscored_share=1)):
+        assert len(notes) == 1
+        assert "got a reward: Task.score raised " in notes[0]
 
 
 def test_a_score_that_takes_its_time_is_judged_in_training(

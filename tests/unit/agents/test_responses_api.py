@@ -14,21 +14,21 @@ ADD = {"type": "function", "name": "add", "description": "Add.", "parameters": {
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 3}'}
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
 TEXT = {"type": "output_text", "text": "I add.", "annotations": []}
-SAID = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [TEXT]}
+MESSAGE = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [TEXT]}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "7"}
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
 USER, TOOL = {"role": "user", "content": "3+4?"}, {"role": "tool", "tool_call_id": "c1", "content": "7"}
 
 
 def test_a_text_is_the_message_of_a_user() -> None:
-    found = responses_api.as_chat({"model": "m", "instructions": "Be brief.", "input": "3+4?", "tools": None})
-    assert found == {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, USER]}
+    chat = responses_api.as_chat({"model": "m", "instructions": "Be brief.", "input": "3+4?", "tools": None})
+    assert chat == {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, USER]}
 
 
 TURNS: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
     "a call": ([CALL, RESULT], [{"role": "assistant", "tool_calls": [CHAT_CALL]}, TOOL]),
     "a thought, a text and two calls": (
-        [THOUGHT, SAID, CALL, {**CALL, "call_id": "c2"}, RESULT],
+        [THOUGHT, MESSAGE, CALL, {**CALL, "call_id": "c2"}, RESULT],
         [
             {
                 "role": "assistant",
@@ -39,7 +39,7 @@ TURNS: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
             TOOL,
         ],
     ),
-    "two turns": ([SAID, SAID], [{"role": "assistant", "content": "I add."}] * 2),
+    "two turns": ([MESSAGE, MESSAGE], [{"role": "assistant", "content": "I add."}] * 2),
     "parts": (
         [{"role": "user", "content": [{"type": "input_text", "text": "3"}, {"type": "input_text", "text": "4"}]}],
         [{"role": "user", "content": "3\n4"}],
@@ -59,11 +59,11 @@ def test_fields_of_a_response_become_those_of_a_chat() -> None:
         "temperature": 0.5, "text": {"format": {"type": "text"}, "verbosity": "low"}, "include": [], "store": False,
         "reasoning": {"effort": "low"}, "truncation": "disabled", "parallel_tool_calls": True, "stream": True,
     }  # fmt: skip
-    found = chat_request.read(responses_api.as_chat(body))
-    assert found.tools == (
+    request = chat_request.read(responses_api.as_chat(body))
+    assert request.tools == (
         {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}},
     )
-    assert (found.forces_call, found.max_tokens, found.ignored) == (True, 5, ("temperature",))
+    assert (request.forces_call, request.max_tokens, request.ignored) == (True, 5, ("temperature",))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -114,10 +114,10 @@ def test_an_answer_is_a_response_and_a_stream_of_the_same(case: str) -> None:
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
     usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
     made = responses_api.as_document({"input": "x", "tools": [ADD]}, {"choices": [choice], "usage": usage})
-    found = Response.model_validate(made)
-    assert [item.type for item in found.output] == kinds
-    assert found.output_text == (message["content"] or "")
-    assert (found.status, found.usage and found.usage.total_tokens) == (
+    response = Response.model_validate(made)
+    assert [item.type for item in response.output] == kinds
+    assert response.output_text == (message["content"] or "")
+    assert (response.status, response.usage and response.usage.total_tokens) == (
         "incomplete" if reason == "length" else "completed",
         7,
     )
@@ -126,8 +126,8 @@ def test_an_answer_is_a_response_and_a_stream_of_the_same(case: str) -> None:
     assert [line.partition("\n")[0] for line in lines] == [f"event: {event.type}" for event in events]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert json.loads(lines[-1].partition("data: ")[2])["response"] == made
-    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert said == found.output_text
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == response.output_text
     back = responses_api.as_chat({"input": [USER, *made["output"], USER]})["messages"][1]
     expected = {name: value for name, value in message.items() if value is not None}
     assert back == {"role": "assistant", **expected}, "a client that sends it back continues the turn"

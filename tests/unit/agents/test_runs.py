@@ -55,8 +55,8 @@ def saying(name: str, text: str = TEXT) -> Words:
 
 
 def sequences(group: Group) -> list[tuple[list[int], Completion]]:
-    found = [one for each in group.completions for one in each.sequences]
-    return [([*group.prompt_token_ids, *one.token_ids], one) for one in found]
+    made = [one for completion in group.completions for one in completion.sequences]
+    return [([*group.prompt_token_ids, *one.token_ids], one) for one in made]
 
 
 def check_tokens(ours: Rolled, groups: list[Group]) -> int:
@@ -67,15 +67,15 @@ def check_tokens(ours: Rolled, groups: list[Group]) -> int:
         for sequence, one in sequences(group):
             expected = [False] * len(sequence)
             turns = []
-            for prompt, ids in ours.said:
+            for prompt, ids in ours.answers:
                 if (
                     sequence[: len(prompt) + len(ids)] == [*prompt, *ids]
                     and (one.sampled or ())[len(prompt) - len(group.prompt_token_ids)]
                 ):
                     turns.append((prompt, ids))
                     expected[len(prompt) : len(prompt) + len(ids)] = [True] * len(ids)
-                    again = ours.tokenizer(ours.tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
-                    num_other += again != ids
+                    encoded = ours.tokenizer(ours.tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
+                    num_other += encoded != ids
             assert turns
             assert len(sequence) == max(len(prompt) + len(ids) for prompt, ids in turns)
             assert one.sampled == tuple(expected[len(group.prompt_token_ids) :])
@@ -83,8 +83,8 @@ def check_tokens(ours: Rolled, groups: list[Group]) -> int:
             assert list(one.versions) == [3 if own else None for own in one.sampled or ()]
             num_extended += len(turns) - 1
             counted += turns
-    assert sorted(counted) == sorted(ours.said), "each turn is trained on once"
-    assert num_other > len(ours.said) / 3, "re-encoding would have changed most turns"
+    assert sorted(counted) == sorted(ours.answers), "each turn is trained on once"
+    assert num_other > len(ours.answers) / 3, "re-encoding would have changed most turns"
     return num_extended
 
 
@@ -94,13 +94,13 @@ def test_tokens_of_a_run_are_those_sampled_and_read(tmp_path: Path, name: str) -
     with spoken(tmp_path, calling(name), name, environment=f"{FILE}:Calling", max_new_tokens=4000, **off) as ours:
         groups = ours.stream.take(2, step=1)
         assert check_tokens(ours, groups) == 8 * 3
-    assert ours.told == []
+    assert ours.notes == []
     for group in groups:
         start = group.problem["start"]  # type: ignore[typeddict-item]
         assert group.rewards == pytest.approx((start + 3 * (len(TEXT) + 2) - 0.020,) * 4)
         assert group.reward_parts["brief"] == pytest.approx((-0.020,) * 4)
-        assert {each.num_turns for each in group.completions} == {4}
-        assert {each.finish_reason for each in group.completions} == {"stop"}
+        assert {completion.num_turns for completion in group.completions} == {4}
+        assert {completion.finish_reason for completion in group.completions} == {"stop"}
 
 
 def test_the_agent_of_the_document_works_as_it_stands(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_the_agent_of_the_document_works_as_it_stands(tmp_path: Path) -> None:
 
     def words(prompt: str) -> str:
         a, b = re.findall(r"user\n(\d\d)\+(\d\d)=", prompt)[-1]
-        found = re.search(r"<tool_response>\n(\d+)\n", prompt)
+        result = re.search(r"<tool_response>\n(\d+)\n", prompt)
         called = FORMS["qwen2_5"]("add", json.dumps({"a": int(a), "b": int(b)}))
-        return f"{found[1]}{end('qwen2_5')}" if found else called
+        return f"{result[1]}{end('qwen2_5')}" if result else called
 
     with spoken(tmp_path, words, environment=f"{tmp_path}/agent.py:Adder") as ours:
         groups = ours.stream.take(2, step=1)
@@ -138,18 +138,20 @@ def test_a_template_that_changes_turns_begins_other_sequences(tmp_path: Path, na
     with spoken(tmp_path, words, template, environment=environment, max_new_tokens=4000, **off) as ours:
         groups = ours.stream.take(2, step=1)
         num_extended = check_tokens(ours, groups)
-        prompts = [ours.tokenizer.decode(prompt) for prompt, _ in ours.said]
+        prompts = [ours.tokenizer.decode(prompt) for prompt, _ in ours.answers]
     (longest, *_) = sorted(prompts, key=len, reverse=True)
     for question in ("Begin at ", "And then?", "And at last?"):
         assert question in longest
     assert longest.count("The answer is 19") == 2 * 5
     assert "I see." not in longest, "the template drops earlier thoughts, and the client got them apart"
-    completions = [each for group in groups for each in group.completions]
-    assert {len(each.sequences) for each in completions} == ({1} if TEMPLATES[name] else {3})
+    completions = [completion for group in groups for completion in group.completions]
+    assert {len(completion.sequences) for completion in completions} == ({1} if TEMPLATES[name] else {3})
     assert num_extended == (8 * 2 if TEMPLATES[name] else 0)
-    assert {each.num_turns for each in completions} == {3}
-    told = [] if TEMPLATES[name] else [f"the chat template of {tmp_path} changes an earlier turn once an agent's next"]
-    assert [line[: len(expected)] for line, expected in zip(ours.told, told, strict=True)] == told
+    assert {completion.num_turns for completion in completions} == {3}
+    expected_notes = (
+        [] if TEMPLATES[name] else [f"the chat template of {tmp_path} changes an earlier turn once an agent's next"]
+    )
+    assert [line[: len(expected)] for line, expected in zip(ours.notes, expected_notes, strict=True)] == expected_notes
     assert all(group.rewards == (7.0,) * 4 for group in groups)
 
 
@@ -160,21 +162,25 @@ def test_sequences_of_a_run_share_a_reward_and_count_once(tmp_path: Path) -> Non
     assert num_extended == 8 * 2, "the second turn and the third after it; the other is read, and goes on alone"
     for group in groups:
         assert group.rewards == (group.problem["start"] + 4.0,) * 4  # type: ignore[typeddict-item]
-        assert {len(each.sequences) for each in group.completions} == {4}
-        assert {each.num_turns for each in group.completions} == {6}
+        assert {len(completion.sequences) for completion in group.completions} == {4}
+        assert {completion.num_turns for completion in group.completions} == {6}
     uneven = Group(**{**vars(groups[0]), "rewards": (0.0, 1.0, 0.0, 0.0)})
     made = samples.samples([uneven], SPEC, max_new_tokens=4000)
     assert len(made) == 4 * 4
-    assert sum(len(each.sampled_logprobs) for each in made) == sum(each.num_sampled for each in uneven.completions)
-    assert len({each.advantages[0] for each in made}) == 2
-    assert sum(each.advantages[0] > 0 for each in made) == 4, "of one run of four, whatever its sequences"
-    assert sum(len(each.sampled_logprobs) * each.weight for each in made) == pytest.approx(1)
+    assert sum(len(sample.sampled_logprobs) for sample in made) == sum(
+        sample.num_sampled for sample in uneven.completions
+    )
+    assert len({sample.advantages[0] for sample in made}) == 2
+    assert sum(sample.advantages[0] > 0 for sample in made) == 4, "of one run of four, whatever its sequences"
+    assert sum(len(sample.sampled_logprobs) * sample.weight for sample in made) == pytest.approx(1)
     of_runs = samples.samples([uneven], replace(SPEC, aggregation="sequence_mean"), max_new_tokens=4000)
-    shares = [sum(len(each.sampled_logprobs) * each.weight for each in of_runs[at : at + 4]) for at in (0, 4, 8, 12)]
+    shares = [
+        sum(len(sample.sampled_logprobs) * sample.weight for sample in of_runs[at : at + 4]) for at in (0, 4, 8, 12)
+    ]
     assert shares == pytest.approx([0.25] * 4)
-    found = measuring.evaluation(groups, step=0, version=3, seconds=1)
-    assert (found.turns_mean, found.unscored) == (6, 0)
-    assert found.completion_tokens_mean == sum(len(ids) for _, ids in ours.said) / 8
+    evaluation = measuring.evaluation(groups, step=0, version=3, seconds=1)
+    assert (evaluation.turns_mean, evaluation.unscored) == (6, 0)
+    assert evaluation.completion_tokens_mean == sum(len(ids) for _, ids in ours.answers) / 8
     run = RunDirectory.create(tmp_path / "run", environment="agents")
     run.append_rollouts(1, groups)
     (line, _) = map(json.loads, run.rollouts.read_text().splitlines())
@@ -194,10 +200,10 @@ def test_a_run_may_send_several_requests_at_once(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Parallel", **choices) as ours:
         groups = ours.stream.take(2, step=1)
         assert check_tokens(ours, groups) == 0
-        seeds = [each.body["seed"] for each in ours.asked if each.method == "POST"]
+        seeds = [request.body["seed"] for request in ours.requests if request.method == "POST"]
     assert len(set(seeds)) == len(seeds) == 8 * 4
     assert [group.rewards for group in groups] == [(float(len(TEXT)),) * 4] * 2
-    assert {len(each.sequences) for group in groups for each in group.completions} == {4}
+    assert {len(completion.sequences) for group in groups for completion in group.completions} == {4}
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -232,20 +238,20 @@ def shares(ranks: Ranks, folder: Path) -> Any:
         num_workers = len(ours.stream._scorer._workers)
         steps = [ours.stream.take(4, step=step) for step in (1, 2)]
         evaluated = ours.stream.evaluate(step=2)
-        return steps, evaluated, [(*prompt, *ids) for prompt, ids in ours.said], num_workers
+        return steps, evaluated, [(*prompt, *ids) for prompt, ids in ours.answers], num_workers
 
 
 def test_each_replica_runs_its_share_of_the_agents(tmp_path: Path) -> None:
-    found = on_ranks(4, shares, tmp_path, tp_size=2)
-    steps, evaluated, *_ = found[0]
-    assert all(repr(each[:2]) == repr((steps, evaluated)) for each in found), "all ranks have the same groups"
+    results = on_ranks(4, shares, tmp_path, tp_size=2)
+    steps, evaluated, *_ = results[0]
+    assert all(repr(result[:2]) == repr((steps, evaluated)) for result in results), "all ranks have the same groups"
     assert len({group.problem["start"] for group in itertools.chain(*steps)}) == 2 * 4
-    assert [bool(said) for _, _, said, _ in found] == [True, False, True, False]
-    read = {each for _, _, said, _ in found for each in said}
+    assert [bool(turns) for _, _, turns, _ in results] == [True, False, True, False]
+    read = {turn for _, _, turns, _ in results for turn in turns}
     groups = [*itertools.chain(*steps), *evaluated]
     assert all(tuple(sequence) in read for group in groups for sequence, _ in sequences(group))
-    assert [num > 0 for *_, num in found] == [True, False, True, False]
-    assert found[0][-1] == 8 // 2
+    assert [num > 0 for *_, num in results] == [True, False, True, False]
+    assert results[0][-1] == 8 // 2
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -278,17 +284,17 @@ def test_a_reward_per_turn_is_for_a_run_of_one_sequence(tmp_path: Path, name: st
         assert group.turn_rewards == ((0.0, 0.5, 1.0),) * 4
     else:
         expected = "a reward per turn for a run of 3 token sequences, expected one sequence"
-        assert {each.fault.partition(", on")[0] for each in group.unscored} == {expected}
+        assert {failure.fault.partition(", on")[0] for failure in group.unscored} == {expected}
 
 
 def test_requests_are_answered_as_the_protocol_defines(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Listing") as ours:
         groups = ours.stream.take(2, step=1)
-        asked = [each.body for each in ours.asked if each.method == "POST"]
+        bodies = [request.body for request in ours.requests if request.method == "POST"]
     assert [group.rewards for group in groups] == [(1.0,) * 4] * 2
-    assert {each["max_tokens"] for each in asked} == {3}
-    assert {each["temperature"] for each in asked} == {1.0}
-    (line,) = ours.told
+    assert {body["max_tokens"] for body in bodies} == {3}
+    assert {body["temperature"] for body in bodies} == {1.0}
+    (line,) = ours.notes
     assert line.startswith("an agent sets temperature in a request, which is ignored")
 
 
@@ -301,17 +307,17 @@ def test_a_run_at_a_limit_is_scored_as_truncated(tmp_path: Path) -> None:
         with spoken(tmp_path, calling("qwen2_5"), environment=f"{FILE}:Calling", **limits) as ours:
             (group, *_) = ours.stream.take(2, step=1)
         assert len(group.rewards) == 4
-        assert {each.finish_reason for each in group.completions} == {"length"}
-        assert {each.num_turns for each in group.completions} == {num_turns}
-        assert all(len(each.token_ids) <= limits["max_new_tokens"] for each in group.completions)
+        assert {completion.finish_reason for completion in group.completions} == {"length"}
+        assert {completion.num_turns for completion in group.completions} == {num_turns}
+        assert all(len(completion.token_ids) <= limits["max_new_tokens"] for completion in group.completions)
 
 
 def test_a_request_without_room_on_the_server_is_at_a_limit(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Chatting", max_model_len=400) as ours:
         (group, *_) = ours.stream.take(2, step=1)
-        asked = [each.body for each in ours.asked if each.method == "POST"]
-    assert max(len(each["prompt"]) + each["max_tokens"] for each in asked) == 400
-    assert {each.finish_reason for each in group.completions} == {"length"}
+        bodies = [request.body for request in ours.requests if request.method == "POST"]
+    assert max(len(body["prompt"]) + body["max_tokens"] for body in bodies) == 400
+    assert {completion.finish_reason for completion in group.completions} == {"length"}
     assert len(group.rewards) == 4
 
 
@@ -319,7 +325,7 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path) -
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:HalfCharacters") as ours:
         (group, *_) = ours.stream.take(2, step=1)
     assert group.rewards == (1.0,) * 4
-    assert ours.tokenizer.decode(ours.said[0][0]).count("\ufffd") == 4
+    assert ours.tokenizer.decode(ours.answers[0][0]).count("\ufffd") == 4
     assert group.completions[0].text.startswith("user: Begin at")
     assert group.completions[0].text.count("\ufffd") == 2
 
@@ -345,14 +351,14 @@ def test_a_client_that_raises_at_length_counts_as_truncated(
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:{kind}", **choices) as ours:
         (group,) = ours.stream.take(1, step=1)
     assert group.rewards == (reward,) * 4
-    assert {each.finish_reason for each in group.completions} == {"length"}
+    assert {completion.finish_reason for completion in group.completions} == {"length"}
 
 
 def test_a_client_that_goes_on_at_a_limit_counts_as_truncated(tmp_path: Path) -> None:
     with spoken(tmp_path, lambda _: "spins<|im_end|>", environment=f"{FILE}:Misbehaving", batch_size=4) as ours:
         (group,) = ours.stream.take(1, step=1)
     assert group.rewards == (0.0,) * 4
-    assert {each.finish_reason for each in group.completions} == {"length"}
+    assert {completion.finish_reason for completion in group.completions} == {"length"}
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -369,10 +375,12 @@ def test_what_goes_wrong_in_a_run_costs_it_alone(tmp_path: Path, processes: int)
         if how in HARMLESS:
             assert group.rewards == (1.0,) * 4
         else:
-            assert [each.fault[: len(FAULTS[how])] for each in group.unscored] == [FAULTS[how]] * 4
-            assert all("\n" not in each.fault for each in group.unscored)
-            assert all(f"assistant: {how}" in each.completion.text for each in group.unscored), "what it said is kept"
-    assert len(ours.told) == len(FAULTS) - 1, "two of them return something other than a reward"
+            assert [failure.fault[: len(FAULTS[how])] for failure in group.unscored] == [FAULTS[how]] * 4
+            assert all("\n" not in failure.fault for failure in group.unscored)
+            assert all(f"assistant: {how}" in failure.completion.text for failure in group.unscored), (
+                "what it said is kept"
+            )
+    assert len(ours.notes) == len(FAULTS) - 1, "two of them return something other than a reward"
 
 
 def test_an_agent_that_hangs_or_dies_costs_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,8 +395,8 @@ def test_an_agent_that_hangs_or_dies_costs_its_run_alone(tmp_path: Path, monkeyp
     ) as ours:
         groups = ours.stream.take(6, step=1)
         assert not sleepers(tmp_path), "what it started has ended, too"
-    faults = {group.problem["start"]: {each.fault[:55] for each in group.unscored} for group in groups}  # type: ignore[typeddict-item]
-    assert {key for key, found in faults.items() if found} == {3, 4}
+    faults = {group.problem["start"]: {failure.fault[:55] for failure in group.unscored} for group in groups}  # type: ignore[typeddict-item]
+    assert {key for key, kinds in faults.items() if kinds} == {3, 4}
     assert faults[3] == {"the agent's run took longer than 4 s (agents_sample.py "}
     assert faults[4] == {"the agent's run ended its process with exit status 7, o"}
 
@@ -418,7 +426,7 @@ def test_a_server_that_fails_ends_the_step_and_not_the_agent(tmp_path: Path) -> 
         with pytest.raises(ServerUnreachableError):
             ours.stream.take(1, step=1)
         is_well.set()
-        ours.said.clear()
+        ours.answers.clear()
         groups = ours.stream.take(1, step=1)
         check_tokens(ours, groups)
     assert len(groups[0].rewards) == 4
@@ -429,10 +437,10 @@ def test_runs_go_on_while_a_step_is_computed(tmp_path: Path) -> None:
     with spoken(tmp_path, calling("qwen2_5"), environment=f"{FILE}:Calling", **choices) as ours:
         groups = [group for step in (1, 2, 3) for group in ours.stream.take(2, step=step)]
         assert ours.stream.num_in_flight > 0
-    read = {(*prompt, *ids) for prompt, ids in ours.said}
+    read = {(*prompt, *ids) for prompt, ids in ours.answers}
     assert all(tuple(sequence) in read for group in groups for sequence, _ in sequences(group))
-    assert {each.num_turns for group in groups for each in group.completions} == {4}
-    seeds = [each.body["seed"] % CALL_SEEDS for each in ours.asked if each.method == "POST"]
+    assert {completion.num_turns for group in groups for completion in group.completions} == {4}
+    seeds = [request.body["seed"] % CALL_SEEDS for request in ours.requests if request.method == "POST"]
     assert {seed % 5 for seed in seeds} == {0, 1, 2, 3}, "each turn of each run has a seed of its own"
 
 
@@ -459,7 +467,7 @@ def test_an_agent_that_asks_nothing_is_not_scored(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("qwen2_5"), environment=f"{FILE}:Silent") as ours:
         (group, *_) = ours.stream.take(2, step=1)
     assert group.rewards == ()
-    assert {each.fault.partition(",")[0] for each in group.unscored} == {
+    assert {failure.fault.partition(",")[0] for failure in group.unscored} == {
         "the agent's run ended without a turn of the model: it requested none from its base_url"
     }
 
@@ -472,13 +480,13 @@ def test_a_request_that_outlives_its_run_is_not_recorded(tmp_path: Path) -> None
 
     with spoken(tmp_path, words, environment=f"{FILE}:Misbehaving", batch_size=4) as ours:
         (group,) = ours.stream.take(1, step=1)
-        assert len([each for each in ours.asked if each.method == "POST"]) == 8
+        assert len([request for request in ours.requests if request.method == "POST"]) == 8
     assert group.rewards == (1.0,) * 4
-    assert {each.num_turns for each in group.completions} == {1}
+    assert {completion.num_turns for completion in group.completions} == {1}
 
 
 def test_the_tools_that_a_template_does_not_have_are_refused(tmp_path: Path) -> None:
     with spoken(tmp_path, saying("gemma3"), "gemma3", environment=f"{FILE}:Calling") as ours:
         (group, *_) = ours.stream.take(2, step=1)
-    assert all("writes a call of a tool as" in each.fault for each in group.unscored)
+    assert all("writes a call of a tool as" in failure.fault for failure in group.unscored)
     assert len(group.unscored) == 4

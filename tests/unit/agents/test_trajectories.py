@@ -33,7 +33,7 @@ from bridge.types import Completion, Group
 from bridge_environments import registry
 from tests.models import chat, tiny
 from tests.unit import tools_sample
-from tests.unit.http_server import Asked, serving
+from tests.unit.http_server import HttpRequest, serving
 from tests.unit.openai_server import openai
 
 FILE = Path(__file__).parents[1] / "tools_sample.py"
@@ -52,11 +52,11 @@ Say = Callable[[int, int], str]
 @dataclass
 class Rolled:
     stream: EnvironmentStream
-    asked: list[Asked]
+    requests: list[HttpRequest]
     tokenizer: PreTrainedTokenizerBase
-    said: list[tuple[list[int], list[int]]]
+    answers: list[tuple[list[int], list[int]]]
     """The prompt and the tokens of each answer."""
-    told: list[str]
+    notes: list[str]
 
 
 def scattered(tokenizer: PreTrainedTokenizerBase, text: str, chance: random.Random) -> list[int]:
@@ -66,7 +66,7 @@ def scattered(tokenizer: PreTrainedTokenizerBase, text: str, chance: random.Rand
         piece = tokenizer.decode([token])
         cut = chance.randrange(1, len(piece)) if len(piece) > 1 and token not in tokenizer.added_tokens_decoder else 0
         parts = [piece[:cut], piece[cut:]] if cut and chance.random() < 0.8 else []
-        ids += [each for part in parts for each in tokenizer(part, add_special_tokens=False)["input_ids"]] or [token]
+        ids += [id_ for part in parts for id_ in tokenizer(part, add_special_tokens=False)["input_ids"]] or [token]
     return ids
 
 
@@ -96,33 +96,33 @@ def spoken(
     fixed: dict[str, Any] = {"model_name": str(folder), "batch_size": 8, "group_size": 4, "max_new_tokens": 600}
     fixed |= {"max_retries": 0, "max_unscored_share": 1.0, "reward_processes": 0}
     config = TrainConfig.of(**(fixed | choices))
-    environment, told = registry.load(config.task), list[str]()
-    said: list[tuple[list[int], list[int]]] = []
+    environment, notes = registry.load(config.task), list[str]()
+    answers: list[tuple[list[int], list[int]]] = []
 
-    def bend(document: dict[str, Any], asked: Asked) -> Any:
-        prompt = asked.body["prompt"]
+    def bend(document: dict[str, Any], request: HttpRequest) -> Any:
+        prompt = request.body["prompt"]
         text = words(tokenizer.decode(prompt))
-        ids = scattered(tokenizer, text, random.Random(asked.body["seed"]))[: asked.body["max_tokens"]]
-        texts = asked.body.get("stop", [])
-        cuts = [n for n in range(len(ids)) if any(each in tokenizer.decode(ids[: n + 1]) for each in texts)]
+        ids = scattered(tokenizer, text, random.Random(request.body["seed"]))[: request.body["max_tokens"]]
+        texts = request.body.get("stop", [])
+        cuts = [n for n in range(len(ids)) if any(stop in tokenizer.decode(ids[: n + 1]) for stop in texts)]
         ids = ids[: cuts[0] + 1] if cuts else ids
-        said.append((prompt, ids))
+        answers.append((prompt, ids))
         is_whole = bool(cuts) or ids[-1:] == [tokenizer.eos_token_id]
         (one,) = document["choices"]
         one |= {
             "token_ids": ids,
-            "logprobs": {"token_logprobs": [-0.5 - 0.001 * place for place in range(len(ids))]},
+            "logprobs": {"token_logprobs": [-0.5 - 0.001 * index for index in range(len(ids))]},
             "text": tokenizer.decode(ids, skip_special_tokens=True),
             "finish_reason": "stop" if is_whole else "length",
         }
-        if "top_p" in asked.body:
-            one["kept"] = [(0.001 * place, place + 1) for place in range(len(ids))]
+        if "top_p" in request.body:
+            one["kept"] = [(0.001 * index, index + 1) for index in range(len(ids))]
         return document
 
-    stream = open_stream(config, environment, told.append, ranks=ranks)
+    stream = open_stream(config, environment, notes.append, ranks=ranks)
     with serving(openai(bend, is_bridge=True, max_model_len=max_model_len)) as server, closing(stream):
         stream.served(Endpoint(url=server.url), 3)
-        yield Rolled(stream, server.asked, tokenizer, said, told)
+        yield Rolled(stream, server.requests, tokenizer, answers, notes)
 
 
 def calls(form: str, *names: str, text: str = "abc") -> Say:
@@ -138,7 +138,7 @@ def calls(form: str, *names: str, text: str = "abc") -> Say:
 
 
 def sequences(group: Group) -> list[list[int]]:
-    return [[*group.prompt_token_ids, *each.token_ids] for each in group.completions]
+    return [[*group.prompt_token_ids, *completion.token_ids] for completion in group.completions]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -149,13 +149,13 @@ def test_every_token_is_the_one_that_the_server_sampled_or_read(tmp_path: Path, 
     with rolled(tmp_path, say, name, max_new_tokens=4000, batch_size=64, **off) as ours:
         groups = [group for step in (1, 2) for group in ours.stream.take(16, step=step)]
         tokenizer = ours.tokenizer
-    read = {(*prompt, *ids) for prompt, ids in ours.said}
+    read = {(*prompt, *ids) for prompt, ids in ours.answers}
     num_tokens = num_other = 0
     for group in groups:
         for sequence, one in zip(sequences(group), group.completions, strict=True):
             assert tuple(sequence) in read
             num_tokens += len(sequence)
-            turns = [each for each in ours.said if sequence[: sum(map(len, each))] == [*each[0], *each[1]]]
+            turns = [answer for answer in ours.answers if sequence[: sum(map(len, answer))] == [*answer[0], *answer[1]]]
             assert len(turns) == one.num_turns == 4
             expected = [False] * len(sequence)
             for prompt, ids in turns:
@@ -198,9 +198,9 @@ def test_evaluations_and_records_hold_whole_trajectories(tmp_path: Path) -> None
     assert repr(first) == repr(second)  # NaN is not equal to itself
     (group,) = first or []
     assert group.rewards == pytest.approx((50 + 5 + 0.020,) * 2)
-    found = measuring.evaluation([group], step=0, version=3, seconds=1)
-    assert (found.turns_mean, found.tool_errors, found.reward_mean) == pytest.approx((2, 0, 55.02))
-    assert found.completion_tokens_mean == group.completions[0].num_sampled < len(group.completions[0].token_ids)
+    evaluation = measuring.evaluation([group], step=0, version=3, seconds=1)
+    assert (evaluation.turns_mean, evaluation.tool_errors, evaluation.reward_mean) == pytest.approx((2, 0, 55.02))
+    assert evaluation.completion_tokens_mean == group.completions[0].num_sampled < len(group.completions[0].token_ids)
     run = RunDirectory.create(tmp_path / "run", environment="bench")
     run.append_rollouts(1, groups)
     for line, own in zip(run.rollouts.read_text().splitlines(), groups, strict=True):
@@ -218,12 +218,12 @@ def test_each_turn_has_its_own_seed_and_the_remaining_tokens(tmp_path: Path) -> 
     with rolled(tmp_path, calls("qwen2_5", "add", "add"), max_turns=5) as ours:
         ours.stream.take(2, step=1)
         ours.stream.take(2, step=2)
-    asked = [each.body for each in ours.asked if each.method == "POST"]
-    assert all(each["n"] == 1 for each in asked)
-    seeds = [each["seed"] for each in asked]
+    bodies = [request.body for request in ours.requests if request.method == "POST"]
+    assert all(body["n"] == 1 for body in bodies)
+    seeds = [body["seed"] for body in bodies]
     assert len(set(seeds)) == len(seeds) == 2 * 2 * 4 * 3
-    assert {seed % CALL_SEEDS for seed in seeds} == {5 * place + turn for place in range(8) for turn in range(3)}
-    lengths = {each["max_tokens"] for each in asked}
+    assert {seed % CALL_SEEDS for seed in seeds} == {5 * index + turn for index in range(8) for turn in range(3)}
+    lengths = {body["max_tokens"] for body in bodies}
     assert max(lengths) == 600
     assert min(lengths) < 500
 
@@ -232,13 +232,15 @@ def test_limits_on_turns_and_tokens_truncate_a_trajectory(tmp_path: Path) -> Non
     say = calls("qwen2_5", *["add"] * 50)
     with rolled(tmp_path, say, max_turns=3) as ours:
         (group, *_) = ours.stream.take(2, step=1)
-    assert {each.num_turns for each in group.completions} == {3}
-    assert {each.finish_reason for each in group.completions} == {"length"}
-    assert all(each.sampled and each.sampled[-1] for each in group.completions), "no answer that nobody reads"
+    assert {completion.num_turns for completion in group.completions} == {3}
+    assert {completion.finish_reason for completion in group.completions} == {"length"}
+    assert all(completion.sampled and completion.sampled[-1] for completion in group.completions), (
+        "no answer that nobody reads"
+    )
     with rolled(tmp_path, say, max_turns=50, max_new_tokens=300) as ours:
         (group, *_) = ours.stream.take(2, step=1)
-    assert all(200 < len(each.token_ids) <= 300 for each in group.completions)
-    assert {each.finish_reason for each in group.completions} == {"length"}
+    assert all(200 < len(completion.token_ids) <= 300 for completion in group.completions)
+    assert {completion.finish_reason for completion in group.completions} == {"length"}
     assert len(group.rewards) == 4
 
 
@@ -263,18 +265,18 @@ def test_what_filters_kept_stays_with_its_tokens(tmp_path: Path) -> None:
     for one in group.completions:
         assert sum(one.sampled or ()) < len(one.token_ids) == len(one.kept)
         ours_only = zip(one.logprobs, one.kept, one.sampled or (), strict=True)
-        found = [(logprob, threshold) for logprob, (threshold, _), own in ours_only if own]
-        assert all(threshold == pytest.approx(-0.5 - logprob) for logprob, threshold in found), "of the same token"
+        sampled = [(logprob, threshold) for logprob, (threshold, _), own in ours_only if own]
+        assert all(threshold == pytest.approx(-0.5 - logprob) for logprob, threshold in sampled), "of the same token"
 
 
 def test_what_a_reset_adds_may_differ_and_is_read_like_a_prompt(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add"), batch_size=24) as ours:
         groups = ours.stream.take(6, step=1)
-    (group,) = [each for each in groups if each.problem["start"] == 5]  # type: ignore[typeddict-item]
-    read = {(*prompt, *ids) for prompt, ids in ours.said}
+    (group,) = [group for group in groups if group.problem["start"] == 5]  # type: ignore[typeddict-item]
+    read = {(*prompt, *ids) for prompt, ids in ours.answers}
     assert all(tuple(sequence) in read for sequence in sequences(group))
-    assert all(not (each.sampled or ())[0] for each in group.completions)
-    assert {each.num_turns for each in group.completions} == {2}
+    assert all(not (completion.sampled or ())[0] for completion in group.completions)
+    assert {completion.num_turns for completion in group.completions} == {2}
 
 
 def test_trls_get_reward_and_async_tools_work(tmp_path: Path) -> None:
@@ -312,7 +314,7 @@ def test_a_wrong_number_of_turn_rewards_costs_its_trajectory(tmp_path: Path) -> 
         groups = ours.stream.take(6, step=1)
     for group in groups:
         assert len(group.rewards) == (0 if group.problem["start"] == 1 else 4)  # type: ignore[typeddict-item]
-    (line,) = ours.told
+    (line,) = ours.notes
     assert "2 rewards for 3 turns, expected one for each turn of the model, on prompt" in line
 
 
@@ -340,9 +342,9 @@ def test_what_a_tool_raises_is_its_answer(tmp_path: Path, processes: int) -> Non
 
     with rolled(tmp_path, say, reward_processes=processes, batch_size=24) as ours:
         groups = ours.stream.take(6, step=1)
-    assert ours.told == []
-    found = measuring.evaluation(groups, step=0, version=3, seconds=1)
-    assert (found.turns_mean, found.tool_errors) == (2, 4 * 4)
+    assert ours.notes == []
+    evaluation = measuring.evaluation(groups, step=0, version=3, seconds=1)
+    assert (evaluation.turns_mean, evaluation.tool_errors) == (2, 4 * 4)
     for group in groups:
         how = [*HARMLESS][group.problem["start"] % len(HARMLESS)]  # type: ignore[typeddict-item]
         assert len(group.rewards) == 4
@@ -363,10 +365,10 @@ def test_an_answer_the_template_rejects_costs_its_trajectory(tmp_path: Path, mon
 
     with rolled(tmp_path, say) as ours:
         groups = ours.stream.take(2, step=1)
-    found = [one.fault for group in groups for one in group.unscored]
-    assert all("rejects messages of the roles user, assistant, tool: ZeroDivisionError: " in fault for fault in found)
-    assert found
-    assert len(found) + sum(len(group.rewards) for group in groups) == 8
+    faults = [one.fault for group in groups for one in group.unscored]
+    assert all("rejects messages of the roles user, assistant, tool: ZeroDivisionError: " in fault for fault in faults)
+    assert faults
+    assert len(faults) + sum(len(group.rewards) for group in groups) == 8
 
 
 def test_a_tool_that_does_not_exist_and_an_answer_of_a_megabyte(tmp_path: Path) -> None:
@@ -390,7 +392,7 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path, p
     say = calls("qwen2_5", "add", text="\ude00")  # the model writes it as \\ude00
     with rolled(tmp_path, say, kind="Halves", reward_processes=processes) as ours:
         (group, *_) = ours.stream.take(2, step=1)
-        prompts = [ours.tokenizer.decode(prompt) for prompt, _ in ours.said]
+        prompts = [ours.tokenizer.decode(prompt) for prompt, _ in ours.answers]
     assert {prompt.count("\ufffd") for prompt in prompts} == {1, 2}
     assert "add: \ufffd#0" in group.completions[0].text
 
@@ -398,8 +400,8 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path, p
 def sleepers(folder: Path) -> list[psutil.Process]:
     """Return the sleeping processes whose environment names `folder` as STARTED_IN."""
     every = psutil.process_iter(["name", "environ"])
-    sleeping = [each for each in every if each.info["name"] == "sleep"]
-    return [each for each in sleeping if (each.info["environ"] or {}).get("STARTED_IN") == str(folder)]
+    sleeping = [process for process in every if process.info["name"] == "sleep"]
+    return [process for process in sleeping if (process.info["environ"] or {}).get("STARTED_IN") == str(folder)]
 
 
 @pytest.mark.parametrize("how", FATAL)
@@ -419,11 +421,11 @@ def test_a_tool_that_hangs_or_dies_costs_its_trajectory_alone(
         if group.problem["start"] == 1:  # type: ignore[typeddict-item]
             assert not group.rewards
             assert len(group.unscored) == 4
-            assert all(each.fault.startswith(FATAL[how]) and "\n" not in each.fault for each in group.unscored)
-            assert all("misbehave" in each.completion.text for each in group.unscored), "what it said is kept"
+            assert all(failure.fault.startswith(FATAL[how]) and "\n" not in failure.fault for failure in group.unscored)
+            assert all("misbehave" in failure.completion.text for failure in group.unscored), "what it said is kept"
         else:
             assert len(group.rewards) == 4
-    (line,) = ours.told
+    (line,) = ours.notes
     assert line.startswith(f"step 1: 4 completions left out for lack of a reward: {FATAL[how]}")
 
 
@@ -435,7 +437,7 @@ def test_a_process_that_ends_between_two_calls_is_reported(tmp_path: Path) -> No
 
     with rolled(tmp_path, say, reward_processes=4) as ours:
         (group, *_) = ours.stream.take(1, step=1)
-    assert [each.fault.partition(",")[0] for each in group.unscored] == [
+    assert [failure.fault.partition(",")[0] for failure in group.unscored] == [
         "the environment's process ended between two calls"
     ] * 4
 

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from bridge.atropos import api, stream
-from tests.unit.http_server import Answer, Asked, as_json
+from tests.unit.http_server import Answer, HttpRequest, as_json
 
 Batch = list[dict[str, Any]]
 LOST = Answer("Internal Server Error", 500)
@@ -21,7 +21,7 @@ def scored(*sequences: tuple[tuple[int, ...], int], **given: Any) -> dict[str, A
     """Return a group of sequences, each given as its tokens and the length of its prompt."""
     tokens = [list(tokens) for tokens, _ in sequences]
     masks = [[-100] * start + list(tokens[start:]) for tokens, start in sequences]
-    logprobs = [[1.0 if place == -100 else -0.5 for place in mask] for mask in masks]
+    logprobs = [[1.0 if token == -100 else -0.5 for token in mask] for mask in masks]
     fixed = {"tokens": tokens, "masks": masks, "scores": [float(n) for n in range(len(tokens))], "env_id": 0}
     empty = dict.fromkeys(("advantages", "ref_logprobs", "messages", "generation_params", "overrides", "images"))
     return {**empty, **fixed, "inference_logprobs": logprobs, **given}
@@ -54,11 +54,11 @@ class FakeApi:
     """The server's answer to `/health`."""
     models: dict[str, Any] = field(default_factory=lambda: MODELS)
     """The server's answer to `/v1/models`."""
-    is_gone: Callable[[Asked], bool] = lambda _: False
+    is_gone: Callable[[HttpRequest], bool] = lambda _: False
     """Whether the connection is dropped without an answer."""
 
-    def __call__(self, asked: Asked) -> Answer | None:
-        if self.is_gone(asked):
+    def __call__(self, request: HttpRequest) -> Answer | None:
+        if self.is_gone(request):
             return None
         routes = {
             "/health": lambda _: self.health,
@@ -69,31 +69,31 @@ class FakeApi:
             "/status": lambda _: as_json({"current_step": 0, "queue_size": self.num_waiting}),
             "/status-env": self._status_env,
         }
-        return routes[asked.path](asked)
+        return routes[request.path](request)
 
-    def _info(self, _: Asked) -> Answer:
-        found = self.settings or {"batch_size": -1, "max_token_len": -1}
-        return as_json({name: found[name] for name in ("batch_size", "max_token_len")})
+    def _info(self, _: HttpRequest) -> Answer:
+        settings = self.settings or {"batch_size": -1, "max_token_len": -1}
+        return as_json({name: settings[name] for name in ("batch_size", "max_token_len")})
 
-    def _register(self, asked: Asked) -> Answer:
+    def _register(self, request: HttpRequest) -> Answer:
         if self.settings is None and not self.has_strays:
-            self.settings = asked.body
+            self.settings = request.body
         return as_json({"uuid": 1})
 
-    def _batch(self, _: Asked) -> Answer:
+    def _batch(self, _: HttpRequest) -> Answer:
         if self.settings is None and self.was_reset:
             return LOST  # the real one looks for its queue, which is gone
         if self.settings is None:
             return as_json({"status": "error", "message": "Trainer not registered.", "batch": []})
-        found = self.batches.pop() if self.batches else None
-        return found if isinstance(found, Answer) else as_json({"batch": found})
+        batch = self.batches.pop() if self.batches else None
+        return batch if isinstance(batch, Answer) else as_json({"batch": batch})
 
-    def _status_env(self, asked: Asked) -> Answer:
-        assert asked.body == {"env_id": 0}
+    def _status_env(self, request: HttpRequest) -> Answer:
+        assert request.body == {"env_id": 0}
         if not self.is_connected:
             return LOST
-        told = {"current_step": 0, "queue_size": self.num_waiting, "max_group_size": self.largest, "env_weight": 1.0}
-        return as_json(told)
+        status = {"current_step": 0, "queue_size": self.num_waiting, "max_group_size": self.largest, "env_weight": 1.0}
+        return as_json(status)
 
 
 @dataclass

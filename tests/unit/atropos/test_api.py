@@ -10,18 +10,18 @@ from bridge.atropos.api import AtroposApi, ScoredGroup
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
 from tests.unit.atropos.atropos_api import FakeTime, pair
-from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
+from tests.unit.http_server import Answer, Answers, HttpRequest, as_json, serving
 
 Call = Callable[[AtroposApi], Any]
 
 
-def error_of(answers: Answers, call: Call) -> tuple[AtroposError, list[Asked]]:
+def error_of(answers: Answers, call: Call) -> tuple[AtroposError, list[HttpRequest]]:
     with serving(answers) as server, FakeTime().passing(), AtroposApi(server.url, max_retries=2) as api:
         with pytest.raises(AtroposError) as caught:
             call(api)
         assert server.url in caught.value.message
         assert "\n" not in caught.value.message
-        return caught.value, list(server.asked)
+        return caught.value, list(server.requests)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "", " , ", "http://a:port"])
@@ -43,7 +43,7 @@ def test_several_addresses_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("answer", "message"),
     [
         (Answer("gone\nfor lunch", 404), "/info answered 404: gone for lunch"),
         (Answer("[]"), "/info answered nonsense: body: "),
@@ -51,15 +51,15 @@ def test_several_addresses_are_refused() -> None:
         (as_json({"batch_size": 1}), "/info answered nonsense: max_token_len: "),
     ],
 )
-def test_bad_answer_is_reported_in_one_line(answer: Answer, found: str) -> None:
-    error, asked = error_of(lambda _: answer, lambda api: api.info())
-    assert found in error.message
-    assert len(asked) == 1
+def test_bad_answer_is_reported_in_one_line(answer: Answer, message: str) -> None:
+    error, requests = error_of(lambda _: answer, lambda api: api.info())
+    assert message in error.message
+    assert len(requests) == 1
 
 
 def test_unanswered_question_is_retried() -> None:
-    error, asked = error_of(lambda _: None, lambda api: api.info())
-    assert len(asked) == 3
+    error, requests = error_of(lambda _: None, lambda api: api.info())
+    assert len(requests) == 3
     assert "RemoteProtocolError" in error.message
 
 
@@ -71,8 +71,8 @@ def test_unanswered_question_is_retried() -> None:
     ],
 )
 def test_request_that_may_be_accepted_is_not_resent(call: Call) -> None:
-    _, asked = error_of(lambda _: None, call)
-    assert len(asked) == 1
+    _, requests = error_of(lambda _: None, call)
+    assert len(requests) == 1
 
 
 def test_groups_are_sent_as_the_api_reads_them() -> None:
@@ -80,9 +80,9 @@ def test_groups_are_sent_as_the_api_reads_them() -> None:
     with serving(lambda _: as_json({"status": "received", "groups_processed": 1})) as server:
         with AtroposApi(server.url) as api:
             api.send([ScoredGroup.model_validate(group)])
-        (asked,) = server.asked
-    assert (asked.method, asked.path) == ("POST", "/scored_data_list")
-    assert asked.body == [{name: value for name, value in group.items() if value is not None}]
+        (request,) = server.requests
+    assert (request.method, request.path) == ("POST", "/scored_data_list")
+    assert request.body == [{name: value for name, value in group.items() if value is not None}]
 
 
 def test_unknown_fields_of_an_answer_are_ignored() -> None:

@@ -19,7 +19,7 @@ from bridge.server.protocol import ADAPTER
 from bridge.types import Completion, Problem
 from tests.models import tiny
 from tests.unit import openai_server
-from tests.unit.http_server import Answer, Answers, Asked, HttpServer, as_json, serving
+from tests.unit.http_server import Answer, Answers, HttpRequest, HttpServer, as_json, serving
 
 BATCH, GROUP = 8, 4
 
@@ -44,9 +44,9 @@ class FakeApi:
         self.registration: dict[str, Any] = {}
         self.left: list[int] = []
 
-    def __call__(self, asked: Asked) -> Answer | None:
-        route = asked.path.strip("/").replace("-", "_")
-        answer = getattr(self, route)(asked.body)
+    def __call__(self, request: HttpRequest) -> Answer | None:
+        route = request.path.strip("/").replace("-", "_")
+        answer = getattr(self, route)(request.body)
         return as_json(answer) if isinstance(answer, dict) else answer
 
     def info(self, _: Any) -> Any:
@@ -132,7 +132,7 @@ class Fed:
             self.last = feeder.feed(
                 config, environment(), environment, note=self.notes.append, report=self.reports.append
             )
-        self.requests = [asked.body for asked in self.vllm.asked if asked.path == "/v1/completions"]
+        self.requests = [request.body for request in self.vllm.requests if request.path == "/v1/completions"]
 
 
 def test_trainer_is_fed_until_it_has_its_batches(model: Path) -> None:
@@ -148,7 +148,7 @@ def test_trainer_is_fed_until_it_has_its_batches(model: Path) -> None:
 def test_several_servers_take_turns(model: Path) -> None:
     with serving(openai_server.openai()) as one, serving(openai_server.openai()) as other:
         Fed(model, FakeApi(num_steps=3), server_url=f"{one.url}, {other.url}/")
-    assert all(any(asked.path == "/v1/completions" for asked in server.asked) for server in (one, other))
+    assert all(any(request.path == "/v1/completions" for request in server.requests) for server in (one, other))
 
 
 def test_default_length_fits_the_server(model: Path) -> None:
@@ -185,12 +185,12 @@ def test_queue_is_filled_and_no_further(model: Path, max_queued_batches: float, 
     api.takes = False
     looks = 0
 
-    def bounded(asked: Asked) -> Answer | None:
+    def bounded(request: HttpRequest) -> Answer | None:
         nonlocal looks
-        looks += asked.path == "/status-env" and len(api.queue) >= most
+        looks += request.path == "/status-env" and len(api.queue) >= most
         if looks > 20:  # long enough for one too many to arrive
             api.step = 100
-        return FakeApi.__call__(api, asked)
+        return FakeApi.__call__(api, request)
 
     Fed(model, bounded, max_queued_batches=max_queued_batches)
     assert api.most_queued == most
@@ -200,14 +200,14 @@ def test_joining_waits_for_a_trainer_and_notes_it_once(model: Path) -> None:
     api = FakeApi(num_steps=1, batch_size=-1)
     looks = 0
 
-    def late(asked: Asked) -> Answer | None:
+    def late(request: HttpRequest) -> Answer | None:
         nonlocal looks
-        looks += asked.path == "/info"
+        looks += request.path == "/info"
         if looks == 3:
             api.batch_size = BATCH
             api.waits = 2
             looks += 1
-        return FakeApi.__call__(api, asked)
+        return FakeApi.__call__(api, request)
 
     fed = Fed(model, late)
     assert [line.partition("waiting for ")[2] for line in fed.notes if "waiting" in line] == [
@@ -303,11 +303,11 @@ def test_what_ends_the_feed_disconnects_it(
 
 
 def test_server_that_is_gone_ends_the_feed(model: Path) -> None:
-    with serving(openai_server.openai()) as gone:
+    with serving(openai_server.openai()) as closed:
         pass
     api = FakeApi()
-    with pytest.raises(ServerUnreachableError, match=gone.url):
-        Fed(model, api, server_url=gone.url)
+    with pytest.raises(ServerUnreachableError, match=closed.url):
+        Fed(model, api, server_url=closed.url)
     assert api.left == [3]
 
 
@@ -341,14 +341,14 @@ def test_versions_are_sent_if_all_are_known() -> None:
     assert [completion.versions for completion in to_train_on(group, str).completions] == [(3, 3, 5), (), ()]
 
 
-def models(*names: str) -> Callable[[Asked], Answer]:
+def models(*names: str) -> Callable[[HttpRequest], Answer]:
     return lambda _: as_json({"data": [{"id": name, "owned_by": "vllm"} for name in names]})
 
 
 def test_trained_adapter_is_sampled_from() -> None:
     with serving(models("base", ADAPTER)) as one, serving(models("base")) as other:
-        chosen = feeder.endpoints([one.url, other.url])
-    assert [(endpoint.url, endpoint.model) for endpoint in chosen] == [(one.url, ADAPTER), (other.url, None)]
+        endpoints = feeder.endpoints([one.url, other.url])
+    assert [(endpoint.url, endpoint.model) for endpoint in endpoints] == [(one.url, ADAPTER), (other.url, None)]
 
 
 def test_adapter_that_changes_its_name_is_refused() -> None:
@@ -364,4 +364,4 @@ def test_api_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "the key")
     with serving(models("base")) as server:
         feeder.endpoints([server.url])
-    assert server.asked[0].headers["authorization"] == "Bearer the key"
+    assert server.requests[0].headers["authorization"] == "Bearer the key"

@@ -104,7 +104,7 @@ def test_where_nothing_was_sampled_no_advantage_is_either() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "found"),
+    ("change", "kind", "message"),
     [
         ({"tokens": [], "masks": [], "scores": []}, "tokens", "it has no sequences"),
         ({"tokens": [[], []], "masks": [[], []]}, "tokens", "sequence 1 of 2 has no tokens"),
@@ -133,9 +133,9 @@ def test_where_nothing_was_sampled_no_advantage_is_either() -> None:
         ({"inference_logprobs": [[1, 1, 0.5, -1], [1, 1, -1]]}, "inference_logprobs", "log-probability 0.5"),
     ],
 )
-def test_what_is_wrong_with_a_group_is_found_and_named(change: dict[str, Any], kind: str, found: str) -> None:
+def test_what_is_wrong_with_a_group_is_found_and_named(change: dict[str, Any], kind: str, message: str) -> None:
     flaw = first_flaw(read(pair() | change), BOUNDS)
     assert flaw is not None
     assert flaw.kind == kind
-    assert found in flaw.fault
+    assert message in flaw.fault
     assert "\n" not in flaw.fault

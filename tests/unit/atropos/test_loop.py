@@ -48,7 +48,7 @@ def test_a_run_learns_from_the_apis_batches_alone(running: Running) -> None:
         assert (row["unscored"], row["reward_mean"], row["retries"]) == (2, 0.5, 0)
         assert row["staleness"] is None  # these environments do not send versions
         assert json.dumps(row["loss"]) not in ("null", "NaN")
-    assert sum("is left out: sequence 2 of 2 has the score nan" in line for line in run.told) == 1
+    assert sum("is left out: sequence 2 of 2 has the score nan" in line for line in run.notes) == 1
 
 
 def test_an_api_that_stays_empty_ends_the_run_saved(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_server_that_dies_is_restarted_for_environments(running: Running, monk
     with serving(api) as server, running() as run:
         engine = LateEngine(api=api)
         run.train(engine=engine, atropos_url=server.url, **CHOICES)
-        assert len([asked for asked in server.asked if asked.path == "/register"]) == 1
+        assert len([request for request in server.requests if request.path == "/register"]) == 1
     assert len(engine.started_with) == 1
     assert run.mode.calls.count("revive") == 1
     assert [row["step"] for row in run.metrics] == list(range(1, STEPS + 1))

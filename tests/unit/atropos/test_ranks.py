@@ -31,20 +31,20 @@ def taken(ranks: Ranks, model: Path) -> tuple[list[list[Group]], list[str], list
     time.happening = {12.0: lambda: api.batches.append([pair()])}
     with running(model, api, time, ranks, max_unscored_share=0.5) as run:
         steps = [run.step(1), run.step(2)]
-        return steps, [asked.path for asked in run.server.asked], run.said, run.server.url
+        return steps, [request.path for request in run.server.requests], run.notes, run.server.url
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_all_ranks_get_the_batches_that_the_first_one_asks_for(model: Path, num_parts: int) -> None:
     first, *others = on_ranks(2 * num_parts, taken, model, tp_size=num_parts)
-    steps, asked, said, url = first
+    steps, paths, notes, url = first
     assert [len(groups) for groups in steps] == [4, 1]
     assert [len(group.completions) for group in steps[0]] == [2, 2, 2, 0]
-    assert asked.count("/register") == 1
+    assert paths.count("/register") == 1
     assert all(other[0] == steps for other in others)
     speaking = [other for rank, other in enumerate(others, start=1) if rank % num_parts == 0]
     assert all({*other[1]} == ({"/health"} if other in speaking else set()) for other in others)
-    assert said[1] == f"environments can sample from all servers: bridge env --server-url {url},{speaking[0][3]}"
+    assert notes[1] == f"environments can sample from all servers: bridge env --server-url {url},{speaking[0][3]}"
     assert [other[2] for other in others] == [[]] * len(others)
 
 

@@ -18,7 +18,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.models import tiny
 from tests.unit.atropos.atropos_api import LOST, FakeApi, FakeTime, pair, scored
-from tests.unit.http_server import Answer, Asked, HttpServer, serving
+from tests.unit.http_server import Answer, HttpRequest, HttpServer, serving
 
 Scale = Literal["group", "batch", "none"]
 LONGEST = 1024
@@ -38,7 +38,7 @@ class Run:
     stream: AtroposStream
     server: HttpServer
     time: FakeTime
-    said: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def step(self, number: int = 1) -> list[Group]:
         return self.stream.take(4, step=number)
@@ -49,8 +49,8 @@ class Run:
         assert "\n" not in caught.value.message
         return caught.value
 
-    def asked(self, path: str) -> list[Asked]:
-        return [asked for asked in self.server.asked if asked.path == path]
+    def requests(self, path: str) -> list[HttpRequest]:
+        return [request for request in self.server.requests if request.path == path]
 
 
 @contextmanager
@@ -62,10 +62,10 @@ def running(
         fixed = {"model_name": str(model), "rollouts": "atropos", "atropos_url": server.url}
         sizes = {"batch_size": 8, "group_size": 2, "training_steps": 20, "save_path": "saved", "save_interval": 5}
         config = TrainConfig.of(**(fixed | sizes | choices))
-        said: list[str] = []
-        with closing(AtroposStream(config, None, said.append, run_name="saved", ranks=ranks)) as stream:
+        notes: list[str] = []
+        with closing(AtroposStream(config, None, notes.append, run_name="saved", ranks=ranks)) as stream:
             stream.served(Endpoint(url=server.url), 3)
-            yield Run(stream, server, time, said)
+            yield Run(stream, server, time, notes)
 
 
 # Registration
@@ -74,11 +74,11 @@ def running(
 def test_a_trainer_registers_with_its_first_step(model: Path) -> None:
     api = FakeApi(batches=[[pair()], [pair()]])
     with running(model, api) as run:
-        assert run.asked("/register") == []
+        assert run.requests("/register") == []
         run.step(7)
         run.step(8)
-        (asked,) = run.asked("/register")
-    assert asked.body == OURS | {
+        (request,) = run.requests("/register")
+    assert request.body == OURS | {
         "wandb_group": "saved",
         "wandb_project": "bridge",
         "checkpoint_dir": str(Path("saved").absolute()),
@@ -86,7 +86,7 @@ def test_a_trainer_registers_with_its_first_step(model: Path) -> None:
         "starting_step": 6,
         "num_steps": 20,
     }
-    (line,) = run.said
+    (line,) = run.notes
     assert "registered this trainer: batches of 8 sequences, each of at most 1,024 tokens (the server's limit)" in line
 
 
@@ -96,15 +96,15 @@ def test_without_a_server_length_the_models_is_the_bound(model: Path) -> None:
         run.step()
     assert api.settings is not None
     assert api.settings["max_token_len"] == 2048 + 1
-    assert "at most 2,048 tokens (the model's max_position_embeddings limit)" in run.said[0]
+    assert "at most 2,048 tokens (the model's max_position_embeddings limit)" in run.notes[0]
 
 
 def test_an_api_that_keeps_the_same_settings_continues(model: Path) -> None:
     api = FakeApi(settings=dict(OURS), batches=[[pair()]])
     with running(model, api) as run:
         assert len(run.step()) == 1
-        assert run.asked("/register") == []
-    assert "continues with a trainer of the same settings" in run.said[0]
+        assert run.requests("/register") == []
+    assert "continues with a trainer of the same settings" in run.notes[0]
 
 
 def test_another_trainers_batch_size_is_refused_first(model: Path) -> None:
@@ -118,7 +118,7 @@ def test_another_trainers_batch_size_is_refused_first(model: Path) -> None:
 def test_another_trainers_length_is_refused_when_ours_is_known(model: Path) -> None:
     with running(model, FakeApi(settings={**OURS, "max_token_len": 99})) as run:
         assert "(max_token_len 99, expected 1025)" in run.fails(UsageError).message
-        assert run.asked("/batch") == []
+        assert run.requests("/batch") == []
 
 
 def test_an_api_with_groups_but_no_trainer_is_refused(model: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_restarted_or_reset_api_is_registered_with_again(model: Path, was_rese
         run.step(1)
         api.settings = None
         assert len(run.step(2)) == 1
-        assert [asked.body["starting_step"] for asked in run.asked("/register")] == [0, 1]
-    assert "no longer knows a trainer" in run.said[1]
-    assert len(run.said) == 3
+        assert [request.body["starting_step"] for request in run.requests("/register")] == [0, 1]
+    assert "no longer knows a trainer" in run.notes[1]
+    assert len(run.notes) == 3
 
 
 # Waiting
@@ -146,17 +146,17 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
     time.happening = {20.0: lambda: api.batches.extend([[pair()], [pair()]])}
     with running(model, api, time) as run:
         run.step()
-        assert len(run.asked("/batch")) == len(time.waits) + 1
+        assert len(run.requests("/batch")) == len(time.waits) + 1
         assert time.waits == sorted(time.waits)
         assert (time.waits[0], time.waits[-1]) == (0.05, 1.0)
         assert len(api.batches) == 1
         run.step(2)
-        assert len(run.asked("/batch")) == len(time.waits) + 2
-    assert len(run.said) == 1
+        assert len(run.requests("/batch")) == len(time.waits) + 2
+    assert len(run.notes) == 1
 
 
 @pytest.mark.parametrize(
-    ("state", "found", "remedy"),
+    ("state", "message", "remedy"),
     [
         ({"is_connected": False}, "no environment is connected", "--env.rollout_server_url http"),
         ({"is_connected": False, "num_waiting": 3}, "no environment is connected", "start one"),
@@ -175,17 +175,17 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
     ],
 )
 def test_an_empty_api_is_explained_and_ends_the_run(
-    model: Path, state: dict[str, Any], found: str, remedy: str
+    model: Path, state: dict[str, Any], message: str, remedy: str
 ) -> None:
     with running(model, FakeApi(**state), atropos_timeout_s=200) as run:
         error = run.fails()
-    assert found in error.message
+    assert message in error.message
     assert "had no batch for 200 s" in error.message
     assert remedy in error.remedy
     assert error.exit_code == 5
-    words = [line for line in run.said if line.startswith("no batch from the Atropos API for ")]
+    words = [line for line in run.notes if line.startswith("no batch from the Atropos API for ")]
     assert [line.partition(" for ")[2].partition(" s:")[0] for line in words] == ["30", "60", "120"]
-    assert all(found in line and remedy in line for line in words)
+    assert all(message in line and remedy in line for line in words)
 
 
 def test_the_time_is_that_of_one_step(model: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_missing_api_is_reported_before_the_model_is_read() -> None:
         time = FakeTime()
         with time.passing(), pytest.raises(AtroposError) as caught:
             AtroposStream(config, None, print, run_name="saved")
-        assert len(server.asked) == 3
+        assert len(server.requests) == 3
         assert server.url in caught.value.message
     assert time.waits == [0.25, 0.5]
     assert "run-api" in caught.value.remedy
@@ -232,14 +232,14 @@ def test_a_model_that_cannot_be_read_leaves_no_connection_open(monkeypatch: pyte
 
 def test_an_api_that_dies_while_it_is_waited_for_ends_the_run(model: Path) -> None:
     api, time = FakeApi(), FakeTime()
-    time.happening = {5.0: lambda: setattr(api, "is_gone", lambda asked: asked.path != "/health")}
+    time.happening = {5.0: lambda: setattr(api, "is_gone", lambda request: request.path != "/health")}
     with running(model, api, time) as run:
         assert "does not answer" in run.fails().message
 
 
 def test_a_connection_that_drops_now_and_then_is_a_retry(model: Path) -> None:
     drops = iter([True, False, True])
-    api = FakeApi(batches=[[pair()]], is_gone=lambda asked: asked.path == "/batch" and next(drops, False))
+    api = FakeApi(batches=[[pair()]], is_gone=lambda request: request.path == "/batch" and next(drops, False))
     with running(model, api) as run:
         assert len(run.step()) == 1
         assert run.stream.num_retries == 1
@@ -256,8 +256,8 @@ def test_a_batch_lost_by_the_api_is_reported_once(model: Path) -> None:
     with running(model, api) as run:
         assert len(run.step()) == 1
         assert run.stream.num_retries == 2
-    assert sum("lost a whole batch" in line and "NaN" in line for line in run.said) == 1
-    assert run.said[-1] == "2 batches were lost in the Atropos API"
+    assert sum("lost a whole batch" in line and "NaN" in line for line in run.notes) == 1
+    assert run.notes[-1] == "2 batches were lost in the Atropos API"
 
 
 @pytest.mark.parametrize("fault", ["gone", "unwell"])
@@ -266,7 +266,7 @@ def test_a_server_that_dies_is_reported_to_the_loop(model: Path, fault: str) -> 
 
     def die() -> None:
         api.health = Answer("", 503)
-        api.is_gone = lambda asked: fault == "gone" and asked.path == "/health"
+        api.is_gone = lambda request: fault == "gone" and request.path == "/health"
 
     time.happening = {12.0: die}
     with running(model, api, time) as run:
@@ -275,7 +275,7 @@ def test_a_server_that_dies_is_reported_to_the_loop(model: Path, fault: str) -> 
         api.health, api.is_gone = Answer(""), lambda _: False
         api.batches.append([pair()])
         assert len(run.step()) == 1  # it was restarted
-        assert len(run.asked("/register")) == 1
+        assert len(run.requests("/register")) == 1
 
 
 def test_a_server_that_knows_no_health_route_is_well(model: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_server_that_knows_no_health_route_is_well(model: Path) -> None:
     time.happening = {12.0: lambda: api.batches.append([pair()])}
     with running(model, api, time) as run:
         assert len(run.step()) == 1
-        assert len(run.asked("/health")) == 2
+        assert len(run.requests("/health")) == 2
 
 
 # Groups that cannot be trained on
@@ -298,11 +298,11 @@ def test_a_faulty_group_is_left_out_and_reported_once(model: Path) -> None:
             assert len(groups) == 10
             assert [len(group.completions) for group in groups[:8]] == [2] * 8
             assert sum(len(group.unscored) for group in groups) == 2 * step
-    left_out = [line for line in run.said if "is left out" in line]
+    left_out = [line for line in run.notes if "is left out" in line]
     assert len(left_out) == 2
     assert "a group of environment 0 is left out: sequence 1 of 2 has the score nan" in left_out[0]
     assert "sequence 1 of 2 has 4 tokens and a mask of 1" in left_out[1]
-    assert run.said[-1] == "3 groups of Atropos environments were left out (scores: 2, masks: 1)"
+    assert run.notes[-1] == "3 groups of Atropos environments were left out (scores: 2, masks: 1)"
 
 
 def test_too_many_groups_with_a_fault_end_the_run(model: Path) -> None:
@@ -346,9 +346,9 @@ def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:
         "samples with top_p=0.9; ",
         "overrides color",
     ]
-    assert [sum(part in line for line in run.said) for part in parts] == [1] * len(parts)
-    assert len(run.said) == len(parts) + 1
-    assert "staleness is known only of `bridge env`" in run.said[2]
+    assert [sum(part in line for line in run.notes) for part in parts] == [1] * len(parts)
+    assert len(run.notes) == len(parts) + 1
+    assert "staleness is known only of `bridge env`" in run.notes[2]
 
 
 def test_empty_lists_count_as_absent(model: Path) -> None:
@@ -356,7 +356,7 @@ def test_empty_lists_count_as_absent(model: Path) -> None:
     with running(model, FakeApi(batches=[[plain]])) as run:
         (group,) = run.step()
     assert group.advantages is None
-    assert len(run.said) == 1
+    assert len(run.notes) == 1
 
 
 @pytest.mark.parametrize(("scale", "expected"), [("none", 0.5), ("batch", 0.5 / 0.5), ("group", 0.5 / 0.5)])

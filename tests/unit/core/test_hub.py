@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.http_server import Answer, Asked, serving
+from tests.unit.http_server import Answer, HttpRequest, serving
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -26,23 +26,23 @@ try:
 except UsageError as error:
     print(json.dumps({"message": error.message, "remedy": error.remedy}))
 """
-PLACE = "/resolve/main/config.json"
+CONFIG = "/resolve/main/config.json"
 NAME = "Someone/Model-0.5B-Instruct"
 SECRET = "someone/secret"
 LIMIT_S = 60.0
 
 
-def answer(asked: Asked) -> Answer:
+def answer(request: HttpRequest) -> Answer:
     """Answer like the hub, which returns 401 for a missing model unless the user is logged in."""
     known = {
-        f"/{NAME}{PLACE}": Answer('{"model_type": "llama"}', 200, {"ETag": '"1"', "X-Repo-Commit": "0" * 40}),
-        f"/{SECRET}{PLACE}": Answer("", 403, {"X-Error-Code": "GatedRepo"}),
-        f"/someone/weights{PLACE}": Answer("", 404, {"X-Error-Code": "EntryNotFound"}),
-        f"/someone/slow{PLACE}": None,
+        f"/{NAME}{CONFIG}": Answer('{"model_type": "llama"}', 200, {"ETag": '"1"', "X-Repo-Commit": "0" * 40}),
+        f"/{SECRET}{CONFIG}": Answer("", 403, {"X-Error-Code": "GatedRepo"}),
+        f"/someone/weights{CONFIG}": Answer("", 404, {"X-Error-Code": "EntryNotFound"}),
+        f"/someone/slow{CONFIG}": None,
     }
-    if "slow" in asked.path:
+    if "slow" in request.path:
         time.sleep(4)
-    return known.get(asked.path) or Answer("", 401, {"X-Error-Code": "RepoNotFound"})
+    return known.get(request.path) or Answer("", 401, {"X-Error-Code": "RepoNotFound"})
 
 
 def looked_up(model: str, cache: Path, **surroundings: str) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def looked_up(model: str, cache: Path, **surroundings: str) -> dict[str, Any]:
         [sys.executable, "-c", PROGRAM, model],
         env=outer, cwd=cache, capture_output=True, text=True, timeout=LIMIT_S, check=True,
     )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout)
+    document: dict[str, Any] = json.loads(done.stdout)
     assert done.stderr == ""
-    assert "\n" not in "".join(map(str, found.values()))
-    return found
+    assert "\n" not in "".join(map(str, document.values()))
+    return document
 
 
 def test_what_the_hub_has_is_fetched_and_then_known_without_it(tmp_path: Path) -> None:
@@ -78,10 +78,10 @@ def test_what_the_hub_does_not_give_is_refused_with_the_reason(
     tmp_path: Path, model: str, message: str, remedy: str
 ) -> None:
     with serving(answer) as hub:
-        found = looked_up(model, tmp_path, HF_ENDPOINT=hub.url)
-    assert found["message"].startswith(f"--model {model}: ")
-    assert message in found["message"]
-    assert remedy in found["remedy"]
+        document = looked_up(model, tmp_path, HF_ENDPOINT=hub.url)
+    assert document["message"].startswith(f"--model {model}: ")
+    assert message in document["message"]
+    assert remedy in document["remedy"]
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_what_the_hub_does_not_give_is_refused_with_the_reason(
 def test_without_a_hub_only_what_is_in_the_cache_can_be_served(
     tmp_path: Path, surroundings: dict[str, str], message: str
 ) -> None:
-    found = looked_up(NAME, tmp_path, **surroundings)
-    assert message in found["message"]
-    assert found["remedy"].startswith("give a folder, or download it")
+    document = looked_up(NAME, tmp_path, **surroundings)
+    assert message in document["message"]
+    assert document["remedy"].startswith("give a folder, or download it")
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/else"])

@@ -194,16 +194,16 @@ def started(folder: Path, how: str) -> subprocess.Popen[str]:
     )
 
 
-def said(process: subprocess.Popen[str]) -> Path:
+def printed_path(process: subprocess.Popen[str]) -> Path:
     assert process.stdout is not None
     return Path(process.stdout.readline().strip())
 
 
 def test_the_next_writer_removes_only_what_a_killed_one_left(tmp_path: Path) -> None:
     with started(tmp_path / "two", "wait") as live:
-        writing = said(live)  # it has already looked for leftovers
+        writing = printed_path(live)  # it has already looked for leftovers
         with started(tmp_path / "one", "die") as killed:
-            left = said(killed)
+            left = printed_path(killed)
         assert (left / "half").exists()
         write(tmp_path / "three", "new")
         assert not left.exists()

@@ -80,12 +80,12 @@ class Running:
 
     def adapter_is_in_the_slot(self) -> bool:
         """Return whether every matrix lies in the server's slot."""
-        found = []
+        matches = []
         for name, (a, b) in self.world.server.toy.slots.items():
             module: Any = self.opened.model.get_submodule(name)
             pairs = (a, module.lora_A["default"].weight), (b, module.lora_B["default"].weight)
-            found += [torch.equal(there[SLOT, 0], here) and _sees(there[SLOT, 0], here) for there, here in pairs]
-        return all(found)
+            matches += [torch.equal(there[SLOT, 0], here) and _sees(there[SLOT, 0], here) for there, here in pairs]
+        return all(matches)
 
 
 def _sees(whole: Tensor, part: Tensor) -> bool:
@@ -93,9 +93,9 @@ def _sees(whole: Tensor, part: Tensor) -> bool:
     with torch.no_grad():
         before = whole[0, 0].item()
         whole[0, 0] = before + 1
-        seen = part[0, 0].item() == whole[0, 0].item()
+        shows_up = part[0, 0].item() == whole[0, 0].item()
         whole[0, 0] = before
-    return seen and bool(part[0, 0].item() == before)
+    return shows_up and bool(part[0, 0].item() == before)
 
 
 @dataclass

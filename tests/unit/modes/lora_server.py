@@ -11,7 +11,7 @@ from torch import Tensor
 from bridge.core.process import ProcessIdentity
 from bridge.server.protocol import FenceState, Refusal, Status, Written
 from tests.unit.checks_sample import dead_holder
-from tests.unit.http_server import Answer, Asked, as_json
+from tests.unit.http_server import Answer, HttpRequest, as_json
 from tests.unit.toy_server import ToyServer
 
 SLOT = 1
@@ -35,13 +35,13 @@ class LoraServer:
         self.seats: Callable[[float], float] = lambda value: value
         """Transforms each number that is written to a slot."""
 
-    def __call__(self, asked: Asked) -> Answer | None:
-        call = f"{asked.method} {asked.path.removeprefix('/bridge/').removeprefix('/v1/')}"
+    def __call__(self, request: HttpRequest) -> Answer | None:
+        call = f"{request.method} {request.path.removeprefix('/bridge/').removeprefix('/v1/')}"
         self.calls.append(call)
-        self.bodies[call] = asked.body
+        self.bodies[call] = request.body
         if call in self.refuses:
             return self.refuses[call]
-        return self._answer(call, asked.body)
+        return self._answer(call, request.body)
 
     def _answer(self, call: str, body: Any) -> Answer:
         match call:

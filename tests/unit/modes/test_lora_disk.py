@@ -43,8 +43,8 @@ def test_each_version_has_a_name_and_replaces_the_last(world: World, stock: bool
     choices: dict[str, Any] = {"vllm_port": world.port} if stock else {}
     running = world.opened("disk", **choices)
     server, mode = world.server, running.mode
-    asked = ["GET models"] if stock else ["POST lease", "GET status", "DELETE adapter"]
-    assert server.calls == [*asked, "GET models", "POST unload_lora_adapter", "POST load_lora_adapter"]
+    expected = ["GET models"] if stock else ["POST lease", "GET status", "DELETE adapter"]
+    assert server.calls == [*expected, "GET models", "POST unload_lora_adapter", "POST load_lora_adapter"]
     assert list(server.adapters) == ["mine", "bridge-adapter-0"]
     assert (mode.version, mode.can_sleep) == (0, False)
     assert running.calls(running.publish) == ["write", "POST load_lora_adapter", "POST unload_lora_adapter"]
@@ -192,8 +192,8 @@ def test_a_second_copy_survives_a_restart_of_the_server(world: World) -> None:
     running = world.opened("disk")
     before = running.adapter()
     running.mode.revive(None)
-    statuses = [asked for asked in world.http.asked if asked.path == "/bridge/status"]
-    assert [asked.headers["authorization"] for asked in statuses] == ["Bearer secret", "Bearer new"]
+    statuses = [request for request in world.http.requests if request.path == "/bridge/status"]
+    assert [request.headers["authorization"] for request in statuses] == ["Bearer secret", "Bearer new"]
     assert not running.base_is_the_servers()
     assert all(torch.equal(before[name], value) for name, value in running.adapter().items())
 

@@ -34,7 +34,7 @@ from tests.fenced import publish
 from tests.listener import Listener
 from tests.models import tiny
 from tests.unit import toy_server
-from tests.unit.http_server import Answer, Asked, as_json, serving
+from tests.unit.http_server import Answer, HttpRequest, as_json, serving
 from tests.unit.openai_server import plain
 from tests.unit.toy_server import ToyServer
 
@@ -267,12 +267,12 @@ class FakeRoutes:
         self.calls: list[tuple[str, float]] = []
         self.bodies: list[Any] = []
 
-    def __call__(self, asked: Asked) -> Answer:
-        name = asked.path.removeprefix("/bridge/")
+    def __call__(self, request: HttpRequest) -> Answer:
+        name = request.path.removeprefix("/bridge/")
         self.calls.append((name, self.toy.tensors[NORM][0].item()))
-        self.bodies.append(asked.body)
+        self.bodies.append(request.body)
         if name == "publish":
-            wanted = asked.body.get("version")
+            wanted = request.body.get("version")
             self.version = max(self.version + 1, wanted or 0)
         status = Status(model="tiny", version=self.version, state="serving", server=ProcessIdentity.current())
         return as_json(status.model_dump(mode="json"))
@@ -343,10 +343,10 @@ def test_in_place_overwrites_a_server_trained_before(in_place: Callable[..., Att
     earlier = in_place()
     earlier.publish()
     earlier.mode.close()
-    again = in_place(version=1)
-    assert again.mode.version == 2
-    assert equal(again.live(), weights(again.model))
-    assert equal(again.live(), stored(again.toy.manifest.model))
+    restarted = in_place(version=1)
+    assert restarted.mode.version == 2
+    assert equal(restarted.live(), weights(restarted.model))
+    assert equal(restarted.live(), stored(restarted.toy.manifest.model))
 
 
 def test_in_place_keeps_weights_that_could_not_be_loaded(
@@ -400,7 +400,7 @@ def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: P
     assert Vocabulary(tokenizer)("A") == (36,)
     process, asked_before = FakeProcess(), []
     with serving(plain(lambda token_id: tokenizer.decode([token_id]))) as server:
-        process.note = lambda: asked_before.append(sum(asked.method == "POST" for asked in server.asked))
+        process.note = lambda: asked_before.append(sum(request.method == "POST" for request in server.requests))
         host, port = server.url.removeprefix("http://").split(":")
         config = TrainConfig.of(
             model_name=str(folder), mode="none", training_steps=2, batch_size=8, group_size=4, lr=1e-3,

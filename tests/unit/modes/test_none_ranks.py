@@ -21,7 +21,7 @@ from bridge.server import manifest as manifests
 from bridge.weights import skeleton
 from tests.models import tiny
 from tests.unit import toy_server
-from tests.unit.http_server import Answer, Asked, serving
+from tests.unit.http_server import Answer, HttpRequest, serving
 from tests.unit.modes.test_none import NORM, Attached, FakeProcess, FakeRoutes, Letters, Running, equal, stored, weights
 from tests.unit.openai_server import plain
 from tests.unit.several_ranks import on_ranks
@@ -39,8 +39,8 @@ class Server:
         tokenizer = skeleton.tokenizer(str(folder))
         self.answers, self.is_dead = plain(lambda token_id: str(tokenizer.decode([token_id]))), False
 
-    def __call__(self, asked: Asked) -> Answer | None:
-        return None if self.is_dead else self.answers(asked)
+    def __call__(self, request: HttpRequest) -> Answer | None:
+        return None if self.is_dead else self.answers(request)
 
 
 def config(folder: Path, url: str, **choices: Any) -> TrainConfig:
@@ -101,8 +101,8 @@ def revived(ranks: Ranks, folder: Path, num_behind: int) -> tuple[int, int, int]
 
 @pytest.mark.parametrize(("num_behind", "restarts"), [(0, [0, 1]), (1, [1, 1])])
 def test_a_dead_server_restarts_alone_if_all_are_up_to_date(folder: Path, num_behind: int, restarts: list[int]) -> None:
-    found = on_ranks(2, revived, folder, num_behind)
-    assert found == [(count, 2, 2 + count) for count in restarts]
+    results = on_ranks(2, revived, folder, num_behind)
+    assert results == [(count, 2, 2 + count) for count in restarts]
 
 
 def failed(ranks: Ranks, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
@@ -112,13 +112,13 @@ def failed(ranks: Ranks, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
         running.process.fails = ranks.rank == 1
         with pytest.raises(ServerUnreachableError) as caught:
             running.publish()
-        seen = [caught.value.message, running.mode.version]
+        outcome = [caught.value.message, running.mode.version]
         running.process.fails = False
         newest = folder.parent / f"checkpoint_{ranks.rank}"
         newest.mkdir()
         running.mode.save(newest)
         running.mode.revive(newest)
-        return [*seen, running.mode.version], running.process.weights
+        return [*outcome, running.mode.version], running.process.weights
 
 
 def test_a_restart_that_fails_is_no_version_on_any_rank(folder: Path) -> None:
@@ -179,7 +179,7 @@ def ran(ranks: Ranks, folder: Path, last: int, dies: bool = False) -> tuple[int,
     The second rank's server may die before the second step.
     """
     process, server, saved = FakeProcess(), Server(folder), folder.parent / "saved"
-    found, _ = checkpoint.newest(saved, "step_")
+    newest, _ = checkpoint.newest(saved, "step_")
     with serving(server) as http:
         settled = config(
             folder, http.url, training_steps=last, batch_size=16, group_size=4, lr=1e-3, max_new_tokens=8,
@@ -190,11 +190,11 @@ def ran(ranks: Ranks, folder: Path, last: int, dies: bool = False) -> tuple[int,
             server.is_dead = dies and ranks.rank == 1 and not process.started
 
         process.note = restarted
-        place = folder.parent / f"run_{last}"
-        made = RunDirectory.create(place, environment="letters") if ranks.is_rank_zero else None
+        run_folder = folder.parent / f"run_{last}"
+        made = RunDirectory.create(run_folder, environment="letters") if ranks.is_rank_zero else None
         ranks.all_gather_object(None)
-        run = made or RunDirectory.join(place)
-        summary = Run(settled, Letters(), run, Reporter(), process=process, resume=found, ranks=ranks).train()
+        run = made or RunDirectory.join(run_folder)
+        summary = Run(settled, Letters(), run, Reporter(), process=process, resume=newest, ranks=ranks).train()
     return summary.weight_version, process.started, process.weights
 
 
@@ -217,8 +217,8 @@ def test_a_server_dead_between_steps_loses_no_step(folder: Path) -> None:
     (version, begun, one), (_, begun_too, other) = on_ranks(2, ran, folder, 3, True)
     assert version == 3
     assert equal(one, other)
-    assert [Path(each).name for each in begun] == ["version_1", "version_3"]
-    assert [Path(each).name for each in begun_too] == ["version_1", "step_1", "version_3"]
+    assert [Path(path).name for path in begun] == ["version_1", "version_3"]
+    assert [Path(path).name for path in begun_too] == ["version_1", "step_1", "version_3"]
 
 
 def test_a_disk_that_is_full_on_one_rank_ends_all_of_them(folder: Path) -> None:

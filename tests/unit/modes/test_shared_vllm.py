@@ -23,7 +23,7 @@ from tests.fenced import publish
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.checks_sample import manifest
-from tests.unit.http_server import Answer, Asked, HttpServer, as_json, serving
+from tests.unit.http_server import Answer, HttpRequest, HttpServer, as_json, serving
 from tests.unit.several_ranks import on_ranks
 from tests.unit.toy_server import ToyServer
 
@@ -37,8 +37,8 @@ class FakeRoutes:
         self.version = 7
         self.status = {"state": "serving", "can_sleep": True} | status
 
-    def __call__(self, asked: Asked) -> Answer:
-        self.version += asked.path == "/bridge/publish"
+    def __call__(self, request: HttpRequest) -> Answer:
+        self.version += request.path == "/bridge/publish"
         fixed = {"model": "tiny", "version": self.version, "server": ProcessIdentity.current()}
         return as_json(Status.model_validate(fixed | self.status).model_dump())
 
@@ -50,7 +50,7 @@ def config(server: HttpServer, folder: Path, **choices: object) -> TrainConfig:
 
 
 def paths(server: HttpServer) -> list[str]:
-    return [asked.path.removeprefix("/bridge/") for asked in server.asked]
+    return [request.path.removeprefix("/bridge/") for request in server.requests]
 
 
 def test_the_version_is_known_from_start_to_end(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_the_version_is_known_from_start_to_end(tmp_path: Path) -> None:
         assert publish(mode.publish(Update())).version == mode.version == 8
         mode.close()
     assert paths(server) == ["lease", "pause", "publish", "lease"]
-    assert server.asked[1].body["in_flight"] == "abort"
+    assert server.requests[1].body["in_flight"] == "abort"
 
 
 def test_an_interrupt_in_the_fence_waits_for_the_version(tmp_path: Path) -> None:
@@ -75,17 +75,17 @@ def test_an_interrupt_in_the_fence_waits_for_the_version(tmp_path: Path) -> None
 def test_preparing_inside_the_fence_has_the_kv_caches_memory(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
-        seen: list[list[str]] = []
+        requests_before: list[list[str]] = []
         with mode.publish(Update(sleep=True)) as window:
             with window.preparing():
-                seen.append(paths(server))
-            seen.append(paths(server))
+                requests_before.append(paths(server))
+            requests_before.append(paths(server))
         times = window.times
         assert mode.can_sleep
         assert times.version == mode.version == 8
         mode.close()
-    assert seen == [["lease", "pause"]] * 2
-    assert server.asked[1].body["sleep"] is True
+    assert requests_before == [["lease", "pause"]] * 2
+    assert server.requests[1].body["sleep"] is True
 
 
 def test_what_fails_before_writing_leaves_the_version_as_it_was(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_after_a_restart_parameters_are_the_new_servers(tmp_path: Path) -> None:
     path = tmp_path / manifests.MANIFEST_NAME
     with serving(FakeRoutes()) as server, serving(FakeRoutes(can_sleep=False)) as other:
         manifests.write(old.edited(url=server.url), path)
-        chosen = {"model_name": old.manifest.model, "vllm_config_path": path}
+        choices = {"model_name": old.manifest.model, "vllm_config_path": path}
         process = FakeProcess(new, other.url, path)
-        mode = SharedVllm(TrainConfig.model_validate(chosen), replace(RUN, process=process))
+        mode = SharedVllm(TrainConfig.model_validate(choices), replace(RUN, process=process))
         norm = mode.open().model.get_parameter("model.norm.weight")
         mode.revive(None)
         new.tensors["model.norm.weight"].fill_(5)
@@ -148,9 +148,9 @@ def test_after_a_restart_parameters_are_the_new_servers(tmp_path: Path) -> None:
         mode.close()
     assert process.started_with == [old.manifest.model]
     assert paths(other) == ["lease", "pause", "publish", "lease"]
-    assert other.asked[1].body["takeover"] is True
-    assert other.asked[2].body["version"] == 8
-    assert {asked.headers["authorization"] for asked in other.asked} == {"Bearer new"}
+    assert other.requests[1].body["takeover"] is True
+    assert other.requests[2].body["version"] == 8
+    assert {request.headers["authorization"] for request in other.requests} == {"Bearer new"}
 
 
 def test_another_model_is_refused_before_any_request(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_another_model_is_refused_before_any_request(tmp_path: Path) -> None:
         pytest.raises(ManifestError, match="serves tiny, expected big"),
     ):
         SharedVllm(config(server, tmp_path, model_name="big"), RUN)
-    assert server.asked == []
+    assert server.requests == []
 
 
 @pytest.mark.parametrize("with_host", [True, False])
@@ -170,7 +170,7 @@ def test_a_given_port_overrules_the_manifests_address(tmp_path: Path, with_host:
         mode = SharedVllm(config(server, tmp_path, **choices), RUN)
         assert mode.endpoint.url == other.url
         mode.close()
-    assert server.asked == []
+    assert server.requests == []
 
 
 def test_a_given_host_keeps_the_manifests_port(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_each_update_names_the_version_it_follows(tmp_path: Path) -> None:
         for _ in range(2):
             publish(mode.publish(Update()))
         mode.close()
-    pauses, publications = ([a.body for a in server.asked if a.path.endswith(way)] for way in ("pause", "publish"))
+    pauses, publications = ([a.body for a in server.requests if a.path.endswith(way)] for way in ("pause", "publish"))
     assert [body["version"] for body in pauses] == [7, 8]
     assert [body["after"] for body in publications] == [7, 8]
 
@@ -211,10 +211,10 @@ def test_a_server_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
 class Restarted(FakeRoutes):
     """A server that publishes under the version that it gets, unless it is already past that."""
 
-    def __call__(self, asked: Asked) -> Answer:
-        if asked.path == "/bridge/publish":
-            self.version = max(self.version, (asked.body.get("version") or 0) - 1)
-        return super().__call__(asked)
+    def __call__(self, request: HttpRequest) -> Answer:
+        if request.path == "/bridge/publish":
+            self.version = max(self.version, (request.body.get("version") or 0) - 1)
+        return super().__call__(request)
 
 
 def revived(ranks: Ranks, folder: Path) -> tuple[int, int]:

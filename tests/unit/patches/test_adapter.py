@@ -255,7 +255,7 @@ def test_without_a_slot_for_every_other_adapter_none_is_lent(
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "words"),
+    ("name", "subfolder", "words"),
     [
         ("base", "", "vLLM cannot take base"),
         ("mine", "bad", "vLLM cannot take mine"),
@@ -263,14 +263,14 @@ def test_without_a_slot_for_every_other_adapter_none_is_lent(
     ],
 )
 def test_a_refused_load_keeps_vllms_message_and_frees_the_slot(
-    served: Adapters, engine: FakeEngine, folder: str, name: str, place: str, words: str
+    served: Adapters, engine: FakeEngine, folder: str, name: str, subfolder: str, words: str
 ) -> None:
     (Path(folder) / "bad").mkdir()
     (Path(folder) / "bad" / "adapter_config.json").write_text("{}")
 
     async def after_refusal() -> None:
         with pytest.raises(AttachError, match=words):
-            await served.serve(name, str(Path(folder) / place))
+            await served.serve(name, str(Path(folder) / subfolder))
         assert await served.serve("mine", folder) == 0
 
     asyncio.run(after_refusal())
@@ -351,6 +351,6 @@ def test_the_client_asks_with_an_absolute_path(tmp_path: Path, monkeypatch: pyte
         BridgeClient(manifest(url=server.url), timeout_s=20) as client,
     ):
         assert client.adapter("mine", Path("folder")) == 3
-    (asked,) = server.asked
-    assert (asked.method, asked.path) == ("POST", "/bridge/adapter")
-    assert asked.body == {**HOLDER, "name": "mine", "path": f"{tmp_path}/folder"}
+    (request,) = server.requests
+    assert (request.method, request.path) == ("POST", "/bridge/adapter")
+    assert request.body == {**HOLDER, "name": "mine", "path": f"{tmp_path}/folder"}

@@ -40,7 +40,7 @@ def vllm(**args: Any) -> FastAPI:
     return app
 
 
-def asked(app: FastAPI, path: str, **headers: str) -> int:
+def status_of(app: FastAPI, path: str, **headers: str) -> int:
     http = TestClient(app, base_url="http://127.0.0.1:9001")
     return http.get(path, headers=headers).status_code
 
@@ -49,22 +49,22 @@ def asked(app: FastAPI, path: str, **headers: str) -> int:
 @pytest.mark.parametrize("given", [None, "", "the key", "Bearer", "Bearer ", "Bearer the ke", "Bearer the key2", "x"])
 def test_with_a_key_every_route_needs_it(path: str, given: str | None) -> None:
     headers = {} if given is None else {"authorization": given}
-    assert asked(vllm(api_key=KEYS), path, **headers) == 401
+    assert status_of(vllm(api_key=KEYS), path, **headers) == 401
 
 
 @pytest.mark.parametrize("path", CLOSED)
 @pytest.mark.parametrize("given", ["Bearer the key", "Bearer another key", "bearer the key"])
 def test_each_of_the_keys_opens_every_route(path: str, given: str) -> None:
-    assert asked(vllm(api_key=KEYS), path, authorization=given) == 200
+    assert status_of(vllm(api_key=KEYS), path, authorization=given) == 200
 
 
 def test_health_is_open_and_the_token_opens_bridge_routes() -> None:
     app = vllm(api_key=KEYS)
-    assert asked(app, "/health") == 200
-    assert asked(app, "/bridge/status", **AUTHORISED) == 200
-    assert asked(app, "/bridge/status") == 401
-    assert asked(app, "/bridge/status", authorization="Bearer the key") == 401
-    assert asked(app, "/v1/models", **AUTHORISED) == 401
+    assert status_of(app, "/health") == 200
+    assert status_of(app, "/bridge/status", **AUTHORISED) == 200
+    assert status_of(app, "/bridge/status") == 401
+    assert status_of(app, "/bridge/status", authorization="Bearer the key") == 401
+    assert status_of(app, "/v1/models", **AUTHORISED) == 401
 
 
 def test_behind_a_path_the_same_routes_are_open() -> None:
@@ -82,7 +82,7 @@ def test_a_websocket_needs_the_key_too() -> None:
 
 
 def test_without_a_key_every_route_is_open() -> None:
-    assert asked(vllm(), "/invocations") == 200
+    assert status_of(vllm(), "/invocations") == 200
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,15 @@ FOREIGN = [
 @pytest.mark.parametrize("listens_on", ["127.0.0.1", "::1", "localhost", "127.0.0.2"])
 def test_on_loopback_only_loopback_names_are_answered(listens_on: str) -> None:
     app = vllm(host=listens_on)
-    assert {host: asked(app, "/health", host=host) for host in HERE} == dict.fromkeys(HERE, 200)
-    assert {host: asked(app, "/bridge/status", host=host, **AUTHORISED) for host in FOREIGN} == dict.fromkeys(
+    assert {host: status_of(app, "/health", host=host) for host in HERE} == dict.fromkeys(HERE, 200)
+    assert {host: status_of(app, "/bridge/status", host=host, **AUTHORISED) for host in FOREIGN} == dict.fromkeys(
         FOREIGN, 403
     )
 
 
 @pytest.mark.parametrize("listens_on", [None, "", "0.0.0.0", "::", "10.0.0.1", "gpu7.example"])
 def test_elsewhere_any_name_is(listens_on: str | None) -> None:
-    assert asked(vllm(host=listens_on), "/health", host="gpu7.example:9001") == 200
+    assert status_of(vllm(host=listens_on), "/health", host="gpu7.example:9001") == 200
 
 
 PAGES = ["https://evil.example", "null", "http://[", "http://localhost.evil", ""]
@@ -146,24 +146,24 @@ PAGES = ["https://evil.example", "null", "http://[", "http://localhost.evil", ""
 @pytest.mark.parametrize("listed", [[], ["https://ui.example"], "https://ui.example", None])
 def test_a_web_page_is_refused_unless_it_is_listed(listens_on: str, listed: Any) -> None:
     app = vllm(host=listens_on, allowed_origins=listed)
-    assert {page: asked(app, "/version", origin=page) for page in PAGES} == dict.fromkeys(PAGES, 403)
-    assert asked(app, "/version", origin="https://ui.example") == (200 if listed else 403)
+    assert {page: status_of(app, "/version", origin=page) for page in PAGES} == dict.fromkeys(PAGES, 403)
+    assert status_of(app, "/version", origin="https://ui.example") == (200 if listed else 403)
 
 
 @pytest.mark.parametrize("page", [*PAGES, "https://ui.example"])
 def test_a_star_lists_every_web_page(page: str) -> None:
-    assert asked(vllm(allowed_origins=["*"]), "/version", origin=page) == 200
+    assert status_of(vllm(allowed_origins=["*"]), "/version", origin=page) == 200
 
 
 @pytest.mark.parametrize("page", ["http://localhost:3000", "http://127.0.0.1:8080"])
 def test_a_web_page_of_this_host_is_answered(page: str) -> None:
-    assert asked(vllm(), "/version", origin=page) == 200
+    assert status_of(vllm(), "/version", origin=page) == 200
 
 
 def test_a_web_page_of_the_server_itself_is_answered() -> None:
     app, here = vllm(host="0.0.0.0"), "gpu7.example:9001"
-    assert asked(app, "/version", host=here, origin=f"http://{here}") == 200
-    assert asked(app, "/version", host=here, origin="http://gpu7.example:9002") == 403
+    assert status_of(app, "/version", host=here, origin=f"http://{here}") == 200
+    assert status_of(app, "/version", host=here, origin="http://gpu7.example:9002") == 403
 
 
 def test_a_refusal_says_what_to_do() -> None:

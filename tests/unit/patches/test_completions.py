@@ -26,7 +26,7 @@ from bridge_patches.server_fence import ServerFence
 from bridge_patches.thresholds import COUNT_BITS, KEEP_ALL, pack
 from tests.unit.checks_sample import manifest
 
-ASKED = {"model": "base", "prompt": [5, 6], "n": 2, "max_tokens": 3, "temperature": 0.7, "seed": 7}
+BODY = {"model": "base", "prompt": [5, 6], "n": 2, "max_tokens": 3, "temperature": 0.7, "seed": 7}
 LONGEST = 8
 
 
@@ -42,7 +42,7 @@ def output(index: int, finish_reason: str, logprobs: list[float], stop_reason: i
     """Return a completion from the engine, with a likelier alternative to the first token."""
     starts = [0, 2, 3][: len(logprobs)]
     flat = SimpleNamespace(logprobs=[logprobs[0], -0.01, *logprobs[1:]], ranks=[3, 1, 3, 4], start_indices=starts)
-    ids = tuple(10 * (place + 1) + index for place in range(len(logprobs)))
+    ids = tuple(10 * (position + 1) + index for position in range(len(logprobs)))
     return SimpleNamespace(
         index=index, token_ids=ids, logprobs=flat, finish_reason=finish_reason, stop_reason=stop_reason
     )
@@ -56,7 +56,7 @@ class FakeEngine:
         self.vllm_config = SimpleNamespace(speculative_config=None)
         self.tokenizer: Any = SimpleNamespace(backend_tokenizer=Backend())
         self.outputs = [output(1, "length", [-0.5, -0.25, -1.5]), output(0, "stop", [-0.5, -0.125, -2.0])]
-        self.asked: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.refusal: Exception | None = None
         self.waits = self.aborted = False
         self.not_finite: list[str] = []
@@ -66,7 +66,7 @@ class FakeEngine:
         return [(9, self.not_finite)]
 
     async def generate(self, prompt: Any, params: Any, request_id: str, *, lora_request: Any) -> AsyncIterator[Any]:
-        self.asked.append((prompt, params, request_id, lora_request))
+        self.calls.append((prompt, params, request_id, lora_request))
         if self.refusal is not None:
             raise self.refusal
         try:
@@ -106,7 +106,7 @@ def words(answer: Any) -> str:
 
 
 def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
-    answer = http.post(COMPLETIONS, json=ASKED)
+    answer = http.post(COMPLETIONS, json=BODY)
     assert (answer.status_code, answer.headers[VERSION_HEADER]) == (200, "3")
     first, second = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
     made = openai_api.completion("url", first, "3", None)
@@ -117,9 +117,9 @@ def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
 
 
 def test_the_engine_samples_everything_and_decodes_nothing(http: TestClient, engine: FakeEngine) -> None:
-    http.post(COMPLETIONS, json=ASKED)
-    http.post(COMPLETIONS, json=ASKED)
-    (prompt, params, first, adapter), (*_, second, _) = engine.asked
+    http.post(COMPLETIONS, json=BODY)
+    http.post(COMPLETIONS, json=BODY)
+    (prompt, params, first, adapter), (*_, second, _) = engine.calls
     assert (prompt, adapter) == ({"prompt_token_ids": [5, 6]}, None)
     assert params == {
         "n": 2, "temperature": 0.7, "seed": 7, "max_tokens": 3, "stop": [], "logprobs": 0,
@@ -134,36 +134,36 @@ def test_filters_reach_the_engine_and_what_they_kept_comes_back(
     now = 2**COUNT_BITS + 3  # the engine sends the last bits of a version
     app.state.bridge_fence.version = now
     ranks = pack(torch.tensor([2, 1, 2, 3]), torch.tensor([0.5, 9.0, -1.0, KEEP_ALL]), torch.tensor([3, 9, 40, 300]))
-    for each in engine.outputs:
-        each.logprobs.ranks = ranks.tolist()
-    answer = http.post(COMPLETIONS, json={**ASKED, "top_p": 0.9, "top_k": 40})
+    for request_output in engine.outputs:
+        request_output.logprobs.ranks = ranks.tolist()
+    answer = http.post(COMPLETIONS, json={**BODY, "top_p": 0.9, "top_k": 40})
     first, _ = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
     made = openai_api.completion("url", first, "3", None)
     assert made.versions == (now - 1, now - 1, now)
     assert [count for _, count in made.kept] == [3, 40, 300]
     assert [threshold for threshold, _ in made.kept] == pytest.approx([0.5, -1.0, KEEP_ALL], rel=1e-4)
-    _, params, request_id, _ = engine.asked[0]
+    _, params, request_id, _ = engine.calls[0]
     assert (params["top_p"], params["top_k"], FILTERED in request_id) == (0.9, 40, True)
     assert "min_p" not in params
 
 
-@pytest.mark.parametrize("asked", [{"temperature": 0.0, "top_p": 0.9}, {"top_k": 300}])
-def test_what_can_drop_nothing_is_no_filter(http: TestClient, engine: FakeEngine, asked: dict[str, float]) -> None:
-    answer = http.post(COMPLETIONS, json={**ASKED, **asked})
+@pytest.mark.parametrize("fields", [{"temperature": 0.0, "top_p": 0.9}, {"top_k": 300}])
+def test_what_can_drop_nothing_is_no_filter(http: TestClient, engine: FakeEngine, fields: dict[str, float]) -> None:
+    answer = http.post(COMPLETIONS, json={**BODY, **fields})
     assert "kept" not in answer.json()["choices"][0]
-    assert FILTERED not in engine.asked[0][2]
+    assert FILTERED not in engine.calls[0][2]
 
 
 def test_a_sampler_that_reports_nothing_is_refused(http: TestClient) -> None:
-    answer = http.post(COMPLETIONS, json={**ASKED, "top_p": 0.9})  # the fake engine's ranks are only ranks
+    answer = http.post(COMPLETIONS, json={**BODY, "top_p": 0.9})  # the fake engine's ranks are only ranks
     assert answer.status_code == 409
     assert "does not report what top_k, top_p and min_p keep" in Refusal.model_validate_json(answer.content).error
 
 
 def test_filters_and_speculation_are_refused_together(http: TestClient, engine: FakeEngine) -> None:
     engine.vllm_config.speculative_config = "ngram"
-    assert http.post(COMPLETIONS, json=ASKED).status_code == 200
-    answer = http.post(COMPLETIONS, json={**ASKED, "min_p": 0.1, "top_k": 3})
+    assert http.post(COMPLETIONS, json=BODY).status_code == 200
+    answer = http.post(COMPLETIONS, json={**BODY, "min_p": 0.1, "top_k": 3})
     assert answer.status_code == 409
     refusal = Refusal.model_validate_json(answer.content)
     assert refusal.error.startswith("top_k, min_p cannot be combined with speculation")
@@ -175,16 +175,16 @@ def test_a_stop_text_stays_and_a_stop_token_does_not(
     http: TestClient, engine: FakeEngine, reason: int | str | None, text: str
 ) -> None:
     engine.outputs = [output(0, "stop", [-0.5, -0.125, -2.0], reason)]
-    (choice,) = http.post(COMPLETIONS, json={**ASKED, "n": 1, "stop": ["x", "yz"]}).json()["choices"]
+    (choice,) = http.post(COMPLETIONS, json={**BODY, "n": 1, "stop": ["x", "yz"]}).json()["choices"]
     assert (choice["text"], choice["token_ids"]) == (text, [10, 20, 30])
-    params = engine.asked[0][1]
+    params = engine.calls[0][1]
     assert (params["stop"], params["detokenize"]) == (["x", "yz"], True)
 
 
 def test_an_adapter_is_asked_for_by_its_name(http: TestClient, engine: FakeEngine) -> None:
-    http.post(COMPLETIONS, json={**ASKED, "model": "adapter"})
-    assert engine.asked[0][-1] == "the adapter"
-    answer = http.post(COMPLETIONS, json={**ASKED, "model": "gone"})
+    http.post(COMPLETIONS, json={**BODY, "model": "adapter"})
+    assert engine.calls[0][-1] == "the adapter"
+    answer = http.post(COMPLETIONS, json={**BODY, "model": "gone"})
     assert (answer.status_code, words(answer)) == (404, "the model gone does not exist, only base, adapter")
 
 
@@ -207,30 +207,30 @@ def test_an_adapter_is_asked_for_by_its_name(http: TestClient, engine: FakeEngin
     ids=str,
 )
 def test_what_is_no_such_request_is_refused(http: TestClient, engine: FakeEngine, wrong: dict[str, Any]) -> None:
-    assert http.post(COMPLETIONS, json={**ASKED, **wrong}).status_code == 422
-    assert not engine.asked
+    assert http.post(COMPLETIONS, json={**BODY, **wrong}).status_code == 422
+    assert not engine.calls
 
 
 def test_what_cannot_be_generated_is_refused(http: TestClient, engine: FakeEngine) -> None:
-    too_long = http.post(COMPLETIONS, json={**ASKED, "max_tokens": LONGEST - 1})
+    too_long = http.post(COMPLETIONS, json={**BODY, "max_tokens": LONGEST - 1})
     assert too_long.status_code == 400
     assert words(too_long).endswith("a prompt of 2 tokens and max_tokens=7 exceed the server's --max-model-len 8")
-    assert not engine.asked
-    assert http.post(COMPLETIONS, json={**ASKED, "max_tokens": LONGEST - 2}).status_code == 200
+    assert not engine.calls
+    assert http.post(COMPLETIONS, json={**BODY, "max_tokens": LONGEST - 2}).status_code == 200
     engine.refusal = ValueError("Token id 9999 is out of vocabulary")
-    refused = http.post(COMPLETIONS, json=ASKED)
+    refused = http.post(COMPLETIONS, json=BODY)
     assert (refused.status_code, words(refused)) == (400, "Token id 9999 is out of vocabulary")
 
 
 def test_an_engine_that_died_is_no_refusal(http: TestClient, engine: FakeEngine) -> None:
     engine.refusal = RuntimeError("the engine died")
-    assert http.post(COMPLETIONS, json=ASKED).status_code == 500
+    assert http.post(COMPLETIONS, json=BODY).status_code == 500
 
 
 def test_weights_that_are_not_finite_are_named_with_the_fix(http: TestClient, engine: FakeEngine) -> None:
     engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
     engine.not_finite = ["a", "b", "c", "d"]
-    answer = http.post(COMPLETIONS, json=ASKED)
+    answer = http.post(COMPLETIONS, json=BODY)
     assert answer.status_code == 409
     refusal = Refusal.model_validate_json(answer.content)
     assert "NaN or infinity in 4 of 9 tensors, the first: a, b, c" in refusal.error
@@ -239,7 +239,7 @@ def test_weights_that_are_not_finite_are_named_with_the_fix(http: TestClient, en
 
 def test_logprobs_not_finite_despite_the_weights_are_an_error(http: TestClient, engine: FakeEngine) -> None:
     engine.outputs[0] = output(1, "length", [-0.5, float("nan")])
-    answer = http.post(COMPLETIONS, json=ASKED)
+    answer = http.post(COMPLETIONS, json=BODY)
     assert (answer.status_code, words(answer).partition(",")[0]) == (500, "log-probabilities are not finite")
     assert "every number in 9 tensors is finite: a kernel is broken" in words(answer)
 
@@ -258,9 +258,9 @@ def test_logprobs_not_finite_despite_the_weights_are_an_error(http: TestClient, 
 def test_numbers_beyond_what_vllm_takes_are_refused(
     http: TestClient, engine: FakeEngine, changes: dict[str, Any]
 ) -> None:
-    assert http.post(COMPLETIONS, json={**ASKED, **changes}).status_code == 422
-    assert engine.asked == []
-    assert http.post(COMPLETIONS, json={**ASKED, "seed": 2**63 - 2, "n": 2}).status_code == 200
+    assert http.post(COMPLETIONS, json={**BODY, **changes}).status_code == 422
+    assert engine.calls == []
+    assert http.post(COMPLETIONS, json={**BODY, "seed": 2**63 - 2, "n": 2}).status_code == 200
 
 
 def test_other_tokenizers_decode_one_by_one_and_none_nothing(http: TestClient, engine: FakeEngine) -> None:
@@ -269,10 +269,10 @@ def test_other_tokenizers_decode_one_by_one_and_none_nothing(http: TestClient, e
         return " ".join(map(str, tokens))
 
     engine.tokenizer = SimpleNamespace(decode=decode)
-    texts = [choice["text"] for choice in http.post(COMPLETIONS, json=ASKED).json()["choices"]]
+    texts = [choice["text"] for choice in http.post(COMPLETIONS, json=BODY).json()["choices"]]
     assert texts == [" 10 20", " 11 21 31"], "the space belongs to the completion"
     engine.tokenizer = None
-    assert [choice["text"] for choice in http.post(COMPLETIONS, json=ASKED).json()["choices"]] == ["", ""]
+    assert [choice["text"] for choice in http.post(COMPLETIONS, json=BODY).json()["choices"]] == ["", ""]
 
 
 WORDS = ["\u2581a", "\u2581b", "c", "<0xC3>", "<0xA9>", "\u2581\u00e9", "<s>"]
@@ -298,27 +298,27 @@ def test_texts_are_those_of_a_stream_behind_the_prompt(prompt: list[int], end: l
     for completion in completions:
         stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
         streamed.append("".join(stream.step(tokenizer, token) or "" for token in completion))
-    found = completions_route._texts(SimpleNamespace(backend_tokenizer=tokenizer), prompt, completions)
-    assert found == streamed
-    assert any(text.startswith(" ") for text in found)
+    texts = completions_route._texts(SimpleNamespace(backend_tokenizer=tokenizer), prompt, completions)
+    assert texts == streamed
+    assert any(text.startswith(" ") for text in texts)
 
 
 def test_a_character_that_the_prompt_began_is_nobodys() -> None:
-    found = completions_route._texts(SimpleNamespace(backend_tokenizer=spm()), [0, 3], [[4, 1], [2, 1]])
-    assert found == ["\N{REPLACEMENT CHARACTER} b", "c b"]
+    texts = completions_route._texts(SimpleNamespace(backend_tokenizer=spm()), [0, 3], [[4, 1], [2, 1]])
+    assert texts == ["\N{REPLACEMENT CHARACTER} b", "c b"]
 
 
 def test_what_was_ended_before_its_first_token_is_empty(http: TestClient, engine: FakeEngine) -> None:
     ended = SimpleNamespace(logprobs=[], ranks=[], start_indices=[])
     engine.outputs = [SimpleNamespace(index=0, token_ids=(), logprobs=ended, finish_reason="abort", stop_reason=None)]
-    (choice,) = http.post(COMPLETIONS, json={**ASKED, "n": 1}).json()["choices"]
+    (choice,) = http.post(COMPLETIONS, json={**BODY, "n": 1}).json()["choices"]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "abort")
 
 
 def test_a_client_that_hangs_up_ends_its_request(app: FastAPI, engine: FakeEngine) -> None:
     engine.waits = True
     sent: list[Any] = []
-    unread = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
+    unread = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
 
     async def receive() -> Any:
         return unread.pop() if unread else {"type": "http.disconnect"}

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from bridge_patches import cpu_backend
 
-TOKENS, EXPERTS, CHOSEN, HIDDEN, INNER = 7, 4, 2, 16, 12
+TOKENS, EXPERTS, TOP_K, HIDDEN, INNER = 7, 4, 2, 16, 12
 
 
 class Activation(Enum):
@@ -33,8 +33,8 @@ def given(dtype: torch.dtype) -> dict[str, Any]:
         "hidden_states": torch.randn(TOKENS, HIDDEN, dtype=dtype),
         "w1": torch.randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype) / 4,
         "w2": torch.randn(EXPERTS, HIDDEN, INNER, dtype=dtype) / 4,
-        "topk_weights": torch.rand(TOKENS, CHOSEN),
-        "topk_ids": torch.stack([torch.randperm(EXPERTS - 1)[:CHOSEN] for _ in range(TOKENS)]),  # the last has no token
+        "topk_weights": torch.rand(TOKENS, TOP_K),
+        "topk_ids": torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(TOKENS)]),  # the last has no token
         "activation": Activation.SILU,
     }
 
@@ -166,7 +166,9 @@ sample_tokens = partial(cpu_backend.without_unfinished_prompts, Runner.sample_to
 
 
 def states(runner: Runner) -> dict[int, bytes]:
-    return {index: each.get_state().numpy().tobytes() for index, each in runner.input_batch.generators.items()}
+    return {
+        index: generator.get_state().numpy().tobytes() for index, generator in runner.input_batch.generators.items()
+    }
 
 
 def test_vllm_alone_would_die_of_it() -> None:
@@ -222,15 +224,15 @@ class Scoring:
         self.punica = punica
 
     def _get_prompt_logprobs_dict(self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-        found = {}
+        logits = {}
         for name in self.num_prompt_logprobs:
             if (count := num_scheduled_tokens.get(name)) is not None:
                 first = self.query_start_loc.np[self.input_batch.req_id_to_index[name]]
-                found[name] = self.punica.logits(hidden_states[first : first + count]).tolist()
+                logits[name] = self.punica.logits(hidden_states[first : first + count]).tolist()
         for name in ("a", "c"):  # the prompt of b is prefilled in parts
-            if name in found:
+            if name in logits:
                 del self.num_prompt_logprobs[name]
-        return found
+        return logits
 
 
 def test_prompt_logits_use_the_adapter_of_their_request() -> None:
@@ -238,7 +240,7 @@ def test_prompt_logits_use_the_adapter_of_their_request() -> None:
     with pytest.raises(RuntimeError, match="einsum"):
         Scoring(Punica())._get_prompt_logprobs_dict(hidden_states, scheduled)
     runner = Scoring(PatchedPunica())
-    found = cpu_backend.one_prompt_at_a_time(Scoring._get_prompt_logprobs_dict, runner, hidden_states, scheduled)
-    assert found == {"a": [0, 10, 20], "b": [90, 120], "c": [100, 120]}
+    logits = cpu_backend.one_prompt_at_a_time(Scoring._get_prompt_logprobs_dict, runner, hidden_states, scheduled)
+    assert logits == {"a": [0, 10, 20], "b": [90, 120], "c": [100, 120]}
     assert runner.num_prompt_logprobs == {"gone": 0, "b": 0}
     assert runner.punica.sampler_indices.tolist() == [0, -1, 1]

@@ -20,7 +20,7 @@ from bridge_patches.engine_outputs import FILTERED
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 
-ASKED = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
+BODY = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 3}
 KEY = "Bearer the key"
 
 
@@ -59,7 +59,7 @@ class FakeVllm:
     """vLLM's two routes, and the requests to them."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.bodies: list[dict[str, Any]] = []
         self.aborted = False
         self.waits = False
         self.meanwhile: Callable[[], None] = lambda: None
@@ -78,18 +78,18 @@ class FakeVllm:
             raise HTTPException(401, "Unauthorized")
 
     async def _complete(self, request: Request) -> Any:
-        asked = json.loads(await request.body())
-        self.asked.append({**asked, "headers": dict(request.headers)})
+        body = json.loads(await request.body())
+        self.bodies.append({**body, "headers": dict(request.headers)})
         self.meanwhile()
         if self.waits:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
             self.aborted = True
             return None
-        if asked.get("n") == 99:
+        if body.get("n") == 99:
             return JSONResponse({"error": {"message": "n is too large", "code": 400}}, status_code=400)
-        choices = [choice(index, asked.get("logprobs")) for index in range(asked.get("n", 1))]
-        if asked.get("prompt_logprobs") is not None:
+        choices = [choice(index, body.get("logprobs")) for index in range(body.get("n", 1))]
+        if body.get("prompt_logprobs") is not None:
             for made in choices:
                 made["prompt_logprobs"] = [None, {"6": {"logprob": -2.0, "rank": 3}, "7": {"logprob": -0.1, "rank": 1}}]
         return {"choices": choices[::-1]}
@@ -104,7 +104,7 @@ def vllm() -> FakeVllm:
 
 
 def test_an_answer_has_the_shape_that_atropos_reads(vllm: FakeVllm) -> None:
-    answer = vllm.http.post("/generate", json=ASKED)
+    answer = vllm.http.post("/generate", json=BODY)
     assert answer.status_code == 200
     assert answer.json() == {
         "text": ["completion 0", "completion 1"],
@@ -117,17 +117,17 @@ def test_an_answer_has_the_shape_that_atropos_reads(vllm: FakeVllm) -> None:
 
 
 def test_defaults_sample_the_whole_distribution(vllm: FakeVllm) -> None:
-    vllm.http.post("/generate", json={**ASKED, "top_p": 0.5, "seed": 7})
-    asked = vllm.asked[0]
-    assert (asked["prompt"], asked["n"], asked["max_tokens"], asked["seed"]) == ([5, 6], 2, 3, 7)
-    assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["min_p"]) == (1.0, 0.5, -1, 0.0)
-    assert asked["repetition_penalty"] == 1.0
-    assert (asked["presence_penalty"], asked["frequency_penalty"]) == (0.0, 0.0)
-    assert "model" not in asked
+    vllm.http.post("/generate", json={**BODY, "top_p": 0.5, "seed": 7})
+    body = vllm.bodies[0]
+    assert (body["prompt"], body["n"], body["max_tokens"], body["seed"]) == ([5, 6], 2, 3, 7)
+    assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (1.0, 0.5, -1, 0.0)
+    assert body["repetition_penalty"] == 1.0
+    assert (body["presence_penalty"], body["frequency_penalty"]) == (0.0, 0.0)
+    assert "model" not in body
 
 
 def test_the_likeliest_tokens_follow_the_sampled_one(vllm: FakeVllm) -> None:
-    answer = vllm.http.post("/generate", json={**ASKED, "n": 1, "logprobs": 2}).json()
+    answer = vllm.http.post("/generate", json={**BODY, "n": 1, "logprobs": 2}).json()
     assert answer["logprobs"] == [
         [[{"10": -0.5, "900": -1.0, "901": -2.0}], [{"20": -0.5, "900": -1.0, "901": -2.0}]],
     ]
@@ -135,18 +135,18 @@ def test_the_likeliest_tokens_follow_the_sampled_one(vllm: FakeVllm) -> None:
 
 
 def test_a_teacher_gets_the_log_probabilities_of_the_prompt(vllm: FakeVllm) -> None:
-    asked = {"prompt": {"prompt_token_ids": [5, 6]}, "prompt_logprobs": 1, "n": 1, "temperature": 0.0, "max_tokens": 1}
-    answer = vllm.http.post("/generate", json=asked).json()
+    body = {"prompt": {"prompt_token_ids": [5, 6]}, "prompt_logprobs": 1, "n": 1, "temperature": 0.0, "max_tokens": 1}
+    answer = vllm.http.post("/generate", json=body).json()
     assert answer["prompt_logprobs"] == [None, {"6": -2.0, "7": -0.1}]
     assert "logprobs" not in answer
-    assert vllm.asked[0]["temperature"] == 0.0
+    assert vllm.bodies[0]["temperature"] == 0.0
 
 
 @pytest.mark.parametrize("prompt", ["some text", {"prompt": "some text"}])
 def test_a_prompt_may_be_text(vllm: FakeVllm, prompt: Any) -> None:
     answer = vllm.http.post("/generate", json={"prompt": prompt})
     assert answer.json()["prompt"] == "some text"
-    assert vllm.asked[0]["prompt"] == "some text"
+    assert vllm.bodies[0]["prompt"] == "some text"
 
 
 @pytest.mark.parametrize(
@@ -167,43 +167,43 @@ def test_a_bad_request_is_refused_in_one_line(vllm: FakeVllm, body: str, words: 
     assert answer.status_code == 400
     assert words in answer.json()["detail"]
     assert "\n" not in answer.json()["detail"]
-    assert vllm.asked == []
+    assert vllm.bodies == []
 
 
 @pytest.mark.parametrize("body", ["{", "[]", "3", "", "[" * 100_000], ids=["cut", "list", "number", "empty", "deep"])
 def test_a_body_that_is_no_json_object_is_refused(vllm: FakeVllm, body: str) -> None:
     answer = vllm.http.post("/generate", content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code in {400, 422}, vllm.asked) == (True, [])  # vLLM answers 400 in both cases
+    assert (answer.status_code in {400, 422}, vllm.bodies) == (True, [])  # vLLM answers 400 in both cases
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "text/plain; a=application/json", "application/x-www-form-urlencoded"])
 def test_a_blind_request_of_a_web_page_is_refused(vllm: FakeVllm, kind: str) -> None:
-    answer = vllm.http.post("/generate", content=json.dumps(ASKED), headers={"content-type": kind})
-    assert (answer.status_code, vllm.asked) == (415, [])
+    answer = vllm.http.post("/generate", content=json.dumps(BODY), headers={"content-type": kind})
+    assert (answer.status_code, vllm.bodies) == (415, [])
     assert "expected application/json" in answer.json()["detail"]
-    assert vllm.http.post("/generate", content=json.dumps(ASKED)).status_code == 415
+    assert vllm.http.post("/generate", content=json.dumps(BODY)).status_code == 415
 
 
 def test_what_vllm_refuses_is_refused_in_its_own_words(vllm: FakeVllm) -> None:
-    answer = vllm.http.post("/generate", json={**ASKED, "n": 99})
+    answer = vllm.http.post("/generate", json={**BODY, "n": 99})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "n is too large")
 
 
 def test_without_the_servers_key_nothing_is_generated(vllm: FakeVllm) -> None:
-    answer = TestClient(vllm.app).post("/generate", json=ASKED)
-    assert (answer.status_code, vllm.asked) == (401, [])
+    answer = TestClient(vllm.app).post("/generate", json=BODY)
+    assert (answer.status_code, vllm.bodies) == (401, [])
 
 
 def test_the_inner_request_has_the_clients_headers(vllm: FakeVllm) -> None:
     headers = {"x-request-id": "7", "accept-encoding": "gzip", "content-type": "application/json"}
-    vllm.http.post("/generate", content=json.dumps(ASKED), headers=headers)
-    inside = vllm.asked[0]["headers"]
+    vllm.http.post("/generate", content=json.dumps(BODY), headers=headers)
+    inside = vllm.bodies[0]["headers"]
     assert (inside["authorization"], inside["x-request-id"], inside["content-type"]) == (KEY, "7", "application/json")
     assert "accept-encoding" not in inside, "a compressed answer would be unreadable"
 
 
 @pytest.mark.parametrize(
-    ("served", "asked"),
+    ("served", "model"),
     [
         (["mine"], None),
         ([ADAPTER], ADAPTER),
@@ -211,12 +211,12 @@ def test_the_inner_request_has_the_clients_headers(vllm: FakeVllm) -> None:
     ],
 )
 def test_the_trained_adapter_answers_unless_a_model_is_named(
-    vllm: FakeVllm, served: list[str], asked: str | None
+    vllm: FakeVllm, served: list[str], model: str | None
 ) -> None:
     vllm.models.lora_requests = dict.fromkeys(served)
-    vllm.http.post("/generate", json=ASKED)
-    vllm.http.post("/generate", json={**ASKED, "model": "base"})
-    assert [request.get("model") for request in vllm.asked] == [asked, "base"]
+    vllm.http.post("/generate", json=BODY)
+    vllm.http.post("/generate", json={**BODY, "model": "base"})
+    assert [request.get("model") for request in vllm.bodies] == [model, "base"]
 
 
 def test_the_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> None:
@@ -224,17 +224,17 @@ def test_the_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> N
     asyncio.run(vllm.models.load_lora_adapter(first))
     claim._fence.take_lease(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()  # as during a replacement
-    refused = vllm.http.post("/generate", json=ASKED)
-    assert (refused.status_code, vllm.asked) == (503, [])
+    refused = vllm.http.post("/generate", json=BODY)
+    assert (refused.status_code, vllm.bodies) == (503, [])
     assert "not being served right now" in refused.json()["detail"]
-    assert vllm.http.post("/generate", json={**ASKED, "model": "base"}).status_code == 200
+    assert vllm.http.post("/generate", json={**BODY, "model": "base"}).status_code == 200
     claim._fence.give_lease_back(Holder.current())
     asyncio.run(vllm.models.load_lora_adapter(first))
-    assert vllm.http.post("/generate", json=ASKED).status_code == 200
-    assert [request["model"] for request in vllm.asked] == ["base", ADAPTER]
+    assert vllm.http.post("/generate", json=BODY).status_code == 200
+    assert [request["model"] for request in vllm.bodies] == ["base", ADAPTER]
     asyncio.run(vllm.models.unload_lora_adapter(first))  # by the server's owner: no trainer holds the lease
-    assert vllm.http.post("/generate", json=ASKED).status_code == 200
-    assert "model" not in vllm.asked[-1]
+    assert vllm.http.post("/generate", json=BODY).status_code == 200
+    assert "model" not in vllm.bodies[-1]
 
 
 def test_the_base_model_answers_once_the_trainer_has_ended(vllm: FakeVllm) -> None:
@@ -242,23 +242,23 @@ def test_the_base_model_answers_once_the_trainer_has_ended(vllm: FakeVllm) -> No
     asyncio.run(vllm.models.load_lora_adapter(SimpleNamespace(lora_name=ADAPTER)))
     claim._fence.take_lease(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()
-    assert vllm.http.post("/generate", json=ASKED).status_code == 503
+    assert vllm.http.post("/generate", json=BODY).status_code == 503
     claim._fence.give_lease_back(Holder.current())  # the new one was refused
-    assert vllm.http.post("/generate", json=ASKED).status_code == 200
-    assert "model" not in vllm.asked[-1]
+    assert vllm.http.post("/generate", json=BODY).status_code == 200
+    assert "model" not in vllm.bodies[-1]
 
 
 def test_the_answer_tells_the_versions_that_made_it(vllm: FakeVllm) -> None:
     vllm.app.state.bridge_fence = fence = SimpleNamespace(version=3)
-    assert vllm.http.post("/generate", json=ASKED).headers.get_list(VERSION_HEADER) == ["3"]
+    assert vllm.http.post("/generate", json=BODY).headers.get_list(VERSION_HEADER) == ["3"]
     vllm.meanwhile = lambda: setattr(fence, "version", 4)
-    assert vllm.http.post("/generate", json=ASKED).headers.get_list(VERSION_HEADER) == ["3-4"]
+    assert vllm.http.post("/generate", json=BODY).headers.get_list(VERSION_HEADER) == ["3-4"]
 
 
 def test_a_client_that_hangs_up_ends_its_request(vllm: FakeVllm) -> None:
     vllm.waits = True
     sent: list[Any] = []
-    unread = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
+    unread = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
 
     async def receive() -> Any:
         return unread.pop() if unread else {"type": "http.disconnect"}
@@ -275,8 +275,8 @@ def test_a_client_that_hangs_up_ends_its_request(vllm: FakeVllm) -> None:
 
 def test_a_server_behind_a_path_asks_itself_behind_that_path(vllm: FakeVllm) -> None:
     http = TestClient(vllm.app, headers={"authorization": KEY}, root_path="/behind")
-    assert http.post("/behind/generate", json=ASKED).status_code == 200
-    assert len(vllm.asked) == 1
+    assert http.post("/behind/generate", json=BODY).status_code == 200
+    assert len(vllm.bodies) == 1
 
 
 NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
@@ -284,10 +284,10 @@ NEUTRAL = {**WHOLE, **dict.fromkeys(NO_DEFAULT), "temperature": 1.0}
 
 class Engine:
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
 
     async def add_request(self, request_id: str, prompt: str, params: Any, *, lora_request: Any = None) -> str:
-        self.asked.append((request_id, prompt, params, lora_request))
+        self.calls.append((request_id, prompt, params, lora_request))
         return "queue"
 
 
@@ -298,7 +298,7 @@ def logged(caplog: pytest.LogCaptureFixture, *requests: dict[str, Any], name: st
         for request in requests:
             params = SimpleNamespace(**{**NEUTRAL, **request})
             asyncio.run(engine.add_request(name, prompt="p", params=params, lora_request="adapter"))
-            assert engine.asked.pop() == (name, "p", params, "adapter")
+            assert engine.calls.pop() == (name, "p", params, "adapter")
     return [record.getMessage() for record in caplog.records]
 
 

@@ -246,22 +246,22 @@ def test_moving_to_shared_memory_keeps_values_ties_and_views() -> None:
     assert model.other.data_ptr() - model.one.data_ptr() == 16
     starts = {p.data_ptr() for name, p in model.named_parameters() if name != "other"}
     assert all((address - start) % shared_memory.ALIGNMENT_BYTES == 0 for address in starts)
-    seen = torch.empty(0, dtype=torch.bfloat16).set_(shared_memory.open_storage(block.path, block.storage.nbytes()))
+    mapped = torch.empty(0, dtype=torch.bfloat16).set_(shared_memory.open_storage(block.path, block.storage.nbytes()))
     model.norm.weight.data[:] = 3
     offset = (model.norm.weight.data_ptr() - start) // 2
-    assert (seen[offset : offset + HIDDEN] == 3).all()
+    assert (mapped[offset : offset + HIDDEN] == 3).all()
 
 
 def test_a_parameter_that_moves_or_goes_is_noticed() -> None:
     model: Any = Model()
-    places = placement.Addresses(model)
-    assert places.moved() == []
+    addresses = placement.Addresses(model)
+    assert addresses.moved() == []
     model.norm.weight.data += 1
-    assert places.moved() == []
+    assert addresses.moved() == []
     model.norm.weight.data = model.norm.weight.data.clone()
-    assert places.moved() == ["norm.weight"]
+    assert addresses.moved() == ["norm.weight"]
     del model.mlp["gate_up_proj"].weight
-    assert sorted(places.moved()) == ["mlp.gate_up_proj.weight", "norm.weight"]
+    assert sorted(addresses.moved()) == ["mlp.gate_up_proj.weight", "norm.weight"]
 
 
 def test_the_weights_of_a_runner_are_watched_after_the_load() -> None:

@@ -68,9 +68,9 @@ def model_with_slots() -> Any:
 
 def test_each_slice_of_a_fused_layer_serves_its_own_module() -> None:
     model = model_with_slots()
-    found = placement.lora_slots(model, views())
+    slots = placement.lora_slots(model, views())
     qkv, gate_up = model.attn["qkv_proj"], model.mlp["gate_up_proj"]
-    assert {name: (id(a), id(b)) for name, (a, b) in found.items()} == {
+    assert {name: (id(a), id(b)) for name, (a, b) in slots.items()} == {
         f"{block}.{name}": (id(layer.lora_a_stacked[index]), id(layer.lora_b_stacked[index]))
         for block, name, layer, index in (
             ("attn", "q_proj", qkv, 0),
@@ -88,9 +88,9 @@ def test_a_head_has_the_slots_that_its_logits_processor_holds() -> None:
     processor = SimpleNamespace()
     processor.lora_a_stacked, processor.lora_b_stacked = slots(VOCABULARY, HIDDEN)
     model.lora_manager = SimpleNamespace(modules={"lm_head": processor})
-    found = placement.lora_slots(model, {"lm_head.weight": rows("lm_head.weight", (16, HIDDEN), 0, VOCABULARY)})
-    assert found["lm_head"][0] is processor.lora_a_stacked
-    assert found["lm_head"][1] is processor.lora_b_stacked
+    lora_slots = placement.lora_slots(model, {"lm_head.weight": rows("lm_head.weight", (16, HIDDEN), 0, VOCABULARY)})
+    assert lora_slots["lm_head"][0] is processor.lora_a_stacked
+    assert lora_slots["lm_head"][1] is processor.lora_b_stacked
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_slots_move_with_the_weights_as_the_same_objects() -> None:
 
 def test_a_slot_that_moves_or_goes_is_noticed() -> None:
     model = model_with_slots()
-    places = placement.Addresses(model)
+    addresses = placement.Addresses(model)
     model.mlp["down_proj"].lora_a_stacked[0][1] = 5
-    assert places.moved() == []
+    assert addresses.moved() == []
     model.mlp["down_proj"].lora_a_stacked = (model.mlp["down_proj"].lora_a_stacked[0].clone(),)
-    assert places.moved() == ["mlp.down_proj.lora_a_stacked.0"]
+    assert addresses.moved() == ["mlp.down_proj.lora_a_stacked.0"]
     del model.lora_manager.modules["mlp.gate_up_proj"]
-    assert len(places.moved()) == 1 + 4
+    assert len(addresses.moved()) == 1 + 4
 
 
 @pytest.mark.usefixtures("vllm")
@@ -192,9 +192,9 @@ def test_the_slots_of_a_rank_fit_its_part_of_the_weights() -> None:
     for down in (row, sharded):
         layers = {"up": stack(SimpleNamespace(), column), "down": stack(SimpleNamespace(), down)}
         model.lora_manager = SimpleNamespace(modules=layers)
-        found = placement.lora_slots(model, {f"{name}.weight": view for name, view in parts.items()})
-        assert found.keys() == ({"up", "down"} if down is row else {"up"})
-        assert found["up"] == column
+        lora_slots = placement.lora_slots(model, {f"{name}.weight": view for name, view in parts.items()})
+        assert lora_slots.keys() == ({"up", "down"} if down is row else {"up"})
+        assert lora_slots["up"] == column
 
 
 def test_a_worker_tells_which_slot_an_adapter_has(monkeypatch: pytest.MonkeyPatch) -> None:

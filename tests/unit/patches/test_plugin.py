@@ -72,9 +72,9 @@ from bridge_patches import plugin
 
 def note(name):
     import os
-    place = Path(sys.argv[1]) / name
-    place.with_suffix(".new").write_text(str(os.getpid()))
-    place.with_suffix(".new").rename(place)
+    path = Path(sys.argv[1]) / name
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
 
 def worker(stubborn):
     if stubborn:
@@ -106,9 +106,9 @@ from bridge_patches import plugin
 
 def child():
     import os
-    place = Path(sys.argv[1]) / "child"
-    place.with_suffix(".new").write_text(str(os.getpid()))
-    place.with_suffix(".new").rename(place)
+    path = Path(sys.argv[1]) / "child"
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
     time.sleep(60)
 
 plugin.end_with_parent()

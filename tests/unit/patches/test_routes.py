@@ -366,8 +366,8 @@ def test_weights_that_are_no_numbers_are_read_and_named(http: TestClient, app: F
     elements = [ELEMENT, {**ELEMENT, "index": 2}]
     read = Values.model_validate_json(http.post("/bridge/tensors/read", json={"elements": elements}).content)
     assert [str(value) for value in read.values] == ["nan", "-inf"]
-    found = Finiteness.model_validate_json(http.get("/bridge/tensors/finite").content)
-    assert found.found() == "NaN or infinity in 1 of 2 tensors, the first: w"
+    finiteness = Finiteness.model_validate_json(http.get("/bridge/tensors/finite").content)
+    assert finiteness.found() == "NaN or infinity in 1 of 2 tensors, the first: w"
 
 
 @pytest.mark.parametrize(
@@ -405,22 +405,22 @@ def write_when_listening(url: str, path: Path) -> None:
 
 def test_the_manifest_is_written_once_the_server_is_healthy(tmp_path: Path) -> None:
     path = tmp_path / manifests.MANIFEST_NAME
-    asked: list[bool] = []
+    was_written: list[bool] = []
 
-    def answers(_: http_server.Asked) -> http_server.Answer | None:
-        asked.append(path.exists())
-        return [None, http_server.as_json({}, 503), http_server.as_json({})][min(len(asked) - 1, 2)]
+    def answers(_: http_server.HttpRequest) -> http_server.Answer | None:
+        was_written.append(path.exists())
+        return [None, http_server.as_json({}, 503), http_server.as_json({})][min(len(was_written) - 1, 2)]
 
     with http_server.serving(answers) as server:
         write_when_listening(server.url, path)
-    assert asked == [False, False, False]
+    assert was_written == [False, False, False]
     assert manifests.load(path).url == server.url
 
 
 def test_an_unhealthy_server_is_not_polled_without_pause(tmp_path: Path) -> None:
     num_asked = 0
 
-    def answers(_: http_server.Asked) -> http_server.Answer:
+    def answers(_: http_server.HttpRequest) -> http_server.Answer:
         nonlocal num_asked
         num_asked += 1
         return http_server.as_json({}, 503)

@@ -126,11 +126,11 @@ def test_requests_under_way_are_treated_as_asked(in_flight: InFlight) -> None:
 
 
 def test_the_version_is_up_before_a_token_is_generated() -> None:
-    seen = []
+    versions = []
 
     class Engine(FakeEngine):
         async def resume_generation(self) -> None:
-            seen.append(fence.version)
+            versions.append(fence.version)
             await super().resume_generation()
 
     fence = ServerFence(Engine(), manifest())
@@ -140,7 +140,7 @@ def test_the_version_is_up_before_a_token_is_generated() -> None:
         await fence.publish(ME)
 
     run(passage())
-    assert seen == [1]
+    assert versions == [1]
 
 
 def test_a_release_resumes_with_the_same_version() -> None:
@@ -407,9 +407,9 @@ def test_versions_never_run_backwards() -> None:
 
     async def passage() -> None:
         published = []
-        for asked in (None, 7, 7, 3, None):
+        for version in (None, 7, 7, 3, None):
             await fence.pause(asking(ME, "keep"))
-            await fence.publish(ME, asked)
+            await fence.publish(ME, version)
             published.append(fence.version)
         assert published == [1, 7, 8, 9, 10]
 

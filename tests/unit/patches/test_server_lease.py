@@ -382,10 +382,10 @@ def test_ranks_pause_and_publish_as_one_whichever_of_them_calls(
     async def passage() -> None:
         fence.take_lease(ranks, "runs/first")
         await fence.pause(asking(ranks, "keep"))
-        again = Holder.model_validate_json(ranks.model_dump_json())  # as sent by another rank
-        await fence.publish(again, version=7)
+        received = Holder.model_validate_json(ranks.model_dump_json())  # as sent by another rank
+        await fence.publish(received, version=7)
         assert (fence.state, fence.version, engine.calls) == ("serving", 7, [*PAUSED, "resume"])
-        fence.give_lease_back(again)
+        fence.give_lease_back(received)
         assert fence.lease is None
 
     run(passage())

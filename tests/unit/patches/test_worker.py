@@ -129,8 +129,8 @@ def test_too_little_memory_is_reported_and_none_is_kept(start: Callable[..., Fak
     worker.bridge_sleep()
     worker.gpu.free_bytes -= 60 * GIB
     for _ in range(2):
-        told = worker.bridge_wake()
-        assert told == "50.00 GiB are needed, and 40.00 GiB of the GPU are free (CUDA Error: out of memory)"
+        reason = worker.bridge_wake()
+        assert reason == "50.00 GiB are needed, and 40.00 GiB of the GPU are free (CUDA Error: out of memory)"
         assert (worker.gpu.free_bytes, worker.gpu.mapped) == (40 * GIB, set())
         assert all(data.is_asleep for data in worker.allocations.values())
     worker.gpu.free_bytes += 60 * GIB

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.unit.http_server import Answer, Asked
+from tests.unit.http_server import Answer, HttpRequest
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Hang:
     """No answer comes."""
 
 
-Script = Callable[[Asked], Answer | Cut | Hang | None]
+Script = Callable[[HttpRequest], Answer | Cut | Hang | None]
 """None: the connection is dropped without an answer."""
 
 
@@ -33,8 +33,8 @@ class FaultyServer:
     url: str
     stop: Callable[[], None]
     """Refuse new connections, and drop the open ones."""
-    asked: list[Asked] = field(default_factory=list)
-    given_up: list[Asked] = field(default_factory=list)
+    requests: list[HttpRequest] = field(default_factory=list)
+    given_up: list[HttpRequest] = field(default_factory=list)
     """Requests that the client abandoned."""
     connections: set[int] = field(default_factory=set)
     """The client's ports."""
@@ -42,7 +42,7 @@ class FaultyServer:
     @property
     def completions(self) -> list[dict[str, Any]]:
         """The completion requests, in order of arrival."""
-        return [asked.body for asked in self.asked if asked.method == "POST"]
+        return [request.body for request in self.requests if request.method == "POST"]
 
 
 class _Listener(socketserver.ThreadingTCPServer):
@@ -74,11 +74,11 @@ class _Handler(socketserver.StreamRequestHandler):
     server: _Listener
 
     def handle(self) -> None:
-        while (asked := self._asked()) is not None:
-            self.server.noted.asked.append(asked)
-            made = self.server.script(asked)
+        while (request := self._request()) is not None:
+            self.server.noted.requests.append(request)
+            made = self.server.script(request)
             if isinstance(made, Hang) and not self.rfile.read(1):
-                self.server.noted.given_up.append(asked)
+                self.server.noted.given_up.append(request)
             if isinstance(made, Cut):
                 whole = _http(made.answer)
                 self.wfile.write(whole[: len(whole) * 2 // 3])
@@ -86,14 +86,14 @@ class _Handler(socketserver.StreamRequestHandler):
                 return
             self.wfile.write(_http(made))
 
-    def _asked(self) -> Asked | None:
+    def _request(self) -> HttpRequest | None:
         line = self.rfile.readline().decode().split()
         if not line:
             return None
         fields = [field.decode().partition(":") for field in iter(self.rfile.readline, b"\r\n")]
         headers = {name.lower(): value.strip() for name, _, value in fields}
         content = self.rfile.read(int(headers.get("content-length", 0)))
-        return Asked(line[0], line[1], headers, json.loads(content) if content else None, self.client_address[1])
+        return HttpRequest(line[0], line[1], headers, json.loads(content) if content else None, self.client_address[1])
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from bridge.types import Group, Problem, TrainedProblems
 from bridge.types import Task as BridgeTask
 from bridge.weights import skeleton
 from tests.models import tiny
-from tests.unit.http_server import Asked, serving
+from tests.unit.http_server import HttpRequest, serving
 from tests.unit.openai_server import Bend, openai, unbent
 from tests.unit.scores_sample import Sample
 
@@ -63,8 +63,8 @@ class Sampled:
 
     stream: EnvironmentStream
     endpoint: Endpoint
-    asked: list[Asked]
-    told: list[str]
+    requests: list[HttpRequest]
+    notes: list[str]
     progress: list[tuple[int, int]]
 
     def groups(self, step: int = 1, count: int = 3) -> list[Group]:
@@ -72,16 +72,16 @@ class Sampled:
 
     @property
     def seeds(self) -> list[int]:
-        return sorted(asked.body["seed"] for asked in self.asked if asked.method == "POST")
+        return sorted(request.body["seed"] for request in self.requests if request.method == "POST")
 
 
 def saying(bend: Bend = unbent) -> Bend:
     """Let the server answer with the words."""
 
-    def bent(document: dict[str, Any], asked: Asked) -> Any:
+    def bent(document: dict[str, Any], request: HttpRequest) -> Any:
         for choice in document["choices"]:
             choice["text"] = WORDS[choice["index"]]
-        return bend(document, asked)
+        return bend(document, request)
 
     return bent
 
@@ -99,14 +99,14 @@ def sampled(
 ) -> Iterator[Sampled]:
     fixed: dict[str, Any] = {"model_name": str(model), "batch_size": 24, "group_size": 8, "max_new_tokens": 8}
     config = TrainConfig.of(**(fixed | {"max_unscored_share": 1.0, "max_retries": 0} | choices))
-    told: list[str] = []
+    notes: list[str] = []
     progress: list[tuple[int, int]] = []
     given = replace(BridgeTask.of(task), recipe=recipe, in_workers=True) if recipe else task
-    stream = open_stream(config, given, told.append, progress=lambda *done: progress.append(done))
+    stream = open_stream(config, given, notes.append, progress=lambda *done: progress.append(done))
     with serving(openai(bend)) as server, closing(stream):
         endpoint = Endpoint(url=server.url)
         stream.served(endpoint, 3)
-        yield Sampled(stream, endpoint, server.asked, told, progress)
+        yield Sampled(stream, endpoint, server.requests, notes, progress)
 
 
 def test_unscored_completions_are_left_out_and_reported_once(model: Path, tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_unscored_completions_are_left_out_and_reported_once(model: Path, tmp_pa
             ]
     begun = [line.split(" ", 1)[1] for line in (tmp_path / "log").read_text().splitlines()]
     assert sorted(begun) == sorted([*WORDS] * 4), "each was scored once"
-    assert len(ours.told) == 4
+    assert len(ours.notes) == 4
     assert all(
-        line.startswith("step 1: 3 completions left out for lack of a reward: Sample.score") for line in ours.told
+        line.startswith("step 1: 3 completions left out for lack of a reward: Sample.score") for line in ours.notes
     )
     assert ours.progress == [(1, 3), (2, 3), (3, 3), (1, 1)]
 
@@ -160,8 +160,8 @@ def test_a_group_is_scored_while_others_are_still_sampled(model: Path) -> None:
         scored.set()
         return 1.0
 
-    def bend(document: dict[str, Any], asked: Asked) -> Any:
-        if len(asked.body["prompt"]) > 3:  # the others are answered once the first is scored
+    def bend(document: dict[str, Any], request: HttpRequest) -> Any:
+        if len(request.body["prompt"]) > 3:  # the others are answered once the first is scored
             assert scored.wait(PATIENCE_S)
         return document
 
@@ -172,19 +172,19 @@ def test_a_group_is_scored_while_others_are_still_sampled(model: Path) -> None:
 def test_a_failed_step_is_sampled_again_from_the_start(model: Path) -> None:
     alive = threading.Event()
 
-    def bend(document: dict[str, Any], asked: Asked) -> Any:
-        return document if alive.is_set() or len(asked.body["prompt"]) < 5 else None
+    def bend(document: dict[str, Any], request: HttpRequest) -> Any:
+        return document if alive.is_set() or len(request.body["prompt"]) < 5 else None
 
     with sampled(model, Task(), saying(bend)) as ours:
         with pytest.raises(ServerUnreachableError):
             ours.groups()
         alive.set()
         groups = ours.groups()
-        asked = set(ours.seeds)  # of both calls: a request of the first one may arrive late
+        seeds = set(ours.seeds)  # of both calls: a request of the first one may arrive late
     with sampled(model, Task(), saying()) as undisturbed:
         assert undisturbed.groups() == groups
-        assert set(undisturbed.seeds) == asked
-        assert len(undisturbed.seeds) == len(asked) == 3
+        assert set(undisturbed.seeds) == seeds
+        assert len(undisturbed.seeds) == len(seeds) == 3
 
 
 def test_a_resumed_run_skips_exactly_the_trained_problems(model: Path) -> None:
@@ -194,9 +194,9 @@ def test_a_resumed_run_skips_exactly_the_trained_problems(model: Path) -> None:
     assert trained == TrainedProblems(below=3, beyond=frozenset({4, 7}))
     with sampled(model, Task(), saying()) as resumed:
         resumed.stream.resume(trained)
-        found = [group for step in (2, 3) for group in resumed.groups(step=step, count=2)]
-    assert [group.number for group in found] == [3, 5, 6, 8]
-    assert [group.problem for group in found] == [groups[number].problem for number in (3, 5, 6, 8)]
+        resumed_groups = [group for step in (2, 3) for group in resumed.groups(step=step, count=2)]
+    assert [group.number for group in resumed_groups] == [3, 5, 6, 8]
+    assert [group.problem for group in resumed_groups] == [groups[number].problem for number in (3, 5, 6, 8)]
 
 
 def test_the_next_version_may_be_at_another_endpoint(model: Path) -> None:
@@ -204,14 +204,16 @@ def test_the_next_version_may_be_at_another_endpoint(model: Path) -> None:
         assert {version for group in ours.groups() for one in group.completions for version in one.versions} == {3}
         ours.stream.served(Endpoint(url=ours.endpoint.url, model="adapter-4", version=4), 4)
         assert {version for group in ours.groups(2) for one in group.completions for version in one.versions} == {4}
-    assert [asked.body["model"] for asked in ours.asked if asked.method == "POST"] == ["tiny"] * 3 + ["adapter-4"] * 3
+    assert [request.body["model"] for request in ours.requests if request.method == "POST"] == ["tiny"] * 3 + [
+        "adapter-4"
+    ] * 3
 
 
 def test_retries_include_those_before_a_step_failed(model: Path) -> None:
     drops = [True] * 5  # both tries of the first two calls, and one of the third
 
-    def bend(document: dict[str, Any], asked: Asked) -> Any:
-        return None if len(asked.body["prompt"]) == 3 and drops and drops.pop() else document
+    def bend(document: dict[str, Any], request: HttpRequest) -> Any:
+        return None if len(request.body["prompt"]) == 3 and drops and drops.pop() else document
 
     with sampled(model, Task(), saying(bend), max_retries=1) as ours:
         for _ in range(2):
@@ -225,15 +227,15 @@ def test_retries_include_those_before_a_step_failed(model: Path) -> None:
 
 def test_another_seed_repeats_no_step_and_no_evaluation(model: Path) -> None:
     """Otherwise step 1 with `--seed 1` would sample what step 2 with `--seed 0` samples."""
-    asked = list[int]()
+    seeds = list[int]()
     for seed in (0, 1, 2):
         with sampled(model, Task(), saying(), seed=seed, eval_samples=3) as ours:
             ours.stream.evaluate(step=0)
             for step in (1, 2, 3):
                 ours.groups(step=step)
-            asked += ours.seeds
-    assert len(set(asked)) == len(asked)
-    assert max(asked) < 2**62
+            seeds += ours.seeds
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) < 2**62
 
 
 def test_evaluations_repeat_requests_and_count_scores(model: Path) -> None:
@@ -242,21 +244,26 @@ def test_evaluations_repeat_requests_and_count_scores(model: Path) -> None:
 
     with sampled(model, Task(score), saying(), eval_samples=3) as ours:
         first = ours.stream.evaluate(step=0)
-        asked = ours.seeds
-        ours.asked.clear()
+        seeds = ours.seeds
+        ours.requests.clear()
         ours.groups(step=1)
-        assert not set(asked) & set(ours.seeds)
-        ours.asked.clear()
+        assert not set(seeds) & set(ours.seeds)
+        ours.requests.clear()
         second = ours.stream.evaluate(step=5)
-        assert ours.seeds == asked
+        assert ours.seeds == seeds
     assert first is not None
     assert second is not None
     assert [group.number for group in first] == [None, None]
-    found, again = (measuring.evaluation(groups, step=5, version=8, seconds=1) for groups in (first, second))
-    assert found == again
-    assert (found.reward_mean, found.reward_std, found.unscored, found.num_problems) == (2.5, 1.5, 2, 2)
-    assert (again.reward_mean, again.completion_tokens_mean, again.truncated_share) == (2.5, 3, 0)
-    assert ours.told[0].startswith("evaluation after step 0: 2 completions left out for lack of a reward: ")
+    evaluation, repeated = (measuring.evaluation(groups, step=5, version=8, seconds=1) for groups in (first, second))
+    assert evaluation == repeated
+    assert (evaluation.reward_mean, evaluation.reward_std, evaluation.unscored, evaluation.num_problems) == (
+        2.5,
+        1.5,
+        2,
+        2,
+    )
+    assert (repeated.reward_mean, repeated.completion_tokens_mean, repeated.truncated_share) == (2.5, 3, 0)
+    assert ours.notes[0].startswith("evaluation after step 0: 2 completions left out for lack of a reward: ")
 
 
 def test_the_chat_template_gets_its_arguments_everywhere(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +281,9 @@ def test_the_chat_template_gets_its_arguments_everywhere(model: Path, monkeypatc
     with sampled(model, Chat(), saying(), chat_template_kwargs={"cue": "=>"}, **choices) as ours:
         ours.groups(count=1)
         ours.stream.evaluate(step=1)
-    asked = [each.body for each in ours.asked if each.method == "POST"]
-    assert [each["prompt"] for each in asked] == [tokenizer.convert_tokens_to_ids(list("1+2=>"))] * 2
-    assert [each["stop"] for each in asked] == [["x"]] * 2
+    bodies = [request.body for request in ours.requests if request.method == "POST"]
+    assert [body["prompt"] for body in bodies] == [tokenizer.convert_tokens_to_ids(list("1+2=>"))] * 2
+    assert [body["stop"] for body in bodies] == [["x"]] * 2
 
 
 @pytest.mark.parametrize(("choices", "temperature"), [({}, 0.7), ({"eval_temperature": 0.25}, 0.25)])
@@ -287,8 +294,8 @@ def test_an_evaluation_may_have_a_temperature_of_its_own(
         ours.stream.evaluate(step=0)
         ours.groups()
         ours.stream.evaluate(step=1)
-    asked = [each.body["temperature"] for each in ours.asked if each.method == "POST"]
-    assert asked == [temperature] * 2 + [0.7] * 3 + [temperature] * 2
+    temperatures = [request.body["temperature"] for request in ours.requests if request.method == "POST"]
+    assert temperatures == [temperature] * 2 + [0.7] * 3 + [temperature] * 2
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_pass(model: Path) -> None:
@@ -299,9 +306,9 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(model: Path) -> None:
 
     with sampled(model, Task(score), saying(), eval_samples=5) as ours:
         groups = ours.stream.evaluate(step=0) or []
-    found = measuring.evaluation(groups, step=0, version=1, seconds=1)
-    assert found.pass_at_k == pytest.approx({"1": 0.2, "2": 0.35, "4": 0.5, "5": 0.5})
-    assert found.curves()["held_out/pass_at_2"] == pytest.approx(0.35)
+    evaluation = measuring.evaluation(groups, step=0, version=1, seconds=1)
+    assert evaluation.pass_at_k == pytest.approx({"1": 0.2, "2": 0.35, "4": 0.5, "5": 0.5})
+    assert evaluation.curves()["held_out/pass_at_2"] == pytest.approx(0.35)
     lower = measuring.evaluation(groups, step=0, version=1, seconds=1, pass_reward=0.1)
     assert lower.pass_at_k == pytest.approx({"1": 0.8, "2": 1.0, "4": 1.0, "5": 1.0})
     (_, less) = groups
@@ -313,7 +320,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(model: Path) -> None:
 def test_nothing_is_evaluated_unless_asked_for(model: Path) -> None:
     with sampled(model, Task(), saying()) as ours:
         assert ours.stream.evaluate(step=0) is None
-        assert ours.asked == []
+        assert ours.requests == []
 
 
 def test_reward_parts_are_those_of_the_kept_completions(model: Path) -> None:
@@ -339,10 +346,10 @@ def test_groups_train_on_the_completions_that_are_left(model: Path) -> None:
     assert [len(groups[prompt].rewards) for prompt in ("say", "say!", "say!!")] == [8, 1, 0]
     for scale in ("group", "batch", "none"):
         filled = with_advantages(list(groups.values()), scale)
-        found = {str(group.problem["prompt"]): group.advantages for group in filled}
-        assert found["say!!"] == ()
-        assert found["say!"] == ((0.0,),)
-        assert sum(value for (value,) in found["say"] or ()) == pytest.approx(0)
+        by_prompt = {str(group.problem["prompt"]): group.advantages for group in filled}
+        assert by_prompt["say!!"] == ()
+        assert by_prompt["say!"] == ((0.0,),)
+        assert sum(value for (value,) in by_prompt["say"] or ()) == pytest.approx(0)
 
 
 def test_an_interrupt_while_scoring_leaves_no_process(model: Path, tmp_path: Path) -> None:
@@ -369,7 +376,7 @@ def test_a_completion_that_ends_near_the_limit_loses_reward(model: Path) -> None
     """Lengths 3, 6, 7 and 8 of at most 8, with a buffer of 4."""
     lengths = (3, 6, 7, 8, 3, 3, 3, 3)
 
-    def bend(document: dict[str, Any], _: Asked) -> Any:
+    def bend(document: dict[str, Any], _: HttpRequest) -> Any:
         for choice in document["choices"]:
             length = lengths[choice["index"]]
             choice |= {"token_ids": [40] * length, "logprobs": {"token_logprobs": [-1.0] * length}}

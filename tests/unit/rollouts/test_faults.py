@@ -25,7 +25,7 @@ from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, next_of
 from bridge.server import client
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
-from tests.unit.http_server import Answer, Asked, as_json
+from tests.unit.http_server import Answer, HttpRequest, as_json
 from tests.unit.openai_server import openai
 from tests.unit.rollouts.faulty_server import Cut, FaultyServer, Hang, Script, faulty
 
@@ -38,9 +38,9 @@ Reaction = Answer | Cut | Hang | None
 WELL = openai()
 
 
-def react(asked: Asked) -> Answer:
+def react(request: HttpRequest) -> Answer:
     """Answer like a healthy server."""
-    answer = WELL(asked)
+    answer = WELL(request)
     assert answer is not None
     return answer
 
@@ -64,42 +64,42 @@ def sample(ours: Sampler, *servers: FaultyServer, prompts: Sequence[tuple[int, .
     return [[completion.token_ids for completion in group] for group in groups]
 
 
-def at_first(num_times: int, fault: Callable[[Asked], Reaction]) -> Script:
+def at_first(num_times: int, fault: Callable[[HttpRequest], Reaction]) -> Script:
     """Fail each prompt `num_times`, then answer it."""
     tries: Counter[int] = Counter()
     lock = threading.Lock()
 
-    def script(asked: Asked) -> Reaction:
-        if asked.method == "GET":
-            return react(asked)
+    def script(request: HttpRequest) -> Reaction:
+        if request.method == "GET":
+            return react(request)
         with lock:
-            tries[asked.body["seed"]] += 1
-            fails = tries[asked.body["seed"]] <= num_times
-        return fault(asked) if fails else react(asked)
+            tries[request.body["seed"]] += 1
+            fails = tries[request.body["seed"]] <= num_times
+        return fault(request) if fails else react(request)
 
     return script
 
 
-def always(fault: Callable[[Asked], Reaction]) -> Script:
+def always(fault: Callable[[HttpRequest], Reaction]) -> Script:
     return at_first(10**6, fault)
 
 
-def bent(bend: Callable[[list[Any]], list[Any]]) -> Callable[[Asked], Reaction]:
+def bent(bend: Callable[[list[Any]], list[Any]]) -> Callable[[HttpRequest], Reaction]:
     """Answer with altered choices."""
     return openai(lambda document, _: {**document, "choices": bend(document["choices"])})
 
 
-FAULTS: dict[str, Callable[[Asked], Reaction]] = {
+FAULTS: dict[str, Callable[[HttpRequest], Reaction]] = {
     "500": lambda _: as_json({"error": {"message": "EngineDead"}}, 500),
     "503": lambda _: Answer("not yet", 503),
     "408": lambda _: Answer("", 408),
     "dropped": lambda _: None,
-    "cut in the middle": lambda asked: Cut(react(asked)),
+    "cut in the middle": lambda request: Cut(react(request)),
     "too few": bent(lambda choices: choices[:2]),
     "too many": bent(lambda choices: [*choices, {**choices[0], "index": 3}]),
     "one twice": bent(lambda choices: [choices[0], choices[1], choices[1]]),
     "no JSON": lambda _: Answer("<html>all is well</html>"),
-    "half of the JSON": lambda asked: Answer(react(asked).body[:-40]),
+    "half of the JSON": lambda request: Answer(react(request).body[:-40]),
 }
 
 
@@ -108,9 +108,9 @@ def test_a_fault_that_passes_costs_a_retry_and_no_sample(fault: str) -> None:
     with faulty(at_first(1, FAULTS[fault])) as server, sampler() as ours:
         assert sample(ours, server) == EXPECTED
         assert ours.num_retries == len(PROMPTS)
-    asked = Counter(body["seed"] for body in server.completions)
-    assert set(asked.values()) == {2}  # with the same seed each time
-    assert sorted(asked) == [1_000_003 + NUM_SAMPLES * index for index in range(len(PROMPTS))]
+    seeds = Counter(body["seed"] for body in server.completions)
+    assert set(seeds.values()) == {2}  # with the same seed each time
+    assert sorted(seeds) == [1_000_003 + NUM_SAMPLES * index for index in range(len(PROMPTS))]
 
 
 def test_retries_after_errors_wait_longer_each_time() -> None:
@@ -177,7 +177,7 @@ def test_the_key_of_the_environment_goes_with_every_request(key: str | None, mon
         monkeypatch.setenv("VLLM_API_KEY", key)
     with faulty(react) as server, sampler() as ours:
         sample(ours, server)
-    assert {asked.headers.get("authorization") for asked in server.asked} == {key and f"Bearer {key}"}
+    assert {request.headers.get("authorization") for request in server.requests} == {key and f"Bearer {key}"}
 
 
 def test_a_hanging_server_is_not_retried_and_is_disconnected() -> None:
@@ -190,7 +190,7 @@ def test_a_hanging_server_is_not_retried_and_is_disconnected() -> None:
 
 def test_an_endless_answer_is_limited_like_a_missing_one() -> None:
     error, _ = error_of(
-        always(lambda asked: Answer(react(asked).body, headers={"content-length": "99999"})), request_timeout_s=2
+        always(lambda request: Answer(react(request).body, headers={"content-length": "99999"})), request_timeout_s=2
     )
     assert "no answer within 2 s" in error.message
 
@@ -232,11 +232,11 @@ def test_a_busy_server_delays_nothing_while_another_is_well() -> None:
 
 
 def test_groups_of_a_dead_server_are_sampled_by_the_other() -> None:
-    def dies(asked: Asked) -> Answer | None:
-        if asked.method == "POST" and len(one.completions) > 1:  # the first four are spread over both
+    def dies(request: HttpRequest) -> Answer | None:
+        if request.method == "POST" and len(one.completions) > 1:  # the first four are spread over both
             threading.Thread(target=one.stop).start()
             return None
-        return react(asked)
+        return react(request)
 
     with faulty(dies) as one, faulty(react) as other, sampler(max_concurrency=4) as ours:
         assert sample(ours, one, other) == EXPECTED
@@ -279,15 +279,15 @@ def test_when_every_server_fails_the_last_one_is_named() -> None:
 def test_requests_go_to_the_least_loaded_server() -> None:
     released = threading.Event()
 
-    def slow(asked: Asked) -> Answer:
-        if asked.method == "POST":
+    def slow(request: HttpRequest) -> Answer:
+        if request.method == "POST":
             released.wait(timeout=60)
-        return react(asked)
+        return react(request)
 
-    def quick(asked: Asked) -> Answer:
+    def quick(request: HttpRequest) -> Answer:
         if len(other.completions) == len(PROMPTS) - 2:
             released.set()
-        return react(asked)
+        return react(request)
 
     with faulty(slow) as one, faulty(quick) as other, sampler(max_concurrency=4) as ours:
         assert sample(ours, one, other) == EXPECTED
@@ -301,8 +301,8 @@ def test_servers_take_turns_where_they_are_equally_busy() -> None:
 
 
 def test_versions_names_and_notes_belong_to_each_server() -> None:
-    def plain(asked: Asked) -> Answer:
-        if asked.method == "GET":
+    def plain(request: HttpRequest) -> Answer:
+        if request.method == "GET":
             return as_json({"data": [{"id": "theirs"}]})
         tokens = {"tokens": ["token_id:9"], "token_logprobs": [-1.0]}
         choices = [{"index": i, "text": "", "finish_reason": "stop", "logprobs": tokens} for i in range(NUM_SAMPLES)]
@@ -326,8 +326,8 @@ def test_connections_are_reused_within_and_between_calls(monkeypatch: pytest.Mon
 
 
 def test_an_idle_connection_closed_by_the_server_costs_nothing() -> None:
-    def closes(asked: Asked) -> Answer:
-        return Answer(react(asked).body, headers={"connection": "close"})
+    def closes(request: HttpRequest) -> Answer:
+        return Answer(react(request).body, headers={"connection": "close"})
 
     with faulty(closes) as server, sampler() as ours:
         assert sample(ours, server) == EXPECTED
@@ -339,17 +339,17 @@ def test_no_more_requests_are_under_way_than_may_be() -> None:
     lock, running, most = threading.Lock(), 0, 0
     both = threading.Barrier(2)
 
-    def script(asked: Asked) -> Answer:
+    def script(request: HttpRequest) -> Answer:
         nonlocal running, most
-        if asked.method == "GET":
-            return react(asked)
+        if request.method == "GET":
+            return react(request)
         with lock:
             running += 1
             most = max(most, running)
         both.wait(timeout=60)  # always two at a time
         with lock:
             running -= 1
-        return react(asked)
+        return react(request)
 
     with faulty(script) as server, sampler(max_concurrency=2) as ours:
         assert sample(ours, server) == EXPECTED
@@ -363,10 +363,10 @@ def endpoint_of(server: FaultyServer) -> list[Endpoint]:
 def test_groups_arrive_one_by_one_with_their_index() -> None:
     last, taken = threading.Event(), list[int]()
 
-    def script(asked: Asked) -> Answer:
-        if asked.method == "POST" and len(asked.body["prompt"]) == 1:
+    def script(request: HttpRequest) -> Answer:
+        if request.method == "POST" and len(request.body["prompt"]) == 1:
             last.wait(timeout=60)  # the first prompt is answered once all others have been taken
-        return react(asked)
+        return react(request)
 
     async def take(index: int, group: tuple[Completion, ...]) -> int:
         assert [completion.token_ids for completion in group] == EXPECTED[index]
@@ -393,9 +393,9 @@ def test_a_slow_caller_holds_up_no_request() -> None:
 def hanging(num_requests: int, act: Callable[[], None]) -> Iterator[FaultyServer]:
     """Answer nothing, and call `act` once `num_requests` hang."""
 
-    def script(asked: Asked) -> Reaction:
-        if asked.method == "GET":
-            return react(asked)
+    def script(request: HttpRequest) -> Reaction:
+        if request.method == "GET":
+            return react(request)
         if len(server.completions) == num_requests:
             act()
         return Hang()
@@ -409,8 +409,8 @@ class EnoughError(Exception):
 
 
 def test_a_caller_who_stops_leaves_no_request_running() -> None:
-    def script(asked: Asked) -> Reaction:
-        return react(asked) if asked.method == "GET" or len(asked.body["prompt"]) == 1 else Hang()
+    def script(request: HttpRequest) -> Reaction:
+        return react(request) if request.method == "GET" or len(request.body["prompt"]) == 1 else Hang()
 
     async def stop(_index: int, _group: tuple[Completion, ...]) -> None:
         await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
@@ -537,10 +537,10 @@ def test_a_second_interrupt_ends_what_the_first_one_could_not() -> None:
 
 
 def test_an_interrupt_that_is_held_back_waits_for_the_end() -> None:
-    def script(asked: Asked) -> Answer:
+    def script(request: HttpRequest) -> Answer:
         if len(server.completions) == 1:
             interrupt(signal.SIGINT)
-        return react(asked)
+        return react(request)
 
     def held_back() -> None:
         with deferred_interrupt():
@@ -554,9 +554,9 @@ def test_an_interrupt_that_is_held_back_waits_for_the_end() -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_a_fault_of_one_prompt_ends_the_requests_of_the_others() -> None:
-    def script(asked: Asked) -> Reaction:
-        if asked.method == "GET" or len(asked.body["prompt"]) > 1:
-            return react(asked) if asked.method == "GET" else Hang()
+    def script(request: HttpRequest) -> Reaction:
+        if request.method == "GET" or len(request.body["prompt"]) > 1:
+            return react(request) if request.method == "GET" else Hang()
         wait_until(lambda: len(server.completions) == len(PROMPTS))
         return as_json({"error": {"message": "too long"}}, 400)
 

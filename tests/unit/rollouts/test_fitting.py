@@ -15,8 +15,8 @@ def fitted(longest: int | None, **choices: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(("longest", "expected"), [(256, 128), (511, 255), (32, 16), (1, 1)])
 def test_a_default_gives_way_to_the_server(longest: int, expected: int) -> None:
-    found, (note,) = fitted(longest)
-    assert found == expected
+    fitted_choices, (note,) = fitted(longest)
+    assert fitted_choices == expected
     assert note == f"--max-new-tokens {expected}: half of the server's longest sequence, which has {longest} tokens"
 
 

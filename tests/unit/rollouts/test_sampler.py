@@ -15,7 +15,7 @@ from bridge.rollouts.sampler import CALL_SEEDS, NUM_CALLS, Sampler, seed_of
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest, Refusal
 from bridge.types import Completion, FinishReason
-from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
+from tests.unit.http_server import Answer, Answers, HttpRequest, as_json, serving
 from tests.unit.openai_server import Bend, openai, plain
 
 PROMPTS = [(5, 6), (7,), (8, 9, 10)]
@@ -47,7 +47,7 @@ def error_of(answers: Answers, **choices: Any) -> BridgeError:
 def bent_choice(**changes: Any) -> Answers:
     """Answer with one choice changed; a value of `...` removes the key."""
 
-    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+    def bend(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
         changed = {**document["choices"][1], **changes}
         document["choices"][1] = {key: value for key, value in changed.items() if value is not ...}
         return document
@@ -58,9 +58,9 @@ def bent_choice(**changes: Any) -> Answers:
 def test_completions_come_in_the_order_of_prompts_and_choices() -> None:
     shuffler = random.Random(0)
 
-    def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
+    def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
         shuffler.shuffle(document["choices"])
-        time.sleep(0.05 / len(asked.body["prompt"]))  # the first prompt is answered last
+        time.sleep(0.05 / len(request.body["prompt"]))  # the first prompt is answered last
         return document
 
     with serving(openai(bend)) as server:
@@ -76,7 +76,7 @@ def test_tokens_are_asked_for_as_the_loss_needs_them() -> None:
     with serving(openai()) as server, sampler() as ours:
         ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=3, seed=1)
         ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=3, seed=2)
-    requests = [asked.body for asked in server.asked if asked.path == "/v1/completions"]
+    requests = [request.body for request in server.requests if request.path == "/v1/completions"]
     assert len(requests) == 2 * len(PROMPTS)
     assert sorted(tuple(request["prompt"]) for request in requests[:3]) == sorted(PROMPTS)
     for request in requests:
@@ -93,9 +93,9 @@ def test_a_patched_vllm_is_asked_by_bridges_own_route() -> None:
         groups = sampled(Endpoint(url=server.url), num_samples=3)
     assert [len(group) for group in groups] == [3, 3, 3]
     assert groups[0][1].token_ids == (41, 52, 2)
-    for asked in server.asked[1:]:
-        CompletionsRequest.model_validate(asked.body)  # which refuses unknown fields
-        assert (asked.path, asked.body["temperature"], asked.body["max_tokens"]) == (COMPLETIONS, 0.7, 16)
+    for request in server.requests[1:]:
+        CompletionsRequest.model_validate(request.body)  # which refuses unknown fields
+        assert (request.path, request.body["temperature"], request.body["max_tokens"]) == (COMPLETIONS, 0.7, 16)
 
 
 @pytest.mark.parametrize("is_bridge", [False, True])
@@ -104,7 +104,7 @@ def test_stop_texts_are_sent_if_there_are_any(is_bridge: bool) -> None:
         sampled(Endpoint(url=server.url), num_samples=2)
         with sampler(stop=("x", "yz")) as ours:
             ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=2, seed=1)
-    requests = [asked.body for asked in server.asked if asked.method == "POST"]
+    requests = [request.body for request in server.requests if request.method == "POST"]
     without, given = requests[: len(PROMPTS)], requests[len(PROMPTS) :]
     assert not any(request.keys() & {"stop", "include_stop_str_in_output"} for request in without)
     assert all(request["stop"] == ["x", "yz"] for request in given)
@@ -120,11 +120,11 @@ def test_seeds_are_unique_and_repeatable() -> None:
     def seeds(seed: int) -> list[int]:
         with serving(openai()) as server, sampler() as ours:
             ours.sample([Endpoint(url=server.url)], prompts, num_samples=num_samples, seed=seed)
-        return sorted(asked.body["seed"] + i for asked in server.asked[1:] for i in range(num_samples))
+        return sorted(request.body["seed"] + i for request in server.requests[1:] for i in range(num_samples))
 
-    found = seeds(1) + seeds(2) + seeds(2**31)
-    assert len(set(found)) == len(found) == 3 * 50 * num_samples
-    assert seeds(1) == found[: 50 * num_samples]
+    sampled_seeds = seeds(1) + seeds(2) + seeds(2**31)
+    assert len(set(sampled_seeds)) == len(sampled_seeds) == 3 * 50 * num_samples
+    assert seeds(1) == sampled_seeds[: 50 * num_samples]
     assert min(seeds(2**63 - 1)) >= 0
     assert max(seeds(2**63 - 1)) < 2**63
 
@@ -185,7 +185,7 @@ def test_a_server_without_token_ids_is_a_usage_error(changes: dict[str, Any]) ->
 
 @pytest.mark.parametrize("keep", [0, 2, 4])
 def test_another_number_of_completions_is_reported(keep: int) -> None:
-    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+    def bend(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
         extra = {**document["choices"][0], "index": 3}
         return {**document, "choices": [*document["choices"], extra][:keep]}
 
@@ -241,16 +241,16 @@ def test_token_ids_of_the_server_come_before_any_text() -> None:
 
 
 def test_nan_weights_are_not_retried_and_keep_the_message() -> None:
-    told = Refusal(error="NaN or infinity in 2 of 26 tensors", remedy="bridge restore saved/step_3")
+    refusal = Refusal(error="NaN or infinity in 2 of 26 tensors", remedy="bridge restore saved/step_3")
     times: list[float] = []
 
-    def bend(_: dict[str, Any], asked: Asked) -> Answer:
-        times.append(asked.connection)
-        return as_json(told.model_dump(), 409)
+    def bend(_: dict[str, Any], request: HttpRequest) -> Answer:
+        times.append(request.connection)
+        return as_json(refusal.model_dump(), 409)
 
     error = error_of(openai(bend, is_bridge=True), max_retries=5)
-    assert (type(error), error.remedy) == (AttachError, told.remedy)
-    assert told.error in error.message
+    assert (type(error), error.remedy) == (AttachError, refusal.remedy)
+    assert refusal.error in error.message
     assert len(times) <= len(PROMPTS)
     assert type(error_of(openai(lambda *_: as_json({"error": "busy"}, 409)))) is ServerUnreachableError
 
@@ -282,7 +282,7 @@ def test_filters_need_a_server_that_reports_what_they_kept(answers: Answers) -> 
 
 
 def test_filters_are_sent_where_what_they_kept_comes_back() -> None:
-    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+    def bend(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
         for choice in document["choices"]:
             choice["kept"] = [[0.5, 3], [-1.5, 4], [2.5, 5]]
         return document
@@ -290,7 +290,7 @@ def test_filters_are_sent_where_what_they_kept_comes_back() -> None:
     with serving(openai(bend, is_bridge=True)) as server:
         groups = sampled(Endpoint(url=server.url), min_p=0.1)
     assert groups[0][0].kept == ((0.5, 3), (-1.5, 4), (2.5, 5))
-    bodies = [CompletionsRequest.model_validate(asked.body) for asked in server.asked[1:]]
+    bodies = [CompletionsRequest.model_validate(request.body) for request in server.requests[1:]]
     assert {(body.min_p, body.top_p, body.top_k) for body in bodies} == {(0.1, 1.0, 0)}
     short = error_of(openai(lambda document, _: cut(bend(document, _)), is_bridge=True), min_p=0.1)
     assert "3 tokens with 2 thresholds" in short.message
@@ -310,7 +310,7 @@ def test_a_version_known_to_the_caller_overrides_the_servers() -> None:
 def test_another_model_of_the_server_is_asked_for_by_its_name() -> None:
     with serving(openai()) as server:
         sampled(Endpoint(url=server.url, model="adapter"))
-    assert {asked.body["model"] for asked in server.asked[1:]} == {"adapter"}
+    assert {request.body["model"] for request in server.requests[1:]} == {"adapter"}
 
 
 TOO_LONG = "This model's maximum context length is 256 tokens. However, you requested\n 400 tokens."

@@ -21,7 +21,7 @@ from bridge.errors import ServerUnreachableError
 from bridge.rollouts import staleness
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
-from tests.unit.http_server import Asked
+from tests.unit.http_server import HttpRequest
 from tests.unit.rollouts.test_environment import Sampled, Task, model, sampled, saying
 from tests.unit.scores_sample import Several
 
@@ -52,20 +52,20 @@ def test_no_group_is_trained_on_late_twice_or_never(seed: int) -> None:
             for _ in range(max(room, 0)):
                 groups.append(Fake(begun, step, in_order=in_order))
                 begun += 1
-            assert sum(not each.is_sampled for each in groups) <= at_once
+            assert sum(not group.is_sampled for group in groups) <= at_once
             taken = staleness.ready(groups, count, step=step, max_staleness=max_staleness)
             if taken:
                 break
-            waiting = [each for each in groups if not each.is_sampled]
+            waiting = [group for group in groups if not group.is_sampled]
             assert waiting, "nothing is in flight, and nothing may be taken"
-            chance.choices(waiting, [1 + 50 * (each.number % 7 > 0) for each in waiting])[0].is_sampled = True
+            chance.choices(waiting, [1 + 50 * (group.number % 7 > 0) for group in waiting])[0].is_sampled = True
             waited += 1
         assert len(taken) == count
-        assert all(step - each.begun <= max_staleness for each in taken)
-        groups = [each for each in groups if each not in taken]
-        used.update(each.number for each in taken)
+        assert all(step - group.begun <= max_staleness for group in taken)
+        groups = [group for group in groups if group not in taken]
+        used.update(group.number for group in taken)
     assert max(used.values()) == 1
-    assert {*range(min(each.number for each in groups) if groups else begun)} <= used.keys()
+    assert {*range(min(group.number for group in groups) if groups else begun)} <= used.keys()
     assert waited > 0
 
 
@@ -75,7 +75,7 @@ def test_groups_that_began_at_once_are_taken_in_their_order() -> None:
     given: Any = [later, *groups]
     assert staleness.ready(given, 2, step=1, max_staleness=2) == [], "the first to finish are the shortest"
     groups[1].is_sampled = True
-    assert [each.number for each in staleness.ready(given, 2, step=1, max_staleness=2)] == [0, 1]
+    assert [group.number for group in staleness.ready(given, 2, step=1, max_staleness=2)] == [0, 1]
 
 
 def length_of_first_steps(seed: int, *, in_order: bool, max_staleness: int = 8, count: int = 8) -> list[float]:
@@ -93,11 +93,11 @@ def length_of_first_steps(seed: int, *, in_order: bool, max_staleness: int = 8, 
                 begun += 1
             if taken := staleness.ready([*groups.values()], count, step=step, max_staleness=max_staleness):
                 break
-            waiting = [number for number, each in groups.items() if not each.is_sampled]
+            waiting = [number for number, group in groups.items() if not group.is_sampled]
             groups[min(waiting, key=lambda number: left[number])].is_sampled = True  # the shortest finishes first
-        lengths.append(statistics.fmean(left[each.number] for each in taken))
-        for each in taken:
-            del groups[each.number]
+        lengths.append(statistics.fmean(left[group.number] for group in taken))
+        for group in taken:
+            del groups[group.number]
     return lengths
 
 
@@ -117,8 +117,8 @@ class Gate:
         self._opened, self._problems = threading.Event(), problems
         self.num_passed = 0
 
-    def __call__(self, document: dict[str, Any], asked: Asked) -> dict[str, Any]:
-        if not self._problems or problem_of(asked) in self._problems:
+    def __call__(self, document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
+        if not self._problems or problem_of(request) in self._problems:
             assert self._opened.wait(PATIENCE_S)
         self.num_passed += 1
         return document
@@ -137,9 +137,9 @@ class Gate:
         threading.Timer(seconds, self.open).start()
 
 
-def problem_of(asked: Asked) -> int:
+def problem_of(request: HttpRequest) -> int:
     """Return the number of the problem modulo 3: the prompt of each is a token longer."""
-    return len(asked.body["prompt"]) - 3
+    return len(request.body["prompt"]) - 3
 
 
 def numbers(groups: list[Group]) -> list[int | None]:
@@ -147,7 +147,7 @@ def numbers(groups: list[Group]) -> list[int | None]:
 
 
 def posted(ours: Sampled) -> int:
-    return sum(asked.method == "POST" for asked in ours.asked)
+    return sum(request.method == "POST" for request in ours.requests)
 
 
 def streaming(model: Path, bend: Callable[..., Any], *, task: Task | None = None, **choices: Any) -> Any:
@@ -190,11 +190,11 @@ def test_requests_are_on_their_way_while_a_step_is_computed(model: Path) -> None
 def test_no_more_groups_than_chosen_are_in_flight(model: Path) -> None:
     with streaming(model, lambda document, _: document, max_staleness=3, groups_in_flight=3) as ours:
         ours.groups(1, 2)
-        assert sum(not each.is_sampled for each in ours.stream._in_flight) <= 3
+        assert sum(not group.is_sampled for group in ours.stream._in_flight) <= 3
     with streaming(model, lambda document, _: document, max_staleness=3) as ours:
         ours.stream.served(Endpoint(url=ours.endpoint.url, kv_tokens=3 * 8 * 8 // 2), 3)  # of half the longest
         ours.groups(1, 2)
-        assert "up to 3 groups in flight (--groups-in-flight)" in ours.told
+        assert "up to 3 groups in flight (--groups-in-flight)" in ours.notes
     with pytest.raises(
         ValueError, match="--groups-in-flight 9 must be at least the 2 groups of a batch, and at most 8"
     ):
@@ -205,7 +205,7 @@ def test_no_more_groups_than_chosen_are_in_flight(model: Path) -> None:
 def test_every_problem_is_used_once_over_many_steps(model: Path, max_staleness: int) -> None:
     chance = random.Random(0)
 
-    def slowly(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+    def slowly(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
         time.sleep(chance.choice([0.0, 0.0, 0.02, 0.1]))
         return document
 
@@ -217,12 +217,12 @@ def test_every_problem_is_used_once_over_many_steps(model: Path, max_staleness: 
 
 
 def test_a_server_that_dies_costs_only_what_was_in_flight(model: Path) -> None:
-    dead, answered = threading.Event(), list[Asked]()
+    dead, answered = threading.Event(), list[HttpRequest]()
 
-    def bend(document: dict[str, Any], asked: Asked) -> Any:
+    def bend(document: dict[str, Any], request: HttpRequest) -> Any:
         if dead.is_set():
             return None
-        answered.append(asked)
+        answered.append(request)
         return document
 
     with streaming(model, bend) as ours:
@@ -253,9 +253,9 @@ def test_groups_in_flight_at_a_server_restart_are_requeued(model: Path) -> None:
         assert numbers(ours.groups(2, 2)) == [2, 3]
         ours.stream.served(Endpoint(url=ours.endpoint.url, starts=1, version=9), 9)
         gate.open()
-        again = ours.groups(3, 2)
-        assert numbers(again) == [4, 5]
-        assert {version for group in again for one in group.completions for version in one.versions} == {9}
+        resampled = ours.groups(3, 2)
+        assert numbers(resampled) == [4, 5]
+        assert {version for group in resampled for one in group.completions for version in one.versions} == {9}
 
 
 def test_groups_without_signal_are_replaced_within_the_bound(model: Path) -> None:

@@ -14,13 +14,13 @@ class Counting:
     """A vocabulary of a word, two halves of one character, and a word again; counts calls."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.num_decoded = 0
 
     def __len__(self) -> int:
         return 4
 
     def decode(self, ids: list[int], **_: Any) -> str:
-        self.asked += 1
+        self.num_decoded += 1
         return [" a", "\ufffd", "\ufffd", "a"][ids[0]]
 
 
@@ -40,7 +40,7 @@ def test_a_text_may_stand_for_one_token_several_or_none(text: str, ids: tuple[in
 def test_the_vocabulary_is_decoded_once_at_the_first_lookup() -> None:
     tokenizer = Counting()
     vocabulary = Vocabulary(tokenizer)
-    assert tokenizer.asked == 0
+    assert tokenizer.num_decoded == 0
     for text in ("a", "b", " a"):
         vocabulary(text)
-    assert tokenizer.asked == 4
+    assert tokenizer.num_decoded == 4

@@ -27,7 +27,7 @@ from bridge.run.metrics import RECORDED
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Problem
 from tests.cli import report_runs
-from tests.unit.http_server import Asked, as_json
+from tests.unit.http_server import HttpRequest, as_json
 from tests.unit.trainer_runs import STEPS, Letters, Run, Running, runner
 
 
@@ -50,8 +50,8 @@ def test_a_run_leaves_complete_metrics_and_its_last_step(running: Running) -> No
             assert 0 < row["changed_weight_share"] <= 1
             assert row["logprob_diff_max"] >= row["logprob_diff_mean"] > 0
             assert min(row["rollout_s"], row["train_s"], row["peak_memory_gib"]) > 0
-        told = [json.loads(json_lines.line(metrics)) for metrics in run.reported]
-        assert told == run.metrics
+        reported = [json.loads(json_lines.line(metrics)) for metrics in run.reported]
+        assert reported == run.metrics
         assert run.saved() == {"step_3": {"step": 3, "weight_version": 6}}
         run.check_saved("step_3")
         assert any(not torch.equal(before[name], tensor) for name, tensor in run.weights().items())
@@ -81,7 +81,7 @@ def test_a_default_completion_length_fits_the_server(running: Running) -> None:
     with running(max_model_len=256) as run:
         run.train(max_new_tokens=...)
         assert {request["max_tokens"] for request in run.requests} == {128}
-        assert run.told == ["--max-new-tokens 128: half of the server's longest sequence, which has 256 tokens"]
+        assert run.notes == ["--max-new-tokens 128: half of the server's longest sequence, which has 256 tokens"]
         assert RunDirectory(run.folder / "run").choices()["max_new_tokens"] == 128
 
 
@@ -104,7 +104,7 @@ def test_a_run_ends_with_the_first_step_that_reaches_its_goal(running: Running) 
         summary = run.train(training_steps=6, stop_at="weight_version>=5")  # it begins at 3
         assert [row["step"] for row in run.metrics] == [1, 2]
         assert (summary.steps, [*run.saved()]) == (2, ["step_2"])
-        assert run.told == ["--stop-at weight_version>=5: reached after step 2"]
+        assert run.notes == ["--stop-at weight_version>=5: reached after step 2"]
 
 
 def test_a_run_ends_with_the_evaluation_that_reaches_its_goal(running: Running) -> None:
@@ -114,7 +114,7 @@ def test_a_run_ends_with_the_evaluation_that_reaches_its_goal(running: Running) 
         evaluations = (run.folder / "run" / "evaluations.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in evaluations] == [0, 2]
         assert (summary.steps, summary.reward_after) == (2, json.loads(evaluations[-1])["reward_mean"])
-        assert run.told == ["--stop-at eval_truncated_share <= 0: reached after step 2"]
+        assert run.notes == ["--stop-at eval_truncated_share <= 0: reached after step 2"]
     with pytest.raises(ValueError, match="--stop-at eval_kl>=1 has no effect without --eval-interval"):
         TrainConfig.of(model_name="m", stop_at="eval_kl>=1", eval_samples=2)
 
@@ -122,7 +122,7 @@ def test_a_run_ends_with_the_evaluation_that_reaches_its_goal(running: Running) 
 def test_a_goal_that_no_step_reaches_changes_nothing(running: Running) -> None:
     with running() as run:
         run.train(stop_at="kl>=0.5")
-        assert ([row["step"] for row in run.metrics], run.told) == ([1, 2, 3], [])
+        assert ([row["step"] for row in run.metrics], run.notes) == ([1, 2, 3], [])
 
 
 def test_equal_rewards_teach_nothing_and_the_run_goes_on(running: Running) -> None:
@@ -171,9 +171,9 @@ def test_a_gradient_that_is_not_finite_skips_its_step(
         pairs = pairwise(published)
         changed = [any(not torch.equal(one[name], other[name]) for name in one) for one, other in pairs]
         assert changed == [False, False, True, False, False, True]
-        assert [line.split(":")[0] for line in run.told] == ["step 2", "step 3", "step 5", "step 6"]
-        assert "its update was skipped: no weight was changed (2 in a row; the run ends after 3)" in run.told[1]
-        assert [each["step"] for each in run.saved().values()] == [3, 6, 7]
+        assert [line.split(":")[0] for line in run.notes] == ["step 2", "step 3", "step 5", "step 6"]
+        assert "its update was skipped: no weight was changed (2 in a row; the run ends after 3)" in run.notes[1]
+        assert [progress["step"] for progress in run.saved().values()] == [3, 6, 7]
         run.check_saved("step_7")
 
 
@@ -186,16 +186,18 @@ def test_skipped_steps_in_a_row_end_a_run_with_a_checkpoint(running: Running, mo
         assert run.saved() == {"step_5": {"step": 5, "weight_version": 8}}
         run.check_saved("step_5")
         assert all(tensor.isfinite().all() for tensor in run.weights().values())
-    with running() as again:
-        assert again.go_on(training_steps=6).steps == 6
-        assert again.metrics[-1]["updates"] == 1
+    with running() as resumed:
+        assert resumed.go_on(training_steps=6).steps == 6
+        assert resumed.metrics[-1]["updates"] == 1
 
 
 def test_an_interrupt_while_sampling_saves_the_last_step(running: Running) -> None:
     sent: list[int] = []
 
-    def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
-        if asked.body["seed"] // 1_000_003 == 3 and not sent:  # the third step; a second one would also stop the saving
+    def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
+        if (
+            request.body["seed"] // 1_000_003 == 3 and not sent
+        ):  # the third step; a second one would also stop the saving
             sent.append(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         return document
@@ -218,8 +220,8 @@ def test_an_interrupt_in_the_fence_acts_after_the_step(running: Running) -> None
 
 
 def test_a_server_that_goes_in_mid_run_costs_no_published_step(running: Running) -> None:
-    def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any] | None:
-        return None if asked.body["seed"] // 1_000_003 >= 3 else document
+    def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any] | None:
+        return None if request.body["seed"] // 1_000_003 >= 3 else document
 
     with running(bend) as run:
         error = run.stopped(ServerUnreachableError)
@@ -237,12 +239,12 @@ def test_a_server_lost_before_the_first_step_saves_nothing(running: Running) -> 
 
 
 def test_weights_written_but_not_published_are_saved(running: Running) -> None:
-    def gone(version: int) -> None:
+    def lose_server(version: int) -> None:
         if version == 4:
             raise ServerUnreachableError("gone", remedy="restart")
 
     with running() as run:
-        run.mode.before_publish = gone
+        run.mode.before_publish = lose_server
         run.stopped(ServerUnreachableError)
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 4}}
         run.check_saved("step_2")
@@ -308,7 +310,7 @@ def test_a_model_without_tokenizer_is_refused_at_once(running: Running) -> None:
         with pytest.raises(UsageError, match="tokenizer"):
             run.train()
         assert run.mode.calls == ["close"]
-        assert run.asked == []
+        assert run.http_requests == []
 
 
 def test_checkpointed_activations_give_the_same_step(running: Running) -> None:
@@ -356,7 +358,7 @@ def test_sleep_and_pause_change_where_passes_are_computed_only(running: Running,
         for row in asleep.metrics:
             assert row["fence_prepare_s"] == 0.125
             assert row["train_s"] > 0.125
-        assert asleep.told == []
+        assert asleep.notes == []
         check_same_outcome(asleep, awake)
     with running(folder="paused", can_sleep=True) as paused:
         paused.train(kv_sleep="never", pause_while_training=True, **choices)
@@ -369,18 +371,18 @@ def test_sleep_and_pause_change_where_passes_are_computed_only(running: Running,
 def test_the_first_batch_decides_whether_the_cache_sleeps(
     running: Running, monkeypatch: pytest.MonkeyPatch, wants: bool
 ) -> None:
-    asked = []
+    calls_before = []
 
     def wants_sleep(_: Learner) -> bool:
-        asked.append(run.mode.calls.copy())
+        calls_before.append(run.mode.calls.copy())
         return wants
 
     monkeypatch.setattr(Learner, "wants_sleep", wants_sleep)
     with running(can_sleep=True) as run:
         run.train()
-        assert asked == [["open"]]
+        assert calls_before == [["open"]]
         assert run.mode.calls == ["open", *(SLEEPS if wants else ["publish"]) * STEPS, "catch up", "close"]
-        assert run.told == ["the server's KV cache sleeps while training, which needs its memory"] * wants
+        assert run.notes == ["the server's KV cache sleeps while training, which needs its memory"] * wants
 
 
 @pytest.mark.parametrize("choices", [{"kv_sleep": "never"}, {"can_sleep": False}])
@@ -412,7 +414,7 @@ def test_an_impossible_sleep_is_refused_and_leaves_no_trace(running: Running) ->
         error = run.stopped(UsageError, kv_sleep="always")
         assert "cannot sleep" in str(error)
         assert run.mode.calls == ["open", "close"]
-        assert run.asked == []
+        assert run.http_requests == []
         assert not (run.folder / "run" / "config.json").exists()
         assert not (run.folder / "saved").exists()
         assert all(torch.equal(before[name], tensor) for name, tensor in run.weights().items())
@@ -443,34 +445,34 @@ def test_an_interrupt_during_a_pass_costs_no_published_step(
 
 
 def test_a_mismatch_alarm_is_logged_each_time_it_begins(running: Running) -> None:
-    def bend(document: dict[str, Any], asked: Asked) -> dict[str, Any]:
-        if asked.body["seed"] // 1_000_003 in {2, 3, 5}:
+    def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
+        if request.body["seed"] // 1_000_003 in {2, 3, 5}:
             for choice in document["choices"]:
                 choice["logprobs"]["token_logprobs"] = [-50.0 for _ in choice["token_ids"]]
         return document
 
-    seen: list[tuple[int, int]] = []
+    num_notes: list[tuple[int, int]] = []
     with running(bend) as run:
-        run.report = lambda metrics: seen.append((metrics.step, len(run.told)))
+        run.report = lambda metrics: num_notes.append((metrics.step, len(run.notes)))
         run.train(training_steps=6, mismatch_alarm=10)
-        assert seen == [(1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
-        assert all(line.startswith("the log-probs of vLLM and the trainer differ by 4") for line in run.told)
+        assert num_notes == [(1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
+        assert all(line.startswith("the log-probs of vLLM and the trainer differ by 4") for line in run.notes)
         unhealthy = [row["step"] for row in run.metrics if row["logprob_diff_mean"] > 10]
         assert unhealthy == [2, 3, 5]
         assert [row["corrected_share"] > 0.9 for row in run.metrics if row["step"] in unhealthy] == [True] * 3
 
 
 def test_mismatch_is_checked_only_after_a_reload(running: Running) -> None:
-    def bend(document: dict[str, Any], _: Asked) -> dict[str, Any]:
+    def bend(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
         for choice in document["choices"]:
             choice["logprobs"]["token_logprobs"] = [-50.0 for _ in choice["token_ids"]]
         return document
 
-    seen: list[int] = []
+    num_notes: list[int] = []
     with running(bend, interval=3) as run:
-        run.report = lambda _: seen.append(len(run.told))
+        run.report = lambda _: num_notes.append(len(run.notes))
         run.train(training_steps=6, mismatch_alarm=10)
-    assert seen == [1, 1, 1, 2, 2, 2]
+    assert num_notes == [1, 1, 1, 2, 2, 2]
 
 
 def test_metrics_cover_every_update_and_the_staleness(running: Running) -> None:
@@ -504,7 +506,7 @@ def test_a_run_without_signal_logs_the_likely_cause_once(
     with running() as run:
         summary = run.train(Letters(score))
         assert [row["no_signal_share"] for row in run.metrics] == [1, 1, 1]
-        (line,) = run.told
+        (line,) = run.notes
         assert line.startswith("step 1 has nothing to learn from: in each group all rewards are equal; likely cause: ")
         assert cause in line
         assert (summary.steps, summary.updates) == (STEPS, 0)
@@ -528,7 +530,7 @@ def test_metrics_of_rollouts_include_replaced_groups(running: Running) -> None:
             rewards = [[completion["reward"] for completion in group] for group in groups]
             assert len(rewards) == 2 + row["skipped_groups"]
             assert row["reward_mean"] == pytest.approx(sum(map(sum, rewards)) / sum(map(len, rewards)))
-            assert row["no_signal_share"] == sum(len(set(each)) == 1 for each in rewards) / len(rewards)
+            assert row["no_signal_share"] == sum(len(set(of_group)) == 1 for of_group in rewards) / len(rewards)
             assert row["tokens_generated"] == 24 / 2 * len(rewards)
             assert row["completion_tokens_mean"] == 3
 
@@ -556,9 +558,13 @@ def test_completions_of_unknown_version_have_no_staleness(running: Running, vers
 def test_staleness_is_the_oldest_known_tokens(versions: list[tuple[int | None, ...]], expected: float) -> None:
     completions = [
         Completion(
-            token_ids=(7,) * len(each), logprobs=(-1.0,) * len(each), text="", finish_reason="stop", versions=each
+            token_ids=(7,) * len(of_completion),
+            logprobs=(-1.0,) * len(of_completion),
+            text="",
+            finish_reason="stop",
+            versions=of_completion,
         )
-        for each in versions
+        for of_completion in versions
     ]
     assert max(measuring.lags(completions, 6), default=math.nan) == pytest.approx(expected, nan_ok=True)
 

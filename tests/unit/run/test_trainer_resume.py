@@ -40,12 +40,12 @@ def seed(request: dict[str, Any]) -> int:
 def kill(run: Run, step: int) -> None:
     """Kill the trainer once `step` was reported."""
 
-    def gone(metrics: StepMetrics) -> None:
+    def die(metrics: StepMetrics) -> None:
         if metrics.step == step:
             run.mode.killed = True
             raise Killed
 
-    run.report = gone
+    run.report = die
 
 
 @pytest.mark.parametrize("killed_at", [3, 5])
@@ -61,18 +61,18 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(running: Running, dropout: f
         kill(run, killed_at)
         run.stopped(Killed, **choices)
         assert list(run.saved()) == [f"step_{step}" for step in (2, 4) if step < killed_at]
-    with running(folder="killed", dropout=dropout) as again:
-        spoil(attach(again.mode.server.manifest).model)
+    with running(folder="killed", dropout=dropout) as resumed:
+        spoil(attach(resumed.mode.server.manifest).model)
         torch.manual_seed(2)
-        summary = again.go_on(**choices)
-        assert again.mode.calls[:2] == ["open", "restore"]
-        assert comparable(again.metrics) == comparable(straight.metrics)
-        assert [metrics.step for metrics in again.reported] == list(range(killed_at, 7))
-        assert sorted(again.requests, key=seed) == sorted(requests, key=seed)[2 * (killed_at - 1) :]
-        for name, tensor in again.weights().items():
+        summary = resumed.go_on(**choices)
+        assert resumed.mode.calls[:2] == ["open", "restore"]
+        assert comparable(resumed.metrics) == comparable(straight.metrics)
+        assert [metrics.step for metrics in resumed.reported] == list(range(killed_at, 7))
+        assert sorted(resumed.requests, key=seed) == sorted(requests, key=seed)[2 * (killed_at - 1) :]
+        for name, tensor in resumed.weights().items():
             assert torch.equal(tensor, weights[name]), name
     assert summary.steps == 6
-    same = [run.folder / "saved" / "step_6" for run in (straight, again)]
+    same = [run.folder / "saved" / "step_6" for run in (straight, resumed)]
     for name in ("model.safetensors", "optimizer/optimizer-00001-of-00001.safetensors", "optimizer/state.json"):
         assert (same[0] / name).read_bytes() == (same[1] / name).read_bytes(), name
     lost = run.folder / "run" / "metrics_lost.jsonl"
@@ -98,11 +98,11 @@ def test_every_optimizer_resumes_as_if_not_killed(running: Running, choices: dic
     with running(folder="killed") as run:
         kill(run, 3)
         run.stopped(Killed, **choices)
-    with running(folder="killed") as again:
-        spoil(attach(again.mode.server.manifest).model)
-        again.go_on(**choices)
-        assert comparable(again.metrics) == comparable(straight.metrics)
-        for name, tensor in again.weights().items():
+    with running(folder="killed") as resumed:
+        spoil(attach(resumed.mode.server.manifest).model)
+        resumed.go_on(**choices)
+        assert comparable(resumed.metrics) == comparable(straight.metrics)
+        for name, tensor in resumed.weights().items():
             assert torch.equal(tensor, weights[name]), name
 
 
@@ -114,12 +114,12 @@ def test_endless_problems_resume_with_the_next_one(running: Running) -> None:
     with running(folder="killed") as run:
         kill(run, 3)
         run.stopped(Killed, Endless(), **choices)
-    with running(folder="killed") as again:
-        spoil(attach(again.mode.server.manifest).model)
-        again.go_on(Endless(), **choices)
-        assert sorted(again.requests, key=seed) == requests[4:]
-        assert comparable(again.metrics) == comparable(straight.metrics)
-        for name, tensor in again.weights().items():
+    with running(folder="killed") as resumed:
+        spoil(attach(resumed.mode.server.manifest).model)
+        resumed.go_on(Endless(), **choices)
+        assert sorted(resumed.requests, key=seed) == requests[4:]
+        assert comparable(resumed.metrics) == comparable(straight.metrics)
+        for name, tensor in resumed.weights().items():
             assert torch.equal(tensor, weights[name]), name
 
 
@@ -130,10 +130,10 @@ def test_without_the_random_state_dropout_would_differ(running: Running, monkeyp
     with running(folder="killed", dropout=0.2) as run:
         kill(run, 3)
         run.stopped(Killed, **choices)
-    with running(folder="killed", dropout=0.2) as again:
+    with running(folder="killed", dropout=0.2) as resumed:
         monkeypatch.setattr(optimizer_state, "_set_random", lambda _: torch.manual_seed(2))
-        again.go_on(**choices)
-    assert comparable(again.metrics)[2:] != comparable(straight.metrics)[2:]
+        resumed.go_on(**choices)
+    assert comparable(resumed.metrics)[2:] != comparable(straight.metrics)[2:]
 
 
 def test_a_run_without_steps_or_state_left_is_refused(running: Running) -> None:
@@ -167,13 +167,13 @@ def test_a_server_lost_while_sampling_gets_the_newest_weights(running: Running, 
         assert summary.steps == STEPS
         for name, tensor in straight.weights().items():
             assert torch.equal(run.weights()[name], tensor), name
-        assert [line.partition(":")[0] for line in run.told] == [
+        assert [line.partition(":")[0] for line in run.notes] == [
             "the server died",
             f"the server was started again with the weights of step {step - 1}",
         ]
         events = (run.folder / "run" / "events.log").read_text().splitlines()
         *before, began, first, second, done = [event.partition(" ")[2] for event in events]
-        assert (before, [first, second]) == (run.told_before, run.told)
+        assert (before, [first, second]) == (run.told_before, run.notes)
         assert began == f"training {run.mode.server.manifest.model} by --mode shared_vllm: steps 1 to 3"
         assert done == f"done after step 3; checkpoint {run.folder / 'saved' / 'step_3'}"
 
@@ -241,9 +241,9 @@ def test_a_server_lost_in_its_sleep_costs_only_gradients(
     with running(folder="disturbed", can_sleep=True, **{moment: die}) as run:
         run.train(engine=engine, **choices)
         written = moment == "before_publish"
-        again = ["sleep", "prepare", "revive", "sleep"] if written else ["revive", "sleep", "prepare"]
+        recovery = ["sleep", "prepare", "revive", "sleep"] if written else ["revive", "sleep", "prepare"]
         asleep = ["sleep", "prepare", "publish"]
-        assert run.mode.calls == ["open", *asleep, *again, "publish", *asleep, "close"]
+        assert run.mode.calls == ["open", *asleep, *recovery, "publish", *asleep, "close"]
         assert engine.started_with == [str(run.folder / "saved" / f"step_{2 if written else 1}")]
         assert run.mode.gradients_at_revival == [0]
         for name, tensor in straight.weights().items():
@@ -282,7 +282,7 @@ def test_a_failed_restart_costs_no_published_step(running: Running) -> None:
         assert isinstance(error, BridgeError)
         assert error.message == "it does not come up"
         assert list(run.saved()) == ["step_2"]
-        assert len(run.told) == 1
+        assert len(run.notes) == 1
 
 
 def test_weights_that_are_half_written_are_given_to_no_server(

@@ -20,7 +20,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update
 from tests.fenced import publish
 from tests.unit.checks_sample import manifest
-from tests.unit.http_server import Answer, Asked, HttpServer, as_json, locked, serving
+from tests.unit.http_server import Answer, HttpRequest, HttpServer, as_json, locked, serving
 from tests.unit.modes.lora_runs import RANK, World, world_in
 from tests.unit.openai_server import openai
 from tests.unit.rollouts.test_sampler import sampled
@@ -34,7 +34,7 @@ def server() -> Iterator[HttpServer]:
         yield server
 
 
-def answers(one: Asked) -> Answer | None:
+def answers(one: HttpRequest) -> Answer | None:
     return openai()(one) if one.path in {"/v1/completions", "/v1/models"} else as_json({})
 
 
@@ -55,7 +55,7 @@ CLIENTS: dict[str, Callable[[str], object]] = {
 def test_each_client_sends_the_key(server: HttpServer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     CLIENTS[name](server.url)
-    assert server.asked
+    assert server.requests
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -75,7 +75,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A patched server that takes adapters, samples and requires a key."""
     with world_in(tmp_path, monkeypatch) as world:
 
-        def answers(one: Asked) -> Answer | None:
+        def answers(one: HttpRequest) -> Answer | None:
             return openai()(one) if one.path == "/v1/completions" else world.server(one)
 
         with serving(locked(answers, KEY)) as world.http:
@@ -83,7 +83,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             yield world
 
 
-class Again:
+class Restarted:
     """A server that restarts at once with whatever it has."""
 
     def restart(self, model: str | Path) -> None:
@@ -97,7 +97,7 @@ def test_every_mode_trains_behind_a_key(world: World, way: tuple[str, str], monk
     choices: dict[str, Any] = {"model_name": world.server.toy.manifest.model, "mode": mode, "vllm_port": world.port}
     more: dict[str, dict[str, Any]] = {"lora_only": {"lora_handover": choice, "lora_r": RANK}}
     choices |= more.get(mode, {}) | ({"reload": choice} if mode == "none" else {})
-    context = RunContext(name="runs/ours", scratch=world.scratch, note=lambda _: None, process=Again())
+    context = RunContext(name="runs/ours", scratch=world.scratch, note=lambda _: None, process=Restarted())
     opened = WAYS[way](TrainConfig.of(**choices), context)
     try:
         opened.open()
@@ -107,7 +107,7 @@ def test_every_mode_trains_behind_a_key(world: World, way: tuple[str, str], monk
         sampled(opened.endpoint)
     finally:
         opened.close()
-    for one in world.http.asked:
+    for one in world.http.requests:
         given, token = one.headers.get("authorization"), one.headers.get("x-bridge-token")
         if one.path.startswith("/bridge/"):
             assert (given, token) == ("Bearer secret", None), one
@@ -139,7 +139,7 @@ def test_the_longest_sequence_is_asked_for_with_the_key(server: HttpServer, monk
     assert max_model_len(server.url) is None
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     stream.longest_sequence(server.url, 1024)
-    assert server.asked[-1].headers["authorization"] == f"Bearer {KEY}"
+    assert server.requests[-1].headers["authorization"] == f"Bearer {KEY}"
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -147,20 +147,20 @@ def test_the_credentials_of_a_url_are_sent_to_the_proxy(name: str, monkeypatch: 
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     with serving(answers) as server:
         CLIENTS[name](server.url.replace("http://", "http://user:pass@"))
-        assert {one.headers["authorization"] for one in server.asked} == {"Basic dXNlcjpwYXNz"}
+        assert {one.headers["authorization"] for one in server.requests} == {"Basic dXNlcjpwYXNz"}
 
 
 def test_the_fence_is_asked_by_the_manifests_token_alone(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     with BridgeClient(manifest(url=server.url), timeout_s=20) as client, pytest.raises(Exception, match="valid Status"):
         client.status()
-    assert server.asked[-1].headers["authorization"] == "Bearer secret"
+    assert server.requests[-1].headers["authorization"] == "Bearer secret"
 
 
 def test_doctor_asks_with_both(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     checks.answers(manifest(url=server.url))
-    given = {one.path: one.headers["authorization"] for one in server.asked}
+    given = {one.path: one.headers["authorization"] for one in server.requests}
     assert given == {"/health": f"Bearer {KEY}", "/bridge/status": "Bearer secret"}
     monkeypatch.setenv(api_key.VARIABLE, "broken\n")
     (check,) = checks.answers(manifest(url=server.url))

@@ -12,7 +12,7 @@ from bridge.server import client as client_module
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
 from bridge.server.protocol import Element, Holder, Status
 from tests.unit.checks_sample import manifest
-from tests.unit.http_server import Answer, Answers, Asked, as_json, serving
+from tests.unit.http_server import Answer, Answers, HttpRequest, as_json, serving
 
 ME = Holder.current()
 STATUS = Status(model="m", version=7, state="paused", holder=ME, server=ProcessIdentity.current()).model_dump()
@@ -28,10 +28,10 @@ CALLS: dict[str, Callable[[BridgeClient], object]] = {
 }
 
 
-def good(asked: Asked) -> Answer:
+def good(request: HttpRequest) -> Answer:
     return as_json(
         {"/bridge/tensors/digest": {"digests": {"w": "0f"}}, "/bridge/tensors/read": {"values": [1.5]}}.get(
-            asked.path, STATUS
+            request.path, STATUS
         )
     )
 
@@ -47,18 +47,18 @@ def error_of(answers: Answers, call: str, *, timeout_s: float = 20) -> BridgeErr
 def test_each_call_sends_its_route_token_and_holder() -> None:
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         answers = [CALLS[name](client) for name in CALLS]
-    assert [f"{asked.method} {asked.path}" for asked in server.asked] == [
+    assert [f"{request.method} {request.path}" for request in server.requests] == [
         "GET /bridge/status", "POST /bridge/pause", "POST /bridge/publish", "POST /bridge/resume",
         "GET /bridge/tensors/digest", "POST /bridge/tensors/read", "POST /bridge/tensors/write",
     ]  # fmt: skip
-    assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
+    assert {request.headers["authorization"] for request in server.requests} == {"Bearer secret"}
     holder, element = ME.model_dump(mode="json"), {"parameter": "w", "index": 3, "part": 0}
     pause = {
         "holder": holder, "version": None, "in_flight": "keep", "last_checkpoint": None, "writes": "weights",
         "takeover": False, "sleep": False, "keep_kv": False,
     }  # fmt: skip
     publish, resume = {"holder": holder, "after": 7, "version": None}, {"holder": holder}
-    assert [asked.body for asked in server.asked] == [
+    assert [request.body for request in server.requests] == [
         None, pause, publish, resume,
         None, {"elements": [element]}, {"holder": holder, "elements": [element], "values": [1.0]},
     ]  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_takeover_sends_an_absolute_checkpoint_and_version() -> None:
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         client.pause("keep", last_checkpoint=Path("saved/step_3"), takeover=True)
         client.publish(3)
-    pause, publish = (asked.body for asked in server.asked)
+    pause, publish = (request.body for request in server.requests)
     assert (pause["last_checkpoint"], pause["takeover"]) == (str(Path.cwd() / "saved" / "step_3"), True)
     assert publish["version"] == 3
 
@@ -77,7 +77,7 @@ def test_a_takeover_sends_an_absolute_checkpoint_and_version() -> None:
 def test_a_pause_requests_sleep_where_it_is_wanted() -> None:
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         client.pause("keep", sleep=True)
-    assert server.asked[0].body["sleep"] is True
+    assert server.requests[0].body["sleep"] is True
 
 
 def test_another_address_than_the_manifests_can_be_given() -> None:
@@ -131,7 +131,7 @@ def test_the_servers_own_error_is_quoted() -> None:
 
 
 def test_a_server_that_is_too_slow_is_unreachable() -> None:
-    def slow(_: Asked) -> Answer:
+    def slow(_: HttpRequest) -> Answer:
         time.sleep(0.5)
         return good(_)
 
@@ -142,9 +142,9 @@ def test_a_server_that_is_too_slow_is_unreachable() -> None:
 def test_only_long_calls_have_the_whole_timeout(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
 
-    def slow(asked: Asked) -> Answer:
+    def slow(request: HttpRequest) -> Answer:
         time.sleep(0.5)
-        return good(asked)
+        return good(request)
 
     with serving(slow) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         if call in {"digests", "read", "write"}:
@@ -157,9 +157,9 @@ def test_only_long_calls_have_the_whole_timeout(monkeypatch: pytest.MonkeyPatch,
 def test_a_draining_pause_has_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
 
-    def slow(asked: Asked) -> Answer:
+    def slow(request: HttpRequest) -> Answer:
         time.sleep(0.5)
-        return good(asked)
+        return good(request)
 
     with serving(slow) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         assert client.pause("wait").version == 7
@@ -169,9 +169,9 @@ def test_a_draining_pause_has_the_whole_timeout(monkeypatch: pytest.MonkeyPatch)
 def test_a_call_whose_answer_is_lost_is_sent_again(call: str) -> None:
     lost = []
 
-    def answers(asked: Asked) -> Answer | None:
-        lost.append(asked.body)
-        return good(asked) if len(lost) > 1 else None
+    def answers(request: HttpRequest) -> Answer | None:
+        lost.append(request.body)
+        return good(request) if len(lost) > 1 else None
 
     with serving(answers) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         CALLS[call](client)
@@ -181,7 +181,7 @@ def test_a_call_whose_answer_is_lost_is_sent_again(call: str) -> None:
 def test_a_publication_without_a_pause_is_no_repetition() -> None:
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         client.publish()
-    assert server.asked[0].body["after"] is None
+    assert server.requests[0].body["after"] is None
 
 
 def test_only_the_connections_own_lease_is_returned() -> None:
@@ -191,7 +191,7 @@ def test_only_the_connections_own_lease_is_returned() -> None:
                 if run:
                     assert client.take_lease(run).version == 7
     holder = {"holder": ME.model_dump(mode="json")}
-    assert [(asked.method, asked.path, asked.body) for asked in server.asked] == [
+    assert [(request.method, request.path, request.body) for request in server.requests] == [
         ("POST", "/bridge/lease", {**holder, "run": "runs/first"}), ("DELETE", "/bridge/lease", holder)
     ]  # fmt: skip
 
@@ -230,7 +230,7 @@ def test_an_idle_connection_is_not_reused(
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         for _ in range(3):
             client.status()
-    assert len({asked.connection for asked in server.asked}) == num_connections
+    assert len({request.connection for request in server.requests}) == num_connections
 
 
 def test_a_closed_connection_is_given_back() -> None:
@@ -280,7 +280,7 @@ def test_a_vllm_that_is_gone_or_unwell_is_unreachable(call: str, answer: Answer 
         pytest.raises(ServerUnreachableError, match=server.url),
     ):
         VLLM_CALLS[call](client)
-    assert len(server.asked) == 1, "a change of adapters is not retried: it would be refused"
+    assert len(server.requests) == 1, "a change of adapters is not retried: it would be refused"
 
 
 @pytest.mark.parametrize("body", ["<html>", "{}", '{"data": []}', '{"data": [{"name": "m"}]}'])

@@ -41,7 +41,7 @@ def process(folder: Path, environment: Mapping[str, str]) -> Iterator[ProcessIde
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use an empty current folder, and hide this machine's other servers."""
-    mine = lambda: {path: each for path, each in running().items() if path.is_relative_to(tmp_path)}  # noqa: E731
+    mine = lambda: {path: server for path, server in running().items() if path.is_relative_to(tmp_path)}  # noqa: E731
     monkeypatch.setattr(discovery, "running", mine)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
     monkeypatch.delenv("LOGDIR", raising=False)

@@ -202,7 +202,7 @@ def test_an_error_in_prepare_frees_what_was_computed(emptied: list[str]) -> None
         finally:
             int("no number")
 
-    fake.resume = lambda: fake._call(f"resume beside {sum(each() is not None for each in left)}")  # type: ignore[method-assign]
+    fake.resume = lambda: fake._call(f"resume beside {sum(reference() is not None for reference in left)}")  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="no number"):
         update(fake, lambda: None, prepare=prepare, sleep=True)
     assert len(left) == 2
@@ -353,9 +353,9 @@ def test_a_restore_takes_over_and_names_its_own_checkpoint() -> None:
     assert fake.named == Path("saved/step_3")
 
 
-@pytest.mark.parametrize(("asked", "published"), [(0, 5), (4, 5), (5, 5), (9, 9)])
-def test_a_restore_publishes_the_later_version(asked: int, published: int) -> None:
-    assert restore(FakeClient(), lambda: None, asked).version == published
+@pytest.mark.parametrize(("version", "published"), [(0, 5), (4, 5), (5, 5), (9, 9)])
+def test_a_restore_publishes_the_later_version(version: int, published: int) -> None:
+    assert restore(FakeClient(), lambda: None, version).version == published
 
 
 def test_a_failed_restore_neither_publishes_nor_resumes() -> None:
@@ -391,12 +391,12 @@ def test_frozen_resumes_without_a_new_version() -> None:
 
 def test_frozen_may_write_unless_another_process_has_the_lease() -> None:
     fake, other = FakeClient(), holder_of(os.getppid())
-    found = {}
+    outcomes = {}
     for name, holder in {"free": None, "ours": Holder.current(), "another's": other}.items():
         fake.lease = Lease(holder=holder, run="runs/first", since=0.0) if holder else None
         with fence.frozen(cast(Any, fake)) as may_write:
-            found[name] = may_write, fake.writes
-    assert found == {"free": (True, "weights"), "ours": (True, "weights"), "another's": (False, "nothing")}
+            outcomes[name] = may_write, fake.writes
+    assert outcomes == {"free": (True, "weights"), "ours": (True, "weights"), "another's": (False, "nothing")}
 
 
 def test_frozen_only_reads_once_another_process_has_the_lease() -> None:

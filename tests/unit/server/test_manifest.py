@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ...]:
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ...]:
     """Make every folder of the search path one of the test's own."""
     folders = tuple(tmp_path / name for name in ("logdir", "here", "default"))
     for folder in folders:
@@ -86,25 +86,25 @@ def test_the_token_is_in_no_text_for_people() -> None:
     assert "secret" not in repr(manifest()) + str(manifest())
 
 
-def test_the_first_place_of_the_search_path_that_has_one_wins(places: tuple[Path, ...]) -> None:
-    for place in reversed(places):
-        write(manifest(), place)
-        assert find() == place
+def test_the_first_place_of_the_search_path_that_has_one_wins(paths: tuple[Path, ...]) -> None:
+    for path in reversed(paths):
+        write(manifest(), path)
+        assert find() == path
 
 
-def test_an_empty_logdir_is_none(places: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_logdir_is_none(paths: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGDIR", "")
-    assert manifests.search_path() == places[1:]
+    assert manifests.search_path() == paths[1:]
 
 
-def test_none_found_names_every_place_that_was_searched(places: tuple[Path, ...]) -> None:
+def test_none_found_names_every_place_that_was_searched(paths: tuple[Path, ...]) -> None:
     message = refusal(load)
-    assert all(str(place.parent) in message for place in places)
+    assert all(str(path.parent) in message for path in paths)
 
 
-def test_a_missing_given_path_is_an_error(places: tuple[Path, ...]) -> None:
-    for place in places:
-        write(manifest(), place)
+def test_a_missing_given_path_is_an_error(paths: tuple[Path, ...]) -> None:
+    for path in paths:
+        write(manifest(), path)
     assert "/nowhere/m.json" in refusal(lambda: load(Path("/nowhere/m.json")))
 
 
@@ -115,8 +115,8 @@ def test_a_folder_means_the_file_in_it(path: Path, tmp_path: Path) -> None:
     assert str(path) in refusal(lambda: load(tmp_path))
 
 
-def test_a_server_writes_where_a_trainer_looks_first(places: tuple[Path, ...]) -> None:
-    assert resolve_path(None) == places[0]
+def test_a_server_writes_where_a_trainer_looks_first(paths: tuple[Path, ...]) -> None:
+    assert resolve_path(None) == paths[0]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
@@ -193,14 +193,14 @@ def test_a_place_that_may_not_be_entered_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_a_search_place_of_another_user_is_refused(places: tuple[Path, ...]) -> None:
-    places[0].parent.chmod(0o700)
+def test_a_search_place_of_another_user_is_refused(paths: tuple[Path, ...]) -> None:
+    paths[0].parent.chmod(0o700)
     os.seteuid(12345)
     try:
         message = refusal(load)
     finally:
         os.seteuid(0)
-    assert str(places[0]) in message
+    assert str(paths[0]) in message
     assert "denied" in message
 
 
@@ -328,16 +328,16 @@ def test_a_manifest_that_cannot_be_written_leaves_the_old_one(path: Path, monkey
 
 
 def test_a_reader_never_sees_half_a_manifest(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    models: list[str] = []
     original = Path.replace
 
     def look(self: Path, target: Path) -> Path:
-        seen.append(load(path).model)
+        models.append(load(path).model)
         return original(self, target)
 
     monkeypatch.setattr(Path, "replace", look)
     write(manifest(model="second"), path)
-    assert seen == ["tiny"]
+    assert models == ["tiny"]
     assert load(path).model == "second"
 
 
@@ -374,9 +374,9 @@ def test_the_shards_of_several_ranks_are_read_back(tmp_path: Path) -> None:
     assert (document["gpu_uuid"], other["gpu_uuid"]) == ("GPU-1", "GPU-2")
     assert document.keys() == Manifest.model_fields.keys()
     assert other.keys() == Shard.model_fields.keys()
-    again = read(tmp_path / "m")
-    assert again == two_ranks()
-    assert [again.shard(rank).rank for rank in range(2)] == [0, 1]
+    loaded = read(tmp_path / "m")
+    assert loaded == two_ranks()
+    assert [loaded.shard(rank).rank for rank in range(2)] == [0, 1]
 
 
 def test_a_fault_in_a_later_shard_is_named(tmp_path: Path) -> None:
