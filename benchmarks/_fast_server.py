@@ -23,7 +23,7 @@ def choice(index: int, num_tokens: int, chance: random.Random) -> dict[str, Any]
     return {
         "index": index, "text": "".join(tokens), "finish_reason": "length", "stop_reason": None, "token_ids": ids,
         "logprobs": {
-            "text_offset": [7 * place for place in range(num_tokens)], "token_logprobs": logprobs, "tokens": tokens,
+            "text_offset": [7 * index for index in range(num_tokens)], "token_logprobs": logprobs, "tokens": tokens,
             "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)],
         },
         "prompt_logprobs": None, "prompt_token_ids": chance.choices(range(VOCABULARY), k=PROMPT_TOKENS),

@@ -41,10 +41,10 @@ class Lognormal:
         kind, *numbers = text.split(":")
         if kind != "lognormal" or len(numbers) != 3:
             raise ValueError(f"{text!r} is not lognormal:MEDIAN:SIGMA:CAP")
-        found = cls(float(numbers[0]), float(numbers[1]), int(numbers[2]))
-        if not (found.median >= 1 and found.sigma >= 0 and found.cap >= 1):
+        parsed = cls(float(numbers[0]), float(numbers[1]), int(numbers[2]))
+        if not (parsed.median >= 1 and parsed.sigma >= 0 and parsed.cap >= 1):
             raise ValueError(f"{text!r}: MEDIAN and CAP are at least 1 token, and SIGMA is at least 0")
-        return found
+        return parsed
 
     def of(self, prompt: Sequence[int], number: int) -> int:
         """Return the length of completion `number` of a prompt, always the same."""

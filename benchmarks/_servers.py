@@ -103,8 +103,8 @@ def rates(
     """Return tokens/s per server and round after one warm-up round; the order alternates."""
     columns: list[list[float]] = [[] for _ in urls]
     for number in range(options.rounds + 1):
-        for place in sorted(range(len(urls)), reverse=number % 2 == 1):
-            columns[place].append(asyncio.run(one_round(urls[place], options, models[place])))
+        for index in sorted(range(len(urls)), reverse=number % 2 == 1):
+            columns[index].append(asyncio.run(one_round(urls[index], options, models[index])))
     return [column[1:] for column in columns]
 
 

@@ -98,8 +98,8 @@ class Side:
     def kv_cache_gib(self, log: Path, folder: Path) -> float | None:
         """Return the size of vLLM's KV cache from its log; None if not found."""
         path = log if self.name == "trl" else RunDirectory(folder / "run").server_log
-        found = KV_CACHE.search(path.read_text(errors="replace")) if path.exists() else None
-        return float(found[1]) if found else None
+        match = KV_CACHE.search(path.read_text(errors="replace")) if path.exists() else None
+        return float(match[1]) if match else None
 
     def _trl(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         del folder
@@ -115,8 +115,8 @@ class Side:
     def _bridge(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         share = ["--gpu-memory-utilization", str(work.share)] if torch.cuda.is_available() else []
         engine = [*engine_flags(work.completions * self.num_parts), *lengths_flags(work.lengths)]
-        chosen = shlex.split(self.variant)
-        place = chosen.index("--") if "--" in chosen else len(chosen)
+        arguments = shlex.split(self.variant)
+        separator = arguments.index("--") if "--" in arguments else len(arguments)
         return [
             sys.executable, "-c", BRIDGE, "run", "--json", "--mode", "shared_vllm", "--model-name", str(model),
             "--environment", f"{_work.__file__}:{_work.Hashed.__name__}", "--training-steps", str(steps),
@@ -124,7 +124,7 @@ class Side:
             str(work.tokens), "--max-model-len", str(work.max_model_len), "--port", str(free_port("127.0.0.1")), *share,
             "--run-dir", str(folder / "run"), "--save-path", str(folder / "saved"), "--no-save-optimizer",
             "--vllm-config-path", str(folder / "manifest.json"), "--kv-sleep", "never", "--optimizer",
-            *chosen[:place], "--", *engine, *self.engine, *chosen[place + 1 :],
+            *arguments[:separator], "--", *engine, *self.engine, *arguments[separator + 1 :],
         ]  # fmt: skip
 
 

@@ -78,7 +78,10 @@ def reason(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     out_of_memory = [line for line in lines if "out of memory" in line.lower()]
     faults = [line for line in lines if line.startswith("error: ") or "Error: " in line]
-    return next((found[-1][:300] for found in (out_of_memory, faults, lines) if found), "it said nothing")
+    return next(
+        (lines_of_kind[-1][:300] for lines_of_kind in (out_of_memory, faults, lines) if lines_of_kind),
+        "it said nothing",
+    )
 
 
 def start(argv: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path | None = None) -> Child:
@@ -100,6 +103,6 @@ def read(process: "subprocess.Popen[bytes]", result: Run) -> None:
     """Append each line of the process to `result` with its time, until stdout closes."""
     assert process.stdout is not None
     for line in process.stdout:
-        now, told = time.perf_counter(), json.loads(line)
+        now, document = time.perf_counter(), json.loads(line)
         result.stamps.append(now)
-        result.lines.append(told)
+        result.lines.append(document)

@@ -44,9 +44,9 @@ def main() -> None:
     options = flags().parse_args()
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     clock, args = Clock(), trl.GRPOConfig(**settings(options))
-    with stock(options) if not options.on_bridge else on_bridge(options, args) as chosen:
+    with stock(options) if not options.on_bridge else on_bridge(options, args) as arguments:
         trainer = trl.GRPOTrainer(
-            **chosen,
+            **arguments,
             reward_funcs=clock.reward,
             args=args,
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts()}),
@@ -81,10 +81,10 @@ def on_bridge(options: argparse.Namespace, args: Any) -> Iterator[dict[str, Any]
             bridge.attach(config.vllm_config_path) as policy,
         ):
             say(log.read_text(errors="replace"))  # the size of its KV cache, for grpo.py
-            chosen = bridge.for_trl(policy, args)
+            arguments = bridge.for_trl(policy, args)
             if options.trl_optimizer:
-                del chosen["optimizers"]
-            yield chosen
+                del arguments["optimizers"]
+            yield arguments
 
 
 def flags() -> argparse.ArgumentParser:
@@ -191,12 +191,12 @@ def limit(llm: Any, lengths: Lognormal) -> None:
     """Limit each completion separately: TRL passes every prompt once for each of its completions."""
     generate = llm.generate
 
-    def limited(asked: Sequence[Mapping[str, Any]], sampling_params: Any, **named: Any) -> Any:
-        caps = lengths.of_each([each["prompt_token_ids"] for each in asked])
-        each = [sampling_params.clone() for _ in caps]
-        for one, cap in zip(each, caps, strict=True):
+    def limited(prompts: Sequence[Mapping[str, Any]], sampling_params: Any, **named: Any) -> Any:
+        caps = lengths.of_each([prompt["prompt_token_ids"] for prompt in prompts])
+        params = [sampling_params.clone() for _ in caps]
+        for one, cap in zip(params, caps, strict=True):
             one.max_tokens = min(one.max_tokens, cap)
-        return generate(asked, sampling_params=each, **named)
+        return generate(prompts, sampling_params=params, **named)
 
     llm.generate = limited
 
@@ -218,8 +218,8 @@ class Lines(TrainerCallback):  # type: ignore[misc]
         mine = torch.tensor(self._clock.num_tokens, device=self._accelerator.device)
         num_tokens = int(self._accelerator.reduce(mine))
         if self._out is not None:
-            told = {"step": state.global_step, "tokens": num_tokens, **parts(self._clock.seconds)}
-            self._out.write(json.dumps(told) + "\n")
+            document = {"step": state.global_step, "tokens": num_tokens, **parts(self._clock.seconds)}
+            self._out.write(json.dumps(document) + "\n")
         self._clock.seconds.clear()
         self._clock.num_tokens = 0
 

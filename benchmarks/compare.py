@@ -111,19 +111,19 @@ def agree(runs: tuple[str, str], one: Sequence[Mapping[str, Any]], other: Sequen
 
 def judge(rows: Sequence[Row], agreements: Sequence[Agreement], steps: int) -> Iterator[str]:
     """Yield the failures of a comparison in which `agreements` must be complete."""
-    yield from (each.in_words() for each in agreements if each.same_rollouts < each.steps)
-    for each in rows:
-        if each.steps == steps and each.reward_after - each.reward_before < LEAST_GAIN:
-            yield f"{each.mode} gained {each.reward_after - each.reward_before:.3f}, expected at least {LEAST_GAIN}"
+    yield from (agreement.in_words() for agreement in agreements if agreement.same_rollouts < agreement.steps)
+    for row in rows:
+        if row.steps == steps and row.reward_after - row.reward_before < LEAST_GAIN:
+            yield f"{row.mode} gained {row.reward_after - row.reward_before:.3f}, expected at least {LEAST_GAIN}"
 
 
 def run(folder: Path, model: Path, flags: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Train in a separate process; return its metrics and summary."""
     made = RunDirectory(folder)
-    places = ["--run-dir", str(folder), "--vllm-config-path", str(made.manifest), "--port", str(free_port(HOST))]
+    paths = ["--run-dir", str(folder), "--vllm-config-path", str(made.manifest), "--port", str(free_port(HOST))]
     share = ["--gpu-memory-utilization", "0.2"]  # of a GPU, for a model of a megabyte
     eager = [] if torch.cuda.is_available() else ["--", "--enforce-eager"]  # compiling takes longer than all steps
-    command = [sys.executable, "-c", BRIDGE, "run", "--model", str(model), *TASK, *places, *flags, *share, *eager]
+    command = [sys.executable, "-c", BRIDGE, "run", "--model", str(model), *TASK, *paths, *flags, *share, *eager]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     steps = [json.loads(line) for line in made.metrics.read_text().splitlines()]
     return steps, json.loads(made.summary.read_text())
@@ -133,14 +133,14 @@ def table(rows: Sequence[Row]) -> str:
     titles = ["mode", "steps", "sync, median", "weights beside vLLM's", "trainer's peak", "held-out reward"]
     cells = [
         [
-            each.mode,
-            str(each.steps),
-            f"{each.sync_ms:,.1f} ms",
-            f"{each.weight_bytes / 2**20:.2f} MiB",
-            f"{each.trainer_peak_gib:.2f} GiB",
-            f"{each.reward_before:.3f} -> {each.reward_after:.3f}",
+            row.mode,
+            str(row.steps),
+            f"{row.sync_ms:,.1f} ms",
+            f"{row.weight_bytes / 2**20:.2f} MiB",
+            f"{row.trainer_peak_gib:.2f} GiB",
+            f"{row.reward_before:.3f} -> {row.reward_after:.3f}",
         ]
-        for each in rows
+        for row in rows
     ]
     return _results.table([titles, *cells])
 
@@ -165,7 +165,7 @@ def main() -> None:
     agreements = [agree(pair, *(documents[variant][0] for variant in pair)) for pair in SAME_WAY]
     exactly = accelerator.choose(options.device)[0] == "cpu"
     faults = [*judge(rows, agreements if exactly else [], options.steps)]
-    results = {"rows": [asdict(each) for each in rows], "agreements": [asdict(each) for each in agreements]}
+    results = {"rows": [asdict(row) for row in rows], "agreements": [asdict(agreement) for agreement in agreements]}
     path = _results.write("compare", {**results, "faults": faults}, options.out)
     print(table(rows))
     for agreement in agreements:

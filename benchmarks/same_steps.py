@@ -170,7 +170,7 @@ def record(tree: Path, out: Path, only: list[str] | None, lock: Path | None, kee
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers are stopped
     if unknown := set(only or ()) - {*RUN, *TRAIN}:
         sys.exit(f"no such scenario: {', '.join(sorted(unknown))}; there are: {', '.join([*RUN, *TRAIN])}")
-    run, train = ({name: each for name, each in group.items() if not only or name in only} for group in (RUN, TRAIN))
+    run, train = ({name: value for name, value in group.items() if not only or name in only} for group in (RUN, TRAIN))
     with TemporaryDirectory(prefix="same-steps-") if keep is None else nullcontext(keep) as folder:
         bench = Bench(tree, Path(folder).resolve(), lock)
         bench.prepare()
@@ -204,7 +204,7 @@ class Bench:
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {self._project['name']}\nVersion: 0\n")
         lines = []
         for group, entries in self._project["entry-points"].items():
-            lines += [f"[{group}]", *(f"{name} = {place}" for name, place in entries.items())]
+            lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
         (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
         (self._scratch / "letters.py").write_text(ENVIRONMENT)
         for name, (kind, is_tied, seed) in MODELS.items():
@@ -221,14 +221,14 @@ class Bench:
         manifest, model, port = self._scratch / "manifest.json", self._scratch / "qwen2", free_port()
         serve = ["serve-vllm", "--model", str(model), "--port", str(port), "--max-model-len", "128"]
         serve += ["--vllm-config-path", str(manifest), "--", *shlex.split(ENGINE)]
-        found = {}
+        figures_by_name = {}
         with self._locked(), self._started("serve-vllm", serve) as server:
             wait_until_ready(server, manifest, port)
             for name, scenario in scenarios.items():
                 at = ["--vllm-config-path", str(manifest)]
                 self._bridge(f"{name}, restore", ["restore", str(model), *at])
-                found[name] = self._trained("train", name, scenario, at, [])
-        return found
+                figures_by_name[name] = self._trained("train", name, scenario, at, [])
+        return figures_by_name
 
     def _trained(self, command: str, name: str, scenario: Scenario, flags: list[str], last: list[str]) -> Figures:
         own = shlex.split(f"{TRAINING} {scenario.flags}".format(scratch=self._scratch))
@@ -333,19 +333,19 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def read(run: Path, saved: Path, *, hidden: str = "") -> Figures:
     """Return every figure of a run directory and its checkpoints, without the path `hidden`."""
-    found: Figures = {}
+    recording: Figures = {}
     for kind in ("metrics", "evaluations", "rollouts"):
         for document in documents(run / f"{kind}.jsonl"):
-            place = found.setdefault(f"{kind} of step {document.pop('step')}", {})
+            of_step = recording.setdefault(f"{kind} of step {document.pop('step')}", {})
             for name, value in figures(document, hidden).items():
                 if kind == "rollouts":  # a line for each group
-                    place.setdefault(name, []).append(value)
+                    of_step.setdefault(name, []).append(value)
                 else:
-                    place[name] = value
-    found["summary"] = figures(json.loads((run / "summary.json").read_text()), hidden)
+                    of_step[name] = value
+    recording["summary"] = figures(json.loads((run / "summary.json").read_text()), hidden)
     for folder in sorted(saved.iterdir()):
-        found[folder.name] = checkpoint(folder, hidden)
-    return found
+        recording[folder.name] = checkpoint(folder, hidden)
+    return recording
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -355,10 +355,10 @@ def documents(path: Path) -> list[dict[str, Any]]:
 def figures(value: Any, hidden: str = "", name: str = "") -> dict[str, Any]:
     """Return the figures in `value` under dotted names; for times and memory, only whether they are zero."""
     if isinstance(value, Mapping):
-        inner = [figures(each, hidden, f"{name}.{key}" if name else key) for key, each in value.items()]
-        return {key: each for part in inner for key, each in part.items()}
+        inner = [figures(item, hidden, f"{name}.{key}" if name else key) for key, item in value.items()]
+        return {key: item for part in inner for key, item in part.items()}
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        rows = [figures(each, hidden, name) for each in value]
+        rows = [figures(row, hidden, name) for row in value]
         return {key: [row.get(key) for row in rows] for key in sorted({key for row in rows for key in row})}
     if isinstance(value, int | float) and NOT_REPEATABLE.search(name):
         return {name: "zero" if value == 0 else "not zero"}
@@ -370,16 +370,16 @@ def figures(value: Any, hidden: str = "", name: str = "") -> dict[str, Any]:
 
 def checkpoint(folder: Path, hidden: str) -> dict[str, Any]:
     """Return a checkpoint's progress, its random state, and the digest of every tensor."""
-    found: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     progress, state = folder / "bridge_checkpoint.json", folder / "optimizer" / "state.json"
     if progress.exists():
-        found |= figures(json.loads(progress.read_text())["progress"], hidden, "progress")
+        recorded |= figures(json.loads(progress.read_text())["progress"], hidden, "progress")
     if state.exists():
-        found |= figures(json.loads(state.read_text()), hidden, "state")
+        recorded |= figures(json.loads(state.read_text()), hidden, "state")
     for path in sorted(folder.rglob("*.safetensors")):
         for name, digest in tensors(path).items():
-            found[f"{path.parent.relative_to(folder) / name}"] = digest
-    return found
+            recorded[f"{path.parent.relative_to(folder) / name}"] = digest
+    return recorded
 
 
 def tensors(path: Path) -> dict[str, str]:
@@ -388,23 +388,27 @@ def tensors(path: Path) -> dict[str, str]:
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
     header.pop("__metadata__", None)
-    found = {}
+    digests = {}
     for name, entry in header.items():
         first, end = entry["data_offsets"]
         digest = hashlib.sha256(content[begin + first : begin + end]).digest()
-        found[name] = f"{entry['dtype']} {entry['shape']} {base64.b64encode(digest).decode()}"
-    return found
+        digests[name] = f"{entry['dtype']} {entry['shape']} {base64.b64encode(digest).decode()}"
+    return digests
 
 
 def compare(old: Path, new: Path, renamed: Mapping[str, str], expected: list[str]) -> int:
     """Print every difference between two recordings; return 1 if any is not in `expected`."""
     before, after = json.loads(old.read_text()), json.loads(new.read_text())
-    found = [line for part in ("machine", "scenarios") for line in differences(before[part], after[part], renamed)]
-    unexpected = [path for path, _ in found if path[-1] not in expected]
-    for path, difference in found:
+    all_differences = [
+        line for part in ("machine", "scenarios") for line in differences(before[part], after[part], renamed)
+    ]
+    unexpected = [path for path, _ in all_differences if path[-1] not in expected]
+    for path, difference in all_differences:
         print(f"{'expected: ' if path[-1] in expected else ''}{' | '.join(path)}: {difference}")
-    num_figures = sum(len(place) for scenario in before["scenarios"].values() for place in scenario.values())
-    print(f"figures: {num_figures}, differences: {len(found)}, unexpected: {len(unexpected)}")
+    num_figures = sum(
+        len(of_scenario) for scenario in before["scenarios"].values() for of_scenario in scenario.values()
+    )
+    print(f"figures: {num_figures}, differences: {len(all_differences)}, unexpected: {len(unexpected)}")
     return 1 if unexpected else 0
 
 
@@ -413,17 +417,17 @@ def differences(
 ) -> list[tuple[tuple[str, ...], str]]:
     """Return the differences of two nested recordings; a key that only one has is a difference."""
     old = {renamed.get(key, key): value for key, value in old.items()}
-    found: list[tuple[tuple[str, ...], str]] = []
+    changes: list[tuple[tuple[str, ...], str]] = []
     for key in [*old, *(key for key in new if key not in old)]:
         here = (*path, key)
         if key not in new or key not in old:
             which, value = ("old", old[key]) if key in old else ("new", new[key])
-            found.append((here, f"only in the {which} recording{_shown(value)}"))
+            changes.append((here, f"only in the {which} recording{_shown(value)}"))
         elif isinstance(old[key], dict) and isinstance(new[key], dict):
-            found += differences(old[key], new[key], renamed, here)
+            changes += differences(old[key], new[key], renamed, here)
         elif json.dumps(old[key]) != json.dumps(new[key]):  # tells 0.0 from -0.0, and 1 from 1.0
-            found.append((here, f"{json.dumps(old[key])} -> {json.dumps(new[key])}"))
-    return found
+            changes.append((here, f"{json.dumps(old[key])} -> {json.dumps(new[key])}"))
+    return changes
 
 
 def _shown(value: Any) -> str:

@@ -58,8 +58,8 @@ def measure(urls: tuple[str, str], model: str, count: int, options: argparse.Nam
     """Return the medians of both servers, and of their ratios by round, after one round to warm up."""
     rates: list[list[float]] = [[], []]
     for number in range(options.rounds + 1):
-        for place in sorted((0, 1), reverse=number % 2 == 1):
-            rates[place].append(asyncio.run(one_round(urls[place], model, count, options.tokens)))
+        for index in sorted((0, 1), reverse=number % 2 == 1):
+            rates[index].append(asyncio.run(one_round(urls[index], model, count, options.tokens)))
     plain, drafting = (column[1:] for column in rates)
     ratio = statistics.median(fast / slow for fast, slow in zip(drafting, plain, strict=True))
     medians = {"plain": statistics.median(plain), "drafting": statistics.median(drafting)}
@@ -68,7 +68,7 @@ def measure(urls: tuple[str, str], model: str, count: int, options: argparse.Nam
 
 async def one_round(url: str, model: str, count: int, num_tokens: int) -> float:
     """Sample greedily, with log-probabilities as rollouts have them; return tokens/s."""
-    prompts = [[5 + (number + place) % PATTERN for place in range(8 * PATTERN)] for number in range(count)]
+    prompts = [[5 + (number + position) % PATTERN for position in range(8 * PATTERN)] for number in range(count)]
     body = {"model": model, "max_tokens": num_tokens, "temperature": 0.0, "seed": 0, "n": 1}
     begun = time.perf_counter()
     async with open_async_http(timeout_s=600) as http:

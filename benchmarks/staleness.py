@@ -83,7 +83,7 @@ class Counting:
     def score(self, problem: Problem, completion: str) -> float:
         """Return the share of the longer of both that is right before the first error."""
         answer = problem["answer"]
-        right = next((place for place, pair in enumerate(zip(answer, completion, strict=False)) if pair[0] != pair[1]),
+        right = next((index for index, pair in enumerate(zip(answer, completion, strict=False)) if pair[0] != pair[1]),
                      min(len(answer), len(completion)))  # fmt: skip
         return right / max(len(answer), len(completion))
 
@@ -209,11 +209,13 @@ def naive() -> Iterator[None]:
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """Return the table of one task: means over seeds, with the standard deviation of the reward."""
     made = [["staleness", "clip", "held-out before", "after", "+-", "last steps", "tokens", "mean lag", "s", "speed"]]
-    alike: dict[tuple[int, str], list[Row]] = {}
+    rows_by_setting: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
-        alike.setdefault((row.staleness, row.clipping), []).append(row)
-    first = statistics.fmean(row.seconds for row in next(iter(alike.values())))
-    for (bound, clipping), of_kind in sorted(alike.items(), key=lambda each: (each[0][1], each[0][0])):
+        rows_by_setting.setdefault((row.staleness, row.clipping), []).append(row)
+    first = statistics.fmean(row.seconds for row in next(iter(rows_by_setting.values())))
+    for (bound, clipping), of_kind in sorted(
+        rows_by_setting.items(), key=lambda setting: (setting[0][1], setting[0][0])
+    ):
         after, seconds = [row.reward_after for row in of_kind], statistics.fmean(row.seconds for row in of_kind)
         made.append([
             str(bound), clipping, f"{statistics.fmean(row.reward_before for row in of_kind):.3f}",
@@ -262,7 +264,9 @@ def counting_model() -> Path:
 def slipped(answer: str, draw: random.Random) -> str:
     """Return a count that leaves out some numbers, and repeats others."""
     numbers = answer.split("+")
-    return "+".join(number for each in numbers for number in [each] * draw.choices((1, 0, 2), (0.9, 0.05, 0.05))[0])
+    return "+".join(
+        number for summand in numbers for number in [summand] * draw.choices((1, 0, 2), (0.9, 0.05, 0.05))[0]
+    )
 
 
 def _pair(draw: random.Random) -> tuple[int, int]:

@@ -71,9 +71,9 @@ class Counted(Sampler):
     ) -> tuple[Completion, ...]:
         """Return completions of that many tokens; `index` counts the turns of all trajectories."""
         counted = {**other, "max_tokens": self._num_tokens}
-        found = await super().one(servers, prompt, num_samples=num_samples, seed=seed, index=index, **counted)
+        completions = await super().one(servers, prompt, num_samples=num_samples, seed=seed, index=index, **counted)
         is_last = (index + 1) % self._num_turns == 0
-        return found if is_last else tuple(replace(one, finish_reason="stop") for one in found)
+        return completions if is_last else tuple(replace(one, finish_reason="stop") for one in completions)
 
 
 class Calling(Conversation):
@@ -102,8 +102,8 @@ def main() -> None:
         command = _servers.serve_command(model, folder, max_model_len=longest)
         with _servers.served(command, folder / "serve.log") as url:
             row = measure(url, model, options)
-    chosen = {name: value for name, value in vars(options).items() if name != "out"}
-    path = _results.write("turns", {**chosen, **row}, options.out)
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    path = _results.write("turns", {**settings, **row}, options.out)
     say(f"{path}\n{table(row)}")
 
 
@@ -147,10 +147,10 @@ def measure(url: str, model: Path, options: argparse.Namespace) -> dict[str, Any
         )
         seconds: list[list[float]] = [[], [], []]
         for number in range(options.rounds + 1):
-            for place in sorted(range(len(sides)), reverse=number % 2 == 1):
+            for index in sorted(range(len(sides)), reverse=number % 2 == 1):
                 begun = time.perf_counter()
-                sides[place](number)
-                seconds[place].append(time.perf_counter() - begun)
+                sides[index](number)
+                seconds[index].append(time.perf_counter() - begun)
     turns, one_turn, tool = (column[1:] for column in seconds)
     turns_s, one_turn_s, alone_s = map(statistics.median, (turns, one_turn, tool))
     ratio = statistics.median(one / several for one, several in zip(one_turn, turns, strict=True))
@@ -183,7 +183,7 @@ def stream(kind: type[_work.Hashed], model: Path, options: argparse.Namespace, *
 def sample(stream: EnvironmentStream, options: argparse.Namespace, turns: int, number: int) -> None:
     """Sample one round, and prove that it had the tokens and turns that are compared."""
     groups = stream.take(options.trajectories // options.group, step=number + 1)
-    shapes = [(each.num_sampled, each.num_turns) for group in groups for each in group.completions]
+    shapes = [(completion.num_sampled, completion.num_turns) for group in groups for completion in group.completions]
     expected = [(options.turns * options.tokens, turns)] * options.trajectories
     assert shapes == expected, f"expected {expected[0]} tokens and turns, found {sorted(set(shapes))}"
 
@@ -197,7 +197,7 @@ async def tools_alone(scorer: Scorer, options: argparse.Namespace) -> None:
             begun = await tools.begin()
             answers = [await tools.call("wait", {"seconds": options.tool_ms / 1e3}) for _ in range(options.turns - 1)]
             all_found = begun, *answers, await tools.score("")
-        assert not any(isinstance(found, FailedScore) for found in all_found), all_found
+        assert not any(isinstance(scores, FailedScore) for scores in all_found), all_found
 
     await together(one() for _ in range(options.trajectories))
 

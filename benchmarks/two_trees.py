@@ -68,8 +68,8 @@ class Tree:
 
     def _send(self, number: signal.Signals) -> None:
         process = psutil.Process(self.child.process.pid)
-        for each in [process, *process.children(recursive=True)]:
-            each.send_signal(number)
+        for member in [process, *process.children(recursive=True)]:
+            member.send_signal(number)
 
 
 def main() -> None:
@@ -82,10 +82,10 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "benchmarks._models", options.size, str(model)], check=True)
         trees: list[Tree] = []
         try:
-            for name, place in (("old", options.old), ("new", options.new)):
-                say(f"{name}: starting {place}")
+            for name, checkout in (("old", options.old), ("new", options.new)):
+                say(f"{name}: starting {checkout}")
                 trees.append(
-                    _start(name, place.absolute(), side.argv(work, model, Path(scratch, name), ENDLESS), scratch)
+                    _start(name, checkout.absolute(), side.argv(work, model, Path(scratch, name), ENDLESS), scratch)
                 )
                 trees[-1].take(side, options.warm_up, options.start_limit_s)
                 trees[-1].steps.clear()

@@ -43,10 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and (_kind(item) or item.get_closest_marker("slow") is None):
             item.add_marker(pytest.mark.xdist_group("first vllm" if _kind(item) == "llama" else "second vllm"))
-    items.sort(key=_place)
+    items.sort(key=_sort_key)
 
 
-def _place(item: pytest.Item) -> tuple[str, bool]:
+def _sort_key(item: pytest.Item) -> tuple[str, bool]:
     """Return the sort key of a test; tests without a shared server come first."""
     return _kind(item), item.get_closest_marker("kills_the_server") is not None
 

@@ -96,27 +96,27 @@ class Trainer:
 
     process: Command
     folder: Path
-    said: Iterator[str]
+    lines: Iterator[str]
     """The lines that it prints to stderr, each once."""
 
     def wait_for(self, line: str) -> None:
         """Read its stderr until a line begins with `line`."""
-        if not any(text.startswith(line) for text in self.said):
+        if not any(text.startswith(line) for text in self.lines):
             raise AssertionError(self.process.stderr)
 
     def ended(self, expect: int) -> list[str]:
         """Wait for its end, and return the remaining lines of stderr that are not empty."""
-        code, said = self.process.wait(TRAINER_LIMIT_S), self.process.stderr
-        assert code == expect, f"exit code {code}, expected {expect}\n{said}"
-        assert "Traceback" not in said, said
-        return [line for line in self.said if line]
+        code, stderr = self.process.wait(TRAINER_LIMIT_S), self.process.stderr
+        assert code == expect, f"exit code {code}, expected {expect}\n{stderr}"
+        assert "Traceback" not in stderr, stderr
+        return [line for line in self.lines if line]
 
     def fault(self, expect: int) -> str:
         """Wait for its end with one error and one hint, and return the error."""
-        said = self.ended(expect)
-        assert [line.partition(":")[0] for line in said[-2:]] == ["error", "hint"], said
-        assert sum(line.startswith(("error:", "hint:")) for line in said) == 2, said
-        return said[-2]
+        lines = self.ended(expect)
+        assert [line.partition(":")[0] for line in lines[-2:]] == ["error", "hint"], lines
+        assert sum(line.startswith(("error:", "hint:")) for line in lines) == 2, lines
+        return lines[-2]
 
     def steps(self) -> list[int]:
         """Return the steps in its metrics."""
@@ -161,17 +161,17 @@ def check_served(server: LiveServer, saved: PreTrainedModel, version: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("accident", "told"),
+    ("accident", "message"),
     [
         ("math.nan", "Accident.score returned nan, expected a finite number"),
         ("1 / 0", "Accident.score raised ZeroDivisionError: division by zero (accident.py line 13)"),
     ],
     ids=["a NaN", "an exception"],
 )
-def test_a_bad_score_costs_no_published_step(llama: LiveServer, tmp_path: Path, accident: str, told: str) -> None:
+def test_a_bad_score_costs_no_published_step(llama: LiveServer, tmp_path: Path, accident: str, message: str) -> None:
     before = llama.status().version
     with training(llama, tmp_path, accident=accident) as trainer:
-        assert told in trainer.fault(expect=2)
+        assert message in trainer.fault(expect=2)
     assert trainer.steps() == [1, 2]
     check_served(llama, trainer.saved(2), before + 2)
 
@@ -202,8 +202,8 @@ def test_beside_a_trainer_writers_are_refused_with_its_name_and_verify_waits_its
         restored = scenarios.bridge("restore", llama.manifest.model, *here, folder=tmp_path, expect=4)
         assert first in restored.stderr
         verified = scenarios.bridge("verify", *here, "--json", folder=tmp_path)
-        found = {row["name"]: row["status"] for row in map(json.loads, verified.stdout.splitlines())}
-        assert (found["values"], found["checksums"], found["marks"]) == ("PASS", "PASS", "SKIP")
+        statuses = {row["name"]: row["status"] for row in map(json.loads, verified.stdout.splitlines())}
+        assert (statuses["values"], statuses["checksums"], statuses["marks"]) == ("PASS", "PASS", "SKIP")
         last = trainer.steps()[-1]
         trainer.wait_for(f"step {last + 2:3}/500")
         trainer.process.send_signal(signal.SIGTERM)

@@ -51,12 +51,12 @@ SOME_RIGHT = ("\\boxed{1}", *(f"{one}{other} " for one in "bdfgklmnpr" for other
 def test_a_real_environment_of_atropos_is_trained_on_in_place(llama: LiveServer, tmp_path: Path) -> None:
     with api(tmp_path) as url:
         with environment(tmp_path, url, llama) as player:
-            said = train(llama, tmp_path, url)
+            output = train(llama, tmp_path, url)
             assert player.exit_code() in (None, 0), player.log.read_text()[-4000:]
         assert httpx.get(f"{url}/status").json()["current_step"] >= STEPS
     rows = scenarios.metrics(tmp_path / "run")
     scenarios.check_metrics(tmp_path / "run", steps=STEPS)
-    assert all(row["unscored"] == 0 for row in rows), said
+    assert all(row["unscored"] == 0 for row in rows), output
     assert all(0 < row["tokens_trained"] <= MOST_SAMPLED for row in rows), rows
     assert (llama.status().state, llama.status().version) == ("serving", rows[-1]["weight_version"])
     llama.sample()  # raises if it does not answer
@@ -71,10 +71,10 @@ def test_gsm8k_of_atropos_is_trained_on_unmodified(tmp_path: Path) -> None:
     with scenarios.served(model, tmp_path / "server") as server, api(tmp_path) as url:
         program = ("-c", GSM8K, str(file))
         with environment(tmp_path, url, server, program, max_token_length=100, steps_per_eval=1000) as player:
-            said = train(server, tmp_path, url)
+            output = train(server, tmp_path, url)
             assert player.exit_code() in (None, 0), player.log.read_text()[-4000:]
     rows = scenarios.metrics(tmp_path / "run")
-    assert len(rows) == STEPS, said
+    assert len(rows) == STEPS, output
     assert all(row["unscored"] == 0 and row["reward_std"] > 0 for row in rows), rows
     assert rows[0]["logprob_diff_mean"] < scenarios.PARITY_LIMIT
 
@@ -90,16 +90,16 @@ def test_an_environment_samples_from_every_server_of_a_run(tmp_path: Path) -> No
             "--max-model-len": scenarios.MAX_MODEL_LEN, "--port": port,
             "--vllm-config-path": tmp_path / manifest.MANIFEST_NAME,
         }  # fmt: skip
-        flags = [str(each) for choice in choices.items() for each in choice]
+        flags = [str(word) for choice in choices.items() for word in choice]
         argv = [sys.executable, "-c", forked.BRIDGE, "run", *flags, "--", *scenarios.EAGER]
         trainer = children.start(argv, {**os.environ, **scenarios.IN_THE_ENGINE}, tmp_path / "train.log")
         try:
             servers = f"http://127.0.0.1:{port},http://127.0.0.1:{port + 1}"
-            told = f"environments can sample from all servers: bridge env --server-url {servers}"
-            found = children.wait_until(
-                trainer, lambda: told in trainer.log.read_text(), limit_s=RUN_LIMIT_S, progress=lambda _: None
+            message = f"environments can sample from all servers: bridge env --server-url {servers}"
+            has_logged = children.wait_until(
+                trainer, lambda: message in trainer.log.read_text(), limit_s=RUN_LIMIT_S, progress=lambda _: None
             )
-            assert found, trainer.log.read_text()[-4000:]
+            assert has_logged, trainer.log.read_text()[-4000:]
             scenarios.bridge(
                 *("env", f"{scenarios.ENVIRONMENT}:Vowels", "--model", model, "--atropos-url", url),
                 *("--server-url", servers, "--group-size", str(GROUP_SIZE), "--max-new-tokens", "12"),

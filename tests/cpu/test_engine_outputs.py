@@ -53,8 +53,8 @@ def received(outputs: Sequence[Any]) -> list[Any]:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
-    found: list[Any] = decoder.decode(encoder.encode(EngineCoreOutputs(outputs=list(outputs)))).outputs
-    return found
+    decoded: list[Any] = decoder.decode(encoder.encode(EngineCoreOutputs(outputs=list(outputs)))).outputs
+    return decoded
 
 
 def update_returning(outputs: Sequence[Sequence[Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
@@ -62,16 +62,18 @@ def update_returning(outputs: Sequence[Sequence[Any]], monkeypatch: pytest.Monke
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
 
-    each = iter(outputs)
-    monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: {0: EngineCoreOutputs(outputs=list(next(each)))})
+    remaining = iter(outputs)
+    monkeypatch.setattr(
+        Scheduler, "update_from_output", lambda *_: {0: EngineCoreOutputs(outputs=list(next(remaining)))}
+    )
     engine_outputs.collect()
     update: Callable[[Any], Any] = Scheduler.update_from_output
     return update
 
 
-def columns(found: Any) -> tuple[list[int], list[float], list[int]]:
+def columns(request_output: Any) -> tuple[list[int], list[float], list[int]]:
     """Return the sampled tokens' ids, log-probabilities and ranks, or what is in their place."""
-    arrived = found.new_logprobs
+    arrived = request_output.new_logprobs
     return (
         arrived.logprob_token_ids[:, 0].tolist(),
         arrived.logprobs[:, 0].tolist(),
@@ -94,9 +96,9 @@ def test_vllm_reads_what_it_would_have_written() -> None:
 
     expected = received(outputs())
     engine_outputs.collect()
-    found = received(Outbox().due(outputs()))
-    assert len(found) == len(expected) == 64 + 2 + 4 + 2
-    for mine, theirs in zip(found, expected, strict=True):
+    decoded = received(Outbox().due(outputs()))
+    assert len(decoded) == len(expected) == 64 + 2 + 4 + 2
+    for mine, theirs in zip(decoded, expected, strict=True):
         assert mine.new_logprobs.cu_num_generated_tokens is theirs.new_logprobs.cu_num_generated_tokens is None
         for name in ("logprob_token_ids", "logprobs", "sampled_token_ranks"):
             one_array, other = getattr(mine.new_logprobs, name), getattr(theirs.new_logprobs, name)
@@ -123,9 +125,9 @@ def test_a_rollout_sends_its_tokens_with_their_versions(monkeypatch: pytest.Monk
         last = {"finish_reason": FinishReason.STOP, "stop_reason": 3} if number == MOST_HELD + 2 else {}
         other = output(step, 0)
         expected.append((step.logprob_token_ids[4, 0], step.logprobs[4, 0], engine_outputs._version))
-        found = outbox.due([other, output(step, 4, id_=rollout, **given.get(number, {}), **last)])
-        assert found[0] is other, "no other request waits"
-        sent += found[1:]
+        sent_now = outbox.due([other, output(step, 4, id_=rollout, **given.get(number, {}), **last)])
+        assert sent_now[0] is other, "no other request waits"
+        sent += sent_now[1:]
         assert len(sent) == (number >= MOST_HELD - 1) + (number == MOST_HELD + 2)
     first, second = received(sent)
     assert first.new_token_ids + second.new_token_ids == [token for token, *_ in expected]
@@ -163,15 +165,15 @@ def test_nan_logits_are_counted_over_all_held_steps() -> None:
     outbox, step = Outbox(), lists(3, 1)
     for number in (0, 3, 0):
         assert not outbox.due([output(step, 1, id_=ROLLOUT, num_nans_in_logits=number)])
-    (found,) = received(outbox.rest([ROLLOUT]))
-    assert (len(found.new_token_ids), found.num_nans_in_logits) == (3, 3)
+    (request_output,) = received(outbox.rest([ROLLOUT]))
+    assert (len(request_output.new_token_ids), request_output.num_nans_in_logits) == (3, 3)
 
 
 def test_tokens_in_whose_text_stops_are_looked_for_do_not_wait() -> None:
     engine_outputs.collect()
     step = lists(3, 1)
-    (found,) = received(Outbox().due([output(step, 1, id_=f"{ROLLOUT}{AT_ONCE}x")]))
-    assert columns(found) == (found.new_token_ids, step.logprobs[1].tolist(), [0])
+    (request_output,) = received(Outbox().due([output(step, 1, id_=f"{ROLLOUT}{AT_ONCE}x")]))
+    assert columns(request_output) == (request_output.new_token_ids, step.logprobs[1].tolist(), [0])
 
 
 def test_an_aborted_request_sends_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,22 +182,22 @@ def test_an_aborted_request_sends_what_it_holds(monkeypatch: pytest.MonkeyPatch)
 
     ended = list[Any]()
     monkeypatch.setattr(EngineCoreProc, "_send_finish_outputs_to_client", lambda _, *given: ended.append(given))
-    step, kept, gone = lists(3, 1), f"{ROLLOUT}kept", f"{ROLLOUT}gone"
+    step, kept, aborted = lists(3, 1), f"{ROLLOUT}kept", f"{ROLLOUT}gone"
     outputs = [list[Any]()]
     update = update_returning(outputs, monkeypatch)
-    outputs[0] += [output(step, 0, id_=kept), output(step, 1, id_=gone)]
-    assert update(SimpleNamespace(requests={kept: None, gone: None}))[0].outputs == []
+    outputs[0] += [output(step, 0, id_=kept), output(step, 1, id_=aborted)]
+    assert update(SimpleNamespace(requests={kept: None, aborted: None}))[0].outputs == []
     queued = list[Any]()
     engine = SimpleNamespace(output_queue=SimpleNamespace(put_nowait=queued.append))
-    EngineCoreProc._send_finish_outputs_to_client(engine, [gone, "other"], 4, FinishReason.ABORT)
+    EngineCoreProc._send_finish_outputs_to_client(engine, [aborted, "other"], 4, FinishReason.ABORT)
     ((client, message),) = queued
     assert client == 4
-    assert [(each.request_id, each.new_token_ids) for each in message.outputs] == [
-        (gone, step.logprob_token_ids[1].tolist())
+    assert [(request_output.request_id, request_output.new_token_ids) for request_output in message.outputs] == [
+        (aborted, step.logprob_token_ids[1].tolist())
     ]
-    EngineCoreProc._send_finish_outputs_to_client(engine, [gone], 4, FinishReason.ABORT)
+    EngineCoreProc._send_finish_outputs_to_client(engine, [aborted], 4, FinishReason.ABORT)
     assert len(queued) == 1, "nothing is sent twice"
-    assert ended == [([gone, "other"], 4, FinishReason.ABORT), ([gone], 4, FinishReason.ABORT)]
+    assert ended == [([aborted, "other"], 4, FinishReason.ABORT), ([aborted], 4, FinishReason.ABORT)]
 
 
 def test_what_nobody_waits_for_is_dropped() -> None:
@@ -204,15 +206,15 @@ def test_what_nobody_waits_for_is_dropped() -> None:
     ids = [f"{ROLLOUT}{number}" for number in range(9)]
     assert not outbox.due([output(step, number, id_=id_) for number, id_ in enumerate(ids)])
     outbox.forget(dict.fromkeys(ids[:2]))
-    assert [each.request_id for each in outbox.rest(ids)] == ids[:2]
+    assert [request_output.request_id for request_output in outbox.rest(ids)] == ids[:2]
 
 
 def test_ranks_and_what_was_kept_come_apart_as_they_were_packed() -> None:
     ranks, counts = torch.tensor([1, 7, 151_936, 2**20 - 1]), torch.tensor([1, 20, 262_144, 9])
-    found = torch.tensor([-0.125, 17.3, thresholds.KEEP_ALL, 1e-3])
-    back = thresholds.unpack(thresholds.pack(ranks, found, counts).numpy())
+    limits = torch.tensor([-0.125, 17.3, thresholds.KEEP_ALL, 1e-3])
+    back = thresholds.unpack(thresholds.pack(ranks, limits, counts).numpy())
     assert back[0].tolist() == ranks.tolist()
-    assert back[1] == pytest.approx(found.numpy(), rel=2**-15)
+    assert back[1] == pytest.approx(limits.numpy(), rel=2**-15)
     assert back[2].tolist() == counts.tolist()
 
 
@@ -228,13 +230,13 @@ def test_each_kind_of_request_gets_its_own_in_place_of_ranks(
     step = step._replace(sampled_token_ranks=ranks.numpy())
     engine_outputs.collect()
     sent = [output(step, 0, 2, id_=f"0_{kind}{AT_ONCE}x") for kind in (ROLLOUT, FILTERED, "cmpl-")]
-    rollout, filtered, other = (columns(each)[2] for each in received(Outbox().due(sent)))
+    rollout, filtered, other = (columns(request_output)[2] for request_output in received(Outbox().due(sent)))
     assert rollout == [2**20 + 5] * 2
     assert other == [4, 9]
-    versions, found, counts = thresholds.unpack(filtered)
+    versions, limits, counts = thresholds.unpack(filtered)
     assert versions.tolist() == [5, 5]
     if is_packed:
-        assert (found.tolist(), counts.tolist()) == ([0.5, -2.0], [3, 40])
+        assert (limits.tolist(), counts.tolist()) == ([0.5, -2.0], [3, 40])
     else:
         assert not counts.any(), "unknown"
 
@@ -243,8 +245,8 @@ def test_a_threshold_is_between_kept_and_dropped_logits() -> None:
     inf = torch.inf
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0], [4.0, 4.0, 4.0, 4.0], [1.0, 0.0, 2.0, 3.0]])
     processed = torch.tensor([[0.0, -inf, -1.0, -inf], [-1.4, -1.4, -1.4, -1.4], [-inf, -inf, -inf, 0.0]])
-    found, counts = thresholds.kept(logits, processed, torch.tensor([0.5, 1.0, 0.0]))
-    assert found.tolist() == [3.0, pytest.approx(thresholds.KEEP_ALL), 2.5]
+    limits, counts = thresholds.kept(logits, processed, torch.tensor([0.5, 1.0, 0.0]))
+    assert limits.tolist() == [3.0, pytest.approx(thresholds.KEEP_ALL), 2.5]
     assert counts.tolist() == [2, 4, 1]
 
 
@@ -284,8 +286,8 @@ def test_a_sampler_reports_what_a_filtered_step_kept(top_p: float, *, is_filtere
     sampler = Wrapped(top_p)
     output = sampler(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), input_batch=batch)
     packed = output.logprobs_tensors.selected_token_ranks
-    ranks, found, counts = thresholds.unpack(packed.numpy())
-    assert packed.tolist() == [1] if not is_filtered else (ranks, found, counts) == (1, 3.0, 2)
+    ranks, limit, counts = thresholds.unpack(packed.numpy())
+    assert packed.tolist() == [1] if not is_filtered else (ranks, limit, counts) == (1, 3.0, 2)
 
 
 def test_nothing_changes_in_a_process_that_sends_no_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,10 +38,10 @@ def test_weights_that_vllm_derives_are_refused_by_name(tmp_path: Path, monkeypat
     monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
     model = tiny.write(FAMILIES["DeepSeek-V2-Lite"](), tmp_path / "model")
     port = str(free_port("127.0.0.1"))
-    place = ("--port", port, "--vllm-config-path", tmp_path / MANIFEST_NAME)
+    flags_of_server = ("--port", port, "--vllm-config-path", tmp_path / MANIFEST_NAME)
     kernel = ("--attention-backend", "CPU_MLA")  # that of a CPU with AMX takes no widths but multiples of 32
-    flags = ("--model", model, *place, "--", *scenarios.EAGER, *kernel)
-    said = scenarios.bridge("serve-vllm", *flags, folder=tmp_path, expect=UnsupportedModelError.exit_code)
-    assert "W_UK_T" in said.stderr
-    assert "derived by vLLM" in said.stderr
+    flags = ("--model", model, *flags_of_server, "--", *scenarios.EAGER, *kernel)
+    refusal = scenarios.bridge("serve-vllm", *flags, folder=tmp_path, expect=UnsupportedModelError.exit_code)
+    assert "W_UK_T" in refusal.stderr
+    assert "derived by vLLM" in refusal.stderr
     assert not (tmp_path / MANIFEST_NAME).exists()

@@ -26,7 +26,7 @@ LENGTH, GROUP, TEMPERATURE = 24, 16, 0.8
 ALL: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.05}
 MOST = 30
 """Of 301 words: words whose logits are equal to that of the twentieth are kept, too."""
-EACH = [*({name: value} for name, value in ALL.items()), ALL]
+CHOICES = [*({name: value} for name, value in ALL.items()), ALL]
 
 
 def config(**filters: Any) -> SamplingConfig:
@@ -37,14 +37,14 @@ def sampled(policy: bridge.Policy) -> list[MicroBatch]:
     samples = [
         Sample(
             prompt_token_ids=group.prompt_token_ids,
-            token_ids=each.token_ids,
-            sampled_logprobs=each.logprobs,
-            advantages=(1.0,) * len(each.token_ids),
+            token_ids=completion.token_ids,
+            sampled_logprobs=completion.logprobs,
+            advantages=(1.0,) * len(completion.token_ids),
             weight=1.0,
-            kept=each.kept,
+            kept=completion.kept,
         )
         for group in policy.sample(PROMPTS, seed=1)
-        for each in group.completions
+        for completion in group.completions
     ]
     return policy.pack(samples)
 
@@ -52,37 +52,37 @@ def sampled(policy: bridge.Policy) -> list[MicroBatch]:
 @torch.no_grad()
 def differences(policy: bridge.Policy, batches: list[MicroBatch]) -> Tensor:
     """Return |log-probability of the server - of the trainer| of each token, in nats."""
-    return torch.cat([(policy.logprobs(each)[0] - each.sampled_logprobs_N).abs() for each in batches])
+    return torch.cat([(policy.logprobs(batch)[0] - batch.sampled_logprobs_N).abs() for batch in batches])
 
 
 def test_the_mismatch_is_as_small_as_without_filters(llama: LiveServer) -> None:
     with bridge.attach(llama.path, sampling=config()) as policy:
         plain = differences(policy, sampled(policy))
-    for filters in EACH:
+    for filters in CHOICES:
         with bridge.attach(llama.path, sampling=config(**filters)) as policy:
             batches = sampled(policy)
-            found = differences(policy, batches)
-            whole = differences(policy, [replace(each, kept=None) for each in batches])
-        assert len(found) > 500
-        assert found.mean() < 1.2 * plain.mean(), filters
-        assert found.max() < 1.5 * plain.max() < 1.5 * scenarios.FAMILY_PARITY_LIMIT, filters
+            measured = differences(policy, batches)
+            whole = differences(policy, [replace(batch, kept=None) for batch in batches])
+        assert len(measured) > 500
+        assert measured.mean() < 1.2 * plain.mean(), filters
+        assert measured.max() < 1.5 * plain.max() < 1.5 * scenarios.FAMILY_PARITY_LIMIT, filters
         assert whole.mean() > 10 * plain.mean(), "log-probabilities over the vocabulary are others"
 
 
 def test_what_is_kept_is_what_the_filters_mean(llama: LiveServer) -> None:
     """Computed from the model's own logits: the tokens above a threshold are what each filter is defined to keep."""
     model = scenarios.loaded(Path(llama.manifest.model))
-    for filters in EACH:
+    for filters in CHOICES:
         with bridge.attach(llama.path, sampling=config(**filters)) as policy:
             (group,) = policy.sample(PROMPTS[:1], seed=1)
-        for each in group.completions:
-            ids = torch.tensor([group.prompt_token_ids + each.token_ids])
+        for completion in group.completions:
+            ids = torch.tensor([group.prompt_token_ids + completion.token_ids])
             with torch.no_grad():
                 logits = model(input_ids=ids).logits[0, len(group.prompt_token_ids) - 1 : -1].float() / TEMPERATURE
             expected = expected_counts(logits, **filters)
-            counts = torch.tensor([count for _, count in each.kept])
+            counts = torch.tensor([count for _, count in completion.kept])
             assert (counts - expected).abs().float().mean() < 2, (filters, counts, expected)  # logits round
-            thresholds = torch.tensor([threshold for threshold, _ in each.kept])
+            thresholds = torch.tensor([threshold for threshold, _ in completion.kept])
             above = (logits >= thresholds.unsqueeze(1)).sum(dim=1)
             assert (above - counts).abs().float().mean() < 2, (filters, above, counts)
 
@@ -97,14 +97,14 @@ def expected_counts(logits: Tensor, top_k: int = 10**6, top_p: float = 1.0, min_
 def test_filtered_requests_and_others_share_steps(llama: LiveServer) -> None:
     """Each gets its own: kept words and versions, and nothing where a filter can drop nothing."""
     fields = {"model": llama.manifest.model, "prompt": [5, 6, 7], "n": 8, "max_tokens": 40, "temperature": 1.0}
-    asked = [({}, COMPLETIONS), (ALL, COMPLETIONS), ({"top_k": 10**6}, COMPLETIONS)]
-    asked.append(({"top_p": 0.5, "logprobs": 2}, "/v1/completions"))
+    calls = [({}, COMPLETIONS), (ALL, COMPLETIONS), ({"top_k": 10**6}, COMPLETIONS)]
+    calls.append(({"top_p": 0.5, "logprobs": 2}, "/v1/completions"))
     with httpx.Client(base_url=llama.manifest.url, trust_env=False, timeout=60) as http, ThreadPoolExecutor() as pool:
 
         def ask(filters: dict[str, float], route: str) -> Any:
             return http.post(route, json={**fields, **filters}).raise_for_status().json()["choices"]
 
-        plain, filtered, nothing, stock = pool.map(lambda each: ask(*each), asked)
+        plain, filtered, nothing, stock = pool.map(lambda call: ask(*call), calls)
     version = llama.status().version
     for choice in (*plain, *filtered, *nothing):
         assert choice["versions"] == [[version, len(choice["token_ids"])]]

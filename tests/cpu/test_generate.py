@@ -27,7 +27,7 @@ from tests.scenarios import LiveServer, bridge
 
 PROMPT = [5, 6, 7]
 ROLLOUT = {"prompt": PROMPT, "n": 6, "max_tokens": 8, "temperature": 1.3, "seed": 11}
-ASKED = {"prompt": {"prompt_token_ids": PROMPT}, "n": 6, "max_tokens": 8, "temperature": 1.3, "seed": 11, "logprobs": 0}
+BODY = {"prompt": {"prompt_token_ids": PROMPT}, "n": 6, "max_tokens": 8, "temperature": 1.3, "seed": 11, "logprobs": 0}
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def http(lora_llama: LiveServer) -> Iterator[httpx.Client]:
 
 
 def answered(http: httpx.Client, **choices: Any) -> dict[str, Any]:
-    answer = http.post("/generate", json={**ASKED, **choices})
+    answer = http.post("/generate", json={**BODY, **choices})
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -66,16 +66,16 @@ def generated(answer: dict[str, Any]) -> list[Group]:
 
 def completed(http: httpx.Client, **choices: Any) -> list[Group]:
     """Sample through vLLM's own route."""
-    body = {**ASKED, **WHOLE, "prompt": PROMPT, "return_token_ids": True, **choices}
-    return told(http.post("/v1/completions", json=body))
+    body = {**BODY, **WHOLE, "prompt": PROMPT, "return_token_ids": True, **choices}
+    return groups_of(http.post("/v1/completions", json=body))
 
 
 def rolled_out(lora_llama: LiveServer, http: httpx.Client, **choices: Any) -> list[Group]:
     """Sample through the rollout route."""
-    return told(http.post(COMPLETIONS, json={"model": lora_llama.manifest.model, **ROLLOUT, **choices}))
+    return groups_of(http.post(COMPLETIONS, json={"model": lora_llama.manifest.model, **ROLLOUT, **choices}))
 
 
-def told(answer: httpx.Response) -> list[Group]:
+def groups_of(answer: httpx.Response) -> list[Group]:
     assert answer.status_code == 200, answer.text
     return as_group(
         [
@@ -92,7 +92,7 @@ def told(answer: httpx.Response) -> list[Group]:
 
 def test_it_samples_what_vllms_own_route_does(http: httpx.Client) -> None:
     answer = answered(http)
-    assert len(answer["text"]) == len(answer["logprobs"]) == ASKED["n"]
+    assert len(answer["text"]) == len(answer["logprobs"]) == BODY["n"]
     assert all(1 <= len(tokens) <= 8 for tokens in answer["token_ids"])
     assert answer["prompt_token_ids"] == PROMPT
     assert scenarios.alike(generated(answer), completed(http))
@@ -152,7 +152,7 @@ ROUTES = ["/generate", COMPLETIONS, "/v1/completions", "/invocations", "/adapter
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer another"}])
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route_wants_the_servers_key(lora_llama: LiveServer, route: str, headers: dict[str, str]) -> None:
-    answer = httpx.post(f"{lora_llama.manifest.url}{route}", json=ASKED, headers=headers, trust_env=False)
+    answer = httpx.post(f"{lora_llama.manifest.url}{route}", json=BODY, headers=headers, trust_env=False)
     assert (answer.status_code, answer.json()) == (401, {"error": "Unauthorized"})
 
 
@@ -160,12 +160,12 @@ def test_every_route_that_vllm_has_is_closed_but_for_health(lora_llama: LiveServ
     paths = http.get("/openapi.json").json()["paths"]
     assert len(paths) > 10
     with httpx.Client(base_url=lora_llama.manifest.url, trust_env=False) as stranger:
-        found = {path: {stranger.request(method, path).status_code for method in paths[path]} for path in paths}
-    assert {path for path, statuses in found.items() if statuses != {401}} == {"/health"}, found
+        statuses = {path: {stranger.request(method, path).status_code for method in paths[path]} for path in paths}
+    assert {path for path, statuses in statuses.items() if statuses != {401}} == {"/health"}, statuses
 
 
 def test_a_web_page_whose_name_was_bound_anew_to_loopback_is_refused(http: httpx.Client) -> None:
-    answer = http.post("/generate", json=ASKED, headers={"host": "evil.example"})
+    answer = http.post("/generate", json=BODY, headers={"host": "evil.example"})
     assert (answer.status_code, "evil.example" in answer.json()["error"]) == (403, True)
 
 
@@ -190,7 +190,7 @@ def test_a_stranger_cannot_take_out_the_adapter_that_is_trained(
         headers = {TOKEN_HEADER: lora_llama.manifest.token}
         ours = http.post("/v1/unload_lora_adapter", json={"lora_name": ADAPTER}, headers=headers)
         assert ours.status_code == 200
-        waiting = http.post("/generate", json=ASKED)
+        waiting = http.post("/generate", json=BODY)
         assert (waiting.status_code, "not being served right now" in waiting.text) == (503, True)
         client.release_adapter()
     assert answered(http)
@@ -204,12 +204,12 @@ def test_weights_that_are_no_numbers_are_named(lora_llama: LiveServer, http: htt
         with fence.publish(client, Update()):
             weight[3].fill_(float("nan"))
         refused = http.post(COMPLETIONS, json={"model": lora_llama.manifest.model, **ROLLOUT})
-        found = bridge("doctor", "--json", "--vllm-config-path", lora_llama.path, folder=tmp_path, expect=3).stdout
+        output = bridge("doctor", "--json", "--vllm-config-path", lora_llama.path, folder=tmp_path, expect=3).stdout
         with fence.publish(client, Update()):
             weight.copy_(before)
     assert (refused.status_code, "tensors, the first: model.norm.weight" in refused.json()["error"]) == (409, True)
     assert refused.json()["remedy"].startswith("bridge restore ")
-    (check,) = [check for check in map(json.loads, found.splitlines()) if check["name"] == "Server's numbers"]
+    (check,) = [check for check in map(json.loads, output.splitlines()) if check["name"] == "Server's numbers"]
     assert (check["status"], "model.norm.weight" in check["found"]) == ("FAIL", True)
     assert rolled_out(lora_llama, http)
 
@@ -229,7 +229,7 @@ def test_weights_that_are_no_numbers_are_named(lora_llama: LiveServer, http: htt
     ids=str,
 )
 def test_a_bad_request_is_refused(http: httpx.Client, wrong: dict[str, Any]) -> None:
-    answer = http.post("/generate", json={**ASKED, **wrong})
+    answer = http.post("/generate", json={**BODY, **wrong})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
 
@@ -256,9 +256,9 @@ def test_a_bad_rollout_is_refused(
 def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(lora_llama: LiveServer, http: httpx.Client) -> None:
     with BridgeClient(lora_llama.manifest, timeout_s=60) as client, ThreadPoolExecutor() as pool:
         version = client.status().version
-        assert http.post("/generate", json=ASKED).headers.get_list(VERSION_HEADER) == [str(version)]
+        assert http.post("/generate", json=BODY).headers.get_list(VERSION_HEADER) == [str(version)]
         client.pause("keep")
-        waiting = pool.submit(http.post, "/generate", json=ASKED)
+        waiting = pool.submit(http.post, "/generate", json=BODY)
         assert not waiting.done()
         client.publish()
         assert waiting.result().headers[VERSION_HEADER] in {f"{version}-{version + 1}", str(version + 1)}
@@ -267,7 +267,7 @@ def test_the_version_is_on_the_answer_and_the_fence_holds_it_up(lora_llama: Live
 
 @pytest.mark.parametrize("route", ["/generate", COMPLETIONS])
 def test_a_client_that_hangs_up_ends_its_request(lora_llama: LiveServer, http: httpx.Client, route: str) -> None:
-    body = ASKED if route == "/generate" else {"model": lora_llama.manifest.model, **ROLLOUT}
+    body = BODY if route == "/generate" else {"model": lora_llama.manifest.model, **ROLLOUT}
     before = num_completed(http)
     http.post(route, json={**body, "n": 4}).raise_for_status()
     assert num_completed(http) == before + 4

@@ -86,12 +86,12 @@ def everything(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def ranks_of(tree: Sequence[psutil.Process], number: int) -> list[psutil.Process]:
-    return [each for each in tree if MAIN in each.cmdline() and each.environ()["RANK"] == str(number)]
+    return [process for process in tree if MAIN in process.cmdline() and process.environ()["RANK"] == str(number)]
 
 
 def left(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     _, alive = psutil.wait_procs(processes, timeout=GRACE_S + 10)
-    return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_replicas_train_in_lockstep_and_any_number_of_ranks_resumes(model: Path, tmp_path: Path) -> None:
@@ -105,16 +105,18 @@ def test_replicas_train_in_lockstep_and_any_number_of_ranks_resumes(model: Path,
         number for line in (whole / "run" / "rollouts.jsonl").open() for number in [json.loads(line)["number"]]
     } == {*range(3 * BATCH_SIZE // 4)}
     checkpoints = whole / "run" / "checkpoints"
-    place = resumed / "checkpoints"
-    shutil.copytree(checkpoints / "step_2", place / "step_2")
-    continued = "--resume", "--save-path", str(place), "--training-steps"
+    new_checkpoints = resumed / "checkpoints"
+    shutil.copytree(checkpoints / "step_2", new_checkpoints / "step_2")
+    continued = "--resume", "--save-path", str(new_checkpoints), "--training-steps"
     run(model, resumed, *continued, "3")
-    assert content(place / "step_3") == content(checkpoints / "step_3"), "a resumed run is not the same to the bit"
+    assert content(new_checkpoints / "step_3") == content(checkpoints / "step_3"), (
+        "a resumed run is not the same to the bit"
+    )
     assert metrics(resumed)[0]["rollouts"] == rows[2]["rollouts"]
     run(model, resumed, *continued, "4", gpus=1)
     run(model, resumed, *continued, "5")
     assert [row["step"] for row in metrics(resumed)] == [3, 4, 5]
-    state = json.loads((place / "step_5" / "optimizer" / "state.json").read_text())
+    state = json.loads((new_checkpoints / "step_5" / "optimizer" / "state.json").read_text())
     assert set(state["steps"].values()) == {5}
 
 
@@ -166,24 +168,24 @@ def test_a_server_that_dies_is_started_again_and_no_step_is_lost(model: Path, tm
     os.kill(int(pid), signal.SIGKILL)
     assert process.wait(LIMIT_S) == 0, (tmp_path / "out").read_text()[-4000:]
     assert [row["step"] for row in metrics(tmp_path)] == [*range(1, 13)]
-    said = (tmp_path / "out").read_text()
-    assert "the server died" in said
-    assert len(re.findall(r"vLLM is ready", said)) == 1, "the first rank's server was restarted, too"
+    output = (tmp_path / "out").read_text()
+    assert "the server died" in output
+    assert len(re.findall(r"vLLM is ready", output)) == 1, "the first rank's server was restarted, too"
 
 
 def test_a_server_that_does_not_start_ends_the_run_while_the_others_still_start(model: Path, tmp_path: Path) -> None:
     process, log = started(command(model, tmp_path), tmp_path / "out"), tmp_path / "run" / "ranks" / "1.log"
-    while not (found := re.findall(r"starting vLLM \(pid (\d+)", log.read_text() if log.exists() else "")):
+    while not (pids := re.findall(r"starting vLLM \(pid (\d+)", log.read_text() if log.exists() else "")):
         assert process.poll() is None, (tmp_path / "out").read_text()[-4000:]
         time.sleep(0.05)
     tree = everything(process)
-    os.kill(int(found[0]), signal.SIGKILL)
+    os.kill(int(pids[0]), signal.SIGKILL)
     assert process.wait(LIMIT_S) == ServerUnreachableError.exit_code
     assert not left(tree)
-    said = (tmp_path / "out").read_text()
-    assert f"error: vLLM (pid {found[0]}) ended with SIGKILL" in said
-    assert "vLLM is ready" not in said
-    assert "Traceback" not in said
+    output = (tmp_path / "out").read_text()
+    assert f"error: vLLM (pid {pids[0]}) ended with SIGKILL" in output
+    assert "vLLM is ready" not in output
+    assert "Traceback" not in output
 
 
 def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(model: Path, tmp_path: Path) -> None:
@@ -194,10 +196,10 @@ def test_a_rank_that_is_killed_ends_the_run_in_one_line_with_the_weights_saved(m
     rank.kill()
     assert process.wait(LIMIT_S) == 1
     assert not left(tree)
-    said = (tmp_path / "out").read_text()
-    assert "error: rank 1 of 2 was ended by SIGKILL" in said
-    assert "Traceback" not in said
-    (saved,) = re.findall(r"without the optimizer's state, are in (\S+)", said)
+    output = (tmp_path / "out").read_text()
+    assert "error: rank 1 of 2 was ended by SIGKILL" in output
+    assert "Traceback" not in output
+    (saved,) = re.findall(r"without the optimizer's state, are in (\S+)", output)
     assert load_file(Path(saved, "model.safetensors"))
 
 
@@ -223,9 +225,9 @@ def test_every_server_of_a_run_is_verified_and_a_lost_rank_starts_the_run_again(
     assert process.wait(LIMIT_S) == 0, (tmp_path / "out").read_text()[-4000:]
     assert [row["step"] for row in metrics(tmp_path)] == [*range(1, 151)]
     assert all(1 <= float(str(row["rank_token_balance"])) < 2 for row in metrics(tmp_path) if row["updates"])
-    said = (tmp_path / "out").read_text()
-    assert "rank 1 of 2 was ended by SIGKILL; restarting from the newest checkpoint, 0 restarts left" in said
-    assert "Traceback" not in said
+    output = (tmp_path / "out").read_text()
+    assert "rank 1 of 2 was ended by SIGKILL; restarting from the newest checkpoint, 0 restarts left" in output
+    assert "Traceback" not in output
 
 
 def test_no_process_outlives_a_killed_launcher(model: Path, tmp_path: Path) -> None:

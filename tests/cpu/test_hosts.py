@@ -29,13 +29,13 @@ class Hosts:
     """Two hosts: folders with the same command."""
 
     def __init__(self, model: Path, folder: Path, *more: str) -> None:
-        self.place = f"127.0.0.1:{free_port('127.0.0.1')}"
+        self.rendezvous = f"127.0.0.1:{free_port('127.0.0.1')}"
         self.first, self.other = folder / "first", folder / "other"
         self._model, self._more = model, more
 
     def start(self, folder: Path) -> subprocess.Popen[bytes]:
         folder.mkdir(exist_ok=True)
-        given = "--hosts", "2", "--rendezvous", self.place, *self._more
+        given = "--hosts", "2", "--rendezvous", self.rendezvous, *self._more
         return started(command(self._model, folder, *given, gpus=1), folder / "out")
 
     def start_both(self) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
@@ -48,7 +48,7 @@ class Hosts:
         return first, self.start(self.other)
 
 
-def said(folder: Path) -> str:
+def output_of(folder: Path) -> str:
     return (folder / "out").read_text()
 
 
@@ -60,18 +60,20 @@ def test_a_lost_host_that_is_started_again_resumes_the_run(model: Path, tmp_path
     tree = everything(other)
     other.kill()
     assert not left(tree)
-    again = hosts.start(hosts.other)
-    assert first.wait(LIMIT_S) == 0, said(hosts.first)[-4000:]
-    assert again.wait(LIMIT_S) == 0, said(hosts.other)[-4000:]
+    restarted = hosts.start(hosts.other)
+    assert first.wait(LIMIT_S) == 0, output_of(hosts.first)[-4000:]
+    assert restarted.wait(LIMIT_S) == 0, output_of(hosts.other)[-4000:]
     rows = metrics(hosts.first)
     assert [row["step"] for row in rows] == [*range(1, 41)]
     assert [row["weight_version"] for row in rows] == [*range(1, 41)]
     measured = [row["logprob_diff_mean"] for row in rows if row["updates"]]
     assert measured
-    assert all(float(str(each)) < scenarios.PARITY_LIMIT for each in measured)
-    assert re.search(r"lost another rank.*; restarting from the newest checkpoint, 0 restarts left", said(hosts.first))
-    assert "resuming after step" in said(hosts.first)
-    assert "Traceback" not in said(hosts.first) + said(hosts.other)
+    assert all(float(str(measure)) < scenarios.PARITY_LIMIT for measure in measured)
+    assert re.search(
+        r"lost another rank.*; restarting from the newest checkpoint, 0 restarts left", output_of(hosts.first)
+    )
+    assert "resuming after step" in output_of(hosts.first)
+    assert "Traceback" not in output_of(hosts.first) + output_of(hosts.other)
     assert not metrics(hosts.other)
 
 
@@ -82,6 +84,6 @@ def test_a_killed_host_ends_the_other_in_one_line(model: Path, tmp_path: Path) -
     trees = everything(first), everything(other)
     first.send_signal(signal.SIGKILL)
     assert other.wait(LIMIT_S) == 1
-    assert not [each for tree in trees for each in left(tree)]
-    assert re.search(r"^error: rank 1 of 2 (lost another rank|stopped)", said(hosts.other), re.MULTILINE)
-    assert "Traceback" not in said(hosts.other)
+    assert not [process for tree in trees for process in left(tree)]
+    assert re.search(r"^error: rank 1 of 2 (lost another rank|stopped)", output_of(hosts.other), re.MULTILINE)
+    assert "Traceback" not in output_of(hosts.other)

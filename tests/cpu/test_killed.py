@@ -17,8 +17,8 @@ def test_a_trainer_killed_while_it_saves_resumes_without_a_gap_or_a_repeat(llama
     (tmp_path / "killed").mkdir()
     problems, run = undisturbed(Run(llama, tmp_path / "undisturbed")), Run(llama, tmp_path / "killed")
     run.killed(WHILE_IT_SAVES)
-    told = run.train("--resume", expect=0)
-    assert told[0] == f"resuming after step 4 from saved/{LAST}"
+    lines = run.train("--resume", expect=0)
+    assert lines[0] == f"resuming after step 4 from saved/{LAST}"
     assert run.lost() == [5, 6]
     assert run.problems() == problems
     run.check_whole()

@@ -39,9 +39,9 @@ def test_a_run_goes_on_from_its_adapter_and_takes_each_step_once(
 ) -> None:
     base = lora_llama.sample()
     scenarios.trained(lora_llama, tmp_path, *adapter_flags(handover), steps=2)
-    told = scenarios.trained(lora_llama, tmp_path, *adapter_flags(handover), "--resume", steps=4).stderr
-    assert f"resuming after step 2 from {tmp_path / 'saved' / 'adapter_step_2'}" in told
-    assert "the base is the server's own, 0 bytes of it here" in told
+    stderr = scenarios.trained(lora_llama, tmp_path, *adapter_flags(handover), "--resume", steps=4).stderr
+    assert f"resuming after step 2 from {tmp_path / 'saved' / 'adapter_step_2'}" in stderr
+    assert "the base is the server's own, 0 bytes of it here" in stderr
     steps = scenarios.metrics(tmp_path / "run")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert steps[0]["weight_version"] < steps[1]["weight_version"] < steps[2]["weight_version"]
@@ -92,17 +92,17 @@ def test_an_adapter_left_torn_is_named_and_mended_and_the_base_is_as_it_was(
     assert (torn.state, torn.writes, torn.last_checkpoint) == ("torn", "adapter", str(whole))
     check_named(lora_llama, tmp_path, whole, pid)
     for handover in ("memory", "disk"):
-        again = ("--save-path", "elsewhere", "--run-dir", f"refused_{handover}")
+        run_flags = ("--save-path", "elsewhere", "--run-dir", f"refused_{handover}")
         refused = scenarios.bridge(
-            *("train", *adapter_flags(handover), *again, "--model-name", lora_llama.manifest.model),
+            *("train", *adapter_flags(handover), *run_flags, "--model-name", lora_llama.manifest.model),
             *("--vllm-config-path", lora_llama.path),
             folder=tmp_path,
             expect=4,
         )
         assert refused.stderr.splitlines()[-1] == f"hint: bridge restore {whole}"
         assert not (tmp_path / f"refused_{handover}").exists()
-    told = scenarios.bridge("restore", "--json", whole, "--vllm-config-path", lora_llama.path, folder=tmp_path).stdout
-    assert json.loads(told)["version"] == torn.version + 1 == lora_llama.status().version
+    output = scenarios.bridge("restore", "--json", whole, "--vllm-config-path", lora_llama.path, folder=tmp_path).stdout
+    assert json.loads(output)["version"] == torn.version + 1 == lora_llama.status().version
     assert lora_llama.status().state == "serving"
     if flags:
         scenarios.serves_the_adapter(lora_llama, whole, base)

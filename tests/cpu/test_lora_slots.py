@@ -126,11 +126,11 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def test_every_linear_layer_has_its_slots_and_nothing_else_has(lora_llama: LiveServer) -> None:
-    found = lora_llama.manifest.shard(0).lora_slots
-    assert found.keys() == MODULES
-    assert found["model.layers.1.self_attn.k_proj"].lora_a.shape == (1, 1, scenarios.LORA_RANK, 128)
-    assert found["model.layers.1.self_attn.k_proj"].lora_b.shape == (1, 1, 64, scenarios.LORA_RANK)
-    assert {slot.lora_a.dtype for slot in found.values()} == {"bfloat16"}
+    slots = lora_llama.manifest.shard(0).lora_slots
+    assert slots.keys() == MODULES
+    assert slots["model.layers.1.self_attn.k_proj"].lora_a.shape == (1, 1, scenarios.LORA_RANK, 128)
+    assert slots["model.layers.1.self_attn.k_proj"].lora_b.shape == (1, 1, 64, scenarios.LORA_RANK)
+    assert {slot.lora_a.dtype for slot in slots.values()} == {"bfloat16"}
 
 
 def test_verify_passes_on_a_server_with_lora(lora_llama: LiveServer) -> None:
@@ -181,17 +181,17 @@ def test_prompt_logprobs_of_several_requests_match_single_ones(lora_llama: LiveS
     http = httpx.Client(base_url=lora_llama.manifest.url, headers=api_key.headers(), timeout=120, trust_env=False)
 
     def scored(name: str, prompts: list[list[int]]) -> list[float]:
-        asked = {"model": name, "prompt": prompts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        choices = http.post("/v1/completions", json=asked).raise_for_status().json()["choices"]
-        positions = [place for choice in choices for place in choice["prompt_logprobs"] if place]
-        return [one["logprob"] for place in positions for one in place.values()]
+        body = {"model": name, "prompt": prompts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        choices = http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+        positions = [position for choice in choices for position in choice["prompt_logprobs"] if position]
+        return [one["logprob"] for position in positions for one in position.values()]
 
     names = (lora_llama.manifest.model, "trained")
     with http, ThreadPoolExecutor() as background:
         alone = [[one for prompt in prompts for one in scored(name, [prompt])] for name in names]
         for _ in range(3):
-            for expected, found in zip(alone, background.map(lambda name: scored(name, prompts), names), strict=True):
-                assert found == pytest.approx(expected, abs=PARITY_LIMIT)
+            for expected, actual in zip(alone, background.map(lambda name: scored(name, prompts), names), strict=True):
+                assert actual == pytest.approx(expected, abs=PARITY_LIMIT)
 
 
 def test_a_second_run_takes_the_slot_of_the_first_under_the_same_name_and_path(
@@ -208,8 +208,8 @@ def test_a_second_run_takes_the_slot_of_the_first_under_the_same_name_and_path(
     listed = http.get("/v1/models").json()["data"]
     assert [entry["id"] for entry in listed] == [lora_llama.manifest.model, "other"]
     assert listed[1]["parent"] == lora_llama.manifest.model
-    gone = http.post("/v1/completions", json={**PROMPT, "model": "trained"})
-    assert gone.status_code == 404
+    refused = http.post("/v1/completions", json={**PROMPT, "model": "trained"})
+    assert refused.status_code == 404
 
 
 def test_a_cached_prefix_of_an_adapter_is_dropped_by_the_fence_and_by_a_second_adapter(

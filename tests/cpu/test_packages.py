@@ -50,8 +50,8 @@ class SumsToolset(vf.Toolset[vf.SharedToolsetConfig]):
 class SumsTask(vf.Task[SumsData]):
     @vf.reward
     async def near(self, trace) -> float:
-        found = trace.last_reply.rpartition("<answer>")[2].partition("</answer>")[0]
-        return 1 - abs(int(found or -20) - self.data.answer) / 40
+        answer = trace.last_reply.rpartition("<answer>")[2].partition("</answer>")[0]
+        return 1 - abs(int(answer or -20) - self.data.answer) / 40
 
     @vf.reward(weight=0.5)
     async def called(self, trace) -> float:
@@ -123,7 +123,7 @@ def test_a_task_set_of_verifiers_with_tools(server: LiveServer, tmp_path: Path) 
     steps = trained(server, tmp_path, "verifiers:sums", "--verifiers-python", str(PYTHON), "--env-args", arguments)
     assert max(step["turns_mean"] for step in steps) > 1
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
-    turns = [turn for row in rows for each in row["completions"] for turn in each["turns"]]
+    turns = [turn for row in rows for completion in row["completions"] for turn in completion["turns"]]
     assert any((turn["role"], turn["text"]) == ("tool", "7") for turn in turns)
 
 

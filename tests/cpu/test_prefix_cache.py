@@ -94,15 +94,15 @@ def test_a_pool_in_use_forgets_its_hashes_if_kept(pool: Any, resets: Resets | No
 
 def test_only_blocks_with_a_hash_are_visited(pool: Any) -> None:
     remember(pool, 7, b"c")
-    seen = prefix_cache.HashedBlocks(pool)
-    assert [block.block_id for block in seen] == [7]
-    assert (seen[3].block_id, seen[-1].block_id) == (3, 999)
+    visited = prefix_cache.HashedBlocks(pool)
+    assert [block.block_id for block in visited] == [7]
+    assert (visited[3].block_id, visited[-1].block_id) == (3, 999)
 
 
 numbers: Iterator[int] = iter(range(10**6))
 
 
-def asked(num_tokens: int) -> Any:
+def request_of(num_tokens: int) -> Any:
     """Return a request for the first of always the same tokens."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
@@ -118,9 +118,9 @@ def asked(num_tokens: int) -> Any:
 
 def compute(manager: Any, request: Any, num_tokens: int) -> int:
     """Let `request` compute up to `num_tokens` tokens; return how many it found in the cache."""
-    found, num_found = manager.get_computed_blocks(request)[:2]
+    blocks, num_found = manager.get_computed_blocks(request)[:2]
     new = num_tokens - num_found - request.num_computed_tokens
-    assert manager.allocate_slots(request, new, num_found, found) is not None
+    assert manager.allocate_slots(request, new, num_found, blocks) is not None
     request.num_computed_tokens = num_tokens
     return int(num_found)
 
@@ -133,33 +133,33 @@ def go_on(manager: Any, request: Any, num_tokens: int) -> None:
 
 
 def test_blocks_across_a_reset_are_never_found(manager: Any) -> None:
-    before = asked(40)
+    before = request_of(40)
     assert compute(manager, before, 40) == 0
-    assert compute(manager, asked(40), 40) == 2 * BLOCK, "otherwise nothing would be found in any case"
+    assert compute(manager, request_of(40), 40) == 2 * BLOCK, "otherwise nothing would be found in any case"
     assert manager.reset_prefix_cache()
     go_on(manager, before, 80)  # fills the block that was half full at the reset, and two more
-    later = asked(100)
+    later = request_of(100)
     assert compute(manager, later, 100) == 0
     go_on(manager, before, 130)
     manager.free(before)
-    assert compute(manager, asked(130), 130) == 6 * BLOCK, "what `later` computed"
+    assert compute(manager, request_of(130), 130) == 6 * BLOCK, "what `later` computed"
     manager.free(later)
-    assert compute(manager, asked(130), 130) == 8 * BLOCK
+    assert compute(manager, request_of(130), 130) == 8 * BLOCK
 
 
 def test_what_begins_again_after_a_reset_is_found(manager: Any) -> None:
-    before = asked(40)
+    before = request_of(40)
     compute(manager, before, 40)
     assert manager.reset_prefix_cache()
     manager.free(before)  # as when it is preempted
     before.num_computed_tokens = 0
     assert compute(manager, before, 40) == 0
-    assert compute(manager, asked(40), 40) == 2 * BLOCK
+    assert compute(manager, request_of(40), 40) == 2 * BLOCK
 
 
 def test_no_block_leaks(manager: Any) -> None:
     num_free = manager.block_pool.get_num_free_blocks()
-    running = [asked(40), asked(40)]
+    running = [request_of(40), request_of(40)]
     for request in running:
         compute(manager, request, 40)
     assert manager.reset_prefix_cache()
@@ -174,10 +174,10 @@ def test_no_block_leaks(manager: Any) -> None:
 def test_a_reset_restarts_only_requests_without_a_token() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     def stock(scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        seen.append((list(scheduler.running), reset_running_requests, reset_connector))
+        calls.append((list(scheduler.running), reset_running_requests, reset_connector))
         scheduler.running.clear()
         return True
 
@@ -186,6 +186,6 @@ def test_a_reset_restarts_only_requests_without_a_token() -> None:
     young, old = SimpleNamespace(num_output_tokens=0), SimpleNamespace(num_output_tokens=3)
     scheduler: Any = SimpleNamespace(running=[old, young])
     assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=False, reset_connector=True)
-    assert (seen, scheduler.running, resets.keeps_running) == ([([young], True, True)], [old], False)
+    assert (calls, scheduler.running, resets.keeps_running) == ([([young], True, True)], [old], False)
     assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=True, reset_connector=True)
-    assert (seen[1], scheduler.running) == (([old], True, True), [])
+    assert (calls[1], scheduler.running) == (([old], True, True), [])

@@ -63,20 +63,20 @@ def recorded(server: LiveServer, folder: Path, template: str, kind: str = "Chatt
 
 def turns(group: Group) -> Iterator[Group]:
     """Yield each turn as a completion of everything before it."""
-    for completion in (one for each in group.completions for one in each.sequences):
+    for completion in (one for run in group.completions for one in run.sequences):
         whole = (*group.prompt_token_ids, *completion.token_ids)
-        for turn, places in groupby(range(len(completion.token_ids)), key=completion.turns.__getitem__):
-            first, *rest = places
+        for turn, positions in groupby(range(len(completion.token_ids)), key=completion.turns.__getitem__):
+            first, *rest = positions
             if turn is not None:
                 own = slice(first, first + 1 + len(rest))
-                said = Completion(
+                turn_completion = Completion(
                     token_ids=completion.token_ids[own],
                     logprobs=completion.logprobs[own],
                     text="",
                     finish_reason="stop",
                 )
                 begun = whole[: len(group.prompt_token_ids) + first]
-                yield replace(group, prompt_token_ids=begun, completions=(said,), rewards=(0.0,))
+                yield replace(group, prompt_token_ids=begun, completions=(turn_completion,), rewards=(0.0,))
 
 
 @pytest.mark.slow
@@ -84,9 +84,9 @@ def test_100_000_tokens_are_those_that_vllm_sampled_and_read(server: LiveServer,
     model, num_tokens = loaded(Path(server.manifest.model)).float(), 0
     for template in TEMPLATES:
         groups = recorded(server, tmp_path / template, template)
-        each = [turn for group in groups for turn in turns(group)]
-        assert len(each) >= NUM_GROUPS * GROUP_SIZE * 2
-        assert logprob_diffs(model, each).max() < RIGHT_LIMIT, template
+        all_turns = [turn for group in groups for turn in turns(group)]
+        assert len(all_turns) >= NUM_GROUPS * GROUP_SIZE * 2
+        assert logprob_diffs(model, all_turns).max() < RIGHT_LIMIT, template
         num_tokens += sum(len(one.token_ids) for group in groups for run in group.completions for one in run.sequences)
     assert num_tokens > ENOUGH_TOKENS
 
@@ -94,11 +94,11 @@ def test_100_000_tokens_are_those_that_vllm_sampled_and_read(server: LiveServer,
 @pytest.mark.slow
 def test_turns_that_a_stop_ended_keep_its_tokens(server: LiveServer, tmp_path: Path) -> None:
     model, groups = loaded(Path(server.manifest.model)).float(), recorded(server, tmp_path, "qwen2_5", "Stopping")
-    each = [turn for group in groups for turn in turns(group)]
-    assert len(each) == 3 * NUM_GROUPS * GROUP_SIZE, "each run is one sequence, and each turn continues it"
-    assert logprob_diffs(model, each).max() < RIGHT_LIMIT
+    all_turns = [turn for group in groups for turn in turns(group)]
+    assert len(all_turns) == 3 * NUM_GROUPS * GROUP_SIZE, "each run is one sequence, and each turn continues it"
+    assert logprob_diffs(model, all_turns).max() < RIGHT_LIMIT
     tokenizer = skeleton.tokenizer(str(tmp_path))
-    texts = [tokenizer.decode(turn.completions[0].token_ids) for turn in each]
+    texts = [tokenizer.decode(turn.completions[0].token_ids) for turn in all_turns]
     assert sum("e" in text[-3:] or " t" in text[-3:] for text in texts) > len(texts) / 2, "a stop is in the last token"
 
 
@@ -106,9 +106,9 @@ def test_turns_that_a_stop_ended_keep_its_tokens(server: LiveServer, tmp_path: P
 def test_a_wrong_token_would_be_seen(server: LiveServer, tmp_path: Path) -> None:
     model = loaded(Path(server.manifest.model)).float()
     later = [turn for group in recorded(server, tmp_path, "qwen2_5") for turn in turns(group)][2::3]
-    found = []
+    differences = []
     for turn in later[:16]:
-        place = len(turn.prompt_token_ids) // 2
-        wrong = (*turn.prompt_token_ids[:place], 7, *turn.prompt_token_ids[place + 1 :])
-        found.append(logprob_diffs(model, [replace(turn, prompt_token_ids=wrong)]).max().item())
-    assert min(found) > WRONG_LIMIT
+        middle = len(turn.prompt_token_ids) // 2
+        wrong = (*turn.prompt_token_ids[:middle], 7, *turn.prompt_token_ids[middle + 1 :])
+        differences.append(logprob_diffs(model, [replace(turn, prompt_token_ids=wrong)]).max().item())
+    assert min(differences) > WRONG_LIMIT

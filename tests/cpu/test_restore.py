@@ -77,8 +77,8 @@ def torn(llama: LiveServer, tmp_path: Path) -> Torn:
     version = llama.status().version + KILLED_IN_STEP - 1
     num_parameters = sum(1 for _ in loaded(Path(llama.manifest.model)).parameters())
     killed = Disturbance(fault="SIGKILL", phase="writing", step=KILLED_IN_STEP, num_pieces=num_parameters // 2)
-    place = ("--vllm-config-path", llama.path, "--run-dir", tmp_path / "run")
-    arguments: list[str | Path] = ["train", *training(llama, tmp_path, 5), *place]
+    run_flags = ("--vllm-config-path", llama.path, "--run-dir", tmp_path / "run")
+    arguments: list[str | Path] = ["train", *training(llama, tmp_path, 5), *run_flags]
     trainer = Command(arguments, tmp_path, program=disturbed.program(killed))
     try:
         assert trainer.wait(LIMIT_S) == -signal.SIGKILL, trainer.stderr
@@ -147,9 +147,9 @@ def test_a_server_left_torn_is_named_and_mended_and_trained_on(torn: Torn) -> No
     check_named(torn)
     check_damaged_is_refused(torn)
     with held(torn) as answer:
-        told = json.loads(torn.restore(torn.last, expect=0).stdout)
-    assert (told["checkpoint"], told["step"]) == (str(torn.last), KILLED_IN_STEP - 1)
-    assert told["version"] == torn.version + 1
+        document = json.loads(torn.restore(torn.last, expect=0).stdout)
+    assert (document["checkpoint"], document["step"]) == (str(torn.last), KILLED_IN_STEP - 1)
+    assert document["version"] == torn.version + 1
     check_served(torn, torn.last, torn.version + 1)
     assert mean_difference(torn.last, answer.result()) < scenarios.PARITY_LIMIT
     torn.train("--resume", steps=5, expect=0)

@@ -14,8 +14,8 @@ SEED, FAULTS = 0, 8
 
 @pytest.mark.slow
 def test_random_faults_leave_whole_versions_alone(tmp_path: Path) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     with soak.ground_of_vllm(tmp_path) as ground:
-        outcomes = soak.soak(ground, SEED, lambda number: number >= FAULTS, told.append)
+        outcomes = soak.soak(ground, SEED, lambda number: number >= FAULTS, lines.append)
     assert outcomes.total() == FAULTS
-    assert not outcomes[soak.VIOLATION], "\n".join(told)
+    assert not outcomes[soak.VIOLATION], "\n".join(lines)

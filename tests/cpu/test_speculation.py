@@ -51,8 +51,8 @@ def reference(server: LiveServer) -> PreTrainedModel:
 
 def test_greedy_completions_are_those_of_the_model(server: LiveServer, reference: PreTrainedModel) -> None:
     before, num_tokens = accepted(server), 0
-    for place in range(0, len(PROMPT), 2):
-        prompt = [*PROMPT[place:], *PROMPT[:place]]
+    for start in range(0, len(PROMPT), 2):
+        prompt = [*PROMPT[start:], *PROMPT[:start]]
         (choice,) = sampled(server, prompt=prompt, n=1, temperature=0.0, max_tokens=64, seed=0)
         tokens = choice["token_ids"]
         logits = _logits(reference, [*prompt, *tokens])[len(prompt) - 1 : -1]
@@ -116,8 +116,8 @@ def p_value(draws: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], flo
     cells = [(draws[pair], total * share) for pair, share in expected.items()]
     kept = [cell for cell in cells if cell[1] >= LEAST_EXPECTED]
     rest = [cell for cell in cells if cell[1] < LEAST_EXPECTED]
-    kept += [(sum(found for found, _ in rest), sum(share for _, share in rest))] if rest else []
-    statistic = sum((found - wanted) ** 2 / wanted for found, wanted in kept)
+    kept += [(sum(count for count, _ in rest), sum(share for _, share in rest))] if rest else []
+    statistic = sum((count - wanted) ** 2 / wanted for count, wanted in kept)
     half = torch.tensor([(len(kept) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 

@@ -53,7 +53,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
 
 
 def test_the_base_is_a_second_copy_and_the_adapter_goes_by_disk(stock: Stock, tmp_path: Path) -> None:
-    told = scenarios.bridge(
+    stderr = scenarios.bridge(
         *("train", "--mode", "lora_only", "--lora-handover", "disk", "--lora-r", str(scenarios.LORA_RANK)),
         *("--vllm-port", str(stock.port), "--model-name", stock.model, "--lr", str(scenarios.LR)),
         *("--environment", ENVIRONMENT, "--training-steps", "2", "--max-new-tokens", "16"),
@@ -61,8 +61,8 @@ def test_the_base_is_a_second_copy_and_the_adapter_goes_by_disk(stock: Stock, tm
         folder=tmp_path,
     ).stderr
     after = scenarios.sampled(stock.url, scenarios.adapter_name(stock.url))
-    assert "the base is a second copy" in told
-    assert "no manifest" in told
+    assert "the base is a second copy" in stderr
+    assert "no manifest" in stderr
     scenarios.equals_the_adapters_samples(stock.model, tmp_path / "saved" / "adapter_step_2", after, device="cpu")
     assert [step["weight_version"] for step in scenarios.metrics(tmp_path / "run")] == [1, 2]
 

@@ -90,8 +90,8 @@ class Run:
     def processes(self) -> list[psutil.Process]:
         """Return every process of the run and of its servers, each of which leads a session."""
         sessions = {int(pid) for pid in re.findall(r"vLLM \(pid (\d+), log", self.said())}
-        found = [process for process in psutil.process_iter() if _session(process) in sessions]
-        return [process for process in found if _is_alive(process)]
+        processes = [process for process in psutil.process_iter() if _session(process) in sessions]
+        return [process for process in processes if _is_alive(process)]
 
     def server(self) -> psutil.Process:
         """Return the API server's process."""
@@ -171,13 +171,13 @@ def running(
     flags += ["--lr", "1e-3", "--max-new-tokens", "240", "--run-dir", "run", "--save-path", "saved"]
     flags += ["--reward-processes", "0"]  # the accident looks for the children of its own process
     eager = () if torch.cuda.is_available() else ("--", *scenarios.EAGER)
-    with (folder / "said").open("w") as said:
+    with (folder / "said").open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-c", program, "run", *flags, *more, "--vllm-config-path", "run", *eager],
             cwd=folder,
             env={**os.environ, "NO_COLOR": "1", **environment},
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=stderr,
             text=True,
         )
     limit = threading.Timer(RUN_LIMIT_S, process.kill)

@@ -131,7 +131,7 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
     first = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     with scenarios.served(model, tmp_path / "server", num_parts=NUM_PARTS) as server:
         before = server.sample()
-        found = on_ranks(
+        results = on_ranks(
             NUM_PARTS, trained, model, server.path, tmp_path, {}, tp_size=NUM_PARTS, limit_s=scenarios.START_LIMIT_S
         )
         groups = server.sample()
@@ -142,12 +142,12 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
             assert {check.status for check in checks} == {"PASS"}, checks
             scenarios.bridge("restore", model, "--vllm-config-path", server.path, folder=tmp_path)
             assert scenarios.alike(server.sample(), before)
-    for mine in found:
-        assert mine["before"] < limit, found
-        assert mine["after"] < limit, found
+    for mine in results:
+        assert mine["before"] < limit, results
+        assert mine["after"] < limit, results
         assert mine["weight_bytes"] == 0
         assert mine["is_served"]
-        assert mine["figures"] == found[0]["figures"]
+        assert mine["figures"] == results[0]["figures"]
         assert all(share > 0.5 for _, share, _ in mine["figures"])
     saved, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", dtype=torch.bfloat16, output_loading_info=True
@@ -165,11 +165,11 @@ def test_an_adapter_in_parts_is_trained_in_the_servers_slots_and_saved_as_plain_
     given, saved = (model, tmp_path / "server" / MANIFEST_NAME, tmp_path, choices), tmp_path / "saved"
     with scenarios.served(model, tmp_path / "server", max_lora_rank=scenarios.LORA_RANK, num_parts=NUM_PARTS) as server:
         base = server.sample()
-        found = on_ranks(NUM_PARTS, trained, *given, tp_size=NUM_PARTS, limit_s=scenarios.START_LIMIT_S)
-        for mine in found:
+        results = on_ranks(NUM_PARTS, trained, *given, tp_size=NUM_PARTS, limit_s=scenarios.START_LIMIT_S)
+        for mine in results:
             assert isinstance(mine, dict), mine
-            assert max(mine["before"], mine["after"]) < scenarios.PARITY_LIMIT, found
-            assert (mine["weight_bytes"], mine["figures"]) == (0, found[0]["figures"])
+            assert max(mine["before"], mine["after"]) < scenarios.PARITY_LIMIT, results
+            assert (mine["weight_bytes"], mine["figures"]) == (0, results[0]["figures"])
             assert all(share > 0.1 for _, share, _ in mine["figures"])
         scenarios.serves_the_adapter(server, saved, base)
         assert {check.status for check in verify(server.path)} == {"PASS"}
@@ -182,32 +182,32 @@ def test_any_number_of_parts_resumes_what_any_other_has_saved(tmp_path: Path) ->
     model = tiny.write(one_head(), tmp_path / "model", std=0.06)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     test_gpus.run(model, whole, *IN_PARTS, "--training-steps", "3", "--save-interval", "2", gpus=1)
-    checkpoints, place = whole / "run" / "checkpoints", resumed / "checkpoints"
-    shutil.copytree(checkpoints / "step_2", place / "step_2")
-    continued = "--resume", "--save-path", str(place), "--training-steps"
+    checkpoints, new_checkpoints = whole / "run" / "checkpoints", resumed / "checkpoints"
+    shutil.copytree(checkpoints / "step_2", new_checkpoints / "step_2")
+    continued = "--resume", "--save-path", str(new_checkpoints), "--training-steps"
     test_gpus.run(model, resumed, *IN_PARTS, *continued, "3", gpus=1)
-    assert test_gpus.content(place / "step_3") == test_gpus.content(checkpoints / "step_3")
+    assert test_gpus.content(new_checkpoints / "step_3") == test_gpus.content(checkpoints / "step_3")
     test_gpus.run(model, resumed, *continued, "4", gpus=1)
     test_gpus.run(model, resumed, *IN_PARTS, *continued, "5", gpus=1)
     rows = [*test_gpus.metrics(whole), *test_gpus.metrics(resumed)]
     assert [row["step"] for row in rows] == [1, 2, 3, 3, 4, 5]
     assert all(float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in rows)
-    state = json.loads((place / "step_5" / "optimizer" / "state.json").read_text())
+    state = json.loads((new_checkpoints / "step_5" / "optimizer" / "state.json").read_text())
     assert set(state["steps"].values()) == {5}
 
 
 @pytest.mark.several
 def test_an_adapter_resumes_in_any_number_of_parts_and_by_disk(tmp_path: Path) -> None:
-    model, place = tiny.write(one_head(), tmp_path / "model", std=0.06), tmp_path / "saved"
+    model, saved = tiny.write(one_head(), tmp_path / "model", std=0.06), tmp_path / "saved"
     ways = (IN_PARTS, (), IN_PARTS, (*IN_PARTS, "--lora-handover", "disk"))
     for steps, way in enumerate(ways, start=2):
         resumes = ("--resume",) if steps > 2 else ()
-        choices = *ADAPTER, *way, *resumes, "--save-path", str(place), "--training-steps", str(steps)
+        choices = *ADAPTER, *way, *resumes, "--save-path", str(saved), "--training-steps", str(steps)
         test_gpus.run(model, tmp_path, *choices, gpus=1)
     rows = test_gpus.metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in rows)
-    state = json.loads((place / "adapter_step_5" / "optimizer" / "state.json").read_text())
+    state = json.loads((saved / "adapter_step_5" / "optimizer" / "state.json").read_text())
     assert set(state["steps"].values()) == {5}
 
 
@@ -244,13 +244,13 @@ def test_a_run_in_parts_that_is_interrupted_or_loses_one_ends_in_a_line_and_leav
     process = test_gpus.started(argv, tmp_path / "out")
     test_gpus.wait_for_steps(tmp_path, process, 3)
     tree = test_gpus.everything(process)
-    (rank,) = [each for each in tree if "from bridge_cli.rank import main; main()" in each.cmdline()]
+    (rank,) = [process for process in tree if "from bridge_cli.rank import main; main()" in process.cmdline()]
     (process if how is signal.SIGINT else rank).send_signal(how)
     assert process.wait(test_gpus.LIMIT_S) == (130 if how is signal.SIGINT else 1)
     assert not test_gpus.left(tree)
-    said = (tmp_path / "out").read_text()
-    assert "Traceback" not in said
-    assert ("interrupted" if how is signal.SIGINT else "error: rank 1 of 2 was ended by SIGKILL") in said
+    output = (tmp_path / "out").read_text()
+    assert "Traceback" not in output
+    assert ("interrupted" if how is signal.SIGINT else "error: rank 1 of 2 was ended by SIGKILL") in output
     newest, _ = checkpoint.newest(tmp_path / "run" / "checkpoints", "step_")
     assert newest is not None
     assert newest.progress.step >= (3 if how is signal.SIGINT else 2)

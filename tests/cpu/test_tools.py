@@ -16,10 +16,10 @@ from NAME import KIND
 
 class Task(KIND):
     def __iter__(self):
-        return (row for place, row in enumerate(super().__iter__()) if place % 20)
+        return (row for index, row in enumerate(super().__iter__()) if index % 20)
 
     def held_out(self):
-        return [row for place, row in enumerate(super().__iter__()) if place % 20 == 0]
+        return [row for index, row in enumerate(super().__iter__()) if index % 20 == 0]
 """
 
 
@@ -50,7 +50,7 @@ def test_a_model_learns_to_use_the_calculator(tmp_path: Path, name: str, kind: s
     assert len(diffs) > 6, "a step teaches nothing only once all is learnt"
     assert max(diffs) < scenarios.PARITY_LIMIT, "the tokens that were sampled are those that are trained on"
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
-    ends = [each["turns"][-3:] for row in rows for each in row["completions"]]
+    ends = [completion["turns"][-3:] for row in rows for completion in row["completions"]]
     called = [end for end in ends if [turn["role"] for turn in end] == ["assistant", "tool", "assistant"]]
     assert any(re.fullmatch(r"\d+", end[1]["text"]) and re.fullmatch(r"\d+", end[2]["text"]) for end in called)
     assert all(end[0]["tool_calls"] for end in called)

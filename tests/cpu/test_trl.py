@@ -29,14 +29,14 @@ AT_THE_END = 10
 LEAST_GAIN, NOISE = 0.2, 0.1
 SHOWN = """
 import json
-print(json.dumps([each["reward"] for each in trainer.state.log_history if "reward" in each]))
+print(json.dumps([entry["reward"] for entry in trainer.state.log_history if "reward" in entry]))
 """
 
 MINE = """
 from transformers import TrainerCallback
 class Mine(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        assert all(each.grad is not None for each in model.parameters())
+        assert all(parameter.grad is not None for parameter in model.parameters())
     def on_step_end(self, args, state, control, **_):
         control.should_training_stop = state.global_step == 3
 """
@@ -63,8 +63,8 @@ def rewards(script: str, folder: Path, *arguments: str) -> list[float]:
             capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    values: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return values
 
 
 def test_at_most_five_lines_differ_from_a_stock_script() -> None:
@@ -96,8 +96,8 @@ def test_a_resumed_trainer_goes_on_in_the_servers_memory(llama: LiveServer, tmp_
     last.rename(kept)
     version = llama.status().version
     resumed = saving.replace("trainer.train()", 'trainer.train(resume_from_checkpoint="trl_grpo/checkpoint-2")')
-    again = rewards(resumed, tmp_path, "4")
-    assert again[:2] == whole[:2], "the first two steps are the checkpoint's"
+    resumed_rewards = rewards(resumed, tmp_path, "4")
+    assert resumed_rewards[:2] == whole[:2], "the first two steps are the checkpoint's"
     assert llama.status().version == version + 1 + 2
     assert different(llama, last) == []
     states = [torch.load(folder / "optimizer.pt")["state"].values() for folder in (kept, last)]
@@ -123,7 +123,7 @@ def test_it_learns_what_a_stock_script_learns(demo: DemoServer, tmp_path: Path) 
     ours = rewards(EXAMPLE.replace("attach()", f"attach({str(demo.manifest)!r})"), tmp_path / "ours", str(STEPS))
     theirs = rewards(stock(str(demo.model)), tmp_path / "stock", str(STEPS))
     first, last, stocks = (
-        sum(each) / AT_THE_END for each in (ours[:AT_THE_END], ours[-AT_THE_END:], theirs[-AT_THE_END:])
+        sum(curve) / AT_THE_END for curve in (ours[:AT_THE_END], ours[-AT_THE_END:], theirs[-AT_THE_END:])
     )
     assert last - first >= LEAST_GAIN, (ours, theirs)
     assert abs(last - stocks) <= NOISE, (ours, theirs)
