@@ -168,7 +168,7 @@ class Steps:
         averages = profiler.key_averages()
         say(averages.table(sort_by=kind, row_limit=TOP, max_name_column_width=80))
         taken = sorted(averages, key=lambda event: float(getattr(event, kind)), reverse=True)[:TOP]
-        return [{"name": each.key, "calls": each.count, "ms": getattr(each, kind) / 1e3} for each in taken]
+        return [{"name": kernel.key, "calls": kernel.count, "ms": getattr(kernel, kind) / 1e3} for kernel in taken]
 
     def _idle(self) -> float:
         """Return the time once the device is idle."""
@@ -194,9 +194,9 @@ def table(rows: Sequence[Row]) -> str:
         [row["setting"] or "as it is", *(f"{row[name]:.3f}" if name in row else "-" for name in COLUMNS)]
         for row in rows
     ]
-    told = [f"{row['setting'] or 'as it is'}: {line}" for row in rows for line in row["notes"]]
+    notes = [f"{row['setting'] or 'as it is'}: {line}" for row in rows for line in row["notes"]]
     faults = [f"{row['setting'] or 'as it is'}: {row['failure']}" for row in rows if "failure" in row]
-    return "\n".join([_results.table(cells), *told, *faults])
+    return "\n".join([_results.table(cells), *notes, *faults])
 
 
 if __name__ == "__main__":

@@ -280,8 +280,8 @@ def serves_the_adapter(server: LiveServer, folder: Path, base: list[Group]) -> N
     """Check that the server serves the adapter in `folder`, and still its base model, as sampled in `base`."""
     after = sampled(server.manifest.url, adapter_name(server.manifest.url))
     equals_the_adapters_samples(Path(server.manifest.model), folder, after, device=device_of(server))
-    assert alike(server.sample(), base)
-    assert not alike(after, base)
+    assert same_samples(server.sample(), base)
+    assert not same_samples(after, base)
 
 
 def equals_the_adapters_samples(model: Path, folder: Path, after: list[Group], *, device: str) -> None:
@@ -296,7 +296,7 @@ def equals_the_adapters_samples(model: Path, folder: Path, after: list[Group], *
     assert measures[3] > 10 * measures[1], measures
 
 
-def alike(before: list[Group], after: list[Group]) -> bool:
+def same_samples(before: list[Group], after: list[Group]) -> bool:
     """Return whether the same weights produced both, given the same prompts and seeds.
 
     They cannot be compared for equality: arrival times decide which requests are batched together, shapes decide how

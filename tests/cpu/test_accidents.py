@@ -284,7 +284,7 @@ def test_what_fails_inside_of_the_fence_before_it_writes_costs_no_version(llama:
     with BridgeClient(llama.manifest, timeout_s=60) as client, pytest.raises(ZeroDivisionError):
         publish(fence.publish(client, Update()), lambda: pytest.fail("it wrote"), prepare=prepare)
     assert llama.status() == before
-    assert scenarios.alike(llama.sample(), samples)
+    assert scenarios.same_samples(llama.sample(), samples)
 
 
 def test_a_trainer_of_another_model_leaves_server_and_folder_as_they_were(llama: LiveServer, tmp_path: Path) -> None:

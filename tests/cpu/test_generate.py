@@ -95,14 +95,14 @@ def test_it_samples_what_vllms_own_route_does(http: httpx.Client) -> None:
     assert len(answer["text"]) == len(answer["logprobs"]) == BODY["n"]
     assert all(1 <= len(tokens) <= 8 for tokens in answer["token_ids"])
     assert answer["prompt_token_ids"] == PROMPT
-    assert scenarios.alike(generated(answer), completed(http))
-    assert not scenarios.alike(generated(answer), generated(answered(http, seed=12)))
+    assert scenarios.same_samples(generated(answer), completed(http))
+    assert not scenarios.same_samples(generated(answer), generated(answered(http, seed=12)))
 
 
 def test_a_rollout_is_answered_what_vllms_own_route_samples(lora_llama: LiveServer, http: httpx.Client) -> None:
     ours, own = rolled_out(lora_llama, http), completed(http)
-    assert scenarios.alike(ours, own)
-    assert not scenarios.alike(ours, rolled_out(lora_llama, http, seed=12))
+    assert scenarios.same_samples(ours, own)
+    assert not scenarios.same_samples(ours, rolled_out(lora_llama, http, seed=12))
     both = zip(ours[0].completions, own[0].completions, strict=True)
     texts = [(mine.text, theirs.text) for mine, theirs in both if mine.token_ids == theirs.token_ids]
     assert texts
@@ -128,7 +128,7 @@ def test_a_prompt_of_text_is_the_prompt_of_its_tokens(http: httpx.Client) -> Non
     by_text = answered(http, prompt=text)
     assert by_text["prompt"] == text
     assert by_text["prompt_token_ids"] == PROMPT
-    assert scenarios.alike(generated(by_text), generated(answered(http)))
+    assert scenarios.same_samples(generated(by_text), generated(answered(http)))
 
 
 def test_a_teacher_is_told_the_likeliest_tokens_of_the_prompt(http: httpx.Client) -> None:
@@ -297,10 +297,10 @@ def test_the_adapter_that_is_trained_answers(lora_llama: LiveServer, http: httpx
     with BridgeClient(lora_llama.manifest, timeout_s=60) as client:
         client.adapter(ADAPTER, tmp_path)
     adapted = generated(answered(http))
-    assert scenarios.alike(adapted, completed(http, model=ADAPTER))
-    assert scenarios.alike(adapted, rolled_out(lora_llama, http, model=ADAPTER))
-    assert not scenarios.alike(adapted, base)
-    assert scenarios.alike(generated(answered(http, model=lora_llama.manifest.model)), base)
+    assert scenarios.same_samples(adapted, completed(http, model=ADAPTER))
+    assert scenarios.same_samples(adapted, rolled_out(lora_llama, http, model=ADAPTER))
+    assert not scenarios.same_samples(adapted, base)
+    assert scenarios.same_samples(generated(answered(http, model=lora_llama.manifest.model)), base)
 
 
 def save_adapter(server: LiveServer, folder: Path) -> None:

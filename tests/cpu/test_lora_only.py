@@ -108,8 +108,8 @@ def test_an_adapter_left_torn_is_named_and_mended_and_the_base_is_as_it_was(
         scenarios.serves_the_adapter(lora_llama, whole, base)
     else:  # it is still new: B is zero
         assert scenarios.adapter_name(lora_llama.manifest.url) == "bridge-adapter"
-        assert scenarios.alike(lora_llama.sample("bridge-adapter"), lora_llama.sample())
-    assert scenarios.alike(lora_llama.sample(), base)
+        assert scenarios.same_samples(lora_llama.sample("bridge-adapter"), lora_llama.sample())
+    assert scenarios.same_samples(lora_llama.sample(), base)
 
 
 def test_a_run_that_goes_on_mends_the_adapter_by_itself(lora_llama: LiveServer, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_an_adapter_is_loaded_into_its_slot_and_what_is_written_there_is_served(
             assert largest_difference(model, first) > 5 * PARITY_LIMIT
             assert_slot_holds(lora_llama, slot, model)  # vLLM has not overwritten it with its own copy
         after = lora_llama.sample()
-    assert scenarios.alike(after, base)
+    assert scenarios.same_samples(after, base)
 
 
 def test_requests_for_both_names_at_once_leave_the_slot_alone(lora_llama: LiveServer, tmp_path: Path) -> None:

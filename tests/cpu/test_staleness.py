@@ -35,7 +35,7 @@ def test_weights_in_place(llama: LiveServer, tmp_path: Path) -> None:
     streamed(llama, tmp_path)
     checkpoint = tmp_path / "saved" / f"step_{STEPS}"
     assert not scenarios.different(llama, checkpoint)
-    assert not scenarios.alike(llama.sample(), before)
+    assert not scenarios.same_samples(llama.sample(), before)
     scenarios.verifies(llama, tmp_path)
 
 

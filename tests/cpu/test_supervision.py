@@ -84,12 +84,12 @@ class Run:
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` is true, while the process runs."""
         while not condition():
-            assert self.process.poll() is None, self.said()
+            assert self.process.poll() is None, self.stderr_text()
             time.sleep(0.01)
 
     def processes(self) -> list[psutil.Process]:
         """Return every process of the run and of its servers, each of which leads a session."""
-        sessions = {int(pid) for pid in re.findall(r"vLLM \(pid (\d+), log", self.said())}
+        sessions = {int(pid) for pid in re.findall(r"vLLM \(pid (\d+), log", self.stderr_text())}
         processes = [process for process in psutil.process_iter() if _session(process) in sessions]
         return [process for process in processes if _is_alive(process)]
 
@@ -98,15 +98,15 @@ class Run:
         (server,) = (process for process in psutil.Process(self.process.pid).children() if _is_server(process))
         return server
 
-    def said(self) -> str:
+    def stderr_text(self) -> str:
         """Return its stderr so far."""
         return (self.folder / "said").read_text()
 
     def finishes(self) -> None:
         """Wait for success: every step is there once, the checkpoint loads, and no process is left."""
         code = self.process.wait(timeout=RUN_LIMIT_S)
-        assert code == 0, self.said()
-        assert "Traceback" not in self.said(), self.said()
+        assert code == 0, self.stderr_text()
+        assert "Traceback" not in self.stderr_text(), self.stderr_text()
         text = (self.folder / "run" / "metrics.jsonl").read_text()
         steps = [json.loads(line) for line in text.splitlines()]
         assert [step["step"] for step in steps] == list(range(1, STEPS + 1)), text
@@ -200,7 +200,7 @@ def test_a_server_killed_while_it_generates_costs_no_step(model: Path, tmp_path:
         time.sleep(INTO_THE_NEXT_BATCH_S)
         server.kill()
         run.finishes()
-    assert "restarting vLLM" in run.said()
+    assert "restarting vLLM" in run.stderr_text()
 
 
 def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -> None:
@@ -209,9 +209,9 @@ def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -
         server = run.server()
         time.sleep(INTO_THE_NEXT_BATCH_S)
         server.kill()
-        assert run.process.wait(timeout=RUN_LIMIT_S) == 0, run.said()
+        assert run.process.wait(timeout=RUN_LIMIT_S) == 0, run.stderr_text()
         assert run.left_after(LEFT_LIMIT_S) == []
-    assert "restarting vLLM" in run.said()
+    assert "restarting vLLM" in run.stderr_text()
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert all(step["logprob_diff_mean"] < scenarios.PARITY_LIMIT for step in steps), steps
@@ -221,15 +221,15 @@ def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -
 def test_an_engine_killed_between_two_steps_costs_no_step(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({ENGINE!r}, signal.SIGKILL)") as run:
         run.finishes()
-    assert "restarting vLLM" in run.said()
+    assert "restarting vLLM" in run.stderr_text()
 
 
 def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
     accident = f"end({SERVER!r}, signal.SIGSTOP)"
     with running(model, tmp_path, accident=accident, program=LOW_LIMIT) as run:
         run.finishes()
-    assert f"gave no answer for {HANG_LIMIT_S:g} s: it was stopped" in run.said()
-    assert "restarting vLLM" in run.said()
+    assert f"gave no answer for {HANG_LIMIT_S:g} s: it was stopped" in run.stderr_text()
+    assert "restarting vLLM" in run.stderr_text()
 
 
 @pytest.mark.core
@@ -252,10 +252,10 @@ def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Pa
 
 def test_ctrl_c_ends_a_restart_at_once(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path, accident=f"end({SERVER!r}, signal.SIGKILL)") as run:
-        run.until(lambda: "restarting vLLM" in run.said())
+        run.until(lambda: "restarting vLLM" in run.stderr_text())
         run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(timeout=RUN_LIMIT_S) == 130, run.said()
+        assert run.process.wait(timeout=RUN_LIMIT_S) == 130, run.stderr_text()
         assert run.left_after(LEFT_LIMIT_S) == []
-    assert run.said().count("vLLM is ready") == 1, "it waited for the restarted server"
-    assert "Traceback" not in run.said()
+    assert run.stderr_text().count("vLLM is ready") == 1, "it waited for the restarted server"
+    assert "Traceback" not in run.stderr_text()
     assert [folder.name for folder in (tmp_path / "saved").iterdir()] == ["step_2"]

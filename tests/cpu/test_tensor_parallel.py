@@ -141,7 +141,7 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
             checks = [*verify(server.path)]
             assert {check.status for check in checks} == {"PASS"}, checks
             scenarios.bridge("restore", model, "--vllm-config-path", server.path, folder=tmp_path)
-            assert scenarios.alike(server.sample(), before)
+            assert scenarios.same_samples(server.sample(), before)
     for mine in results:
         assert mine["before"] < limit, results
         assert mine["after"] < limit, results

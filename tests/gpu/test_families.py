@@ -11,7 +11,7 @@ from tests import family_proof, family_results, scenarios
 from tests.models.families import FAMILIES, large
 
 LEAST_PARAMETERS = 100_000_000
-CHOSEN = ("Qwen2, Qwen2.5", "Llama 3, 3.1", "Mistral", "Gemma 2", "Phi-3", "Phi-3.5-mini", "Phi-4-mini", "Mixtral")
+SUBSET = ("Qwen2, Qwen2.5", "Llama 3, 3.1", "Mistral", "Gemma 2", "Phi-3", "Phi-3.5-mini", "Phi-4-mini", "Mixtral")
 KV_CACHE = ("--kv-cache-memory-bytes", "1073741824")
 """A fixed size instead of a share of the GPU: nothing is profiled, and several of these tests can run at once."""
 LR = 5e-5
@@ -21,7 +21,7 @@ LONG_WINDOW = 4096
 """Tokens, more than the longest sequence here: with a shorter window Bridge leaves attention out of the CUDA graphs."""
 
 
-@pytest.mark.parametrize("family", CHOSEN)
+@pytest.mark.parametrize("family", SUBSET)
 def test_a_large_family_trains_in_place_and_equals_its_checkpoint(
     family: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -15,14 +15,14 @@ def test_many_micro_batches_are_as_exact_as_one_and_their_gradient_is_stepped() 
     for tokens in (None, 1):
         model = base().bfloat16().cuda()
         learner = prepared(model, groups * 16, batch_size=256, micro_batch_tokens=tokens)
-        found = gradient(model)
-        assert {each.dtype for each in found.values()} == {torch.float32 if tokens else torch.bfloat16}
-        errors.append(distance({name: each.cpu() for name, each in found.items()}, expected))
+        gradients = gradient(model)
+        assert {tensor.dtype for tensor in gradients.values()} == {torch.float32 if tokens else torch.bfloat16}
+        errors.append(distance({name: tensor.cpu() for name, tensor in gradients.items()}, expected))
         before = weights(model)
         learner.write()
         assert learner.learnt()["updates"] == 1
         assert gradient(model) == {}
-        assert all(each.isfinite().all() for each in weights(model).values())
-        assert any(not torch.equal(each, before[name]) for name, each in weights(model).items())
+        assert all(tensor.isfinite().all() for tensor in weights(model).values())
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
     one, many = errors
     assert many < 1.2 * one < 0.03, errors

@@ -61,8 +61,8 @@ def test_an_adapter_in_its_slot_outlives_a_sleep_of_the_kv_cache(llama: LiveServ
     before = llama.sample(name)
     with BridgeClient(llama.manifest, timeout_s=60) as client:
         publish(fence.publish(client, Update(sleep=True), writes="adapter"))
-    assert scenarios.alike(llama.sample(name), before)
-    assert not scenarios.alike(llama.sample(), before)
+    assert scenarios.same_samples(llama.sample(name), before)
+    assert not scenarios.same_samples(llama.sample(), before)
 
 
 def test_verify_passes_beside_an_adapter(llama: LiveServer, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_inside_of_the_fence_the_memory_of_the_kv_cache_is_the_trainers(llama: L
     assert times.version == version + 1
     assert inside[0] - before > LEAST_KV_SHARE * total
     assert inside[0] - torch.cuda.mem_get_info()[0] > LEAST_KV_SHARE * total
-    assert scenarios.alike(llama.sample(), samples)
+    assert scenarios.same_samples(llama.sample(), samples)
 
 
 def test_a_kv_cache_that_finds_no_memory_is_told_in_one_line_and_wakes_once_there_is_some(llama: LiveServer) -> None:
@@ -124,7 +124,7 @@ def test_a_kv_cache_that_finds_no_memory_is_told_in_one_line_and_wakes_once_ther
         kept.clear()
         torch.cuda.empty_cache()
         assert client.publish().version == version + 1
-    assert scenarios.alike(llama.sample(), samples)
+    assert scenarios.same_samples(llama.sample(), samples)
 
 
 def test_an_error_before_the_first_write_gives_the_memory_back_and_costs_no_version(llama: LiveServer) -> None:
@@ -140,7 +140,7 @@ def test_an_error_before_the_first_write_gives_the_memory_back_and_costs_no_vers
         with pytest.raises(ZeroDivisionError):
             publish(fence.publish(client, Update(sleep=True)), lambda: pytest.fail("it wrote"), prepare=prepare)
         assert client.status() == before
-    assert scenarios.alike(llama.sample(), samples)
+    assert scenarios.same_samples(llama.sample(), samples)
 
 
 def test_requests_under_way_outlive_a_sleep_of_the_kv_cache(llama: LiveServer) -> None:
@@ -163,13 +163,13 @@ def test_a_manifest_of_another_gpu_is_refused_with_both_named(llama: LiveServer,
     document["gpu_uuid"] = "GPU-00000000-0000-0000-0000-000000000000"
     path = tmp_path / manifest.MANIFEST_NAME
     path.write_text(json.dumps(document))
-    told = bridge("verify", "--vllm-config-path", path, folder=tmp_path, expect=4).stderr
-    assert "GPU-00000000" in told
-    assert f"{torch.cuda.get_device_properties(0).uuid}" in told
+    stderr = bridge("verify", "--vllm-config-path", path, folder=tmp_path, expect=4).stderr
+    assert "GPU-00000000" in stderr
+    assert f"{torch.cuda.get_device_properties(0).uuid}" in stderr
 
 
 def test_doctor_finds_nothing_wrong_beside_a_live_server(llama: LiveServer, tmp_path: Path) -> None:
-    told = bridge("doctor", "--json", "--vllm-config-path", llama.path, folder=tmp_path).stdout
-    checks = [json.loads(line) for line in told.splitlines()]
+    output = bridge("doctor", "--json", "--vllm-config-path", llama.path, folder=tmp_path).stdout
+    checks = [json.loads(line) for line in output.splitlines()]
     assert not [check for check in checks if check["status"] == "FAIL"], checks
     assert [check for check in checks if "CUDA IPC" in check["name"] and check["status"] == "PASS"], checks

@@ -26,5 +26,5 @@ def test_a_server_killed_while_it_generates_costs_no_step_and_no_memory(tmp_path
         time.sleep(INTO_THE_NEXT_BATCH_S)
         server.kill()
         run.finishes()
-    assert "restarting vLLM" in run.said()
+    assert "restarting vLLM" in run.stderr_text()
     assert before - torch.cuda.mem_get_info()[0] < SLACK_BYTES

@@ -31,21 +31,21 @@ def test_it_learns_what_a_stock_script_learns(tmp_path: Path, record_property: C
     config.vocab_size = 128
     model = tiny.write(config, tmp_path / "model", std=0.02)
     ours, theirs = EXAMPLE, stock(str(model))
-    for said, meant in TASK.items():
-        assert ours.count(said) == theirs.count(said) == 1, said
-        ours, theirs = ours.replace(said, meant), theirs.replace(said, meant)
+    for words, meant in TASK.items():
+        assert ours.count(words) == theirs.count(words) == 1, words
+        ours, theirs = ours.replace(words, meant), theirs.replace(words, meant)
     for name in ("ours", "stock"):
         (tmp_path / name).mkdir()
     with scenarios.served(model, tmp_path / "server", *scenarios.EAGER) as server:
         ours = ours.replace("attach()", f"attach({str(server.path)!r})")
-        found = {"ours": rewards(ours, tmp_path / "ours", str(STEPS))}
+        curves = {"ours": rewards(ours, tmp_path / "ours", str(STEPS))}
         with bridge.attach(server.path) as policy:
             checks = policy.verify()
-    found["stock"] = rewards(theirs, tmp_path / "stock", str(STEPS))
-    record_property("rewards", found)
+    curves["stock"] = rewards(theirs, tmp_path / "stock", str(STEPS))
+    record_property("rewards", curves)
     assert all(check.status == "PASS" for check in checks), checks
     (first, last), (_, stocks) = (
-        (sum(each[:AT_THE_END]) / AT_THE_END, sum(each[-AT_THE_END:]) / AT_THE_END) for each in found.values()
+        (sum(curve[:AT_THE_END]) / AT_THE_END, sum(curve[-AT_THE_END:]) / AT_THE_END) for curve in curves.values()
     )
-    assert last - first >= LEAST_GAIN, found
-    assert abs(last - stocks) <= NOISE, found
+    assert last - first >= LEAST_GAIN, curves
+    assert abs(last - stocks) <= NOISE, curves
