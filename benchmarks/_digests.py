@@ -16,7 +16,7 @@ from benchmarks._work import Hashed
 from bridge.run.saving import Checkpoints
 from bridge.types import Group
 
-FOLDER = "BRIDGE_BENCHMARK_DIGESTS"
+FOLDER = "DIGESTS_FOLDER"
 """Variable that names the folder of the records: a file for each rank."""
 PERIOD = 65_521
 """Factors of the sum repeat after so many elements."""

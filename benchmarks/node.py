@@ -156,13 +156,13 @@ class ProofRun:
         for file in (self.folder / "digests").iterdir():
             lines = map(json.loads, file.read_text().splitlines())
             of_rank[int(file.stem)] = {line["step"]: line["digest"] for line in lines}
-        steps = sorted(set.union(*({*digests} for digests in of_rank.values())))
+        steps = sorted({step for digests in of_rank.values() for step in digests})
         num_equal = sum(
             len({of_rank[rank].get(step) for rank in range(part, self.gpus, self.parts)}) == 1
             for step in steps
             for part in range(self.parts)
         )
-        different = {*of_rank[0].values()}
+        different = {*of_rank.get(0, {}).values()}
         return {"ranks": len(of_rank), "steps": len(steps), "equal": num_equal, "different_weights": len(different)}
 
 

@@ -56,8 +56,8 @@ def test_a_killed_server_and_a_killed_rank_cost_no_step(model: Path, tmp_path: P
 
 
 def test_one_two_and_one_ranks_resume_each_other(model: Path, tmp_path: Path) -> None:
-    place = tmp_path / "saved"
-    kept = *SHARE, "--save-path", str(place), "--training-steps"
+    saved = tmp_path / "saved"
+    kept = *SHARE, "--save-path", str(saved), "--training-steps"
     test_gpus.run(model, tmp_path, *kept, "3", gpus=2)
     test_gpus.run(model, tmp_path, "--resume", *kept, "5", gpus=1)
     test_gpus.run(model, tmp_path, "--resume", *kept, "7", gpus=2)
@@ -65,7 +65,7 @@ def test_one_two_and_one_ranks_resume_each_other(model: Path, tmp_path: Path) ->
     rows = test_gpus.metrics(tmp_path)
     assert [row["step"] for row in rows] == [*range(1, 10)]
     assert all(float(str(row["logprob_diff_mean"])) < scenarios.PARITY_LIMIT for row in rows)
-    state = json.loads((place / "step_9" / "optimizer" / "state.json").read_text())
+    state = json.loads((saved / "step_9" / "optimizer" / "state.json").read_text())
     assert set(state["steps"].values()) == {9}
 
 

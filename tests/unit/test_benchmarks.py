@@ -402,7 +402,7 @@ def test_turns_end_by_their_number_of_tokens_and_both_sides_sample_as_many(tmp_p
 
 def test_a_start_is_read_from_both_logs(tmp_path: Path) -> None:
     log, server = tmp_path / "log", tmp_path / "serve.log"
-    nothing = {"ready_s": None, "server_s": None, "phases_s": {}, "spawned_because": None}
+    nothing: dict[str, object] = {"ready_s": None, "server_s": None, "phases_s": {}, "spawned_because": None}
     assert startup.server_times(log, server, 0.0) == nothing
     server_log.begin_log(server, "started")
     began_at = time.time() - 10

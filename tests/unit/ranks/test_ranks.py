@@ -826,7 +826,7 @@ def interrupted_before_a_save(ranks: Ranks, folder: Path, who: int) -> Any:
         return save(checkpoints)
 
     if ranks.rank == who:
-        Checkpoints.save = interrupted  # type: ignore[method-assign]
+        Checkpoints.save = interrupted  # type: ignore[method-assign, assignment]
     return ran(ranks, folder, Reporter(), {"save_interval": 1, "training_steps": 9})
 
 

@@ -109,7 +109,7 @@ def test_a_rank_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
 
 def test_ranks_that_were_all_stopped_and_continue_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     store = Store()
     ranks = [SignsOfLife(store, rank, 2) for rank in range(2)]
     for pause_s in (watch.BEAT_S, 10 * watch.SILENT_LIMIT_S, watch.BEAT_S):
