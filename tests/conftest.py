@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.processes import preload
 from bridge.server import discovery
 
 TESTS = Path(__file__).parent
@@ -56,6 +57,12 @@ def _constants() -> dict[str, object]:
 def _no_other_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide other Bridge servers on this machine from the tests."""
     monkeypatch.setattr(discovery, "running", dict)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no command that a test calls import vLLM meanwhile: most are refused, or start a stand-in."""
+    monkeypatch.setattr(preload, "plugin_module", lambda _: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

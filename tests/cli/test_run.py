@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ from bridge.checks import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
+from bridge.processes.preload import Preloaded
 from bridge.processes.server_command import ServerCommand
 from bridge.run.metrics import Summary
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import api_key
-from bridge_cli import demo, ranks, run, steps, training, verify
+from bridge_cli import demo, rank, ranks, run, steps, training, verify
+from bridge_cli.layout import Layout
 from tests.cli.test_run_directory import evaluation, metrics
 
 
@@ -73,6 +76,32 @@ def test_an_adapter_that_vllm_shards_is_refused() -> None:
         run.for_adapters(split, 16, flags, in_memory=True)
     for serve, in_memory in ((split, False), (whole, True)):
         assert run.for_adapters(serve, 16, flags, in_memory=in_memory).max_lora_rank == 16
+
+
+@pytest.mark.parametrize(
+    ("own", "planned", "starts"),
+    [
+        (None, Layout(1, "", [None]), True),
+        (None, Layout(1, "cuda", ["0", "1"]), False),  # the launcher's ranks do
+        (None, Layout(1, "cuda", ["0"], hosts=2), False),
+        (0, None, True),
+        (1, None, False),
+        (2, None, True),
+    ],
+)
+def test_vllm_is_imported_where_a_server_will_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: int | None, planned: Layout | None, starts: bool
+) -> None:
+    if own is not None:
+        of_this_process = rank.OwnRank(
+            rank=own, world_size=4, local_rank=own, tp_size=2, device="cpu", address="", port=0, scratch=tmp_path
+        )
+        token = rank.OWN_RANK.set(of_this_process)
+    monkeypatch.setattr(ranks, "preloading", lambda: nullcontext(Preloaded(None)))
+    with ranks.preloaded(planned) as process:
+        assert isinstance(process, Preloaded) is starts
+    if own is not None:
+        rank.OWN_RANK.reset(token)
 
 
 @pytest.mark.parametrize(
