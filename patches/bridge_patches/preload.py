@@ -44,6 +44,7 @@ def main() -> None:
     os.environ.update(dict(environment.items() - before.items()))  # vLLM sets some when it is imported
     module = argv[argv.index("-m") + 1]
     sys.argv = argv[argv.index("-m") + 1 :]
+    sys.modules.pop(module, None)  # it runs as __main__, as if it had not been imported
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -424,8 +424,8 @@ def test_starts_are_compared_by_kind(tmp_path: Path) -> None:
     heading, *rows = bench._table()
     assert heading[0] == "median, s"
     assert rows == [
-        ("stock first", "1", "80.0", "90.0", "1.00"),
         ("ours first", "3", "40.0", "50.0", "0.56"),
+        ("stock first", "1", "80.0", "90.0", "1.00"),
         ("ours second", "0", "-", "-", "-"),
         ("stock second", "1", "-", "-", "-"),
     ]
