@@ -451,8 +451,10 @@ RUN_ON_A_TOY = """
 import dataclasses, os, sys
 from pathlib import Path
 from bridge_cli import main
+from bridge.processes import preload
 from bridge.processes.server_command import ServerCommand
 
+preload.plugin_module = lambda name: None  # the toy needs nothing of vLLM
 real = ServerCommand.of
 
 def toy(config, flags, **given):
