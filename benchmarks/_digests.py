@@ -45,11 +45,11 @@ def _record(folder: Path) -> None:
         with write(checkpoints, step, groups):
             yield
         line = json.dumps({"step": step, "digest": digest(checkpoints._weights.values())})
-        with (folder / f"{os.environ['RANK']}.jsonl").open("a") as file:
+        with (folder / f"{checkpoints._ranks.rank}.jsonl").open("a") as file:
             file.write(line + "\n")
 
     Checkpoints.writing = writing  # type: ignore[method-assign, assignment]
 
 
-if FOLDER in os.environ and "RANK" in os.environ:  # a rank; a process that scores has neither
+if FOLDER in os.environ:
     _record(Path(os.environ[FOLDER]))

@@ -177,7 +177,7 @@ def stays_equal(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, A
         if step % 5 or step < WARM_UP:
             return
         at.append(step)
-        mib["processes"].append(sum(p.memory_full_info().uss for p in run.descendants()) / MIB)
+        mib["processes"].append(sum(map(_unique_bytes, run.descendants())) / MIB)
         if gpu_bytes is not None:
             mib["gpu"].append(gpu_bytes() / MIB)
 
@@ -186,7 +186,7 @@ def stays_equal(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, A
     checked = subprocess.run(verify, env=_sides.environment(_sides.Work()), capture_output=True, text=True, check=False)
     run.wait_for(STEPS, look)
     growth = {name: _growth(at, figures) for name, figures in mib.items()}
-    verified = {"exit_code": checked.returncode, "passed": checked.stderr.count("PASS")}
+    verified = {"exit_code": checked.returncode, "lines": checked.stderr.splitlines()[-20:]}
     return {**run.ended(), "digests": run.equal_digests(), "growth_mib": growth, "verify": verified}
 
 
@@ -196,18 +196,20 @@ def outlives_losses(model: Path, folder: Path, gpus: int, parts: int) -> dict[st
     run = ProofRun(model, folder, gpus, parts, choices)
     first_of_last = gpus - parts
     log = folder / "run" / "ranks" / f"{first_of_last}.log" if first_of_last else run.output
-    run.wait_for(KILL_SERVER_AT)
+    kills: dict[str, tuple[int, Callable[[], None]]] = {
+        "server": (KILL_SERVER_AT, lambda: os.kill(run.server_pid(log), signal.SIGKILL)),
+        "rank": (KILL_RANK_AT, lambda: run.rank(gpus - 1).kill()),
+    }
     seconds: dict[str, float] = {}
-    before = run.descendants()
-    if run.process.poll() is None:
-        os.kill(run.server_pid(log), signal.SIGKILL)
-        seconds["server"] = _until_next_step(run)
-        run.wait_for(KILL_RANK_AT)
-        before += run.descendants()
-        run.rank(gpus - 1).kill()
-        seconds["rank"] = _until_next_step(run)
+    before = set[psutil.Process]()
+    for name, (step, kill) in kills.items():
+        run.wait_for(step)
+        if run.process.poll() is None:
+            before.update(run.descendants())
+            kill()
+            seconds[name] = _until_next_step(run)
     ended = run.ended()
-    _, alive = psutil.wait_procs({*before}, timeout=20)
+    _, alive = psutil.wait_procs(before, timeout=20)
     return {**ended, "seconds_to_next_step": seconds, "processes_left": len(alive), "digests": run.equal_digests()}
 
 
@@ -216,6 +218,14 @@ def _until_next_step(run: ProofRun) -> float:
     while run.process.poll() is None and len(run.steps) == count:
         time.sleep(0.05)
     return time.monotonic() - start
+
+
+def _unique_bytes(process: psutil.Process) -> int:
+    """Return what only this process has in memory; nothing if it has just ended."""
+    try:
+        return int(process.memory_full_info().uss)
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _growth(steps: Sequence[int], mib: Sequence[float]) -> float | None:

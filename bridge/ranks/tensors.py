@@ -76,7 +76,7 @@ class Tensors:
         assert watch is not None, "a single rank exchanges nothing"
         try:
             with self._errors_of_torch():
-                watch.wait(act(received, sent, group=self._tensors, async_op=True), self._members)
+                watch.exchange(lambda: act(received, sent, group=self._tensors, async_op=True), self._members)
         except RankError as error:
             setattr(error, OF_TENSORS, True)
             raise

@@ -48,8 +48,9 @@ class Watch:
         """Those over which tensors are exchanged."""
         self._object_connections: list[socket.socket] = []
         """Those over which objects are; a rank that failed still reports why."""
-        self._work: Any = None
-        """The last exchange."""
+        self._num_exchanges = 0
+        self._is_exchanging = False
+        """Whether this rank is in an exchange, its beginning included: NCCL connects to the others at first use."""
         self._members: Collection[int] = ()
         """Who takes part in it."""
         self._parts: Collection[int] = ()
@@ -77,16 +78,20 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
-    def wait(self, work: Any, members: Collection[int]) -> None:
-        """Wait until an exchange has ended that began among `members`.
+    def exchange(self, begin: Callable[[], Any], members: Collection[int]) -> None:
+        """Begin an exchange among `members`, and wait until it has ended.
 
         Raises:
             RuntimeError: it was broken off.
         """
         self._members = members
-        self._work = work
-        work.wait()
-        self._check_ended()
+        self._num_exchanges += 1
+        self._is_exchanging = True
+        try:
+            begin().wait()
+            self._check_ended()
+        finally:
+            self._is_exchanging = False
 
     @contextmanager
     def computing(self, parts: Collection[int]) -> Iterator[None]:
@@ -131,22 +136,21 @@ class Watch:
 
     def _run(self) -> None:
         is_lost = False
-        late = 0.0
-        work = None
+        late_s = 0.0
+        last = 0
         while not self._is_over.wait(PERIOD_S):
             self._num_rounds += 1
             before, is_lost, waits = is_lost, False, False
             with suppress(Exception):  # any error: without this thread, a rank may wait forever
                 is_lost = self.is_lost({*self._members, *self._parts})
-                is_exchanging = self._work is not None and not self._work.is_completed()
-                late = late + PERIOD_S if is_exchanging and self._work is work else 0.0
-                work = self._work
-                waits = bool(self._parts) or is_exchanging
+                waits = bool(self._parts) or self._is_exchanging
+            late_s = late_s + PERIOD_S if self._is_exchanging and self._num_exchanges == last else 0.0
+            last = self._num_exchanges
             if is_lost and before and waits:  # twice: the last bytes of an exchange may be on their way
                 self._break_off("it ended, or failed", self._connections)
                 return
-            if late > LATE_LIMIT_S:
-                self._break_off(f"it sent no tensor for {late:.0f} s", self._connections)
+            if late_s > LATE_LIMIT_S:
+                self._break_off(f"it sent no tensor for {late_s:.0f} s", self._connections)
                 return
             if (silent := self._signs.silent_rank()) is not None:
                 self._give_up(silent)

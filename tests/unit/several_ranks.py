@@ -1,5 +1,6 @@
 """Run a function on several ranks: forked processes with gloo between them, and NCCL if each has a GPU."""
 
+import faulthandler
 import io
 import multiprocessing
 import socket
@@ -35,7 +36,7 @@ def on_ranks(
     for rank in range(world_size):
         here, there = START.Pipe(duplex=False)
         device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
-        arguments = rank, world_size, tp_sizes[rank], device, port, listener, there, act, given
+        arguments = rank, world_size, tp_sizes[rank], device, port, listener, there, act, given, limit_s
         process = START.Process(target=_rank, args=arguments)
         process.start()
         there.close()
@@ -69,7 +70,9 @@ def _rank(
     pipe: Any,
     act: Callable[..., Any],
     given: tuple[Any, ...],
+    limit_s: float,
 ) -> None:
+    faulthandler.dump_traceback_later(limit_s - 5)  # to stderr: where this rank waits
     torch.set_num_threads(1)
     inductor.compile_threads = 1  # those of this process' parent are not here, and it would wait for them
     own = listener if rank == 0 else None
@@ -86,3 +89,4 @@ def _rank(
     torch.save(result, buffer)
     pipe.send_bytes(buffer.getvalue())
     ranks.close()
+    faulthandler.cancel_dump_traceback_later()

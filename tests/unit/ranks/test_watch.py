@@ -6,9 +6,10 @@ Not covered: NCCL, whose communicator is aborted in place of gloo's connections.
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
@@ -122,16 +123,32 @@ def test_ranks_that_were_all_stopped_and_continue_are_alive(monkeypatch: pytest.
 
 
 class Endless:
-    """An exchange that never ends."""
+    """An exchange that ends when it is told to."""
 
     def __init__(self) -> None:
-        self.ends = False
-
-    def is_completed(self) -> bool:
-        return self.ends
+        self.end = threading.Event()
 
     def wait(self) -> None:
-        """Return at once, as on a GPU."""
+        self.end.wait()
+
+
+@contextmanager
+def exchanging(watch: Watch, work: Endless, members: Sequence[int]) -> Iterator[None]:
+    """Wait for `work` beside the block, with the watch running; then end both."""
+    waiting = threading.Thread(target=lambda: suppressed(lambda: watch.exchange(lambda: work, members)))
+    watch.start()
+    waiting.start()
+    try:
+        yield
+    finally:
+        work.end.set()
+        waiting.join()
+        watch.close()
+
+
+def suppressed(act: Callable[[], None]) -> None:
+    with suppress(RuntimeError):
+        act()
 
 
 class Store(dict[str, bytes]):
@@ -182,24 +199,23 @@ def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pa
     ((one, other), (its, closed)), store, work = pairs, Store(), Endless()
     own = Watch(store, torch.device("cpu"), 0, 3, lambda: 7)
     own.add(None, {one.fileno(), its.fileno()})
-    own.start()
-    own.wait(work, (0, 1))
-    work.ends = cause.endswith("done")
-    if cause.startswith("failed"):
-        phase = {"failed": 7, "failed before": 6, "failed elsewhere": 5}[cause]
-        Watch(store, torch.device("cpu"), 2, 3, lambda: 7).failed()
-        Watch(store, torch.device("cpu"), 1, 3, lambda: phase).failed()
-    if cause.startswith("noise"):  # of somebody who can reach the store, and does not know the key
-        for noise in (b"garbage", b"", b"\xff", b"77"):
-            store[f"{FAILED}1"] = noise
-            assert not own.is_lost({1})
-    if cause == "noise, failed":
-        time.sleep(2 * PERIOD_S)
-        Watch(store, torch.device("cpu"), 1, 3, lambda: 7).failed()
-    if cause.startswith("ended"):
-        closed.close()
-    assert broken(other, within_s=6 * PERIOD_S) is (cause in {"failed", "ended", "noise, failed"})
-    own.close()
+    if cause.endswith("done"):
+        work.end.set()
+    with exchanging(own, work, (0, 1)):
+        if cause.startswith("failed"):
+            phase = {"failed": 7, "failed before": 6, "failed elsewhere": 5}[cause]
+            Watch(store, torch.device("cpu"), 2, 3, lambda: 7).failed()
+            Watch(store, torch.device("cpu"), 1, 3, lambda: phase).failed()
+        if cause.startswith("noise"):  # of somebody who can reach the store, and does not know the key
+            for noise in (b"garbage", b"", b"\xff", b"77"):
+                store[f"{FAILED}1"] = noise
+                assert not own.is_lost({1})
+        if cause == "noise, failed":
+            time.sleep(2 * PERIOD_S)
+            Watch(store, torch.device("cpu"), 1, 3, lambda: 7).failed()
+        if cause.startswith("ended"):
+            closed.close()
+        assert broken(other, within_s=6 * PERIOD_S) is (cause in {"failed", "ended", "noise, failed"})
 
 
 def test_a_watch_outlives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
@@ -207,9 +223,7 @@ def test_a_watch_outlives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
     store[f"{FAILED}1"] = None  # type: ignore[assignment]
     own = Watch(store, torch.device("cpu"), 0, 3, lambda: 7)
     own.add(None, {one.fileno()})
-    own.wait(Endless(), (0, 1))
-    own.start()
-    time.sleep(2 * PERIOD_S)
-    Watch(store, torch.device("cpu"), 1, 3, lambda: 7).failed()
-    assert broken(other, within_s=6 * PERIOD_S)
-    own.close()
+    with exchanging(own, Endless(), (0, 1)):
+        time.sleep(2 * PERIOD_S)
+        Watch(store, torch.device("cpu"), 1, 3, lambda: 7).failed()
+        assert broken(other, within_s=6 * PERIOD_S)
