@@ -1,8 +1,13 @@
 """Find the running servers of this user by their processes: environment and working folder lead to the manifest.
 
+A process that became a server after its start (`bridge/processes/preload.py`) keeps a file in memory open for it.
+
 Servers of other users and containers are not found.
 """
 
+import json
+import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +19,9 @@ from bridge.server.manifest import MANIFEST_NAME, Manifest
 
 VARIABLE = "BRIDGE_MANIFEST_PATH"
 SWITCH = "VLLM_ENABLE_SHARED_WEIGHTS"
+FOLDER = "LOGDIR"
+MEMORY_FILE = "bridge-server-variables"
+"""Name of the file in memory with the variables that `/proc/PID/environ` lacks."""
 
 
 def running() -> dict[Path, Manifest]:
@@ -52,12 +60,28 @@ def choice(path: Path, manifest: Manifest) -> str:
     return f"--vllm-config-path {path} ({manifest.model}, pid {manifest.server.pid})"
 
 
+def publish_variables(environment: Mapping[str, str]) -> None:
+    """Show what leads to this process' manifest, which was not known when the process started."""
+    names = (SWITCH, VARIABLE, FOLDER)
+    content = json.dumps({name: environment[name] for name in names if name in environment})
+    os.write(os.memfd_create(MEMORY_FILE), content.encode())  # open for as long as the process lives
+
+
+def _variables(process: psutil.Process) -> dict[str, str]:
+    """Return the environment of a process, or what it published."""
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if str(descriptor.readlink()).startswith(f"/memfd:{MEMORY_FILE}"):
+                return dict(json.loads(descriptor.read_bytes()))
+    return dict(process.environ())
+
+
 def _manifest_path(process: psutil.Process) -> Path | None:
     """Return where a server writes its manifest; None if the process is not one of Bridge's servers."""
-    environment: dict[str, str] = process.environ()
+    environment = _variables(process)
     if environment.get(SWITCH, "0").lower() not in {"1", "true"}:
         return None
     folder = Path(process.cwd())
     if VARIABLE in environment:
         return manifests.resolve_path(folder / environment[VARIABLE])
-    return folder / environment.get("LOGDIR", "") / MANIFEST_NAME
+    return folder / environment.get(FOLDER, "") / MANIFEST_NAME

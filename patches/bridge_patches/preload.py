@@ -11,6 +11,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from bridge.server import discovery
+
 PINS = """
 vllm.entrypoints.cli.serve: ServeSubcommand  # imports all of the API server
 vllm.v1.engine.core: EngineCoreProc
@@ -42,6 +44,7 @@ def main() -> None:
     for name in before.keys() - environment.keys():
         os.environ.pop(name, None)
     os.environ.update(dict(environment.items() - before.items()))  # vLLM sets some when it is imported
+    discovery.publish_variables(environment)
     module = argv[argv.index("-m") + 1]
     sys.argv = argv[argv.index("-m") + 1 :]
     sys.modules.pop(module, None)  # it runs as __main__, as if it had not been imported

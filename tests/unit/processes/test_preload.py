@@ -13,6 +13,7 @@ from bridge.processes import children, preload
 from bridge.processes.children import Child
 from bridge.processes.preload import Preloaded, preloading
 from bridge.processes.server_command import PYTHON
+from bridge.server import discovery
 
 ROOT = Path(__file__).parents[3]
 MODULE = "tests.unit.processes.quick_preload"
@@ -103,3 +104,16 @@ def test_nothing_is_preloaded_for_a_copied_bridge(monkeypatch: pytest.MonkeyPatc
     with preloading() as preloaded:
         assert preloaded._child is None
     assert Preloaded(None).become(command(SHOW), {}, Path(os.devnull)) is None
+
+
+def test_its_manifest_is_found_as_that_of_any_server(log: Path, tmp_path: Path) -> None:
+    variables = {discovery.SWITCH: "1", discovery.VARIABLE: str(tmp_path / "manifest.json")}
+    with preloading() as preloaded:
+        child = preloaded.become(command("import time; time.sleep(600)"), {**os.environ, **variables}, log)
+        assert child is not None
+        server = psutil.Process(child.process.pid)
+        deadline = time.monotonic() + LIMIT_S
+        while discovery._manifest_path(server) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert discovery._manifest_path(server) == tmp_path / "manifest.json"
+        children.stop(child, grace_s=0)
