@@ -21,6 +21,8 @@ SILENT_LIMIT_S = 300.0
 """A rank that showed no sign of life for so long is lost: it is stopped, or its host is."""
 LATE_LIMIT_S = 300.0
 """Longest wait for a tensor; gloo has the same, `DEVICE_LIMIT`."""
+ABORT_LIMIT_S = 30.0
+"""Longest wait for NCCL to abort what it exchanges."""
 
 
 class Watch:
@@ -177,12 +179,19 @@ class Watch:
     def _break_off(self, reason: str, connections: Collection[socket.socket]) -> None:
         """Close connections, the store's included, and raise `reason` wherever this rank waits."""
         self.reason = reason
-        for group in self._groups if self._device.type == "cuda" else ():
-            with suppress(RuntimeError):  # the connections of the others are left to close
-                group._get_backend(self._device).abort()
+        groups = self._groups if self._device.type == "cuda" else []
+        aborts = [threading.Thread(target=self._abort, args=(group,), daemon=True) for group in groups]
+        for abort in aborts:  # side by side: one waits for the device, on which the exchange of another hangs
+            abort.start()
+        for abort in aborts:
+            abort.join(ABORT_LIMIT_S)
         for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def _abort(self, group: Any) -> None:
+        with suppress(RuntimeError):  # the connections are left to close
+            group._get_backend(self._device).abort()
 
 
 class SignsOfLife:
