@@ -12,6 +12,8 @@ from bridge.core.private import cleaned
 people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 """Without colors if stderr is no terminal or NO_COLOR is set."""
 
+LONGEST_FAULT = 8_000
+"""Characters of an error or a hint: a wrong value that it quotes may be as long as a file."""
 STATUS_STYLES = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red", "SKIP": "dim"}
 
 _view: tuple[Callable[[Text], None], Callable[[str], None]] | None = None
@@ -44,9 +46,18 @@ def verdict(status: str, text: str) -> None:
 
 
 def fault(message: str, hint: str) -> None:
-    people.print(Text.assemble(("error: ", "bold red"), cleaned(message)))
+    people.print(Text.assemble(("error: ", "bold red"), _bounded(message)))
     people.print()
-    people.print(Text.assemble(("hint: ", "bold cyan"), cleaned(hint)))
+    people.print(Text.assemble(("hint: ", "bold cyan"), _bounded(hint)))
+
+
+def _bounded(text: str) -> str:
+    """Return `text` for a person, without its middle if it is longer than `LONGEST_FAULT`."""
+    left_out = len(text) - LONGEST_FAULT
+    if left_out > 0:
+        end = LONGEST_FAULT // 2
+        text = f"{text[:end]} [... {left_out:,} characters left out ...] {text[-end:]}"
+    return cleaned(text)
 
 
 def data(line: str) -> None:

@@ -129,7 +129,8 @@ def _usage(error: TyperException) -> tuple[str, str]:
     from bridge.config import declaration
 
     context = getattr(error, "ctx", None)
-    command = context.command_path if context else "bridge"
+    named = [name for name in ending.GIVEN.get()[:1] if name in COMMANDS]  # a flag without its value has no context
+    command = context.command_path if context else " ".join(("bridge", *named))
     flag = getattr(error, "option_name", None)
     if flag is None or not hasattr(error, "possibilities"):
         message = error.format_message()

@@ -66,3 +66,14 @@ def test_nor_above_a_live_view(way: str) -> None:
 def test_lines_stay_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console.note("one\n  two")
     assert capsys.readouterr().err == "one\n  two\n"
+
+
+@pytest.mark.parametrize("which", ["error", "hint"])
+def test_a_fault_quotes_no_value_as_long_as_a_file(which: str, capsys: pytest.CaptureFixture[str]) -> None:
+    long = f"model 'begin{'x' * 5_000_000}end' is not there"
+    console.fault(*((long, "none") if which == "error" else ("none", long)))
+    printed = capsys.readouterr().err
+    assert len(printed) < 2 * console.LONGEST_FAULT
+    assert "model 'begin" in printed
+    assert "end' is not there" in printed
+    assert "characters left out" in printed

@@ -66,6 +66,11 @@ def test_a_wrong_command_is_told_with_the_one_that_was_meant() -> None:
     assert "'train'" in done.stderr
 
 
+def test_a_flag_without_its_value_leads_to_the_help_of_its_command() -> None:
+    done = bridge("run", "--model-name")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "hint: bridge run --help")
+
+
 def test_a_mistake_of_the_users_shows_no_traceback() -> None:
     done = bridge("verify", "--vllm-config-path", "/no/such/manifest.json")
     assert done.returncode == 4
