@@ -7,8 +7,9 @@ r"""All GPUs of a host: how much faster several are than one, and whether they s
 Speed is that of `grpo.py`, whose rows these are: 1, 2, 4, ... GPUs, and from four on replicas of two GPUs, with
 completions of equal length and with a long tail. Then come two proofs of runs that begin with a small model:
 
-- 200 steps and more. The weights of all replicas have equal digests after each of them, the memory of the GPU and of
-  all processes is flat, and `bridge verify` passes before an interrupt ends the run.
+- 200 steps and more. The weights of all replicas have equal digests after each of them (a single replica is compared
+  with nothing), the memory of the GPU and of all processes is flat, and `bridge verify` passes before an interrupt ends
+  the run.
 - 60 steps with `--restarts 1`, in which first a server and then a rank is killed. All steps are trained, in the end.
 
 Not covered: several hosts.
@@ -63,10 +64,14 @@ def main() -> None:
             say(json.dumps(results[name]))
             _results.write("node", results, options.out)
     if not options.skip_speed:
-        for variants, more in ((FIXED, ()), (LONG, ("--lengths", LENGTHS, "--warm-up", "10"))):
+        for name, variants, more in (
+            ("fixed", FIXED, ()),
+            ("long-tail", LONG, ("--lengths", LENGTHS, "--warm-up", "10")),
+        ):
             limit_s = str(max(1, int(deadline - time.monotonic())))
             command = ["-m", "benchmarks.grpo", "--sizes", options.speed_size, "--trl", "--ours"]
-            command += [*speed_variants(variants, options.gpus), *more, "--limit-s", limit_s, "--out", str(options.out)]
+            command += [*speed_variants(variants, options.gpus), *more, "--limit-s", limit_s]
+            command += ["--out", str(options.out / name)]
             subprocess.run([sys.executable, *command], check=True)
 
 
@@ -148,22 +153,26 @@ class ProofRun:
         code = self.process.wait()
         steps = self.steps
         last = {} if code == 0 else {"output": self.output.read_text(errors="replace")[-2000:]}
-        return {"exit_code": code, "steps": len({*steps}), "retrained": len(steps) - len({*steps}), **last}
+        return {"exit_code": code, "steps": len({*steps}), **last}
 
-    def equal_digests(self) -> dict[str, int]:
-        """Return of how many steps all replicas have equal digests, rank by rank of a replica."""
-        of_rank: dict[int, dict[int, int]] = {}
-        for file in (self.folder / "digests").iterdir():
-            lines = map(json.loads, file.read_text().splitlines())
-            of_rank[int(file.stem)] = {line["step"]: line["digest"] for line in lines}
-        steps = sorted({step for digests in of_rank.values() for step in digests})
-        num_equal = sum(
-            len({of_rank[rank].get(step) for rank in range(part, self.gpus, self.parts)}) == 1
-            for step in steps
-            for part in range(self.parts)
-        )
-        different = {*of_rank.get(0, {}).values()}
-        return {"ranks": len(of_rank), "steps": len(steps), "equal": num_equal, "different_weights": len(different)}
+
+def equal_digests(folder: Path, gpus: int, parts: int) -> dict[str, int | None]:
+    """Return after how many steps all replicas had equal weights, part by part, from the records of the ranks.
+
+    `equal` is None with a single replica, which is compared with nothing.
+    """
+    of_rank: dict[int, dict[int, int]] = {}
+    for file in folder.iterdir():
+        lines = map(json.loads, file.read_text().splitlines())
+        of_rank[int(file.stem)] = {line["step"]: line["digest"] for line in lines}
+    steps = {step for digests in of_rank.values() for step in digests}
+    replicas = [range(part, gpus, parts) for part in range(parts)]
+    num_equal = sum(
+        all(len({of_rank.get(rank, {}).get(step) for rank in ranks}) == 1 for ranks in replicas) for step in steps
+    )
+    different = {*of_rank.get(0, {}).values()}
+    equal = num_equal if gpus > parts else None
+    return {"ranks": len(of_rank), "steps": len(steps), "equal": equal, "different_weights": len(different)}
 
 
 def stays_equal(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, Any]:
@@ -187,7 +196,12 @@ def stays_equal(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, A
     run.process.send_signal(signal.SIGINT)
     growth = {name: _growth(at, figures) for name, figures in mib.items()}
     verified = {"exit_code": checked.returncode, "lines": checked.stderr.splitlines()[-20:]}
-    return {**run.ended(), "digests": run.equal_digests(), "growth_mib": growth, "verify": verified}
+    return {
+        **run.ended(),
+        "digests": equal_digests(folder / "digests", gpus, parts),
+        "growth_mib": growth,
+        "verify": verified,
+    }
 
 
 def outlives_losses(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, Any]:
@@ -210,7 +224,12 @@ def outlives_losses(model: Path, folder: Path, gpus: int, parts: int) -> dict[st
             seconds[name] = _until_next_step(run)
     ended = run.ended()
     _, alive = psutil.wait_procs(before, timeout=20)
-    return {**ended, "seconds_to_next_step": seconds, "processes_left": len(alive), "digests": run.equal_digests()}
+    return {
+        **ended,
+        "seconds_to_next_step": seconds,
+        "processes_left": len(alive),
+        "digests": equal_digests(folder / "digests", gpus, parts),
+    }
 
 
 def _until_next_step(run: ProofRun) -> float:

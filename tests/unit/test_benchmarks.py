@@ -27,6 +27,7 @@ from benchmarks import (
     _stamped,
     _trl,
     _work,
+    node,
     startup,
     train_step,
     turns,
@@ -429,3 +430,27 @@ def test_starts_are_compared_by_kind(tmp_path: Path) -> None:
         ("ours second", "0", "-", "-", "-"),
         ("stock second", "1", "-", "-", "-"),
     ]
+
+
+def test_a_node_measures_every_number_of_gpus_and_replicas_of_two() -> None:
+    assert node.speed_variants("adamw", 1) == ["adamw"]
+    assert node.speed_variants("adamw", 4) == [
+        "adamw",
+        "adamw --gpus 2",
+        "adamw --gpus 4",
+        "adamw --gpus 4 --tensor-parallel-size 2",
+    ]
+
+
+@pytest.mark.parametrize(("parts", "equal"), [(1, 1), (2, 2), (4, None)])
+def test_equal_replicas_are_counted_part_by_part(tmp_path: Path, parts: int, equal: int | None) -> None:
+    for rank in range(4):
+        part = rank % 2 if parts > 1 else 0
+        lines = [{"step": step, "digest": digest + part} for step, digest in ((1, 7), (2, 8), (3, 9))]
+        if rank == 3:
+            lines[2]["digest"] += 1  # it differs after the last step
+        if parts == 1 and rank == 2:
+            lines.pop(1)  # it recorded nothing of the second
+        (tmp_path / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counted = node.equal_digests(tmp_path, 4, parts)
+    assert counted == {"ranks": 4, "steps": 3, "equal": equal, "different_weights": 3}

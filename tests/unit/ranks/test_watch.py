@@ -123,7 +123,7 @@ def test_ranks_that_were_all_stopped_and_continue_are_alive(monkeypatch: pytest.
 
 
 class Endless:
-    """An exchange that ends when it is told to."""
+    """An exchange that takes as long as a test wants."""
 
     def __init__(self) -> None:
         self.end = threading.Event()
