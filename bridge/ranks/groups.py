@@ -73,6 +73,9 @@ def check_same(store: Any, rank: int, world_size: int, name: str, value: int) ->
     """
     store.set(f"{name}{rank}", str(value))
     values = [int(store.get(f"{name}{number}")) for number in range(world_size)]
+    store.set(f"{name}{rank} read", "")
+    if rank == 0:  # its process serves the store
+        store.wait([f"{name}{number} read" for number in range(world_size)])
     if differing := [number for number in values if number != values[0]]:
         raise UsageError(
             f"the hosts differ in {name}: {values[0]} and {differing[0]}", remedy="start the same command on each host"

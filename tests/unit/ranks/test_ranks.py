@@ -225,7 +225,16 @@ def read_once(ranks: Ranks) -> tuple[bool, bool]:
     return is_dropped, not optimizer.parts(weights[0])["exp_avg"].any()
 
 
-def test_ranks_of_different_parts_are_refused_at_once() -> None:
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_ranks_of_different_parts_are_refused_at_once(monkeypatch: pytest.MonkeyPatch, late: int | None) -> None:
+    get = torch.distributed.TCPStore.get  # type: ignore[attr-defined]
+
+    def slow_get(store: Any, key: str) -> bytes:
+        if key.startswith("--tensor-parallel-size") and torch.distributed.get_rank() == late:
+            time.sleep(1)  # another rank must not leave meanwhile, and the store with it
+        return bytes(get(store, key))
+
+    monkeypatch.setattr(torch.distributed.TCPStore, "get", slow_get)  # type: ignore[attr-defined]
     refused = on_ranks(2, lambda _: None, tp_size=(1, 2))
     assert [type(error) for error in refused] == [UsageError, UsageError]
     assert refused[0].message == "the hosts differ in --tensor-parallel-size: 1 and 2"
