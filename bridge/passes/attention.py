@@ -206,13 +206,13 @@ def by_blocks(q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor,
     Shapes: [T, A, D], [U, K, D] x 2, [S + 1] x 2 (of T, of U) -> [T, A, D].
     """
     num_queries, num_keys = ([end - start for start, end in pairwise(starts_S1.tolist())] for starts_S1 in starts)
-    blocks = list(_similar(zip(num_queries, num_keys, strict=True)))
+    blocks = list(similar(zip(num_queries, num_keys, strict=True)))
     queries, keys = ([sum(span[side] for span in block) for block in blocks] for side in (0, 1))
     parts = zip(blocks, q_TAD.split(queries), k_UKD.split(keys), v_UKD.split(keys), strict=True)
     return torch.cat([_block(*part, rule) for part in parts])
 
 
-def _similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
+def similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
     """Cut the spans into blocks: of equally many keys, or a few that differ little."""
     block: list[Span] = []
     shortest = longest = 0
@@ -227,7 +227,7 @@ def _similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 def _block(spans: Sequence[Span], q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, rule: Rule) -> Tensor:
     """Attend in rows as long as the longest; no span attends to the padding behind it."""
-    queries, keys = (_Rows([span[side] for span in spans], q_TAD.device) for side in (0, 1))
+    queries, keys = (Rows([span[side] for span in spans], q_TAD.device) for side in (0, 1))
     seen = None
     if any(span != spans[0] for span in spans) and any(few < many for few, many in spans):
         before_S1 = keys.lengths_S1 - queries.lengths_S1
@@ -237,7 +237,7 @@ def _block(spans: Sequence[Span], q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, r
     return queries.back(in_rows(*rows, rule=rule, seen_SLM=seen))
 
 
-class _Rows:
+class Rows:
     """Spans of different lengths as rows of one length."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:

@@ -21,8 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 
+from bridge.passes.recurrence import is_stateful
+
 OWN_NUMBERS = ("num_attention_heads", "num_heads", "num_key_value_heads", "num_key_value_groups")
 """What attention modules remember about their heads."""
+OWN_SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
+"""What modules with a state remember about theirs."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,10 @@ def make_gathering(norm: nn.Module, outputs: Outputs) -> None:
 
 def count_own_heads(block: nn.Module, num_parts: int) -> None:
     """Let the code of a block that counts heads find the numbers of this part."""
+    if is_stateful(block):
+        for name in OWN_SIZES:
+            if isinstance(size := getattr(block, name, None), int):
+                setattr(block, name, size // num_parts)
     config = getattr(block, "config", None)
     num_heads = getattr(config, "num_attention_heads", None)
     if not isinstance(num_heads, int):

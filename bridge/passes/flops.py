@@ -1,7 +1,7 @@
 """Floating-point operations that a model's forward and backward passes need, and the most that a device can do.
 
-Counted are matrix products and attention, exactly for the spans of a pass: each query with the keys that it may attend
-to, of shared prompts once, and of experts those that a token is routed to. An update counts one forward and one
+Counted are matrix products, states and attention, exactly for the spans of a pass: each query with the keys that it may
+attend to, of shared prompts once, and of experts those that a token is routed to. An update counts one forward and one
 backward pass. Recomputed activations, log-probs from before the first update, and the reference are not counted: they
 are a choice of how to train.
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from bridge.passes import layers
 from bridge.passes.attention import Span
 from bridge.passes.packing import MicroBatch
-from bridge.planning.model_size import EXPERTS
+from bridge.planning.model_size import EXPERTS, KEEP_KEYS_AND_VALUES
 
 DENSE_BF16 = {
     "A100": 312e12, "A10": 125e12, "A30": 165e12, "A40": 150e12, "B200": 2_250e12, "GH200": 989e12,
@@ -50,7 +50,7 @@ class Flops:
     """Operations of one rank's model."""
 
     of_token: float
-    """Of a token in the layers' matrix products, forward and backward."""
+    """Of a token in the layers' matrix products and in their states, forward and backward."""
     of_row: float
     """Of a token whose logits are computed, in the head."""
     of_pair: Mapping[int, float]
@@ -67,7 +67,8 @@ class Flops:
                 _passes(parameter) * 2 * parameter.numel() * _active(parameter, config)
                 for parameter in model.parameters()
                 if parameter.ndim > 1 and id(parameter) not in apart
-            ),
+            )
+            + 3 * _num_stateful(config) * _state(config) / num_parts,
             of_row=_passes(head.weight) * 2 * head.weight.numel(),
             of_pair={
                 window: 3 * count * _pair(config) / num_parts for window, count in _windows(model, config).items()
@@ -114,8 +115,19 @@ def _pair(config: Any) -> int:
     return int(4 * config.num_attention_heads * width)
 
 
+def _num_stateful(config: Any) -> int:
+    """Count the layers that carry a state instead of attending."""
+    return sum(kind not in KEEP_KEYS_AND_VALUES for kind in getattr(config, "layer_types", None) or ())
+
+
+def _state(config: Any) -> int:
+    """Return a token's operations in the states of all heads of a layer, forward: read, corrected, and read again."""
+    names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    return 6 * math.prod(getattr(config, name, 0) for name in names)
+
+
 def _windows(model: PreTrainedModel, config: Any) -> Counter[int]:
     """Count the layers by the window of their attention; 0: none."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers.decoder_layers(model))
-    return Counter(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return Counter(window if kind == "sliding_attention" else 0 for kind in kinds if kind in KEEP_KEYS_AND_VALUES)

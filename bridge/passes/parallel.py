@@ -2,7 +2,7 @@
 
 | what is cut | kind |
 |---|---|
-| rows of a linear layer, its bias, or what else there is per head | column |
+| rows of a linear layer, its bias, channels of a convolution, or what else there is per head | column |
 | columns of a linear layer | row |
 | the second or third axis of experts' weights | column or row, in a module that is a block itself |
 | rows of the embedding or of the head | vocabulary |
@@ -150,7 +150,7 @@ def _kinds(model: PreTrainedModel, axes: Axes, cuts: Cuts) -> dict[str, set[str]
         if axis is None or id(module) in vocabulary:
             continue
         num_axes = len(cuts[name].shape)
-        if num_axes == 3 and axis == 0:
+        if num_axes == 3 and axis == 0 and type(module) is not nn.Conv1d:
             raise _refusal(name, "is cut by experts: expert parallelism is not supported")
         is_row = axis == num_axes - 1 and (type(module) is nn.Linear or num_axes == 3)
         kinds.setdefault(owner, set()).add(ROW if is_row and num_axes > 1 else COLUMN)

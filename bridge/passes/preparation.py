@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError
-from bridge.passes import attention, layers
+from bridge.passes import attention, layers, recurrence
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing import Sample, packs
 
@@ -71,6 +71,7 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
         layers.widen(model)  # not both: torch would compile every layer separately
     if compute.liger_kernel:
         layers.use_liger_kernel(model)
+    recurrence.keep_apart(model)
     _choose_attention(model, expected, note)
     if compiles:
         _compile(model, expected, note, recomputed=bool(compute.gradient_checkpointing))

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from bridge.errors import AttachError, ManifestError
 from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shard, View
 from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
+from bridge.weights.copy_recorder import is_exact
 from bridge.weights.layout import Shape
 from bridge.weights.parts import Cut
 
@@ -181,15 +182,16 @@ def _cuts(manifest: Manifest) -> list[dict[str, Cut]]:
 
 
 def _check_layout(manifest: Manifest, shard: Shard, shapes: Mapping[str, Shape]) -> None:
-    dtype = manifest.dtype
+    dtype = getattr(torch, manifest.dtype)
     layout.check_parts([other_shard.param_mappings for other_shard in manifest.shards])
     held = {name: handle.shape for name, handle in shard.ipc_handles.items()}
     layout.check_coverage(shapes, held, shard.param_mappings, shard.padding)
-    odd = [name for name, handle in shard.ipc_handles.items() if handle.dtype != dtype]
+    odd = [n for n, h in shard.ipc_handles.items() if not is_exact(dtype, getattr(torch, h.dtype))]
     bent = [n for n, h in shard.ipc_handles.items() if h.stride != layout.contiguous_stride(h.shape)]
     if odd or bent:
         raise ManifestError(
-            f"{len(odd)} parameters are not {dtype}, {len(bent)} are not contiguous, the first: {(odd + bent)[0]}",
+            f"{len(odd)} parameters are not {manifest.dtype}, {len(bent)} are not contiguous, the first:"
+            f" {(odd + bent)[0]}",
             remedy=RESTART,
         )
 
@@ -239,7 +241,7 @@ def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
-    """Give every parameter of `model` its view; a tied parameter is replaced wherever it is used."""
+    """Give every parameter of `model` its view, in the server's dtype; a tied one is replaced wherever it is used."""
     new = {id(old): nn.Parameter(views[name]) for name, old in model.named_parameters()}
     for module in model.modules():
         for leaf, old in list(module.named_parameters(recurse=False)):

@@ -90,7 +90,7 @@ class CopyRecorder(ViewsOnly):
             self._forget(tensor)
         is_copy = bool(changed) and func is _aten.copy_.default
         source = self._sources.get(storage_of(args[1])) if is_copy else None
-        if source is not None and (args[0].shape, args[0].dtype) == (args[1].shape, args[1].dtype):
+        if source is not None and args[0].shape == args[1].shape and is_exact(args[1].dtype, args[0].dtype):
             self._written.setdefault(storage_of(args[0]), []).append(_Written(source, args[1], args[0]))
             return args[0]
         if any(storage_of(tensor) in self._targets for tensor in changed):
@@ -105,6 +105,11 @@ class CopyRecorder(ViewsOnly):
         before = self._written.get(storage_of(tensor), [])
         spans = [_span(written.target) for written in before]
         before[:] = [w for w, (start, end) in zip(before, spans, strict=True) if end <= low or high <= start]
+
+
+def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a copy keeps every value: into the same dtype, or into the float32 of some of vLLM's weights."""
+    return target in (source, torch.float32)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -244,8 +244,12 @@ def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor])
             aliases[name] = first[id(parameter)]
     left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in held}
     wanted = {name: text for name, text in held.items() if name not in left_out}
-    expected = {name: describe(tensor) for name, tensor in saved_form(model, whole).items()}
-    refuse_misfits(str(folder), {aliases.get(name, name): text for name, text in wanted.items()}, expected)
+    saved = saved_form(model, whole)
+    expected = {name: describe(tensor) for name, tensor in saved.items()}
+    narrow = {name: describe(tensor.to(model.dtype)) for name, tensor in saved.items()}  # vLLM may keep it in float32
+    described = {aliases.get(name, name): text for name, text in wanted.items()}
+    described = {name: expected[name] if text == narrow.get(name) else text for name, text in described.items()}
+    refuse_misfits(str(folder), described, expected)
     return {name: files[name] for name in wanted}
 
 

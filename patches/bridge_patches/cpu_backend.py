@@ -5,6 +5,7 @@ GPUs need none of this (experts are read as loaded with `--moe-backend triton`).
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -29,6 +30,12 @@ vllm.model_executor.layers.fused_moe.experts.cpu_moe
         wrap CPUUnquantizedExperts.process_weights_after_loading(layer)
     if CPUUnquantizedExperts.finalize_weight_and_reduce_impl: wrap CPUUnquantizedExperts.apply(output,
         hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input)
+vllm.model_executor.layers.mamba.ops.cpu.gdn_attention
+    if _causal_conv1d_fwd_cpu: wrap _causal_conv1d_fwd_cpu(x, weight, bias, conv_states, query_start_loc,
+        cache_indices, has_initial_state, silu_activation, is_weight_packed)
+    if _causal_conv1d_update_cpu: wrap _causal_conv1d_update_cpu(x, conv_states, weight, bias, silu_activation,
+        conv_state_indices, is_weight_packed)
+vllm._custom_ops: if causal_conv1d_weight_pack: call causal_conv1d_weight_pack(weight)
 vllm.lora.ops.torch_ops.lora_ops
     wrap bgmv_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
     wrap bgmv_expand_slice(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
@@ -46,6 +53,8 @@ vllm.v1.worker.gpu_input_batch: InputBatch: generators, num_reqs, req_id_to_inde
 vllm.v1.worker.cpu_model_runner: CPUModelRunner
 """
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+CONVOLVING = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+CONVOLUTIONS = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
 MODULAR = "finalize_weight_and_reduce_impl"
 """Method of experts that receive the choice of experts for each token (since 0.30; earlier ones choose)."""
 APPLY_ARGUMENTS = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
@@ -89,6 +98,29 @@ def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM
     Seen in vLLM 0.26 to 0.33.
     """
     layer.cpu_linear = _linear()
+    if layer.weight.ndim == 3:
+        pack_convolutions()
+
+
+@cache
+def pack_convolutions() -> None:
+    """Let the convolutions of GatedDeltaNet read their weights as loaded.
+
+    Symptom: on a CPU with AVX512-BF16, noise, since `plain_linear` leaves these weights as they are, too.
+    Cause: there the kernels take for granted that vLLM has packed the weights while loading them.
+    Why this is safe: they are packed at each call, which moves a few KiB.
+    Seen in vLLM 0.32, `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`.
+    """
+    module = import_module(CONVOLVING)
+    for name in CONVOLUTIONS:
+        if hasattr(module, name):
+            wrap(module, name)(_packed_now)
+
+
+def _packed_now(original: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:
+    from vllm import _custom_ops
+
+    return original(weight=_custom_ops.causal_conv1d_weight_pack(weight.squeeze(1)), **arguments)
 
 
 def patch_experts() -> None:

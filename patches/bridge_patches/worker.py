@@ -15,6 +15,7 @@ from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.server.manifest import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
 from bridge.server.protocol import Element
 from bridge.weights import cuda_ipc, layout
+from bridge.weights.copy_recorder import is_exact
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.parts import digest
 from bridge.weights.shared_memory import SharedBlock
@@ -154,7 +155,8 @@ class BridgeWorker:
 
 
 def _refuse_foreign_types(model: nn.Module, dtype: torch.dtype) -> None:
-    others = [f"{name} ({parameter.dtype})" for name, parameter in model.named_parameters() if parameter.dtype != dtype]
+    parameters = ((name, parameter.dtype) for name, parameter in model.named_parameters())
+    others = [f"{name} ({own})" for name, own in parameters if not is_exact(dtype, own)]
     if others:
         raise UnsupportedModelError(
             f"{len(others)} weights are not {dtype}, the first: {', '.join(others[:3])}: quantized or repacked",

@@ -20,8 +20,10 @@ from transformers import (
     PhiConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Starcoder2Config,
 )
 
@@ -118,6 +120,15 @@ def _deepseek_v2(q_lora_rank: int | None = None) -> DeepseekV2Config:
     return DeepseekV2Config(**SMALL | EXPERTS | latent | experts | more)
 
 
+def _hybrid(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
+    """Qwen3.5 and Qwen3-Next: two layers of GatedDeltaNet, and one of gated attention with a quarter of it rotated."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    state = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 4}
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
+    kinds = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+    return kind(**SMALL | kinds | state | heads | {"rope_parameters": rope} | more)
+
+
 FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Qwen2, Qwen2.5": tiny.qwen2,
     "Qwen2, tied": _tied_qwen2,
@@ -140,6 +151,10 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Qwen3": lambda: Qwen3Config(**SMALL, head_dim=64, tie_word_embeddings=True),
     "Qwen3-MoE": lambda: Qwen3MoeConfig(
         **SMALL, **EXPERTS, head_dim=64, num_experts=4, moe_intermediate_size=64, norm_topk_prob=True
+    ),
+    "Qwen3.5 (text)": lambda: _hybrid(Qwen3_5TextConfig, tie_word_embeddings=True),
+    "Qwen3-Next": lambda: _hybrid(
+        Qwen3NextConfig, **EXPERTS, num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64
     ),
     "OLMo 2": lambda: Olmo2Config(**SMALL, tie_word_embeddings=False),
     "Granite": lambda: GraniteConfig(
@@ -167,3 +182,5 @@ VARIANTS = {
     "Qwen2, tied", "Qwen2.5, YaRN", "Llama 2", "DeepSeek Coder, Yi", "Phi-3.5-mini", "Phi-4-mini", "DeepSeek-V2",
 }  # fmt: skip
 """Families that differ from an earlier one in values of the configuration alone: the same classes on both sides."""
+WITH_VISION = {"Qwen3.5 (text)"}
+"""Families whose module in vLLM has a vision model, too."""

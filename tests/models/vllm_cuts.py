@@ -11,9 +11,13 @@ from transformers import PretrainedConfig
 
 from bridge.weights.parts import Cut, Runs
 
-COLUMN = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "fc1", "c_fc")
+COLUMN = (
+    "q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "fc1", "c_fc", "in_proj_z", "in_proj_b", "in_proj_a",
+    "in_proj_qkvz", "in_proj_ba", "A_log", "dt_bias",
+)  # fmt: skip
 KEYS = ("k_proj", "v_proj")
-ROW = ("o_proj", "down_proj", "dense", "fc2", "c_proj")
+ROW = ("o_proj", "down_proj", "dense", "fc2", "c_proj", "out_proj")
+OF_STATES = ("in_proj_qkv", "conv1d")
 VOCABULARY = ("embed_tokens", "lm_head")
 PADDING = 64
 
@@ -29,7 +33,7 @@ def cuts(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]], num_part
 def _cut(config: PretrainedConfig, name: str, shape: tuple[int, ...], part: int, num_parts: int) -> Cut:
     layer, _, leaf = name.rpartition(".")
     layer = layer.rpartition(".")[2] if leaf in ("weight", "bias") else leaf  # stacked experts are parameters
-    axis = len(shape) - 1 if layer in ROW else max(0, len(shape) - 2)
+    axis = len(shape) - 1 if layer in ROW else 0 if layer in OF_STATES else max(0, len(shape) - 2)
     is_whole = layer in ROW and leaf == "bias"
     runs = None if is_whole else _runs(config, layer, shape[axis] if shape else 0, part, num_parts)
     whole = Cut.whole(shape)
@@ -47,6 +51,10 @@ def _runs(config: PretrainedConfig, layer: str, size: int, part: int, num_parts:
         head = size // (heads + 2 * pairs)
         pieces = ((0, heads), (heads, pairs), (heads + pairs, pairs))
         return tuple(_held(first * head, number * head, number, part, num_parts) for first, number in pieces)
+    if layer in OF_STATES:
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        pieces = ((0, keys), (keys, keys), (2 * keys, size - 2 * keys))
+        return tuple(_held(first, number, number, part, num_parts) for first, number in pieces)
     if layer == "gate_up_proj":
         return tuple(_held(first, size // 2, size // 2, part, num_parts) for first in (0, size // 2))
     return (_held(0, size, size, part, num_parts),) if layer in (*COLUMN, *ROW) else None

@@ -173,14 +173,14 @@ def test_a_cache_is_refused() -> None:
     "lengths", [(5,), (4, 4, 4), (9, 8, 7), (1, 9, 1, 9), (3, 2, 1) * 20, (*range(40, 0, -1),), (6,) * 50]
 )
 def test_blocks_keep_the_order_with_little_padding(lengths: tuple[int, ...]) -> None:
-    blocks = list(attention._similar((length, length) for length in lengths))
+    blocks = list(attention.similar((length, length) for length in lengths))
     assert tuple(span[1] for span in itertools.chain(*blocks)) == lengths
     assert all(min(block)[1] >= attention.LEAST_FILLED * max(block, key=lambda span: span[1])[1] for block in blocks)
 
 
 def test_many_sequences_of_one_length_are_one_block() -> None:
     spans = [(7, 7)] * 100 + [(6, 6)] * 100
-    assert list(attention._similar(spans)) == [spans[:100], spans[100:]]
+    assert list(attention.similar(spans)) == [spans[:100], spans[100:]]
 
 
 def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from bridge.passes.flops import Flops, num_pairs, peak_flops, peak_of
 from bridge.passes.packing import Sample, packs
@@ -39,6 +43,33 @@ def counted(model: PreTrainedModel) -> int:
 def unmasked(flops: Flops) -> float:
     """Return the operations of the same pass without a mask."""
     return (flops.of_token + flops.of_row) * NUM_TOKENS + sum(flops.of_pair.values()) * NUM_TOKENS**2
+
+
+def token_by_token(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """Compute the gated delta rule as defined, in matrix products: transformers' own works by chunks of 64 tokens."""
+    q_TAD, k_TAD, v_TAE = (each[0].unsqueeze(2) for each in (query, key, value))
+    state_ADE, outputs = (k_TAD[0].mT @ v_TAE[0]).detach().zero_().requires_grad_(), []
+    for q, k, v, decay, rate in zip(q_TAD, k_TAD, v_TAE, g[0].exp(), beta[0], strict=True):
+        state_ADE = state_ADE * decay[:, None, None]
+        state_ADE = state_ADE + k.mT @ ((v - k @ state_ADE) * rate[:, None, None])
+        outputs.append(q @ state_ADE)
+    return torch.stack(outputs).squeeze(2).unsqueeze(0), None
+
+
+def unfolded(hidden_states: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Compute a convolution of each channel as a product: torch miscounts the gradient of its weight."""
+    width = weight.shape[1]
+    windows = functional.pad(hidden_states[0], (width - 1, 0)).unfold(1, width, 1)
+    return functional.silu(windows @ weight.unsqueeze(2)).squeeze(2).unsqueeze(0)
+
+
+@pytest.fixture(autouse=True)
+def _states_in_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (modeling_qwen3_5, modeling_qwen3_next):
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", token_by_token)
+        monkeypatch.setattr(module, "causal_conv1d_fn", unfolded)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -37,11 +37,11 @@ Proven = tuple[int, list[dict[str, dict[str, float] | str]]]
 
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Make a model with weights that all matter: biases are not 0, and norms not 1."""
+    """Make a model with weights that all matter: biases are not 0, norms not 1, and states do not fade at once."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, -2.0 if name.endswith("A_log") else 1.0 if parameter.ndim == 1 else 0.0, 0.1)
     return model.eval()
 
 

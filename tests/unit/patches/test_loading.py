@@ -442,3 +442,15 @@ def test_the_first_refusal_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPat
 def test_a_model_that_no_loader_of_ours_saw_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="cannot watch"):
         record_of(nn.Linear(2, 2))
+
+
+def test_weight_that_vllm_keeps_in_float32_is_shared() -> None:
+    """As GatedDeltaNet's A_log: every value is kept, and the trainer's parameter takes the server's dtype."""
+    server = nn.Module()
+    server.decay = nn.Parameter(torch.zeros(3))
+    server.load_weights = lambda weights: server.decay.data.copy_(dict(weights)["decay"])  # type: ignore[assignment]
+    views = loading.views(server, skeleton({"decay": (3,)}))
+    assert (views["decay"].parameter, views["decay"].shape) == ("decay", (3,))
+    server.decay.data = server.decay.data.half()
+    with pytest.raises(UnsupportedModelError, match="decay: vLLM loads it into none"):
+        loading.views(server, skeleton({"decay": (3,)}))
