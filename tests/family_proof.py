@@ -8,11 +8,12 @@ from math import sqrt
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from bridge.checks.verify import logprob_diffs
 from bridge.server.manifest import Shard
 from bridge.types import Group
+from bridge.weights import skeleton
 from bridge.weights.attach import attach
 from tests import scenarios
 from tests.family_results import Result
@@ -29,7 +30,7 @@ def prove(config: PretrainedConfig, folder: Path, *, engine: Sequence[str] = (),
 
     Random weights are scaled so that every layer's output is about as large as its input, at any width.
     """
-    model = tiny.write(config, folder / "model", std=GAIN / sqrt(config.hidden_size))
+    model = tiny.write(config, folder / "model", std=GAIN / sqrt(config.get_text_config().hidden_size))
     with scenarios.served(model, folder / "server", *engine, compiled=True) as server:
         result = trains(server, model, folder, lr=lr)
         scenarios.check_metrics(folder / "run", parity_limit=scenarios.FAMILY_PARITY_LIMIT)
@@ -76,12 +77,11 @@ def _load(folder: Path, device: str) -> PreTrainedModel:
     applies them to long sequences.
     """
     config = AutoConfig.from_pretrained(folder)
-    if "long_factor" in (rope := config.rope_parameters or {}):
+    if "long_factor" in (rope := config.get_text_config().rope_parameters or {}):
         assert config.original_max_position_embeddings < scenarios.MAX_MODEL_LEN
         config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16).to(
-        device
-    )
+    kind = skeleton.auto_class(config)
+    loaded: PreTrainedModel = kind.from_pretrained(folder, config=config, dtype=torch.bfloat16).to(device)
     return loaded
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, INSIDE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = {device: ROOT / "benchmarks" / "results" / f"families-{device}.json" for device in ("cpu", "gpu", "parts")}
@@ -137,7 +137,7 @@ class Result:
 def record(family: str, result: Result, *, device: str) -> None:
     """Write the result of `family` on `device` to its file, in the order of the families, and to the page."""
     results = {**load(device), family: dataclasses.asdict(result)}
-    ordered = {name: results[name] for name in FAMILIES if name in results}
+    ordered = {name: results[name] for name in (*FAMILIES, *INSIDE) if name in results}
     RESULTS[device].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
     PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
 
@@ -146,7 +146,7 @@ def record_parts(family: str, num_parts: int, difference: float) -> None:
     """Write how far `family` in parts is from the whole model to its file, and to the page."""
     differences = load("parts")
     differences[family] = {**differences.get(family, {}), str(num_parts): difference}
-    ordered = {name: dict(sorted(differences[name].items())) for name in FAMILIES if name in differences}
+    ordered = {name: dict(sorted(differences[name].items())) for name in (*FAMILIES, *INSIDE) if name in differences}
     RESULTS["parts"].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
     PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
 

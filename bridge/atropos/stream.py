@@ -77,7 +77,7 @@ class AtroposStream:
             ranks.run_on_rank_zero(lambda: _refuse_others(api, batch_size=config.rollouts.batch_size))
         tokenizer = skeleton.tokenizer(config.model_name)
         self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
-        self._model = skeleton.build(config.model_name, torch.bfloat16).config
+        self._model = skeleton.build(config.model_name, torch.bfloat16).config.get_text_config()
         if config.evaluation.samples:
             note("--eval-samples is ignored: Atropos' environments evaluate by themselves")
         if config.loss.mask_truncated:

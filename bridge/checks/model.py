@@ -23,12 +23,14 @@ Config = Mapping[str, Any]
 SHARED, LORA, NONE = MODES = ("shared_vllm", "lora_only", "none")
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Suffixes of the classes that transformers' AutoModelForCausalLM builds."""
+INSIDE = "ForConditionalGeneration"
+"""Suffix of the classes of which the language model is one part of several."""
 ANOTHER = "use a plain language model, such as those in docs/families.md"
 ALTERNATING = "gemma2"
 """Has a window in every other layer; older configurations have no `layer_types`."""
 PROVED = frozenset({
-    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "phi", "phi3",
-    "qwen2", "qwen3", "qwen3_moe", "starcoder2",
+    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mistral3", "mixtral", "olmo2",
+    "phi", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "starcoder2",
 })  # fmt: skip
 """Values of `model_type` that are known to work: those of docs/families.md."""
 TRIAL_LIMIT_S = 120.0
@@ -64,9 +66,14 @@ def read(model: str) -> Config | None:
     return document if isinstance(document, dict) else None
 
 
+def _language(config: Config | None) -> Config:
+    """Return the configuration of the language model alone."""
+    return (config or {}).get("text_config") or config or {}
+
+
 def has_experts(config: Config | None) -> bool:
     """Return whether a model has mixtures of experts."""
-    return config is not None and any(config.get(name) for name in EXPERTS)
+    return any(_language(config).get(name) for name in EXPERTS)
 
 
 def window(config: Config | None, max_tokens: int | None) -> int | None:
@@ -74,8 +81,9 @@ def window(config: Config | None, max_tokens: int | None) -> int | None:
 
     `max_tokens` is the limit of a sequence; None: the model's own.
     """
-    size = (config or {}).get("sliding_window")
-    if config is None or not isinstance(size, int) or config.get("use_sliding_window") is False:
+    config = _language(config)
+    size = config.get("sliding_window")
+    if not isinstance(size, int) or config.get("use_sliding_window") is False:
         return None
     in_turns = config.get("model_type") == ALTERNATING or "sliding_window_pattern" in config
     if in_turns or "full_attention" in (config.get("layer_types") or []):
@@ -89,7 +97,7 @@ def dynamic_limit(config: Config | None) -> int | None:
 
     vLLM's own default is longer by the scaling factor, and reads past the end of its table.
     """
-    config = config or {}
+    config = _language(config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limit = config.get("max_position_embeddings")
     is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
@@ -103,8 +111,11 @@ def undivided(config: Config | None, num_ranks: int) -> str:
 
     Source: `QKVParallelLinear` and `divide` of vLLM 0.26 to 0.33.
     """
-    described = (config or {}).get("text_config") or config or {}
-    names = {"num_attention_heads": "attention heads", "intermediate_size": "intermediate columns"}
+    described = _language(config)
+    names = {
+        "num_attention_heads": "attention heads", "intermediate_size": "intermediate columns",
+        "linear_num_key_heads": "key heads of linear attention",
+    }  # fmt: skip
     for key, name in names.items():
         if isinstance(count := described.get(key), int) and count % num_ranks:
             return f"{count} {name}"
@@ -127,9 +138,10 @@ def obstacles(config: Config) -> list[Obstacle]:
     if config.get("is_encoder_decoder"):
         problems.append(Obstacle("an encoder and a decoder: not a causal language model"))
     if parts:
-        problems.append(Obstacle(f"a {config.get('model_type', 'model')}, whose language model is one part of several"))
-    names = config.get("architectures") or []
-    if names and not any(str(name).endswith(CAUSAL) for name in names):
+        reason = f"a {config.get('model_type', 'model')}, whose language model is one part of several"
+        problems.append(Obstacle(reason, f"--mode {SHARED}, which leaves the other parts as they are", (LORA, NONE)))
+    names, suffixes = config.get("architectures") or [], (*CAUSAL, INSIDE) if parts else CAUSAL
+    if names and not any(str(name).endswith(suffixes) for name in names):
         problems.append(Obstacle(f"{', '.join(names)}: not a causal language model"))
     others = f"--mode {LORA} or --mode {NONE}"
     if config.get("kv_lora_rank") and config.get("index_topk"):  # DeepSeek-V3.2's indexer

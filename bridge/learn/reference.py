@@ -53,7 +53,7 @@ def check(model: str, reference: str | None) -> None:
     """
     if reference is None:
         return
-    sizes = [skeleton.build(name, torch.bfloat16).config.vocab_size for name in (model, reference)]
+    sizes = [skeleton.build(name, torch.bfloat16).config.get_text_config().vocab_size for name in (model, reference)]
     ours, theirs = (skeleton.tokenizer(name).get_vocab() for name in (model, reference))
     odd = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if odd or sizes[0] != sizes[1]:

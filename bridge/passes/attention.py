@@ -86,9 +86,16 @@ class Rule(NamedTuple):
 
 
 def choose(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of `model`, if the model allows it."""
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(name)
+    """Set the attention of `model`'s decoder, if it allows it."""
+    decoder = model.get_decoder()
+    if decoder._can_set_attn_implementation():
+        decoder.set_attn_implementation(name)
+
+
+def chosen(model: PreTrainedModel) -> str:
+    """Return the name of the attention that `model`'s decoder uses."""
+    name: str = model.get_decoder().config._attn_implementation
+    return name
 
 
 def packed_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
@@ -112,7 +119,7 @@ def packed_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor,
 
 
 def _boundaries(model: PreTrainedModel, spans: Spans) -> dict[str, Any]:
-    if model.config._attn_implementation != NAME:
+    if chosen(model) != NAME:
         assert spans.seen is None, "only Bridge's attention can share a prompt"
         return {}
     return {

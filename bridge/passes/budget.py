@@ -153,7 +153,7 @@ class Budget:
 
     @property
     def _most(self) -> int:
-        if self._model.config._attn_implementation != attention.NAME:
+        if attention.chosen(self._model) != attention.NAME:
             return MASKED_TOKENS
         return sys.maxsize if self._optimizer.steps_in_backward else MOST_TOKENS
 

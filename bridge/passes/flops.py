@@ -65,7 +65,7 @@ class Flops:
         return cls(
             of_token=sum(
                 _passes(parameter) * 2 * parameter.numel() * _active(parameter, config)
-                for parameter in model.parameters()
+                for parameter in model.get_decoder().parameters()
                 if parameter.ndim > 1 and id(parameter) not in apart
             )
             + 3 * _num_stateful(config) * _state(config) / num_parts,

@@ -147,7 +147,7 @@ def _kinds(model: PreTrainedModel, axes: Axes, cuts: Cuts) -> dict[str, set[str]
     for name, axis in axes.items():
         owner, _, _ = name.rpartition(".")
         module = model.get_submodule(owner)
-        if axis is None or id(module) in vocabulary:
+        if axis is None or id(module) in vocabulary or not model.get_parameter(name).requires_grad:
             continue
         num_axes = len(cuts[name].shape)
         if num_axes == 3 and axis == 0 and type(module) is not nn.Conv1d:

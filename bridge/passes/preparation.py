@@ -94,7 +94,7 @@ def recompute_activations(model: PreTrainedModel, note: Note) -> None:
 
 def _choose_attention(model: PreTrainedModel, expected: "Expected", note: Note) -> None:
     """Use Bridge's attention where it is correct, else the model's own, which makes a mask from the positions."""
-    own = model.config._attn_implementation
+    own = attention.chosen(model)
     try:
         attention.choose(model, attention.NAME)
         expected.check(model, note)
@@ -103,12 +103,12 @@ def _choose_attention(model: PreTrainedModel, expected: "Expected", note: Note) 
         expected.check(model, note)
         note(f"attention: the model's own ({own}), with a mask of tokens x tokens: {error.message}")
     else:
-        if model.config._attn_implementation != attention.NAME:
+        if attention.chosen(model) != attention.NAME:
             note(f"attention: the only one of {type(model).__name__}, with a mask of tokens x tokens")
 
 
 def _may_share_prompts(model: PreTrainedModel, expected: "Expected", note: Note) -> bool:
-    if model.config._attn_implementation != attention.NAME:
+    if attention.chosen(model) != attention.NAME:
         return False
     try:
         expected.check(model, note, share_prompts=True)
@@ -178,7 +178,7 @@ def _run_all_forms(model: PreTrainedModel) -> None:
         lambda: packed(model, tokens_T, LENGTHS),
         lambda: packed(model, tokens_T[LENGTHS[0] :], LENGTHS[1:]),
     ]
-    if model.config._attn_implementation == attention.NAME:
+    if attention.chosen(model) == attention.NAME:
         forms.append(lambda: _packed_sharing(model, tokens_T))
     for compute_hidden in forms if trained else ():
         torch.autograd.grad(compute_hidden().float().sum(), trained)
@@ -205,7 +205,7 @@ class Expected:
     def of(cls, model: PreTrainedModel, max_model_len: int | None = None) -> Self:
         """Run the model on the sequences, each alone and all as one, with eager attention and with its own."""
         bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
-        tokens_T, own_attention = _example_tokens(model), model.config._attn_implementation
+        tokens_T, own_attention = _example_tokens(model), attention.chosen(model)
         attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
         with _checking(model):
             alone_TH = torch.cat([_plain(model, part_T) for part_T in tokens_T.split(LENGTHS)])

@@ -8,6 +8,7 @@ Not covered: shared prompts, since a completion would need the state at the end 
 Shape suffixes: S rows, L tokens of the longest one, T tokens of all sequences, H hidden size.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from types import MethodType
@@ -42,7 +43,7 @@ def _each_sequence(
     **others: Any,
 ) -> Tensor:
     """Run a layer with transformers' signature on each sequence: [1, T, H] -> [1, T, H]."""
-    run = partial(type(module).forward, module)
+    run: Callable[..., Tensor] = partial(type(module).forward, module)
     if cu_seq_lens_q is None:
         return run(hidden_states, *args, **others)
     if seen is not None:

@@ -48,7 +48,7 @@ class OpenedModel:
 class AttachedModel:
     """A transformers model whose parameters are the server's."""
 
-    model: PreTrainedModel  # in evaluation mode; its parameters require gradients
+    model: PreTrainedModel  # in evaluation mode; its language model's parameters require gradients
     parameters: Mapping[str, nn.Parameter]  # by their names when it was attached: later adapters rename them
     shard: Shard  # of the server's manifest
     cuts: Sequence[Mapping[str, Cut]]  # what each of the server's ranks holds of every parameter
@@ -73,11 +73,11 @@ class AttachedModel:
         return max(unshared, self.allocated_bytes)
 
     def opened(self) -> OpenedModel:
-        """Return it as the model to train, with all of its parameters trained."""
+        """Return it as the model to train, with all parameters of its language model trained."""
         return OpenedModel(
             model=self.model,
             device=self.device,
-            lr_factors={name: 1.0 for name, _ in self.model.named_parameters()},
+            lr_factors={name: 1.0 for name, parameter in self.model.named_parameters() if parameter.requires_grad},
             cuts=self.cuts if len(self.cuts) > 1 else (),
             open_s=self.attach_s,
             weight_bytes=self.weight_bytes(),
@@ -242,7 +242,7 @@ def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
 
 def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
     """Give every parameter of `model` its view, in the server's dtype; a tied one is replaced wherever it is used."""
-    new = {id(old): nn.Parameter(views[name]) for name, old in model.named_parameters()}
+    new = {id(old): nn.Parameter(views[name], old.requires_grad) for name, old in model.named_parameters()}
     for module in model.modules():
         for leaf, old in list(module.named_parameters(recurse=False)):
             setattr(module, leaf, new[id(old)])

@@ -67,7 +67,7 @@ def _checked_dtype(model: str, dtype: torch.dtype | None) -> torch.dtype:
     if config.get_text_config() is not config:
         raise UnsupportedModelError(
             f"{model} is a {config.model_type}, in which the language model is one part of several",
-            remedy="use a plain language model",
+            remedy="use --mode shared_vllm, which leaves the other parts as they are",
         )
     chosen: torch.dtype = dtype or config.dtype or torch.float32
     name = str(chosen).removeprefix("torch.")

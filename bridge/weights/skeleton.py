@@ -6,11 +6,20 @@ buffers: RoPE scaling of every kind stays what its author wrote.
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights.layout import OTHER_MODES, Shape
@@ -23,7 +32,7 @@ MISBUILT = (
 
 
 def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return `model`'s causal language model with every parameter on the meta device."""
+    """Return `model` with every parameter on the meta device, of which its language model's require gradients."""
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, *MISBUILT) as error:
@@ -38,12 +47,12 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
         )
     try:
         with init_empty_weights(include_buffers=False):
-            skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config.get_text_config(), dtype=dtype, trust_remote_code=trust_remote_code
+            skeleton: PreTrainedModel = auto_class(config).from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
             )
     except MISBUILT as error:
         raise UnsupportedModelError(
-            f"{model} is not a causal language model of transformers: {_first_line(error)}", remedy=OTHER_MODES
+            f"{model} is no language model of transformers: {_first_line(error)}", remedy=OTHER_MODES
         ) from error
     if reason := _untrainable(skeleton):
         raise UnsupportedModelError(
@@ -51,7 +60,16 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
             remedy="use another model, such as one in docs/families.md",
         )
     skeleton.tie_weights()
+    language = [p for part in (skeleton.get_decoder(), skeleton.get_output_embeddings()) for p in part.parameters()]
+    skeleton.requires_grad_(False)
+    for parameter in language:
+        parameter.requires_grad_()
     return skeleton
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return what builds the model: a language model inside something larger comes with all of it."""
+    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 
 def _untrainable(skeleton: PreTrainedModel) -> str | None:

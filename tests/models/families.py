@@ -13,17 +13,22 @@ from transformers import (
     GemmaConfig,
     GraniteConfig,
     LlamaConfig,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PhiConfig,
+    PixtralVisionConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
+    Qwen3VLTextConfig,
     Starcoder2Config,
 )
 
@@ -129,6 +134,30 @@ def _hybrid(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
     return kind(**SMALL | kinds | state | heads | {"rope_parameters": rope} | more)
 
 
+def _seeing(kind: type[PretrainedConfig], text: PretrainedConfig, **vision: Any) -> PretrainedConfig:
+    """Qwen3-VL and Qwen3.5: a vision model beside the language model."""
+    rotated = int(text.head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
+    section = [rotated - 2 * (rotated // 3), rotated // 3, rotated // 3]
+    text.rope_parameters |= {"mrope_section": section, "mrope_interleaved": True}
+    sizes = {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "in_channels": 3, "patch_size": 4,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128, "num_position_embeddings": 64,
+    }  # fmt: skip
+    ids = {"image_token_id": 290, "video_token_id": 291, "vision_start_token_id": 292, "vision_end_token_id": 293}
+    return kind(text_config=text.to_dict(), vision_config=sizes | vision, tie_word_embeddings=True, **ids)
+
+
+def _mistral3() -> PretrainedConfig:
+    """Mistral 3: another vision model, and a projector between them."""
+    vision = PixtralVisionConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=4
+    )
+    text = MistralConfig(**SMALL, head_dim=64, sliding_window=None, tie_word_embeddings=True)
+    return Mistral3Config(
+        text_config=text.to_dict(), vision_config=vision.to_dict(), image_token_index=290, tie_word_embeddings=True
+    )
+
+
 FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Qwen2, Qwen2.5": tiny.qwen2,
     "Qwen2, tied": _tied_qwen2,
@@ -163,6 +192,19 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     ),
 }  # fmt: skip
 """Family name -> its configuration."""
+INSIDE: Mapping[str, Callable[[], PretrainedConfig]] = {
+    "Qwen3.5": lambda: _seeing(Qwen3_5Config, _hybrid(Qwen3_5TextConfig, tie_word_embeddings=True)),
+    "Qwen3-VL": lambda: _seeing(
+        Qwen3VLConfig,
+        Qwen3VLTextConfig(
+            **SMALL, head_dim=64, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        deepstack_visual_indexes=[0, 1],
+    ),
+    "Mistral 3": _mistral3,
+}  # fmt: skip
+"""The same of language models inside something larger."""
 
 
 def large(config: PretrainedConfig) -> PretrainedConfig:
@@ -182,5 +224,5 @@ VARIANTS = {
     "Qwen2, tied", "Qwen2.5, YaRN", "Llama 2", "DeepSeek Coder, Yi", "Phi-3.5-mini", "Phi-4-mini", "DeepSeek-V2",
 }  # fmt: skip
 """Families that differ from an earlier one in values of the configuration alone: the same classes on both sides."""
-WITH_VISION = {"Qwen3.5 (text)"}
+WITH_VISION = {"Qwen3.5 (text)", *INSIDE}
 """Families whose module in vLLM has a vision model, too."""

@@ -5,13 +5,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config
+
+from bridge.weights import skeleton
 
 VOCABULARY = 301
 """Not a multiple of 64: vLLM pads it."""
@@ -80,9 +76,10 @@ def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float =
     """Write a bf16 model with random weights of standard deviation `std`, and its tokenizer, to `folder`."""
     torch.manual_seed(seed)
     config.initializer_range = std
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.get_text_config().initializer_range = std
+    model = skeleton.auto_class(config).from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    write_tokenizer(folder, config.vocab_size)
+    write_tokenizer(folder, config.get_text_config().vocab_size)
     return folder
 
 

@@ -10,7 +10,7 @@ from transformers import MptConfig
 from bridge.checks import model
 from bridge.checks.child import Ended
 from bridge.checks.model import LORA, MODES, NONE, SHARED
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, INSIDE
 
 
 def statuses(config: dict[str, Any]) -> dict[str, str]:
@@ -39,7 +39,6 @@ def test_proved_family_can_be_trained_by_every_mode(family: str) -> None:
             {"model_type": "gemma3", "text_config": {}, "architectures": ["Gemma3ForConditionalGeneration"]},
             "not a causal",
         ),
-        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "a llava, whose language model"),
     ],
 )
 def test_untrainable_model_fails_with_the_reason(config: dict[str, Any], words: str) -> None:
@@ -65,8 +64,15 @@ def test_unshareable_model_names_other_modes(config: dict[str, Any], words: str)
     assert [check.status for check in others] == ["PASS", "PASS"]
 
 
+@pytest.mark.parametrize("family", INSIDE)
+def test_model_with_a_tower_is_trained_in_place_alone(family: str) -> None:
+    config = INSIDE[family]()
+    named = {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}{model.INSIDE}"]}
+    assert statuses(named) == {SHARED: "PASS", LORA: "WARN", NONE: "WARN"}
+
+
 def test_proved_types_are_those_of_the_table() -> None:
-    assert {FAMILIES[family]().model_type for family in FAMILIES} == model.PROVED
+    assert {config().model_type for config in (*FAMILIES.values(), *INSIDE.values())} == model.PROVED
 
 
 def ended(returncode: int | None, line: str = "") -> Ended:

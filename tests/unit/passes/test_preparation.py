@@ -35,7 +35,9 @@ from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes import attention, layers, preparation
 from bridge.passes.preparation import LENGTHS as CHECKED_LENGTHS
 from bridge.passes.preparation import Expected, difference, packed, prepare, recompute_activations
+from bridge.weights import skeleton
 from tests.models import tiny
+from tests.models.families import INSIDE
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {
@@ -101,7 +103,7 @@ def test_prompts_are_shared_only_if_completions_see_them(
 def test_prompts_are_not_shared_with_the_models_own_attention() -> None:
     config = Gemma2Config(**SIZES, head_dim=8)
     model = Gemma2ForCausalLM(config).eval()
-    model._can_set_attn_implementation = lambda: False
+    model.model._can_set_attn_implementation = lambda: False
     assert not prepare(model, TrainConfig.of(model_name="m").compute, lambda _: None)
 
 
@@ -130,24 +132,32 @@ def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
 def test_a_family_with_another_signature_is_refused() -> None:
     """Its exception is not a bug in Bridge, and is reported without a traceback."""
 
-    class Odd(LlamaForCausalLM):
-        def get_decoder(self) -> Any:
-            return lambda tokens: tokens
+    class Odd(LlamaForCausalLM): ...
 
     model = Odd(LlamaConfig(**SIZES)).eval()
+    model.model.forward = lambda tokens: tokens
     with pytest.raises(UnsupportedModelError, match="Odd cannot be called like other language models: TypeError: "):
         prepared(model)
 
 
 def test_positions_that_do_not_restart_are_refused() -> None:
-    class Counting(GPT2LMHeadModel):
-        def get_decoder(self) -> Any:
-            return lambda position_ids=None, **inputs: self.transformer(**inputs)
+    class Counting(GPT2LMHeadModel): ...
 
     torch.manual_seed(0)
     model = Counting(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)).eval()
+    counts = model.transformer.forward
+    model.transformer.forward = lambda *args, **inputs: counts(*args, **{**inputs, "position_ids": None})
     with pytest.raises(UnsupportedModelError, match=r"Counting does not keep packed sequences apart"):
         prepared(model)
+
+
+@pytest.mark.parametrize("family", INSIDE)
+def test_language_model_inside_another_is_prepared_alone(family: str) -> None:
+    config = INSIDE[family]()
+    model = skeleton.auto_class(config).from_config(config).eval()
+    prepared(model)
+    assert attention.chosen(model) == attention.NAME
+    assert model.config.vision_config._attn_implementation != attention.NAME
 
 
 def test_a_lost_window_leaves_the_models_own_attention() -> None:
