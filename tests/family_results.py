@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.models.families import FAMILIES, INSIDE
+from tests.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = {device: ROOT / "benchmarks" / "results" / f"families-{device}.json" for device in ("cpu", "gpu", "parts")}
@@ -29,6 +29,16 @@ Phi-3.5-mini and Phi-4-mini have RoPE that depends on length (`longrope`). vLLM 
 sequence if `--max-model-len` exceeds `original_max_position_embeddings`, and the short ones otherwise. The trainer
 does the same, while plain transformers chooses by the longest sequence of a batch. `dynamic` RoPE is trained up to
 `max_position_embeddings`, where vLLM's frequencies end.
+
+Qwen3.5 and Qwen3-Next have layers with a state, GatedDeltaNet. The trainer runs them on each packed sequence by
+itself, as rows padded at their end, and completions do not share their prompt there. `A_log` is float32 on both sides,
+as vLLM keeps it. With CUDA, install `flash-linear-attention` and `causal-conv1d`: without them transformers uses its
+much slower reference code.
+
+Of a language model inside something larger (`...ForConditionalGeneration`), the language model is trained in place, on
+text. The other parts stay as they are in the server's memory: they cost the trainer nothing, and every checkpoint holds
+them. `--mode shared_vllm` alone trains such models. None is in the table yet: of Qwen3.5, Qwen3-VL and Mistral 3, vLLM
+0.32's layout covers every parameter, but no server has run this proof.
 
 A family that is not in this table may still work. There is no code per family: Bridge records the layout from vLLM's
 own `load_weights` ([`loading.py`](../patches/bridge_patches/loading.py)), runs the same checks, and refuses what does
@@ -70,7 +80,17 @@ refused before vLLM starts. `bridge doctor --model MODEL` reports it for every m
 REFUSED_COLUMNS = ("what", "why", "instead")
 REFUSED = (
     ("FP8, AWQ, GPTQ, bitsandbytes", "quantized: no values that an optimizer can update", "the unquantized model"),
-    ("encoders, encoder-decoders, multimodal models", "not `AutoModelForCausalLM`", "another model"),
+    ("encoders, encoder-decoders", "no language model that samples token after token", "another model"),
+    (
+        "a language model inside something larger, with `lora_only` or `none`",
+        "only one copy in place leaves its other parts alone",
+        "`shared_vllm`",
+    ),
+    (
+        "Gemma 3 with its vision model, as transformers 5.19 saves it",
+        "vLLM 0.32 knows its files by their older names (`vision_tower.vision_model`)",
+        "its text model, `Gemma3ForCausalLM`",
+    ),
     (
         "DeepSeek-V3's `mlp.gate.e_score_correction_bias`",
         "a float32 parameter in vLLM, but not a parameter in transformers",
@@ -137,7 +157,7 @@ class Result:
 def record(family: str, result: Result, *, device: str) -> None:
     """Write the result of `family` on `device` to its file, in the order of the families, and to the page."""
     results = {**load(device), family: dataclasses.asdict(result)}
-    ordered = {name: results[name] for name in (*FAMILIES, *INSIDE) if name in results}
+    ordered = {name: results[name] for name in FAMILIES if name in results}
     RESULTS[device].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
     PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
 
@@ -146,7 +166,7 @@ def record_parts(family: str, num_parts: int, difference: float) -> None:
     """Write how far `family` in parts is from the whole model to its file, and to the page."""
     differences = load("parts")
     differences[family] = {**differences.get(family, {}), str(num_parts): difference}
-    ordered = {name: dict(sorted(differences[name].items())) for name in (*FAMILIES, *INSIDE) if name in differences}
+    ordered = {name: dict(sorted(differences[name].items())) for name in FAMILIES if name in differences}
     RESULTS["parts"].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
     PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
 

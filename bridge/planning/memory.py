@@ -30,10 +30,10 @@ from typing import Self
 
 from bridge.config import ComputeConfig, OptimizerConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import BytesPerParameter
-from bridge.planning.model_size import Dimensions, ModelSize
+from bridge.planning.model_size import CONVOLVED, Dimensions, ModelSize
 
 GIB = 2**30
-BF16_BYTES = 2
+BF16_BYTES, FLOAT32_BYTES = 2, 4
 CONTEXT_BYTES = GIB / 2
 """CUDA context of one process, and its libraries' workspaces."""
 CUDA_GRAPHS_BYTES = GIB
@@ -85,7 +85,7 @@ class Need:
     least_activations: float  # of the smallest micro-batch worth training with, recomputed if allowed
     most_activations: float  # of the largest one, kept if allowed
     offloaded: float  # the optimizer's state and master in the memory of one host, of all GPUs there
-    kv_per_token: float  # keys and values of one token
+    kv_per_token: float  # keys and values of one token, and its share of its sequence's states
     replicas: int  # on one host
 
     @classmethod
@@ -125,7 +125,7 @@ class Need:
             least_activations=activation_bytes(widths, least, recomputed=recompute is not False),
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
             offloaded=whole * bytes_each.host / config.hosts,
-            kv_per_token=2 * BF16_BYTES * widths.num_layers * widths.key_value / num_ranks,
+            kv_per_token=_kept_per_token(widths, longest) / num_ranks,
             replicas=config.gpus,
         )
 
@@ -204,16 +204,26 @@ def micro_batch_tokens(
     return max(longest, min(LEAST_TOKENS, update)), max(longest, min(MOST_TOKENS, update))
 
 
+def _kept_per_token(widths: Dimensions, longest: int) -> float:
+    """Return the bytes that vLLM keeps of a token in a sequence of `longest` tokens."""
+    convolved = (CONVOLVED - 1) * (2 * widths.state_keys + widths.state_values)
+    state = widths.num_states * (FLOAT32_BYTES * widths.state_size + BF16_BYTES * convolved)
+    return 2 * BF16_BYTES * widths.num_attending * widths.key_value + state / longest
+
+
 def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool) -> float:
     """Return the bytes that `num_tokens` take, with the layers' activations kept or recomputed one layer at a time.
 
     Per token and layer autograd keeps: per norm a float32 copy, the normalized and the scaled bf16 one (8 bytes);
     queries, keys, values and attention's output; of the feed-forward part gate, activated gate, up and their product
-    (8 bytes); a copy per expert.
+    (8 bytes); a copy per expert. A layer with a state keeps queries, keys and values before and after their
+    convolution, and what a kernel keeps of them in float32.
     """
     norms = 2 * 8 * widths.hidden
-    attention = 4 * widths.query + 4 * widths.key_value
-    layer = norms + attention + 8 * widths.active + 4 * widths.num_routes * widths.hidden
+    attention = 4 * widths.query + 4 * widths.key_value + 4 * widths.gates
+    state = 8 * widths.state_keys + 24 * widths.state_values
+    mixing = (widths.num_attending * attention + widths.num_states * state) / widths.num_layers
+    layer = norms + mixing + 8 * widths.active + 4 * widths.num_routes * widths.hidden
     ends = 16 * widths.hidden  # the embedding's output, the last norm, and the head's rows with a float32 gradient
     kept = 2 * widths.hidden * widths.num_layers + 1.5 * layer if recomputed else layer * widths.num_layers
     return SLACK * num_tokens * (kept + ends)

@@ -1,6 +1,6 @@
 """How large a model is, read from its folder without loading any weight.
 
-Not covered: parts other than attention and gated feed-forward; layers that keep no keys and values.
+Not covered: parts other than attention, gated delta rules and gated feed-forward; what a language model is inside of.
 """
 
 import json
@@ -18,14 +18,20 @@ from bridge.errors import UsageError
 
 COUNTABLE = frozenset({
     "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama", "ministral",
-    "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
-    "smollm3",
+    "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss", "smollm3",
 })  # fmt: skip
-"""Values of `model_type` whose layers consist of attention and gated feed-forward parts, dense or of experts."""
+"""Values of a language model's `model_type` whose layers consist of attention or gated delta rules, and of gated
+feed-forward parts, dense or of experts."""
+GATED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Those whose queries come with a gate of the same width."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """What model families call the experts of a layer."""
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
+KEEPS_A_STATE = "linear_attention"
+CONVOLVED = 4
+"""Tokens that the convolution of such a layer reads."""
 REPLACE_MODEL = "download or copy the model again"
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits what vLLM takes"
 
@@ -35,6 +41,12 @@ class Dimensions:
     """Widths of a decoder, dense or with mixtures of experts, as its configuration gives them."""
 
     num_layers: int
+    num_states: int  # layers that keep a state of fixed size instead of keys and values
+    state_keys: int  # width of all key heads of such a layer together
+    state_values: int  # width of all value heads
+    state_heads: int  # value heads
+    state_size: int  # elements of the state of one sequence in one layer
+    gates: int  # width of the gates that come with the queries of an attention layer, or 0
     hidden: int  # width of the residual stream
     query: int  # width of all query heads together
     key_value: int  # width of all key heads together, and of all value heads
@@ -59,11 +71,23 @@ class Dimensions:
         step, named = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
         first = config.get("first_k_dense_replace") or 0
 
+        states = layer_types(config).count(KEEPS_A_STATE)
+        keys, values = (
+            (config[f"linear_num_{kind}_heads"], config[f"linear_{kind}_head_dim"]) if states else (0, 0)
+            for kind in ("key", "value")
+        )
+
         def is_dense(layer: int) -> bool:
             return layer < first or layer in named or (layer + 1) % step > 0
 
         return cls(
             num_layers=layers,
+            num_states=states,
+            state_keys=math.prod(keys),
+            state_values=math.prod(values),
+            state_heads=values[0],
+            state_size=math.prod(values) * keys[1],
+            gates=head * heads if kind in GATED else 0,
             hidden=hidden,
             query=head * heads,
             key_value=head * (config.get("num_key_value_heads") or heads),
@@ -83,11 +107,19 @@ class Dimensions:
         """Count the parameters, tied ones once: exact except for small vectors of some families."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         norms = self.hidden * (2 * self.num_layers + 1)
-        attention = 2 * self.hidden * (self.query + self.key_value)
+        attention = self.hidden * (2 * (self.query + self.key_value) + self.gates)
         attention += self.query + 2 * self.key_value if self.biased else 0
         dense = 3 * self.hidden * self.dense
         mixture = self.hidden * (3 * (self.num_experts * self.expert + self.shared_expert) + self.num_experts)
-        return embeddings + norms + self.num_layers * attention + self._feed_forward(dense, mixture)
+        state = self.hidden * (2 * self.state_keys + 3 * self.state_values + 2 * self.state_heads)
+        state += CONVOLVED * (2 * self.state_keys + self.state_values) + 2 * self.state_heads
+        layers = self.num_attending * attention + self.num_states * state
+        return embeddings + norms + layers + self._feed_forward(dense, mixture)
+
+    @property
+    def num_attending(self) -> int:
+        """The layers that keep keys and values."""
+        return self.num_layers - self.num_states
 
     @property
     def active(self) -> int:
@@ -100,9 +132,11 @@ class Dimensions:
 
         Experts get no adapter: for transformers and PEFT they are not linear layers.
         """
-        attention = 4 * self.hidden + 2 * (self.query + self.key_value)
+        attention = 4 * self.hidden + 2 * (self.query + self.key_value) + self.gates
+        state = 5 * self.hidden + 2 * self.state_keys + 3 * self.state_values + 2 * self.state_heads
         shared = 3 * (self.hidden + self.shared_expert) if self.shared_expert else 0
-        return self.num_layers * attention + self._feed_forward(3 * (self.hidden + self.dense), shared)
+        layers = self.num_attending * attention + self.num_states * state
+        return layers + self._feed_forward(3 * (self.hidden + self.dense), shared)
 
     @property
     def largest(self) -> int:
@@ -132,7 +166,7 @@ class ModelSize:
         folder = folder_of(str(model))
         document = _read(folder / CONFIG_NAME)
         config = document.get("text_config") or document
-        others = sorted(set(config.get("layer_types") or ()) - KEEP_KEYS_AND_VALUES)
+        others = sorted(set(layer_types(config)) - KEEP_KEYS_AND_VALUES - {KEEPS_A_STATE})
         if config.get("kv_lora_rank"):
             others.append("compressed keys and values (kv_lora_rank)")
         if others:
@@ -145,7 +179,7 @@ class ModelSize:
         except (KeyError, TypeError, ZeroDivisionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else "its dimensions are no numbers"
             raise UsageError(f"{folder / CONFIG_NAME} does not give the model's size: {why}", remedy=NO_PLAN) from error
-        counted, kind = _count_in_headers(folder), document.get("model_type")
+        counted, kind = _count_in_headers(folder), config.get("model_type")
         if counted is None and kind not in COUNTABLE:
             raise UsageError(
                 f"{folder} lacks weights, and the parameters of a {kind!r} model cannot be derived from its dimensions",
@@ -157,6 +191,14 @@ class ModelSize:
             dimensions=dimensions,
             max_tokens=config.get("max_position_embeddings"),
         )
+
+
+def layer_types(config: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of a decoder's layers; empty: all attend."""
+    if config.get("layer_types") or not (interval := config.get("full_attention_interval")):
+        return list(config.get("layer_types") or ())
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return [KEEPS_A_STATE if layer % interval else "full_attention" for layer in layers]
 
 
 def folder_of(model: str, *, fetch: bool = False) -> Path:

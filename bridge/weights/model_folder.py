@@ -38,7 +38,9 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_COPIED_FILES = (*_TOKENIZER_FILES, "generation_config.json")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What vLLM reads of a model with a tower before it serves text."""
+_COPIED_FILES = (*_TOKENIZER_FILES, *_PROCESSOR_FILES, "generation_config.json")
 
 
 def tokenizer_files(source: str | Path) -> tuple[Path, ...]:

@@ -277,7 +277,7 @@ def test_hosts_that_cannot_meet_are_refused(
 MODELS: tuple[tuple[int, str, str], ...] = (
     (4, '{"is_encoder_decoder": true, "architectures": ["T5ForConditionalGeneration"]}', "an encoder and a decoder"),
     (4, '{"architectures": ["BertForMaskedLM"]}', "BertForMaskedLM: not a causal language model"),
-    (4, '{"model_type": "llava", "text_config": {"hidden_size": 8}}', "language model is one part of several"),
+    (4, '{"text_config": {"hidden_size": 8}, "architectures": ["AForTokenClassification"]}', "not a causal language"),
     (4, '{"kv_lora_rank": 8, "topk_method": "noaux_tc"}', "mlp.gate.e_score_correction_bias: a float32 parameter"),
     (4, '{"quantization_config": {"quant_method": "awq", "bits": 4}}', "quantized (awq): an optimizer cannot step"),
     (2, "{", "config.json describes no model"),

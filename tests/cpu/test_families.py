@@ -13,16 +13,15 @@ from bridge.processes.start_checks import free_port
 from bridge.server.manifest import MANIFEST_NAME
 from tests import family_proof, family_results, scenarios
 from tests.models import tiny
-from tests.models.families import FAMILIES, INSIDE, VARIANTS, WITH_VISION
+from tests.models.families import FAMILIES, VARIANTS, WITH_VISION
 
 pytestmark = pytest.mark.slow
-ALL = {**FAMILIES, **INSIDE}
 ONE_OF_EACH_KIND = "Mixtral", "Phi-2", "Phi-3", "Gemma 3 (text)", "DeepSeek-V2-Lite"
 """Experts; biases and layer norms; fused layers; windows and norms of queries and keys; latent attention."""
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.core) if name in ONE_OF_EACH_KIND else name for name in ALL]
+    "family", [pytest.param(name, marks=pytest.mark.core) if name in ONE_OF_EACH_KIND else name for name in FAMILIES]
 )
 def test_a_family_trains_in_place_and_equals_its_checkpoint(
     family: str, tmp_path: Path, pytestconfig: pytest.Config
@@ -32,7 +31,7 @@ def test_a_family_trains_in_place_and_equals_its_checkpoint(
         pytest.skip("a variant of another family: make families")
     if family in WITH_VISION and find_spec("torchvision") is None:
         pytest.skip("vLLM's module of the family imports torchvision")
-    result = family_proof.prove(ALL[family](), tmp_path, engine=() if is_recorded else scenarios.TRACED)
+    result = family_proof.prove(FAMILIES[family](), tmp_path, engine=() if is_recorded else scenarios.TRACED)
     if is_recorded:
         family_results.record(family, result, device="cpu")
 

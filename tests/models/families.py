@@ -224,5 +224,5 @@ VARIANTS = {
     "Qwen2, tied", "Qwen2.5, YaRN", "Llama 2", "DeepSeek Coder, Yi", "Phi-3.5-mini", "Phi-4-mini", "DeepSeek-V2",
 }  # fmt: skip
 """Families that differ from an earlier one in values of the configuration alone: the same classes on both sides."""
-WITH_VISION = {"Qwen3.5 (text)", *INSIDE}
+WITH_VISION = {"Qwen3.5 (text)"}
 """Families whose module in vLLM has a vision model, too."""

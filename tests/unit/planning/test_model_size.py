@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from bridge.errors import UsageError
-from bridge.planning.model_size import Dimensions, ModelSize
+from bridge.planning.model_size import Dimensions, ModelSize, layer_types
+from tests.models.families import FAMILIES
 from tests.models.sizes import PARAMETERS, folder_of, qwen2
 
 QWEN3_30B_A3B = {
@@ -75,6 +76,22 @@ def test_transformers_model_has_as_many_parameters() -> None:
     assert dimensions.num_params == Qwen2ForCausalLM(config).num_parameters()
 
 
+@pytest.mark.parametrize("family", ["Qwen3.5 (text)", "Qwen3-Next"])
+def test_hybrid_model_has_as_many_parameters(family: str) -> None:
+    """Exact but for small norms: those of heads and states."""
+    from transformers import AutoModelForCausalLM
+
+    config = FAMILIES[family]()
+    counted = AutoModelForCausalLM.from_config(config).num_parameters()
+    assert 0 <= counted - Dimensions.of(config.to_dict()).num_params < 1_000
+
+
+def test_layers_follow_from_their_interval() -> None:
+    """As in the configuration of Qwen3-Next."""
+    kinds = layer_types({"full_attention_interval": 4, "num_hidden_layers": 8})
+    assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * 2
+
+
 def test_adapter_has_as_many_parameters_as_pefts() -> None:
     assert 16 * Dimensions.of(qwen2("7B")).adaptable == 40_370_176
 
@@ -98,8 +115,7 @@ def test_missing_file_of_an_index_makes_an_estimate(tmp_path: Path) -> None:
 
 def test_language_model_of_several_parts_is_planned(tmp_path: Path) -> None:
     folder = folder_of({"model_type": "sees", "text_config": qwen2("7B"), "vision_config": {}}, tmp_path / "m")
-    with pytest.raises(UsageError, match="'sees'"):
-        ModelSize.of(folder)
+    assert ModelSize.of(folder).num_params == Dimensions.of(qwen2("7B")).num_params
     weights(folder / "model.safetensors", (9,))
     assert ModelSize.of(folder).dimensions.hidden == 3584
 
@@ -110,7 +126,7 @@ def test_language_model_of_several_parts_is_planned(tmp_path: Path) -> None:
         ({"model_type": "gpt_neox"}, "'gpt_neox' model cannot be derived"),
         ({"hidden_size": None}, "dimensions are no numbers"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of linear_attention"),
+        ({"layer_types": ["full_attention", "mamba"]}, "layers of mamba"),
     ],
 )
 def test_uncountable_model_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
