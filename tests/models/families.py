@@ -183,7 +183,8 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     ),
     "Qwen3.5 (text)": lambda: _hybrid(Qwen3_5TextConfig, tie_word_embeddings=True),
     "Qwen3-Next": lambda: _hybrid(
-        Qwen3NextConfig, **EXPERTS, num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64
+        Qwen3NextConfig, num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+        num_experts_per_tok=4,  # all: states carry the first token's choice to every other, and rounding may flip it
     ),
     "OLMo 2": lambda: Olmo2Config(**SMALL, tie_word_embeddings=False),
     "Granite": lambda: GraniteConfig(
