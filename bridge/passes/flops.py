@@ -123,7 +123,7 @@ def _num_stateful(config: Any) -> int:
 def _state(config: Any) -> int:
     """Return a token's operations in the states of all heads of a layer, forward: read, corrected, and read again."""
     names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    return 6 * math.prod(getattr(config, name, 0) for name in names)
+    return int(6 * math.prod(getattr(config, name, 0) for name in names))
 
 
 def _windows(model: PreTrainedModel, config: Any) -> Counter[int]:
