@@ -32,7 +32,7 @@ from bridge.learn.batch import Batch, Computed, Pass
 from bridge.learn.mismatch import measure
 from bridge.learn.policy_loss import LossSpec, least_entropy, policy_loss
 from bridge.learn.reference import Reference
-from bridge.optimizers.gradients import added_in_float32
+from bridge.optimizers.gradient_hooks import added_in_float32
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.passes.budget import Budget
 from bridge.passes.logprobs import model_logprobs

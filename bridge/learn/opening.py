@@ -12,7 +12,7 @@ from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
 from bridge.optimizers import factory
-from bridge.optimizers.gradients import NOTHING, Replicated
+from bridge.optimizers.gradient_hooks import NOTHING, Replicated
 from bridge.passes import preparation
 from bridge.passes.budget import Budget
 from bridge.passes.parallel import Parallel, divide

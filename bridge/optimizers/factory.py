@@ -11,7 +11,7 @@ from transformers import get_scheduler
 from bridge.config import OptimizerConfig
 from bridge.config.optimizers import OPTIMIZERS, OptimizerName
 from bridge.errors import UsageError
-from bridge.optimizers.gradients import NOTHING, Replicated
+from bridge.optimizers.gradient_hooks import NOTHING, Replicated
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW

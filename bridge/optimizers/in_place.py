@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bridge.errors import CheckpointError, UsageError
-from bridge.optimizers.gradients import norm_of
+from bridge.optimizers.gradient_hooks import norm_of
 
 EPS = 1e-8
 """Added to the denominator of an update."""

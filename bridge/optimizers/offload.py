@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bridge.optimizers.gradients import NOTHING, Replicated, each_gradient, norm_of
+from bridge.optimizers.gradient_hooks import NOTHING, Replicated, each_gradient, norm_of
 from bridge.optimizers.moments import FIRST, FLOAT32, SECOND, StateTensor
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.slabs import Member, Slab

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.optimizers.gradients import NOTHING, Replicated, counted, norm_of
+from bridge.optimizers.gradient_hooks import NOTHING, Replicated, counted, norm_of
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.slabs import Slab, slabs
 from bridge.optimizers.split_master import Kind

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.optimizers.gradients import Replicated
+from bridge.optimizers.gradient_hooks import Replicated
 from bridge.optimizers.split_master import Kind
 from bridge.ranks.world import ALONE, Ranks
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bridge.errors import UsageError
-from bridge.optimizers.gradients import NOTHING, Replicated, each_gradient, each_group
+from bridge.optimizers.gradient_hooks import NOTHING, Replicated, each_gradient, each_group
 from bridge.optimizers.moments import key
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.slabs import Piece, Slab, hyperparameters

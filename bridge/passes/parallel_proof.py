@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.optimizers.gradients import each_gradient
+from bridge.optimizers.gradient_hooks import each_gradient
 from bridge.passes import cut_layers, layers
 from bridge.passes.parallel import ONE_PART, Parallel
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from bridge.errors import RewardError
-from bridge.scoring import worker_process
+from bridge.scoring import worker_handle
 from bridge.scoring.score import FailedScore, Score, Scores
 from bridge.scoring.scorer import Scorer
 from bridge.scoring.worker import pickled
@@ -205,7 +205,7 @@ LATE = "Sample.score took longer than 2 s"
 def test_harm_to_a_process_never_changes_the_next_rewards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str, kind: str | None
 ) -> None:
-    monkeypatch.setattr(worker_process, "GRACE_S", 0.5)
+    monkeypatch.setattr(worker_handle, "GRACE_S", 0.5)
     with scoring(tmp_path, timeout_s=2) as ours:
         first, *others = ours.score(completion, "good", "process", "enough", "process")
         assert (first.kind if isinstance(first, FailedScore) else None) == kind

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from bridge.errors import RankError, UsageError
 from bridge.learn.opening import learner_of
 from bridge.optimizers import slabs
-from bridge.optimizers.gradients import counted
+from bridge.optimizers.gradient_hooks import counted
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bridge.errors import UsageError
 from bridge.optimizers.factory import scaled_group
-from bridge.optimizers.gradients import added_in_float32, each_group
+from bridge.optimizers.gradient_hooks import added_in_float32, each_group
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 
