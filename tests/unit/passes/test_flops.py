@@ -49,7 +49,7 @@ def token_by_token(
     query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
     """Compute the gated delta rule as defined, in matrix products: transformers' own works by chunks of 64 tokens."""
-    q_TAD, k_TAD, v_TAE = (each[0].unsqueeze(2) for each in (query, key, value))
+    q_TAD, k_TAD, v_TAE = (tensor[0].unsqueeze(2) for tensor in (query, key, value))
     state_ADE, outputs = (k_TAD[0].mT @ v_TAE[0]).detach().zero_().requires_grad_(), []
     for q, k, v, decay, rate in zip(q_TAD, k_TAD, v_TAE, g[0].exp(), beta[0], strict=True):
         state_ADE = state_ADE * decay[:, None, None]

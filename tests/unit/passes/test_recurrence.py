@@ -30,7 +30,7 @@ def hybrid(family: str) -> PreTrainedModel:
 
 
 def gradients(model: PreTrainedModel, hidden_TH: Tensor) -> dict[str, Tensor]:
-    trained = {name: each for name, each in model.get_decoder().named_parameters() if "experts" not in name}
+    trained = {name: parameter for name, parameter in model.get_decoder().named_parameters() if "experts" not in name}
     weights = torch.linspace(-1, 1, hidden_TH.numel()).view(hidden_TH.shape)
     return dict(zip(trained, torch.autograd.grad((hidden_TH * weights).sum(), [*trained.values()]), strict=True))
 
