@@ -141,13 +141,13 @@ def _cut_axis(name: str, cuts: Sequence[Cut]) -> int | None:
 
 
 def _kinds(model: PreTrainedModel, axes: Axes, cuts: Cuts) -> dict[str, set[str]]:
-    """Return the kinds of cut parameters of each module that has any, by its name, without the vocabulary."""
-    vocabulary = {id(embedding) for embedding in (model.get_input_embeddings(), model.get_output_embeddings())}
+    """Return the kinds of cut parameters of each module of the decoder that has any, by its name: all but the words."""
+    decoder = set(model.get_decoder().modules()) - {model.get_input_embeddings()}
     kinds = dict[str, set[str]]()
     for name, axis in axes.items():
         owner, _, _ = name.rpartition(".")
         module = model.get_submodule(owner)
-        if axis is None or id(module) in vocabulary or not model.get_parameter(name).requires_grad:
+        if axis is None or module not in decoder:
             continue
         num_axes = len(cuts[name].shape)
         if num_axes == 3 and axis == 0 and type(module) is not nn.Conv1d:
