@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -39,7 +39,7 @@ _TOKENIZER_FILES = (
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What vLLM reads of a model with a tower before it serves text."""
+"""What vLLM reads of a model with a vision model before it serves text."""
 _COPIED_FILES = (*_TOKENIZER_FILES, *_PROCESSOR_FILES, "generation_config.json")
 
 
@@ -132,7 +132,7 @@ def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tupl
                 if storage_of(view) == storage_of(whole[name]):
                     yield key, _like(gathered, view).contiguous()
     if parts is None or parts.tp_group.is_rank_zero:
-        yield from _buffers(model)
+        yield from stored_buffers(model).items()
 
 
 def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder: Path) -> None:
@@ -163,10 +163,10 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return from_dlpack(tensor.contiguous())
 
 
-def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the files hold beside the parameters."""
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return what the files hold beside the parameters, by name."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    yield from ((name, buffer) for name, buffer in model.state_dict().items() if name not in parameters)
+    return {name: buffer for name, buffer in model.state_dict().items() if name not in parameters}
 
 
 def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

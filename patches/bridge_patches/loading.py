@@ -28,7 +28,7 @@ from bridge.server.manifest import View
 from bridge.weights import skeleton
 from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.layout import OTHER_MODES, Shape, join
-from bridge.weights.model_folder import saved_form
+from bridge.weights.model_folder import saved_form, stored_buffers
 from bridge.weights.parts import digest
 from bridge_patches import wrap
 
@@ -148,6 +148,7 @@ def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Modul
     with record.refusing():  # built first, because vLLM may change transformers' classes
         empty.append(skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code))
         record.expected = skeleton.shapes(empty[0])
+        _refuse(sorted(stored_buffers(empty[0])), "a buffer in the files, of which the trainer gets no value")
 
     def load_weights(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         with record.refusing():

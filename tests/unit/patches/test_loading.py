@@ -365,8 +365,8 @@ class Loader:
         return model
 
 
-def loaded(process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> Record:
-    monkeypatch.setattr("bridge.weights.skeleton.build", lambda *_, **__: skeleton(SHAPES))
+def loaded(process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, empty: Any = None) -> Record:
+    monkeypatch.setattr("bridge.weights.skeleton.build", lambda *_, **__: empty or skeleton(SHAPES))
     loader = Loader(process)
     model = watched(lambda: loader.load_model(CONFIG), loader, CONFIG)
     assert loader.order == ["load"]
@@ -430,6 +430,16 @@ def test_what_a_step_would_not_reach_is_refused_by_name(
         record_of(model)
     assert "lora_only" in caught.value.remedy
     assert "\n" not in caught.value.message
+
+
+def test_a_buffer_of_the_files_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Gemma 4's `layer_scalar`, which the trainer would keep at 1."""
+    with_buffer = skeleton(SHAPES)
+    with_buffer.norm.register_buffer("scalar", torch.ones(1))
+    with_buffer.norm.register_buffer("computed", torch.ones(1), persistent=False)
+    refusal = loaded(lambda _: None, monkeypatch, with_buffer).refusal
+    assert refusal is not None
+    assert refusal.message.startswith("norm.scalar: a buffer")
 
 
 def test_the_first_refusal_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
