@@ -29,8 +29,8 @@ ANOTHER = "use a plain language model, such as those in docs/families.md"
 ALTERNATING = "gemma2"
 """Has a window in every other layer; older configurations have no `layer_types`."""
 PROVED = frozenset({
-    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "phi", "phi3",
-    "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "starcoder2",
+    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mistral3", "mixtral", "olmo2",
+    "phi", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "starcoder2",
 })  # fmt: skip
 """Values of `model_type` that are known to work: those of docs/families.md."""
 TRIAL_LIMIT_S = 120.0
@@ -130,24 +130,25 @@ def obstacles(config: Config) -> list[Obstacle]:
     Source: `models/deepseek_v2.py` of vLLM 0.26 to 0.33, for what cannot be shared.
     """
     problems = []
-    parts = config.get("text_config")
-    if quantized := config.get("quantization_config") or (parts or {}).get("quantization_config"):
+    language = _language(config)
+    is_inside = language is not config
+    if quantized := config.get("quantization_config") or language.get("quantization_config"):
         method = quantized.get("quant_method", "no named method") if isinstance(quantized, dict) else quantized
         reason = f"quantized ({method}): an optimizer cannot step such weights"
         problems.append(Obstacle(reason, "use the unquantized model, in bfloat16"))
     if config.get("is_encoder_decoder"):
         problems.append(Obstacle("an encoder and a decoder: not a causal language model"))
-    if parts:
+    if is_inside:
         reason = f"a {config.get('model_type', 'model')}, whose language model is one part of several"
-        problems.append(Obstacle(reason, f"--mode {SHARED}, which leaves the other parts as they are", (LORA, NONE)))
-    names, suffixes = config.get("architectures") or [], (*CAUSAL, INSIDE) if parts else CAUSAL
+        problems.append(Obstacle(reason, f"--mode {SHARED}, which leaves the other parts unchanged", (LORA, NONE)))
+    names, suffixes = config.get("architectures") or [], (*CAUSAL, INSIDE) if is_inside else CAUSAL
     if names and not any(str(name).endswith(suffixes) for name in names):
         problems.append(Obstacle(f"{', '.join(names)}: not a causal language model"))
     others = f"--mode {LORA} or --mode {NONE}"
-    if config.get("kv_lora_rank") and config.get("index_topk"):  # DeepSeek-V3.2's indexer
+    if language.get("kv_lora_rank") and language.get("index_topk"):  # DeepSeek-V3.2's indexer
         reason = "sparse latent attention: vLLM computes with projections that it derives from kv_b_proj"
         problems.append(Obstacle(reason, others, (SHARED,)))
-    if config.get("topk_method") == "noaux_tc" or config.get("model_type") == "deepseek_v3":
+    if language.get("topk_method") == "noaux_tc" or language.get("model_type") == "deepseek_v3":
         reason = "mlp.gate.e_score_correction_bias: a float32 parameter in vLLM, and no parameter in transformers"
         problems.append(Obstacle(reason, others, (SHARED,)))
     return problems
@@ -183,9 +184,10 @@ def modes(model: str, config: Config | None) -> Iterator[Check]:
 
 def _notes(config: Config, mode: str) -> str:
     notes = []
-    if "float16" in (config.get("dtype"), config.get("torch_dtype")):
+    language = _language(config)
+    if "float16" in {part.get(name) for part in (config, language) for name in ("dtype", "torch_dtype")}:
         notes.append("use --dtype bfloat16: gradients overflow in its own float16")
-    if mode == SHARED and config.get("kv_lora_rank"):
+    if mode == SHARED and language.get("kv_lora_rank"):
         notes.append("latent attention runs in its plain form (VLLM_MLA_DISABLE=1), whose cache is larger")
     if windowed := window(config, None):
         notes.append(f"CUDA graphs leave attention out, unless --max-model-len is {windowed:,} or less")

@@ -49,11 +49,13 @@ class Reference:
 def check(model: str, reference: str | None) -> None:
     """Check the reference model, if there is one, before any memory is taken.
 
-    UsageError: its vocabulary is not that of the trained model.
+    UsageError: its vocabulary is not that of the trained model. UnsupportedModelError: it is one part of several.
     """
     if reference is None:
         return
-    sizes = [skeleton.build(name, torch.bfloat16).config.get_text_config().vocab_size for name in (model, reference)]
+    configs = [skeleton.build(name, torch.bfloat16).config for name in (model, reference)]
+    loaded.refuse_several_parts(reference, configs[1])
+    sizes = [config.get_text_config().vocab_size for config in configs]
     ours, theirs = (skeleton.tokenizer(name).get_vocab() for name in (model, reference))
     odd = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if odd or sizes[0] != sizes[1]:

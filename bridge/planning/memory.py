@@ -30,7 +30,7 @@ from typing import Self
 
 from bridge.config import ComputeConfig, OptimizerConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import BytesPerParameter
-from bridge.planning.model_size import CONVOLVED, Dimensions, ModelSize
+from bridge.planning.model_size import Dimensions, ModelSize
 
 GIB = 2**30
 BF16_BYTES, FLOAT32_BYTES = 2, 4
@@ -206,7 +206,7 @@ def micro_batch_tokens(
 
 def _kept_per_token(widths: Dimensions, longest: int) -> float:
     """Return the bytes that vLLM keeps of a token in a sequence of `longest` tokens."""
-    convolved = (CONVOLVED - 1) * (2 * widths.state_keys + widths.state_values)
+    convolved = (widths.convolved - 1) * (2 * widths.state_keys + widths.state_values)
     state = widths.num_states * (FLOAT32_BYTES * widths.state_size + BF16_BYTES * convolved)
     return 2 * BF16_BYTES * widths.num_attending * widths.key_value + state / longest
 

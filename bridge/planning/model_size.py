@@ -30,8 +30,6 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """What model families call the experts of a layer."""
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
 KEEPS_A_STATE = "linear_attention"
-CONVOLVED = 4
-"""Tokens that the convolution of such a layer reads."""
 REPLACE_MODEL = "download or copy the model again"
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits what vLLM takes"
 
@@ -46,6 +44,7 @@ class Dimensions:
     state_values: int  # width of all value heads
     state_heads: int  # value heads
     state_size: int  # elements of the state of one sequence in one layer
+    convolved: int  # tokens that the convolution of such a layer reads
     gates: int  # width of the gates that come with the queries of an attention layer, or 0
     hidden: int  # width of the residual stream
     query: int  # width of all query heads together
@@ -87,6 +86,7 @@ class Dimensions:
             state_values=math.prod(values),
             state_heads=values[0],
             state_size=math.prod(values) * keys[1],
+            convolved=config["linear_conv_kernel_dim"] if states else 0,
             gates=head * heads if kind in GATED else 0,
             hidden=hidden,
             query=head * heads,
@@ -112,7 +112,7 @@ class Dimensions:
         dense = 3 * self.hidden * self.dense
         mixture = self.hidden * (3 * (self.num_experts * self.expert + self.shared_expert) + self.num_experts)
         state = self.hidden * (2 * self.state_keys + 3 * self.state_values + 2 * self.state_heads)
-        state += CONVOLVED * (2 * self.state_keys + self.state_values) + 2 * self.state_heads
+        state += self.convolved * (2 * self.state_keys + self.state_values) + 2 * self.state_heads
         layers = self.num_attending * attention + self.num_states * state
         return embeddings + norms + layers + self._feed_forward(dense, mixture)
 

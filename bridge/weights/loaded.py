@@ -7,7 +7,7 @@ import time
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.core import memory
 from bridge.errors import UnsupportedModelError, UsageError
@@ -57,6 +57,15 @@ def load(
     )
 
 
+def refuse_several_parts(model: str, config: PretrainedConfig) -> None:
+    """Refuse a model whose language model is one part of several: the trainer loads no such model itself."""
+    if config.get_text_config() is not config:
+        raise UnsupportedModelError(
+            f"{model} is a {config.model_type}, whose language model is one part of several",
+            remedy="train it with --mode shared_vllm, which leaves the other parts unchanged, and without --kl-coef",
+        )
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can still be allocated on `device`."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory.left_bytes()
@@ -64,11 +73,7 @@ def free_bytes(device: torch.device) -> int:
 
 def _checked_dtype(model: str, dtype: torch.dtype | None) -> torch.dtype:
     config = AutoConfig.from_pretrained(model)
-    if config.get_text_config() is not config:
-        raise UnsupportedModelError(
-            f"{model} is a {config.model_type}, in which the language model is one part of several",
-            remedy="use --mode shared_vllm, which leaves the other parts as they are",
-        )
+    refuse_several_parts(model, config)
     chosen: torch.dtype = dtype or config.dtype or torch.float32
     name = str(chosen).removeprefix("torch.")
     if name not in DTYPES:

@@ -52,7 +52,7 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
             )
     except MISBUILT as error:
         raise UnsupportedModelError(
-            f"{model} is no language model of transformers: {_first_line(error)}", remedy=OTHER_MODES
+            f"{model} is not a language model of transformers: {_first_line(error)}", remedy=OTHER_MODES
         ) from error
     if reason := _untrainable(skeleton):
         raise UnsupportedModelError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
-from bridge.errors import UsageError
+from bridge.errors import UnsupportedModelError, UsageError
 from bridge.learn.reference import Reference, adapter_off, check, open_reference
 from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
@@ -21,6 +21,7 @@ from bridge.passes.packing import Kept, MicroBatch, Sample, packs
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
+from tests.models.families import FAMILIES
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 19).view(2, 8)
@@ -276,6 +277,12 @@ def test_a_reference_of_another_vocabulary_is_refused(folder: Path, tmp_path: Pa
     longer = tiny.write(tiny.llama(302), tmp_path / "longer")
     error = refusal(model_name=str(folder), reference_model=str(longer))
     assert "302 rows, expected 301; 1 tokens differ, the first: " in error.message
+
+
+def test_a_reference_inside_a_larger_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    larger = tiny.write(FAMILIES["Qwen3-VL"](), tmp_path / "larger")
+    with pytest.raises(UnsupportedModelError, match="a qwen3_vl, whose language model is one part of several"):
+        check_of(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(larger)))
 
 
 def test_a_reference_with_other_token_ids_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_model_that_is_more_than_a_language_model_is_refused(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(document))
     error = error_of(tmp_path, dtype=torch.bfloat16)
     assert type(error) is UnsupportedModelError
-    assert "gemma3, in which the language model is one part of several" in error.message
+    assert "gemma3, whose language model is one part of several" in error.message
 
 
 def test_too_little_memory_is_refused_before_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
