@@ -42,11 +42,16 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
     """Train three steps, and compare the server with plain transformers before and after."""
     assert attach(server.manifest).weight_bytes() == 0  # refused unless all parameters have counterparts
     device = scenarios.device_of(server)
-    plain = _load(model, device)
+    plain, saved = _load(model, device), folder / "saved" / "step_3"
     before = _mean(plain, server.sample())
     scenarios.trained(server, folder, "--lr", str(lr))
     after_steps = server.sample()
-    after, moved = _mean(_load(folder / "saved" / "step_3", device), after_steps), _mean(plain, after_steps)
+    trained = _load(saved, device)
+    after, moved = _mean(trained, after_steps), _mean(plain, after_steps)
+    assert {path.name for path in model.iterdir()} <= {path.name for path in saved.iterdir()}
+    for name, parameter in skeleton.build(str(model), torch.bfloat16).named_parameters():
+        if not parameter.requires_grad:
+            assert torch.equal(trained.get_parameter(name), plain.get_parameter(name)), name
     assert max(before, after) < scenarios.FAMILY_PARITY_LIMIT, (before, after, moved)
     assert moved > MOVED_AT_LEAST * after, (before, after, moved)
     return Result(

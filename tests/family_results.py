@@ -36,9 +36,8 @@ as vLLM keeps it. With CUDA, install `flash-linear-attention` and `causal-conv1d
 much slower reference code.
 
 Of a language model inside something larger (`...ForConditionalGeneration`), the language model is trained in place, on
-text. The other parts stay as they are in the server's memory: they cost the trainer nothing, and every checkpoint holds
-them. `--mode shared_vllm` alone trains such models. None is in the table yet: of Qwen3.5, Qwen3-VL and Mistral 3, vLLM
-0.32's layout covers every parameter, but no server has run this proof.
+text. The other parts stay unchanged in the server's memory. They cost the trainer nothing, and every checkpoint holds
+them. Only `--mode shared_vllm` trains such models, and without a KL divergence.
 
 A family that is not in this table may still work. There is no code per family: Bridge records the layout from vLLM's
 own `load_weights` ([`loading.py`](../patches/bridge_patches/loading.py)), runs the same checks, and refuses what does
@@ -82,9 +81,9 @@ REFUSED = (
     ("FP8, AWQ, GPTQ, bitsandbytes", "quantized: no values that an optimizer can update", "the unquantized model"),
     ("encoders, encoder-decoders", "no language model that samples token after token", "another model"),
     (
-        "a language model inside something larger, with `lora_only` or `none`",
-        "only one copy in place leaves its other parts alone",
-        "`shared_vllm`",
+        "a language model inside something larger, with `lora_only` or `none`, or as `--reference-model`",
+        "the trainer loads no such model itself",
+        "`shared_vllm` without `--kl-coef`",
     ),
     (
         "Gemma 3 with its vision model, as transformers 5.19 saves it",
@@ -96,6 +95,7 @@ REFUSED = (
         "a float32 parameter in vLLM, but not a parameter in transformers",
         "`lora_only`, `none`",
     ),
+    ("Gemma 4", "its files hold `layer_scalar`, a buffer: the trainer would compute with 1", "Gemma 3"),
     ("sparse latent attention", "vLLM computes with weights derived from `kv_b_proj`", "`lora_only`, `none`"),
     ("latent attention with `VLLM_MLA_DISABLE=0`", "the same: `W_UV`, `W_UK_T`", "Bridge's own setting, 1"),
     ("experts packed for a kernel", "vLLM rewrites them after loading", "`--moe-backend triton`, Bridge's own setting"),

@@ -80,7 +80,7 @@ def proofs(
             yield from of_part(part, [digests(attached, client.digests(part))])
     version, model = client.status().version, parts[0].model
     with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
-        groups = sample(sampler, Endpoint(url=client.url), model.config.vocab_size)
+        groups = sample(sampler, Endpoint(url=client.url), model.config.get_text_config().vocab_size)
     if path is None or len(parts) == 1:
         diffs = logprob_diffs(model, groups)
     else:

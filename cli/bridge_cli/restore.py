@@ -107,7 +107,8 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
         for part, model in enumerate(attached)
     ]
     served, name = attached[0].model, exported.model
-    stored, expected = skeleton.build(str(folder), served.dtype).config.to_dict(), served.config.to_dict()
+    configs = (model.config.get_text_config() for model in (skeleton.build(str(folder), served.dtype), served))
+    stored, expected = (config.to_dict() for config in configs)
     others = [key for key in COMPUTED_WITH if stored.get(key) != expected.get(key)]
     if others:
         differences = "; ".join(f"{key} {stored.get(key)}, expected {expected.get(key)}" for key in others[:3])

@@ -32,7 +32,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from tests.models import tiny
+from tests.models import processors, tiny
 
 SMALL: dict[str, Any] = {
     "vocab_size": tiny.VOCABULARY,
@@ -143,7 +143,8 @@ def _seeing(kind: type[PretrainedConfig], text: PretrainedConfig, **vision: Any)
         "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "in_channels": 3, "patch_size": 4,
         "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128, "num_position_embeddings": 64,
     }  # fmt: skip
-    ids = {"image_token_id": 290, "video_token_id": 291, "vision_start_token_id": 292, "vision_end_token_id": 293}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: processors.FIRST_TOKEN + index for index, name in enumerate(names)}
     return kind(text_config=text.to_dict(), vision_config=sizes | vision, tie_word_embeddings=True, **ids)
 
 
@@ -154,7 +155,10 @@ def _mistral3() -> PretrainedConfig:
     )
     text = MistralConfig(**SMALL, head_dim=64, sliding_window=None, tie_word_embeddings=True)
     return Mistral3Config(
-        text_config=text.to_dict(), vision_config=vision.to_dict(), image_token_index=290, tie_word_embeddings=True
+        text_config=text.to_dict(),
+        vision_config=vision.to_dict(),
+        image_token_index=processors.FIRST_TOKEN,
+        tie_word_embeddings=True,
     )
 
 
@@ -191,9 +195,6 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
         **SMALL, tie_word_embeddings=True, embedding_multiplier=12.0, logits_scaling=8.0,
         residual_multiplier=0.22, attention_multiplier=0.0156,
     ),
-}  # fmt: skip
-"""Family name -> its configuration."""
-INSIDE: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Qwen3.5": lambda: _seeing(Qwen3_5Config, _hybrid(Qwen3_5TextConfig, tie_word_embeddings=True)),
     "Qwen3-VL": lambda: _seeing(
         Qwen3VLConfig,
@@ -205,7 +206,9 @@ INSIDE: Mapping[str, Callable[[], PretrainedConfig]] = {
     ),
     "Mistral 3": _mistral3,
 }  # fmt: skip
-"""The same of language models inside something larger."""
+"""Family name -> its configuration."""
+INSIDE = {"Qwen3.5", "Qwen3-VL", "Mistral 3"}
+"""Families whose language model is one part of several."""
 
 
 def large(config: PretrainedConfig) -> PretrainedConfig:
@@ -225,5 +228,5 @@ VARIANTS = {
     "Qwen2, tied", "Qwen2.5, YaRN", "Llama 2", "DeepSeek Coder, Yi", "Phi-3.5-mini", "Phi-4-mini", "DeepSeek-V2",
 }  # fmt: skip
 """Families that differ from an earlier one in values of the configuration alone: the same classes on both sides."""
-WITH_VISION = {"Qwen3.5 (text)"}
-"""Families whose module in vLLM has a vision model, too."""
+WITH_VISION = {"Qwen3.5 (text)", *INSIDE}
+"""Families whose module in vLLM has a vision model."""

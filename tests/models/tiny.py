@@ -1,6 +1,7 @@
 """Tiny models on disk, with a tokenizer, built from a configuration."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from bridge.weights import skeleton
+from tests.models import processors
 
 VOCABULARY = 301
 """Not a multiple of 64: vLLM pads it."""
@@ -79,19 +81,27 @@ def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float =
     config.get_text_config().initializer_range = std
     model = skeleton.auto_class(config).from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    write_tokenizer(folder, config.get_text_config().vocab_size)
+    is_seeing = hasattr(config, "vision_config")
+    write_tokenizer(folder, config.get_text_config().vocab_size, processors.TOKENS if is_seeing else ())
+    if is_seeing:
+        processors.write(config, folder)
     return folder
 
 
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Write a tokenizer with one character per token, to fill the vocabulary."""
+def write_tokenizer(folder: Path, vocabulary: int, image_tokens: Sequence[str] = ()) -> None:
+    """Write a tokenizer with one character per token, to fill the vocabulary, but for a few tokens for images."""
     special = ["<pad>", "<unk>", "<eos>"]
     characters = [chr(code) for code in range(32, 127)]
     filler = [chr(0x4E00 + index) for index in range(max(0, vocabulary - len(special) - len(characters)))]
     words = [*special, *characters, *filler][:vocabulary]
+    words[processors.FIRST_TOKEN : processors.FIRST_TOKEN + len(image_tokens)] = image_tokens
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<eos>",
+        additional_special_tokens=[*image_tokens],
     ).save_pretrained(folder)

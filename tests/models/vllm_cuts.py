@@ -25,7 +25,7 @@ PADDING = 64
 def cuts(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]], num_parts: int) -> list[dict[str, Cut]]:
     """Return what each part holds."""
     return [
-        {name: _cut(config, name, tuple(shape), part, num_parts) for name, shape in shapes.items()}
+        {name: _cut(config.get_text_config(), name, tuple(shape), part, num_parts) for name, shape in shapes.items()}
         for part in range(num_parts)
     ]
 

@@ -9,12 +9,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from bridge.passes.flops import Flops, num_pairs, peak_flops, peak_of
 from bridge.passes.packing import Sample, packs
+from bridge.weights import skeleton
 from tests.models import tiny
 from tests.models.families import FAMILIES
 
@@ -27,8 +28,8 @@ ROTARY = 0.002
 def built(config: PretrainedConfig) -> PreTrainedModel:
     """Return a model whose matrix products are all visible to torch's counter."""
     torch.manual_seed(0)
-    config._experts_implementation = "eager"
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config.get_text_config()._experts_implementation = "eager"
+    model: PreTrainedModel = skeleton.auto_class(config).from_config(config, attn_implementation="eager")
     return model.eval()
 
 

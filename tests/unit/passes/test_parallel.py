@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
@@ -22,6 +22,7 @@ from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import prepare
 from bridge.ranks.world import Ranks
+from bridge.weights import skeleton
 from bridge.weights.parts import Cut, Parts, Shared, shared_elements
 from tests import family_results
 from tests.family_results import NUM_PARTS
@@ -39,7 +40,7 @@ Proven = tuple[int, list[dict[str, dict[str, float] | str]]]
 def whole_model(config: PretrainedConfig) -> PreTrainedModel:
     """Make a model with weights that all matter: biases are not 0, norms not 1, and states do not fade at once."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = skeleton.auto_class(config).from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         nn.init.normal_(parameter, -2.0 if name.endswith("A_log") else 1.0 if parameter.ndim == 1 else 0.0, 0.1)
     return model.eval()
@@ -50,7 +51,7 @@ def part_of(whole: PreTrainedModel, part: int, num_parts: int) -> tuple[PreTrain
     cuts = vllm_cuts.cuts(
         whole.config, {name: parameter.shape for name, parameter in whole.named_parameters()}, num_parts
     )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(whole.config, dtype=torch.float32)
+    model: PreTrainedModel = skeleton.auto_class(whole.config).from_config(whole.config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.data = cuts[part][name].of(whole.get_parameter(name).detach()).clone()
     assert dist.group.WORLD is not None

@@ -37,7 +37,7 @@ from bridge.passes.preparation import LENGTHS as CHECKED_LENGTHS
 from bridge.passes.preparation import Expected, difference, packed, prepare, recompute_activations
 from bridge.weights import skeleton
 from tests.models import tiny
-from tests.models.families import INSIDE
+from tests.models.families import FAMILIES, INSIDE
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {
@@ -151,9 +151,9 @@ def test_positions_that_do_not_restart_are_refused() -> None:
         prepared(model)
 
 
-@pytest.mark.parametrize("family", INSIDE)
+@pytest.mark.parametrize("family", sorted(INSIDE))
 def test_language_model_inside_another_is_prepared_alone(family: str) -> None:
-    config = INSIDE[family]()
+    config = FAMILIES[family]()
     model = skeleton.auto_class(config).from_config(config).eval()
     prepared(model)
     assert attention.chosen(model) == attention.NAME
