@@ -37,7 +37,8 @@ much slower reference code.
 
 Of a language model inside something larger (`...ForConditionalGeneration`), the language model is trained in place, on
 text. The other parts stay unchanged in the server's memory. They cost the trainer nothing, and every checkpoint holds
-them. Only `--mode shared_vllm` trains such models, and without a KL divergence.
+them. Only `--mode shared_vllm` trains such models, and without a KL divergence. For them, and for Qwen3.5's text model,
+vLLM needs torchvision.
 
 A family that is not in this table may still work. There is no code per family: Bridge records the layout from vLLM's
 own `load_weights` ([`loading.py`](../patches/bridge_patches/loading.py)), runs the same checks, and refuses what does

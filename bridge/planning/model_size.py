@@ -165,7 +165,9 @@ class ModelSize:
         """
         folder = folder_of(str(model))
         document = _read(folder / CONFIG_NAME)
-        config = document.get("text_config") or document
+        config = dict(document.get("text_config") or document)
+        if "tie_word_embeddings" in document:  # the outer model ties them
+            config["tie_word_embeddings"] = document["tie_word_embeddings"]
         others = sorted(set(layer_types(config)) - KEEP_KEYS_AND_VALUES - {KEEPS_A_STATE})
         if config.get("kv_lora_rank"):
             others.append("compressed keys and values (kv_lora_rank)")
