@@ -80,7 +80,7 @@ refused before vLLM starts. `bridge doctor --model MODEL` reports it for every m
 REFUSED_COLUMNS = ("what", "why", "instead")
 REFUSED = (
     ("FP8, AWQ, GPTQ, bitsandbytes", "quantized: no values that an optimizer can update", "the unquantized model"),
-    ("encoders, encoder-decoders", "no language model that samples token after token", "another model"),
+    ("encoders, encoder-decoders", "not a causal language model", "another model"),
     (
         "a language model inside something larger, with `lora_only` or `none`, or as `--reference-model`",
         "the trainer loads no such model itself",
