@@ -31,7 +31,7 @@ from bridge.types import Group
 from bridge.weights.parts import digest
 from tests import scenarios
 from tests.cpu import test_gpus
-from tests.models import families, tiny
+from tests.models import tiny
 from tests.unit.several_ranks import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,6 @@ FAMILIES = {
     "qwen2": (tiny.qwen2, scenarios.PARITY_LIMIT),
     "one head": (one_head, scenarios.PARITY_LIMIT),
     "experts": (experts, scenarios.FAMILY_PARITY_LIMIT),
-    "states": (families.FAMILIES["Qwen3-Next"], scenarios.FAMILY_PARITY_LIMIT),
 }
 
 
