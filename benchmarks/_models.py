@@ -5,12 +5,13 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2Tokenizer
+from transformers import Qwen2Config, Qwen2Tokenizer, Qwen3Config
 
 from bridge.weights import skeleton
 from bridge.weights.attach import AttachedModel
@@ -30,20 +31,33 @@ SIZES = {
             "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
             "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+    "qwen3-tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                   "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024, "tie_word_embeddings": True},
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
 }  # fmt: skip
-"""Qwen2.5's shapes, and a small one to try on the CPU."""
+"""Qwen2.5's and Qwen3's shapes, and two small ones to try on the CPU."""
+LONGEST = 2**18
+"""Positions of a Qwen3 model here: more than any benchmark needs."""
 DUMMY = "dummy"
 """vLLM's load format for dummy weights."""
 SHARD_BYTES = 4 * 10**9
 """Largest weight file, and its copy in host memory while it is written."""
 
 
-def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config:
+def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config | Qwen3Config:
     """Return the configuration of one size."""
-    config = Qwen2Config(
-        **SIZES[size], max_position_embeddings=32768, bos_token_id=None, eos_token_id=eos_token_id, dtype="bfloat16"
-    )
-    config.architectures = ["Qwen2ForCausalLM"]
+    tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": eos_token_id, "dtype": "bfloat16"}
+    if size.startswith("qwen3"):
+        config: Qwen2Config | Qwen3Config = Qwen3Config(**SIZES[size], **tokens, max_position_embeddings=LONGEST)
+        config.architectures = ["Qwen3ForCausalLM"]
+    else:
+        config = Qwen2Config(**SIZES[size], **tokens, max_position_embeddings=32768)
+        config.architectures = ["Qwen2ForCausalLM"]
     return config
 
 

@@ -1,11 +1,16 @@
 """The trainer alone, without vLLM: passes, the optimizer and memory, with several settings.
 
     python -m benchmarks.train_step --sizes 7b --settings "" "optimizer=adamw-8bit" "compile_layers=false" --profile
+    python -m benchmarks.train_step --sizes qwen3-0.6b --lengths 16384 65536 --attention flash cudnn --rounds 2
+    python -m benchmarks.train_step --sizes qwen3-4b --lengths 65536 --settings "mode=lora_only lora_r=16"
 
-The model has a Qwen2 shape and random bf16 weights; the batch is made up: 64 completions of 256 tokens in groups of 8
-with prompts of 120 tokens, all with advantages. A setting is any choice of `bridge train`. Timed is what a training
-run does with a batch (`bridge/learn/learner.py`), from idle device to idle device, after the first steps, which
-compile. A setting that does not fit in memory, or for which no time is left, becomes a row that says so.
+The model has a Qwen2 or Qwen3 shape and random bf16 weights; the batch is made up: 64 completions of 256 tokens in
+groups of 8 with prompts of 120 tokens, or with `--lengths` one sequence of so many tokens, all with advantages. A
+setting is any choice of `bridge train`. Timed is what a training run does with a batch (`bridge/learn/learner.py`),
+from idle device to idle device, after the first steps, which compile. A setting that does not fit in memory, or for
+which no time is left, becomes a row that says so. All rows so far are written after each.
+
+MFU and its operations are those of a run's metrics (`bridge/passes/flops.py`).
 
 Not covered: generation, the fence, several GPUs (`grpo.py` has the whole step).
 """
@@ -14,9 +19,9 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -29,7 +34,9 @@ from benchmarks._sides import Work
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError
 from bridge.learn.opening import learner_of
+from bridge.passes.flops import peak_flops
 from bridge.types import Group
+from bridge.weights.adapter import Adapter
 from bridge.weights.attach import OpenedModel, leave_a_core
 
 GIB = 2**30
@@ -38,23 +45,50 @@ TOP = 25
 """Kernels listed in a profile."""
 COLUMNS = {
     "step_s": "step s", "forward_backward_s": "forward, backward", "optimizer_s": "optimizer", "first_s": "first step",
-    "peak_gib": "peak GiB", "beside_weights_gib": "beside weights",
+    "tokens_per_s": "tokens/s", "mfu": "MFU", "peak_gib": "peak GiB", "beside_weights_gib": "beside weights",
 }  # fmt: skip
 
 Row = dict[str, Any]
 
 
+class Case(NamedTuple):
+    """What one row measures."""
+
+    size: str
+    length: int | None
+    """Tokens of the one sequence; None: the batch of completions."""
+    setting: str
+
+    @property
+    def name(self) -> str:
+        setting = self.setting or "as it is"
+        return setting if self.length is None else f"{self.length:,}: {setting}"
+
+
 def main() -> None:
-    """Measure every size with every setting; write all results so far after each."""
+    """Measure every size with every length and setting; write all results so far after each."""
     options = _flags().parse_args()
     deadline = time.monotonic() + options.limit_s
     results: dict[str, list[Row]] = {}
-    for size in options.sizes:
-        for setting in options.settings:
-            results.setdefault(size, []).append(measure(size, setting, options, deadline))
-            _let_go()
-            path = _results.write("train_step", results, options.out)
-            say(f"{size}, in {path}\n{table(results[size])}")
+    for case in cases(options):
+        rows = results.setdefault(case.size, [])
+        rows.append(measure(case, options, deadline))
+        _let_go()
+        path = _results.write("train_step", results, options.out)
+        say(f"{case.size}, in {path}\n{table(rows)}")
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Yield all rows, in turns: what is compared runs one after the other in each round."""
+    settings = [
+        f"{setting} attention={kernel}".strip() if kernel else setting
+        for setting in options.settings
+        for kernel in options.attention or [None]
+    ]
+    for _ in range(options.rounds):
+        for size in options.sizes:
+            for length in options.lengths or [None]:
+                yield from (Case(size, length, setting) for setting in settings)
 
 
 def _flags() -> argparse.ArgumentParser:
@@ -63,6 +97,9 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument(
         "--settings", nargs="+", default=list(SETTINGS), type=_usable, metavar="FIELDS", help='"field=value ..."'
     )
+    flags.add_argument("--lengths", nargs="+", type=int, help="tokens of the one sequence of a step")
+    flags.add_argument("--attention", nargs="+", metavar="KERNEL", help="kernels, each with every setting")
+    flags.add_argument("--rounds", type=int, default=1, help="times that all rows are measured, in turns")
     flags.add_argument("--steps", type=int, default=4, help="measured steps")
     flags.add_argument("--warm-up", type=int, default=2, help="steps before them")
     flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step")
@@ -73,19 +110,24 @@ def _flags() -> argparse.ArgumentParser:
     return flags
 
 
-def measure(size: str, setting: str, options: argparse.Namespace, deadline: float) -> Row:
-    """Return the figures of one setting, or why there are none."""
-    say(f"{size}: {setting or 'as it is'}")
+def measure(case: Case, options: argparse.Namespace, deadline: float) -> Row:
+    """Return the figures of one case, or why there are none."""
+    say(f"{case.size}: {case.name}")
     notes: list[str] = []
-    row: Row = {"setting": setting, "notes": notes}
+    row: Row = {"name": case.name, "setting": case.setting, "length": case.length, "notes": notes}
     try:
-        batch = _work.batch(
-            model_config(size).vocab_size, options.completions, group=options.group, num_tokens=options.tokens
-        )
-        steps = Steps(size, config_of(setting), batch, notes.append)
+        steps = Steps(case.size, config_of(case.setting), batch_of(case, options), notes.append)
         return {**row, **steps.figures(options, deadline)}
-    except (torch.OutOfMemoryError, BridgeError) as error:
-        return {**row, "failure": str(error).strip().splitlines()[0]}
+    except (RuntimeError, BridgeError) as error:  # out of memory, or a kernel that failed
+        return {**row, "failure": str(error).strip().partition("\n")[0]}
+
+
+def batch_of(case: Case, options: argparse.Namespace) -> list[Group]:
+    vocabulary = model_config(case.size).vocab_size
+    if case.length is None:
+        return _work.batch(vocabulary, options.completions, group=options.group, num_tokens=options.tokens)
+    (group,) = _work.batch(vocabulary, 1, group=1, num_tokens=case.length - _work.PROMPT_TOKENS)
+    return [group.with_advantages([1.0])]
 
 
 def _let_go() -> None:
@@ -130,13 +172,21 @@ class Steps:
         model = build(size, self._device)
         self._weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         factors = {name: 1.0 for name, _ in model.named_parameters()}
+        if config.mode == "lora_only":
+            factors = Adapter(model, config.lora, seed=config.seed, base_name=size).lr_factors()
         opened = OpenedModel(model=model, device=self._device, lr_factors=factors, open_s=0, weight_bytes=0)
         self._learner = learner_of(config, opened, note)
         self._batch = batch
+        self._num_tokens = sum(
+            len(group.prompt_token_ids) + len(completion.token_ids)
+            for group in batch
+            for completion in group.completions
+        )
 
     def figures(self, options: argparse.Namespace, deadline: float) -> Row:
         """Take the steps and return their figures."""
         first = self.step()
+        flops = self._learner.learnt()["train_flops"]
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         times = [self.step() for _ in range(max(0, options.warm_up - 1) + options.steps) if time.monotonic() < deadline]
@@ -146,7 +196,9 @@ class Steps:
         names = ("step_s", "forward_backward_s", "optimizer_s")
         row: Row = {name: statistics.median(getattr(step, name) for step in measured) for name in names}
         row |= {"first_s": first.step_s, "num_steps": len(measured), "weights_gib": self._weight_bytes / GIB}
+        row |= {"tokens": self._num_tokens, "tokens_per_s": self._num_tokens / row["step_s"], "train_flops": flops}
         if self._device.type == "cuda":
+            row["mfu"] = flops / row["step_s"] / peak_flops(self._device)
             row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             row["beside_weights_gib"] = row["peak_gib"] - row["weights_gib"]
         return {**row, "kernels": self.kernels()} if options.profile else row
@@ -190,12 +242,9 @@ def build(size: str, device: torch.device) -> PreTrainedModel:
 
 def table(rows: Sequence[Row]) -> str:
     cells = [["", *COLUMNS.values()]]
-    cells += [
-        [row["setting"] or "as it is", *(f"{row[name]:.3f}" if name in row else "-" for name in COLUMNS)]
-        for row in rows
-    ]
-    notes = [f"{row['setting'] or 'as it is'}: {line}" for row in rows for line in row["notes"]]
-    faults = [f"{row['setting'] or 'as it is'}: {row['failure']}" for row in rows if "failure" in row]
+    cells += [[row["name"], *(f"{row[name]:,.3f}" if name in row else "-" for name in COLUMNS)] for row in rows]
+    notes = [f"{row['name']}: {line}" for row in rows for line in row["notes"]]
+    faults = [f"{row['name']}: {row['failure']}" for row in rows if "failure" in row]
     return "\n".join([_results.table(cells), *notes, *faults])
 
 

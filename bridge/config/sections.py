@@ -161,6 +161,8 @@ class ComputeConfig(Section, panel=MEMORY):
     """Recompute activations in the backward pass (default: only when too few tokens fit without)."""
     compile_layers: bool | None = None
     """Compile the model's layers, which adds about a minute to the first step (default: on a GPU)."""
+    attention: Literal["auto", "flash", "cudnn", "fa3", "fa4"] = "auto"
+    """Kernel of attention on a GPU: FlashAttention 2, 3 or 4, or cuDNN for long sequences (default: it is reported)."""
     liger_kernel: bool = False
     """Use Liger kernels for the layers that have them (GPU only)."""
 

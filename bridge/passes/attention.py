@@ -10,13 +10,12 @@ before its own. Everything but attention treats each token on its own and needs 
 Where the kernel for variable lengths does not fit (the CPU, float32, capped scores, attention sinks), attention is
 computed by blocks of rows, exactly and on any device.
 
-Not covered: how an attention is chosen and checked (`preparation.py`).
+Not covered: how an attention is chosen and checked (`preparation.py`), and its kernels (`kernels.py`).
 Shape suffixes: S spans, S1 one more, T tokens of all of them, U tokens that each span attends to (span after span), L
 tokens of the longest span of a block, M most keys of one of its spans, A attention heads, K key-value heads (A is a
 multiple of K), X either, D size of a head, H hidden size.
 """
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,19 +23,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge.errors import UnsupportedModelError
+from bridge.passes import kernels
 
 NAME = "bridge_packed"
 """The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
 KERNEL_HEAD_SIZE = 256
 """Largest head that the kernel supports."""
-_KERNEL_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
-"""Windows and grouped heads came to `varlen_attn` after torch 2.10."""
 LEAST_FILLED = 0.7
 """The shortest sequence of a block has at least this share of the longest one's keys."""
 ENOUGH = 16
@@ -161,13 +158,17 @@ def attend(
     rule = Rule(scale=scaling, window=sliding_window, cap=softcap, sinks_A=s_aux)
     if cu_seq_lens_q is None or max_length_q is None:
         return in_rows(query, key, value, rule=rule).transpose(1, 2), None
+    is_one = cu_seq_lens_q.shape[0] == 2 and (seen is None or seen.longest == max_length_q)
+    if is_one and _fits_one(query, value, rule):
+        return kernels.by_cudnn(query, key, value, scaling).transpose(1, 2), None
     q_TAD, k_UKD, v_UKD = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
     starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     if seen is not None:
         k_UKD, v_UKD = _gathered(k_UKD, seen.keys_U), _gathered(v_UKD, seen.keys_U)
         starts, longest = (cu_seq_lens_q, seen.starts_S1), (max_length_q, seen.longest)
     if _fits_kernel(q_TAD, v_UKD, rule):
-        return _kernel(q_TAD, k_UKD, v_UKD, starts, longest, rule).unsqueeze(0), None
+        packed = kernels.by_varlen(q_TAD, k_UKD, v_UKD, starts, longest, scale=scaling, window=sliding_window)
+        return packed.unsqueeze(0), None
     return by_blocks(q_TAD, k_UKD, v_UKD, starts, rule).unsqueeze(0), None
 
 
@@ -183,27 +184,16 @@ def _fits_kernel(q_TAD: Tensor, v_UKD: Tensor, rule: Rule) -> bool:
     size = q_TAD.shape[-1]
     is_half = q_TAD.is_cuda and q_TAD.dtype in (torch.bfloat16, torch.float16)
     is_plain = rule.cap is None and rule.sinks_A is None
-    has_window = rule.window is None or "window_size" in _KERNEL_OPTIONS
+    has_window = rule.window is None or kernels.HAS_WINDOWS
     fits = size == v_UKD.shape[-1] and size <= KERNEL_HEAD_SIZE and size % 8 == 0
     return is_half and is_plain and has_window and fits
 
 
-def _kernel(
-    q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], rule: Rule
-) -> Tensor:
-    options: dict[str, Any] = {"scale": rule.scale}
-    if "window_size" in _KERNEL_OPTIONS:
-        options["window_size"] = (-1 if rule.window is None else rule.window - 1, 0)
-    else:
-        options["is_causal"] = True
-    if "enable_gqa" in _KERNEL_OPTIONS:
-        options["enable_gqa"] = True
-    else:
-        groups = q_TAD.shape[1] // k_UKD.shape[1]
-        k_UKD, v_UKD = k_UKD.repeat_interleave(groups, dim=1), v_UKD.repeat_interleave(groups, dim=1)
-    output_TAD = varlen_attn(q_TAD, k_UKD, v_UKD, *starts, *longest, **options)
-    assert isinstance(output_TAD, Tensor), "only the output was requested"
-    return output_TAD
+def _fits_one(query: Tensor, value: Tensor, rule: Rule) -> bool:
+    """Whether the kernel for one long sequence fits: [1, A, T, D], [1, K, T, D]."""
+    num_tokens, size = query.shape[2:]
+    sees_all = rule.window is None or rule.window >= num_tokens
+    return kernels.is_long(num_tokens, size) and sees_all and _fits_kernel(query[0], value[0], rule)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

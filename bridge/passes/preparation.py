@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError
-from bridge.passes import attention, layers, recurrence
+from bridge.passes import attention, kernels, layers, recurrence
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing import Sample, packs
 
@@ -72,7 +72,7 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
     if compute.liger_kernel:
         layers.use_liger_kernel(model)
     recurrence.keep_apart(model)
-    _choose_attention(model, expected, note)
+    _choose_attention(model, expected, compute.attention, note)
     if compiles:
         _compile(model, expected, note, recomputed=bool(compute.gradient_checkpointing))
     shares_prompts = _may_share_prompts(model, expected, note)
@@ -92,8 +92,9 @@ def recompute_activations(model: PreTrainedModel, note: Note) -> None:
     _recompute(model, note)
 
 
-def _choose_attention(model: PreTrainedModel, expected: "Expected", note: Note) -> None:
+def _choose_attention(model: PreTrainedModel, expected: "Expected", kernel: str, note: Note) -> None:
     """Use Bridge's attention where it is correct, else the model's own, which makes a mask from the positions."""
+    kernel_note = kernels.choose(model, kernel)
     own = attention.chosen(model)
     try:
         attention.choose(model, attention.NAME)
@@ -105,6 +106,8 @@ def _choose_attention(model: PreTrainedModel, expected: "Expected", note: Note) 
     else:
         if attention.chosen(model) != attention.NAME:
             note(f"attention: the only one of {type(model).__name__}, with a mask of tokens x tokens")
+        elif model.device.type == "cuda":
+            note(kernel_note)
 
 
 def _may_share_prompts(model: PreTrainedModel, expected: "Expected", note: Note) -> bool:

@@ -36,6 +36,7 @@ from benchmarks._lengths import Lognormal
 from benchmarks._models import make_whole_model, model_config
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
+from benchmarks.train_step import Case
 from bridge.config import TaskConfig
 from bridge.processes import server_log
 from bridge_environments import registry
@@ -345,9 +346,8 @@ def train_step_options(**others: object) -> argparse.Namespace:
 
 
 def test_the_trainer_alone_is_measured_on_a_made_up_batch() -> None:
-    row = train_step.measure(
-        "tiny", "optimizer=adamw-8bit micro_batch_tokens=300", train_step_options(profile=True), math.inf
-    )
+    case = Case("tiny", None, "optimizer=adamw-8bit micro_batch_tokens=300")
+    row = train_step.measure(case, train_step_options(profile=True), math.inf)
     assert row["num_steps"] == 2
     assert row["step_s"] >= row["forward_backward_s"] > 0
     assert len(row["kernels"]) == train_step.TOP
@@ -358,12 +358,28 @@ def test_the_trainers_step_changes_the_weights(monkeypatch: pytest.MonkeyPatch) 
     built = train_step.build("tiny", torch.device("cpu"))
     before = {name: parameter.detach().clone() for name, parameter in built.named_parameters()}
     monkeypatch.setattr(train_step, "build", lambda *_: built)
-    train_step.measure("tiny", "lr=0.01", train_step_options(), math.inf)
+    train_step.measure(Case("tiny", None, "lr=0.01"), train_step_options(), math.inf)
     assert all((parameter != before[name]).any() for name, parameter in built.named_parameters())
 
 
+@pytest.mark.parametrize("setting", ["", "mode=lora_only lora_r=2"])
+def test_one_long_sequence_is_measured_with_and_without_an_adapter(setting: str) -> None:
+    row = train_step.measure(Case("qwen3-tiny", 300, setting), train_step_options(), math.inf)
+    assert row["tokens"] == 300
+    assert row["tokens_per_s"] == 300 / row["step_s"]
+    model = train_step.build("qwen3-tiny", torch.device("cpu"))
+    layers = sum(p.numel() for p in model.model.layers.parameters() if p.ndim > 1)
+    assert row["train_flops"] > (4 if setting else 6) * 300 * layers
+
+
+def test_kernels_lengths_and_rounds_are_measured_in_turns() -> None:
+    options = argparse.Namespace(sizes=["tiny"], settings=["", "seed=1"], lengths=[300], attention=["flash"], rounds=2)
+    names = [case.name for case in train_step.cases(options)]
+    assert names == ["300: attention=flash", "300: seed=1 attention=flash"] * 2
+
+
 def test_a_setting_that_cannot_be_trained_by_is_a_row_and_one_that_is_none_is_refused() -> None:
-    row = train_step.measure("tiny", "liger_kernel=true", train_step_options(), math.inf)
+    row = train_step.measure(Case("tiny", None, "liger_kernel=true"), train_step_options(), math.inf)
     assert "--liger-kernel" in row["failure"]
     assert row["failure"] in train_step.table([row])
     with pytest.raises(ValueError, match="nonsense"):
@@ -371,7 +387,7 @@ def test_a_setting_that_cannot_be_trained_by_is_a_row_and_one_that_is_none_is_re
 
 
 def test_no_step_of_the_trainer_is_begun_once_the_time_is_up() -> None:
-    row = train_step.measure("tiny", "", train_step_options(), -math.inf)
+    row = train_step.measure(Case("tiny", None, ""), train_step_options(), -math.inf)
     assert row["failure"] == "no time was left"
 
 

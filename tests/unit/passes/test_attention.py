@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,8 +30,8 @@ from transformers import (
     Starcoder2Config,
 )
 
-from bridge.errors import UnsupportedModelError
-from bridge.passes import attention, layers
+from bridge.errors import UnsupportedModelError, UsageError
+from bridge.passes import attention, kernels, layers
 from bridge.passes.packing import Sample, packs
 from bridge.passes.preparation import packed
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
@@ -73,6 +75,26 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
     with kernel_on_the_cpu():
         yield
+
+
+@pytest.fixture
+def long_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a single sequence go to cuDNN's kernel, with torch's for the CPU in its place; return their lengths."""
+    lengths = list[int]()
+
+    def backend(_: object) -> Any:
+        return nullcontext()
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        lengths.append(q.shape[2])
+        return by_cudnn(q, k, v, scale)
+
+    by_cudnn = kernels.by_cudnn
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    monkeypatch.setattr(kernels._Choice, "long_tokens", 10)
+    monkeypatch.setattr(kernels, "sdpa_kernel", backend)
+    monkeypatch.setattr(kernels, "by_cudnn", counted)
+    return lengths
 
 
 def tiny(config: PreTrainedConfig) -> PreTrainedModel:
@@ -266,12 +288,80 @@ def test_the_kernel_gets_boundaries_window_scale_and_groups(family: str, monkeyp
         calls += 1
         return varlen.varlen_attn(*args, **options)
 
-    monkeypatch.setattr(attention, "varlen_attn", counted)
+    monkeypatch.setattr(kernels, "varlen_attn", counted)
     model = tiny(FAMILIES[family])
     expected = alone(model)
     model.set_attn_implementation(attention.NAME)
     assert_same(packed(model, tokens(), LENGTHS), expected, model)
     assert calls == 2  # one per layer
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma 3", "gpt 2", "mistral, by a window"])
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_one_long_sequence_goes_to_cudnn_where_no_window_is_shorter(
+    family: str, compiles: bool, long_lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    model = tiny(FAMILIES[family])
+    if compiles:
+        layers.compile_layers(model)
+    num_full = sum(kind != "sliding_attention" for kind in _kinds(model))
+    model.set_attn_implementation(attention.NAME)
+    with kernel_on_the_cpu():
+        for length in (19, 12, 9):
+            ids = tokens()[:length]
+            model.set_attn_implementation("eager")
+            expected = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+            model.set_attn_implementation(attention.NAME)
+            assert_same(packed(model, ids, (length,)), expected, model)
+    assert compiles or long_lengths == [19] * num_full + [12] * num_full
+    if not compiles:
+        with kernel_on_the_cpu():
+            packed(model, tokens(), LENGTHS)  # several sequences
+        assert len(long_lengths) == 2 * num_full
+
+
+def _kinds(model: PreTrainedModel) -> list[str]:
+    config = model.config.get_text_config()
+    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return getattr(config, "layer_types", None) or [kind] * len(layers.decoder_layers(model))
+
+
+@pytest.mark.parametrize("wanted", ["cudnn", "fa3", "fa4", "flash"])
+def test_a_kernel_is_refused_without_a_gpu(wanted: str) -> None:
+    with pytest.raises(UsageError, match=f"--attention {wanted} cannot be used: it runs only on a GPU"):
+        kernels.choose(tiny(FAMILIES["qwen2"]), wanted)
+
+
+def test_what_speaks_against_a_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, on_gpu = tiny(FAMILIES["qwen2"]), Mock(device=torch.device("cuda"))
+    monkeypatch.setattr(kernels, "_error", lambda _, attend: 0.5)
+    assert kernels._use("cudnn", model) == "its error is 50.0%, expected at most 2%"
+    assert not kernels.is_long(10**6, 128)
+    monkeypatch.setattr(kernels, "_is_installed", lambda _: False)
+    line = kernels.choose(on_gpu, "auto")
+    assert line == "attention: FlashAttention 2; cudnn is left out: its error is 50.0%, expected at most 2%"
+    with pytest.raises(
+        UsageError, match=r"--attention fa4 cannot be used: the module flash_attn.cute is not installed"
+    ):
+        kernels.choose(on_gpu, "fa4")
+    monkeypatch.setattr(kernels, "_error", lambda _, attend: 0.01)
+    assert kernels.choose(on_gpu, "auto").startswith("attention: cuDNN for")
+    assert kernels.is_long(kernels.LONG_TOKENS, 128)
+    assert not kernels.is_long(kernels.LONG_TOKENS - 1, 128)
+    assert kernels.choose(on_gpu, "flash") == "attention: FlashAttention 2"
+    assert not kernels.is_long(10**6, 128)
+
+
+def test_the_example_tells_a_right_kernel_from_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(FAMILIES["qwen3"])
+
+    def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    assert kernels._error(model, right) < kernels.EXAMPLE_ERROR
+    assert kernels._error(model, lambda q, k, v: right(q, k, v.roll(1, 2))) > kernels.EXAMPLE_ERROR
+    assert kernels._error(model, lambda q, k, v: right(q, k, v) * torch.nan) > kernels.EXAMPLE_ERROR
 
 
 @pytest.mark.usefixtures("_kernel")

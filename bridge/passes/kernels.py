@@ -1,0 +1,207 @@
+"""The kernels of attention on a GPU: which are there, whether each computes the right thing, and which a model uses.
+
+    flash    torch's kernel for variable lengths, FlashAttention 2: any micro-batch
+    fa3      FlashAttention 3 in its place; needs the package flash_attn_3
+    fa4      FlashAttention 4 in its place; needs the package flash-attn-4, which compiles at its first use
+    cudnn    cuDNN's, for a micro-batch that is one long sequence without a window, and `flash` for any other
+
+The choice holds for the process. A kernel is used once it has computed a small example here, forward and backward, as
+float32 does.
+
+Not covered: attention without a kernel, and when one fits a layer (`attention.py`).
+Shape suffixes: S spans, T tokens of all of them, U tokens that each span attends to (span after span), A attention
+heads, K key-value heads, D size of a head, X either number of heads.
+"""
+
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import attention as torch_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from bridge.errors import UsageError
+
+_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+"""Windows and grouped heads came to `varlen_attn` after torch 2.10."""
+HAS_WINDOWS = "window_size" in _OPTIONS
+LONG_TOKENS = 8_192
+"""Tokens of a sequence from which cuDNN's kernel is used; for a shorter one it gains little."""
+LENGTH_STEP = 512
+"""A sequence is padded to a multiple of this: cuDNN plans each length once, and sequences have thousands of lengths."""
+CUDNN_HEAD_SIZE = 128
+"""Largest head that cuDNN differentiates on every GPU."""
+PACKAGES: Mapping[str, tuple[str, str]] = {"fa3": ("flash_attn_3", "FA3"), "fa4": ("flash_attn.cute", "FA4")}
+"""The module that a kernel needs, and torch's name for the kernel."""
+WORDS = {"flash": "FlashAttention 2", "fa3": "FlashAttention 3", "fa4": "FlashAttention 4"}
+EXAMPLE_TOKENS = 640
+EXAMPLE_ERROR = 0.02
+"""Largest relative error of the example's output and gradients: bf16 explains 0.004 to 0.01."""
+
+
+class _Choice:
+    """What `choose` chose for this process."""
+
+    long_tokens = sys.maxsize
+    """Tokens from which a single sequence goes to cuDNN."""
+
+
+def choose(model: PreTrainedModel, wanted: str) -> str:
+    """Choose the kernels for `model` and return what was chosen; `wanted` is a name from above, or `auto`.
+
+    UsageError: the wanted one is not installed, or is wrong on this GPU.
+    """
+    _Choice.long_tokens = sys.maxsize
+    if model.device.type != "cuda":
+        if wanted != "auto":
+            raise _unusable(wanted, "it runs only on a GPU")
+        return "attention: by blocks of rows"
+    named = wanted if wanted != "auto" else "fa3" if _is_installed("fa3") else "cudnn"
+    reason = _use(named, model)
+    if reason is not None:
+        if wanted != "auto":
+            raise _unusable(wanted, reason)
+        return f"attention: {WORDS['flash']}; {named} is left out: {reason}"
+    if named == "cudnn":
+        return f"attention: cuDNN for a sequence of at least {LONG_TOKENS:,} tokens, else {WORDS['flash']}"
+    return f"attention: {WORDS[named]}"
+
+
+def is_long(num_tokens: int, head_size: int) -> bool:
+    """Whether cuDNN computes a single sequence of so many tokens."""
+    return num_tokens >= _Choice.long_tokens and head_size <= CUDNN_HEAD_SIZE
+
+
+def by_varlen(
+    q_TAD: Tensor,
+    k_UKD: Tensor,
+    v_UKD: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attend causally within each span, whose queries are the last of its keys.
+
+    `starts` are where each span's queries and keys begin, and `longest` the most of one span.
+
+    Shapes: [T, A, D], [U, K, D] x 2, [S + 1] x 2 (of T, of U) -> [T, A, D].
+    """
+    options: dict[str, Any] = {"scale": scale}
+    if HAS_WINDOWS:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    else:
+        options["is_causal"] = True
+    if "enable_gqa" in _OPTIONS:
+        options["enable_gqa"] = True
+    else:
+        groups = q_TAD.shape[1] // k_UKD.shape[1]
+        k_UKD, v_UKD = k_UKD.repeat_interleave(groups, dim=1), v_UKD.repeat_interleave(groups, dim=1)
+    output_TAD = varlen_attn(q_TAD, k_UKD, v_UKD, *starts, *longest, **options)
+    assert isinstance(output_TAD, Tensor), "only the output was requested"
+    return output_TAD
+
+
+def by_cudnn(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float | None) -> Tensor:
+    """Attend causally within one sequence.
+
+    Shapes: [1, A, T, D], [1, K, T, D] x 2 -> [1, A, T, D].
+    """
+    num_tokens = q_1ATD.shape[2]
+    more = -num_tokens % LENGTH_STEP  # at the end, where no token attends to it
+    q, k, v = (pad(x_1XTD, (0, 0, 0, more)) for x_1XTD in (q_1ATD, k_1KTD, v_1KTD))
+    has_groups = q_1ATD.shape[1] != k_1KTD.shape[1]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        output_1ATD = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=has_groups)
+    return output_1ATD[:, :, :num_tokens]
+
+
+def _use(name: str, model: PreTrainedModel) -> str | None:
+    """Use a kernel from now on; return what is against it."""
+    _restore()
+    if name == "flash":
+        return None
+    if name in PACKAGES and (reason := _activate(name)):
+        return reason
+    try:
+        error = _error(model, _attend_by_cudnn if name == "cudnn" else _attend_by_varlen)
+    except Exception as problem:  # noqa: BLE001  whatever a kernel of another package raises
+        reason = f"{type(problem).__name__}: {problem}".strip().partition("\n")[0]
+    else:
+        reason = None if error <= EXAMPLE_ERROR else f"its error is {error:.1%}, expected at most {EXAMPLE_ERROR:.0%}"
+    if reason is not None:
+        _restore()
+    elif name == "cudnn":
+        _Choice.long_tokens = LONG_TOKENS
+    return reason
+
+
+def _activate(name: str) -> str | None:
+    module, torchs_name = PACKAGES[name]
+    if not hasattr(torch_attention, "activate_flash_attention_impl"):
+        return f"torch {torch.__version__} cannot use it, expected 2.11 or later"
+    if not _is_installed(name):
+        return f"the module {module} is not installed"
+    try:
+        torch_attention.activate_flash_attention_impl(torchs_name)
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    return None
+
+
+def _restore() -> None:
+    current = getattr(torch_attention, "current_flash_attention_impl", lambda: None)
+    if current() is not None:
+        torch_attention.restore_flash_attention_impl()
+
+
+def _is_installed(name: str) -> bool:
+    package = PACKAGES[name][0].partition(".")[0]
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(PACKAGES[name][0]) is not None
+
+
+def _attend_by_cudnn(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> Tensor:
+    return by_cudnn(q_1ATD, k_1KTD, v_1KTD, None)
+
+
+def _attend_by_varlen(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> Tensor:
+    q_TAD, k_TKD, v_TKD = (x_1XTD.squeeze(0).transpose(0, 1) for x_1XTD in (q_1ATD, k_1KTD, v_1KTD))
+    starts_S1 = torch.tensor([0, EXAMPLE_TOKENS], dtype=torch.int32, device=q_1ATD.device)
+    output_TAD = by_varlen(q_TAD, k_TKD, v_TKD, (starts_S1, starts_S1), (EXAMPLE_TOKENS, EXAMPLE_TOKENS))
+    return output_TAD.transpose(0, 1).unsqueeze(0)
+
+
+def _error(model: PreTrainedModel, attend: Callable[..., Tensor]) -> float:
+    """Return the largest relative error of the output and the gradients of one example, shaped like the model's."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    generator = torch.Generator(model.device).manual_seed(0)
+    shapes = [(1, count, EXAMPLE_TOKENS, size) for count in (groups * 2, 2, 2, groups * 2)]
+    *rows, weights = (torch.randn(shape, device=model.device, generator=generator).bfloat16() for shape in shapes)
+    leaves = [row.requires_grad_() for row in rows]
+    exact = [row.detach().float().requires_grad_() for row in rows]
+    query, key, value = exact[0], *(row.repeat_interleave(groups, dim=1) for row in exact[1:])
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        expected = scaled_dot_product_attention(query, key, value, is_causal=True)
+        gradients = torch.autograd.grad((expected * weights.float()).sum(), exact)
+    with torch.enable_grad():
+        ours = attend(*leaves)
+        own = torch.autograd.grad((ours * weights).float().sum(), leaves)
+    pairs = zip((ours, *own), (expected, *gradients), strict=True)
+    errors = [float((one.detach().float() - other).norm() / other.detach().norm()) for one, other in pairs]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+
+def _unusable(name: str, reason: str) -> UsageError:
+    return UsageError(f"--attention {name} cannot be used: {reason}", remedy="leave --attention out")
