@@ -159,6 +159,8 @@ class ComputeConfig(Section, panel=MEMORY):
     """Tokens per forward and backward pass (default: as many as fit in free memory)."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass (default: only when too few tokens fit without)."""
+    activation_offload: bool | None = None
+    """Keep what recomputed layers need in host memory (GPU only; default: when a sequence does not fit otherwise)."""
     compile_layers: bool | None = None
     """Compile the model's layers, which adds about a minute to the first step (default: on a GPU)."""
     attention: Literal["auto", "flash", "cudnn", "fa3", "fa4"] = "auto"

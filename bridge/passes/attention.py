@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import kernels
+from bridge.passes import kernels, offload
 
 NAME = "bridge_packed"
 """The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
@@ -103,15 +103,14 @@ def packed_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor,
 
     Shapes: [T], [T] -> [T, H].
     """
-    hidden_1TH: Tensor = (
-        model.get_decoder()(
+    with offload.keeping(model, len(tokens_T) * model.config.get_text_config().hidden_size):
+        output = model.get_decoder()(
             input_ids=tokens_T.unsqueeze(0),
             position_ids=positions_T.unsqueeze(0),
             use_cache=False,
             **_boundaries(model, spans),
         )
-        .last_hidden_state
-    )  # fmt: skip
+    hidden_1TH: Tensor = output.last_hidden_state
     return hidden_1TH[0]
 
 

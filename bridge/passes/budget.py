@@ -1,7 +1,8 @@
 """The token budget of a micro-batch: as many tokens as fit into free memory.
 
-Where too few tokens fit, activations are recomputed. Running out of memory halves the budget. Gradients of many
-micro-batches are summed in float32 if that leaves enough memory for the passes.
+Where too few tokens fit, activations are recomputed, and moved to host memory where that is not enough. Running out of
+memory halves the budget. Gradients of many micro-batches are summed in float32 if that leaves enough memory for the
+passes.
 
 The tensor-parallel ranks of a replica decide together, by the one with the least memory.
 
@@ -17,14 +18,27 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, OptimizerConfig
 from bridge.config.optimizers import FLOAT32_BYTES
+from bridge.core.memory import left_bytes
 from bridge.errors import UsageError
-from bridge.passes import attention
+from bridge.passes import attention, layers
+from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
 from bridge.passes.preparation import Note, recompute_activations
-from bridge.planning.memory import EXCHANGED, FEW, GIB, MOST_TOKENS
+from bridge.planning.memory import BF16_BYTES, EXCHANGED, FEW, GIB, MOST_TOKENS, PINNED
 from bridge.ranks.world import ALONE, Ranks
 
+LONG_TOKENS = 4_096
+"""Tokens of a sequence from which computing its attention again would take longer than keeping its output is worth."""
+WORDS = {
+    ATTENTION: "activations are recomputed, but for attention",
+    INPUTS: "activations are recomputed",
+    HOST_ATTENTION: "activations are recomputed, but for attention, and what is kept is in host memory",
+    HOST_INPUTS: "activations are recomputed, and what is kept is in host memory",
+}
+"""What layers can keep, and how it is reported."""
+WAYS = (ALL, *WORDS)
+"""From most to least memory on the device."""
 MASKED_TOKENS = 8_192
 """Most tokens where attention is not Bridge's: its mask grows quadratically."""
 ENOUGH_TOKENS = 2_048
@@ -70,9 +84,18 @@ class Budget:
         self._on_gpu = model.device.type == "cuda"
         self._share = SHARE if self._on_gpu else HOST_SHARE
         self._tokens = compute.micro_batch_tokens
-        self._recomputes = bool(compute.gradient_checkpointing)
+        self._kept = INPUTS if compute.gradient_checkpointing else ALL
+        if compute.activation_offload and (not self._on_gpu or compute.gradient_checkpointing is False):
+            raise UsageError(
+                "--activation-offload works only on a GPU, and with recomputed activations",
+                remedy="leave it out, or --no-gradient-checkpointing",
+            )
         self.sums_in_float32: bool | None = None
         """Whether gradients of many micro-batches are summed in float32; None: no update has had more than a few."""
+        self._host_bytes = 0
+        """Free host memory when the first batch came."""
+        self._is_placed = False
+        """Whether it is decided what layers keep; running out of memory may change it."""
         self._longest = 0
         """Tokens of the longest sample that the last budget was for."""
         self._total = 0
@@ -97,8 +120,13 @@ class Budget:
         longest, total = self._sizes(samples)
         self._longest = longest
         self._total = total
+        if not self._is_placed and self._on_gpu:
+            self._host_bytes = min(self._parts.all_gather_object(left_bytes()))
         if self._tokens is None:
             self._tokens = self._measured(longest, total)
+        elif not self._is_placed and (ways := self._ways()) and self._kept not in ways:
+            self._keep(ways[0])
+        self._is_placed = True
         if total > FEW * self._tokens and self.sums_in_float32 is None:
             self.sums_in_float32 = self._widen(longest, self._tokens)
         return self._tokens
@@ -115,9 +143,9 @@ class Budget:
         if self.sums_in_float32 and is_small:
             self.sums_in_float32 = False
             self._note(f"out of memory: gradients are summed in bf16 from now on; {BF16_SUMS}")
-        elif self._may_recompute and is_small:
-            self._recompute()
-            self._note("out of memory: activations are recomputed from now on, which takes longer")
+        elif is_small and (ways := self._less()):
+            self._keep(ways[0])
+            self._note(f"out of memory: {WORDS[ways[0]]} from now on, which takes longer")
         elif longest < self._tokens:
             self._tokens = max(halved, longest)
             self._note(f"out of memory: micro-batches have at most {self._tokens:,} tokens from now on")
@@ -157,21 +185,48 @@ class Budget:
             return MASKED_TOKENS
         return sys.maxsize if self._optimizer.steps_in_backward else MOST_TOKENS
 
-    @property
-    def _may_recompute(self) -> bool:
-        allowed = self._compute.gradient_checkpointing is not False
-        return allowed and self._model.supports_gradient_checkpointing and not self._recomputes
+    def _ways(self) -> list[Kept]:
+        """Return what layers may keep in passes over the longest sample, from most to least memory on the device."""
+        recomputes, offloads = self._compute.gradient_checkpointing, self._compute.activation_offload
+        if not offloads and (recomputes is False or not self._model.supports_gradient_checkpointing):
+            return []
+        is_long = self._on_gpu and self._longest >= LONG_TOKENS
+        on_host = [HOST_ATTENTION, HOST_INPUTS] if is_long else [HOST_INPUTS]
+        if offloads:
+            return on_host
+        on_device = [] if recomputes else [ALL]
+        on_device += [ATTENTION] if is_long else [INPUTS]
+        if self._on_gpu and offloads is None and self._kept_bytes() <= HOST_SHARE * self._host_bytes:
+            return on_device + on_host
+        return [*on_device, INPUTS] if is_long else on_device
 
-    def _recompute(self) -> None:
-        recompute_activations(self._model, self._note)
-        self._recomputes = True
+    def _less(self) -> list[Kept]:
+        """Return the ways that take less memory than the present one; to the host only where nothing else is left."""
+        ways = [way for way in self._ways() if WAYS.index(way) > WAYS.index(self._kept)]
+        assert self._tokens is not None, "no budget was requested yet"
+        return [way for way in ways if not way.on_host or self._longest >= self._tokens]
+
+    def _kept_bytes(self) -> int:
+        """Return the bytes that all layers' inputs and attention's outputs take, of the longest sample."""
+        config = self._model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 1)
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        num_layers = len(layers.decoder_layers(self._model))
+        return int(PINNED * BF16_BYTES * self._longest * num_layers * (config.hidden_size + width))
+
+    def _keep(self, kept: Kept) -> None:
+        if kept not in (self._kept, ALL):
+            recompute_activations(self._model, self._note, kept)
+        self._kept = kept
 
     def _measured(self, longest: int, total: int) -> int:
-        free, wanted = self._free(), self._wanted(longest, total)
-        fitting = self._fitting(free)
-        if fitting < wanted and self._may_recompute:
-            self._note(f"activations are recomputed: without, only {fitting:,} of {wanted:,} tokens fit at once")
-            self._recompute()
+        free, wanted, fitting = self._free(), self._wanted(longest, total), -1
+        for way in self._ways() or [self._kept]:
+            if fitting >= (longest if way.on_host else wanted):
+                break
+            if fitting >= 0:
+                self._note(f"{WORDS[way]}: without, only {fitting:,} of {wanted:,} tokens fit at once")
+            self._keep(way)
             fitting = self._fitting(free)
         tokens = min(max(fitting, longest), self._most)
         if self._on_gpu or tokens < min(self._most, MOST_TOKENS):

@@ -8,25 +8,50 @@ Not covered: attention (`attention.py`), whether the result is still correct (`p
 import importlib
 import importlib.util
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.attention import varlen as _varlen  # noqa: F401  defines torch_attn's operators
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes.cut_layers import RowLinear
 
+OPERATORS = frozenset({
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+})  # fmt: skip
+"""The operators of attention, under the names that torch's own examples of selective checkpointing give them."""
 COMPILER: str | Callable[..., Callable[..., Any]] = "inductor"
 """Backend of torch.compile."""
 COMPILED_FORMS = 64
 """Compiled forms of one layer's code that torch keeps: kinds of layers, with and without gradients, recomputed or not.
 With its own limit, 8, layers would silently run uncompiled."""
+
+
+class Kept(NamedTuple):
+    """What layers keep for the backward pass; they compute the rest again there."""
+
+    all: bool = False
+    """Everything: nothing is computed again."""
+    attention: bool = False
+    """What attention returned, beside the layer's input."""
+    on_host: bool = False
+    """In host memory."""
+
+
+ALL, ATTENTION, INPUTS = Kept(all=True), Kept(attention=True), Kept()
+HOST_ATTENTION, HOST_INPUTS = Kept(attention=True, on_host=True), Kept(on_host=True)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -39,8 +64,8 @@ def first_trained(model: PreTrainedModel) -> list[nn.Parameter]:
     return next((trained for trained in candidates if trained), [])
 
 
-def call_again(model: PreTrainedModel) -> None:
-    """Keep only each layer's input for the backward pass, and call the layer again there.
+def call_again(model: PreTrainedModel, *, keeps_attention: bool = False) -> None:
+    """Keep only each layer's input, or attention's output, too, for the backward pass, and call the layer again there.
 
     The layers check whether they are in training mode before they do so. Only they are switched to it, so that dropout
     stays what it was: an adapter's on, and the model's off.
@@ -50,7 +75,8 @@ def call_again(model: PreTrainedModel) -> None:
             f"{type(model).__name__} cannot recompute its activations",
             remedy="leave --gradient-checkpointing out, or lower --micro-batch-tokens",
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options = {"use_reentrant": False, **({"context_fn": _keeping_attention} if keeps_attention else {})}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.training = True
@@ -59,16 +85,39 @@ def call_again(model: PreTrainedModel) -> None:
                     setattr(module, name, 0.0)
 
 
-def compile_layers(model: PreTrainedModel, *, recomputed: bool = False) -> None:
+def compile_layers(model: PreTrainedModel, *, recomputed: bool = False, keeps_attention: bool = False) -> None:
     """Have every layer compiled at its first call, for any number of tokens; layers of one kind share the code.
 
     Layers and not the model: there is less to compile, by the number of layers, and it defines what is recomputed.
     With `recomputed`, the code keeps only its inputs for the backward pass, and computes again what gradients need: not
-    a layer's last product, which a layer that is called again computes for nothing.
+    a layer's last product, which a layer that is called again computes for nothing. With `keeps_attention`, too, it
+    keeps attention's output beside its inputs.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_FORMS)
     for layer in decoder_layers(model):
-        layer.compile(dynamic=True, backend=_keeping_inputs if recomputed else COMPILER)
+        if recomputed and keeps_attention:
+            call = MethodType(_called_again, layer)
+            layer._compiled_call_impl = torch.compile(call, dynamic=True, backend=COMPILER)
+        else:
+            layer.compile(dynamic=True, backend=_keeping_inputs if recomputed else COMPILER)
+
+
+def _called_again(layer: nn.Module, *args: Any, **options: Any) -> Any:
+    """Call a layer so that its backward pass calls it again, but for attention: to be compiled as a whole."""
+    if not torch.is_grad_enabled():
+        return layer._call_impl(*args, **options)
+    call = partial(layer._call_impl, **options)
+    return checkpoint(call, *args, use_reentrant=False, context_fn=_keeping_attention)
+
+
+def _keeping_attention() -> tuple[Any, Any]:
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_of_attention)
+    return contexts
+
+
+def _of_attention(_context: object, operator: object, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    """Keep what the kernels of attention return, the scores' normalizers included; recompute anything else."""
+    return CheckpointPolicy.MUST_SAVE if operator in OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def uncompile_layers(model: PreTrainedModel) -> None:

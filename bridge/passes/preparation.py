@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError
-from bridge.passes import attention, kernels, layers, recurrence
+from bridge.passes import attention, kernels, layers, offload, recurrence
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing import Sample, packs
 
@@ -81,15 +81,16 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
     return shares_prompts
 
 
-def recompute_activations(model: PreTrainedModel, note: Note) -> None:
-    """Let each layer keep only its input for the backward pass, and compute the rest again there.
+def recompute_activations(model: PreTrainedModel, note: Note, kept: layers.Kept = layers.INPUTS) -> None:
+    """Let each layer keep only its input for the backward pass, or what is `kept`, and compute the rest again there.
 
     The compiler does so where a layer is one graph without random numbers, which it would draw anew. Any other layer is
     called again, and not compiled: of several graphs, the second call might use others than the first.
     """
+    offload.use(model, on_host=kept.on_host)
     if layers.are_compiled(model):
-        layers.compile_layers(model, recomputed=True)
-    _recompute(model, note)
+        layers.compile_layers(model, recomputed=True, keeps_attention=kept.attention)
+    _recompute(model, note, keeps_attention=kept.attention)
 
 
 def _choose_attention(model: PreTrainedModel, expected: "Expected", kernel: str, note: Note) -> None:
@@ -139,7 +140,7 @@ def _compile(model: PreTrainedModel, expected: "Expected", note: Note, *, recomp
         torch._dynamo.config.suppress_errors = True  # a form that comes later and fails runs uncompiled, with a warning
 
 
-def _recompute(model: PreTrainedModel, note: Note) -> None:
+def _recompute(model: PreTrainedModel, note: Note, *, keeps_attention: bool = False) -> None:
     """Leave recomputing to the compiled layers if they can, else to transformers."""
     if layers.are_compiled(model):
         reason = _against_recomputing(model)
@@ -147,7 +148,7 @@ def _recompute(model: PreTrainedModel, note: Note) -> None:
             return
         layers.uncompile_layers(model)
         note(f"layers are not compiled: they are recomputed, and {reason}")
-    layers.call_again(model)
+    layers.call_again(model, keeps_attention=keeps_attention)
 
 
 def _against_recomputing(model: PreTrainedModel) -> str | None:

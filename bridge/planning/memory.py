@@ -18,6 +18,9 @@ inequalities again, one for each device.
 Replicas on several GPUs share the optimizer's state: each holds its part of S, beside whole weights and gradients. An
 offloaded state is shared too, so that all of them together hold it once in host memory.
 
+A sequence longer than `LEAST_TOKENS` is planned with what recomputed layers keep in host memory, as a run decides that
+nothing else fits.
+
 Not covered: float32 sums of gradients, which a run makes only where they fit; compiled layers and liger-kernel's,
 whose activations take about a quarter less.
 Source of A: transformers' decoder layers in bf16, tensor by tensor as autograd saves them, with attention that keeps no
@@ -60,6 +63,8 @@ SLACK = 1.15
 """For gaps in the allocator: 7.6B took 7.2 MB a token on an H200, its widths account for 6.3 MB."""
 PROMPT_TOKENS = 256
 """Assumed length of a prompt."""
+PINNED = 2
+"""Pinned memory that torch takes, at most, for what is kept in it: it rounds up to a power of two."""
 LEAST_TOKENS, MOST_TOKENS = 4_096, 16_384
 """Tokens of a micro-batch, unless chosen: fewer leave a GPU idle, more gain nothing."""
 FEW = 16
@@ -82,9 +87,9 @@ class Need:
     gradients: float  # as many as exist at once, in bf16
     sums: float  # added to them by float32 sums, in an update of more than FEW micro-batches
     temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
-    least_activations: float  # of the smallest micro-batch worth training with, recomputed if allowed
+    least_activations: float  # of the smallest micro-batch worth training with, recomputed and on the host if allowed
     most_activations: float  # of the largest one, kept if allowed
-    offloaded: float  # the optimizer's state and master in the memory of one host, of all GPUs there
+    offloaded: float  # the optimizer's state and master in the memory of one host, of all GPUs there, and activations
     kv_per_token: float  # keys and values of one token, and its share of its sequence's states
     replicas: int  # on one host
 
@@ -105,6 +110,9 @@ class Need:
         longest = sequence_tokens(config.sampling)
         update = longest * (config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas)
         least, most = micro_batch_tokens(longest, update, optimizer, config.compute)
+        chosen = config.compute.activation_offload
+        may_offload = longest > LEAST_TOKENS and recompute is not False and not copy
+        on_host = may_offload if chosen is None else chosen
         forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
         sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
         head = 0 if config.mode == "lora_only" else BF16_BYTES * widths.vocabulary * widths.hidden
@@ -122,9 +130,10 @@ class Need:
             gradients=trained * bytes_each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
             sums=trained * bytes_each.gradient if update > FEW * least else 0,
             temporaries=LOGITS_BYTES + head + step,
-            least_activations=activation_bytes(widths, least, recomputed=recompute is not False),
+            least_activations=activation_bytes(widths, least, recomputed=recompute is not False, on_host=on_host),
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
-            offloaded=whole * bytes_each.host / config.hosts,
+            offloaded=whole * bytes_each.host / config.hosts
+            + (config.gpus * PINNED * kept_bytes(widths, least) if on_host else 0),
             kv_per_token=_kept_per_token(widths, longest) / num_ranks,
             replicas=config.gpus,
         )
@@ -211,8 +220,15 @@ def _kept_per_token(widths: Dimensions, longest: int) -> float:
     return 2 * BF16_BYTES * widths.num_attending * widths.key_value + state / longest
 
 
-def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool) -> float:
+def kept_bytes(widths: Dimensions, num_tokens: int) -> float:
+    """Return the bytes that recomputed layers keep of `num_tokens`: their inputs, and what attention returned."""
+    return BF16_BYTES * num_tokens * (widths.num_layers * widths.hidden + widths.num_attending * widths.query)
+
+
+def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool, on_host: bool = False) -> float:
     """Return the bytes that `num_tokens` take, with the layers' activations kept or recomputed one layer at a time.
+
+    With `on_host` the inputs of recomputed layers are in host memory, but for those of two layers.
 
     Per token and layer autograd keeps: per norm a float32 copy, the normalized and the scaled bf16 one (8 bytes);
     queries, keys, values and attention's output; of the feed-forward part gate, activated gate, up and their product
@@ -225,5 +241,6 @@ def activation_bytes(widths: Dimensions, num_tokens: int, *, recomputed: bool) -
     mixing = (widths.num_attending * attention + widths.num_states * state) / widths.num_layers
     layer = norms + mixing + 8 * widths.active + 4 * widths.num_routes * widths.hidden
     ends = 16 * widths.hidden  # the embedding's output, the last norm, and the head's rows with a float32 gradient
-    kept = 2 * widths.hidden * widths.num_layers + 1.5 * layer if recomputed else layer * widths.num_layers
+    num_inputs = min(2, widths.num_layers) if on_host else widths.num_layers
+    kept = 2 * widths.hidden * num_inputs + 1.5 * layer if recomputed else layer * widths.num_layers
     return SLACK * num_tokens * (kept + ends)

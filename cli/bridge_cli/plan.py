@@ -25,7 +25,7 @@ from bridge_cli.options import Json, from_config, option
 
 SHOWN = {
     "model", "mode", "optimizer", "offload_optimizer", "gradient_release", "batch_size", "max_new_tokens",
-    "micro_batch_tokens", "gradient_checkpointing", "kv_sleep", "max_model_len", "lora_r", "gpus",
+    "micro_batch_tokens", "gradient_checkpointing", "activation_offload", "kv_sleep", "max_model_len", "lora_r", "gpus",
     "tensor_parallel_size",
 }  # fmt: skip
 """Choices in the help text; every other choice of `bridge run` is accepted too."""

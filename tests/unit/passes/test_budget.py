@@ -12,6 +12,7 @@ from bridge.errors import UsageError
 from bridge.passes import attention
 from bridge.passes import budget as module
 from bridge.passes.budget import HOST_SHARE, MASKED_TOKENS, SHARE, Budget
+from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import Sample
 from bridge.passes.pass_cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, free_memory, measure_cost
 from bridge.passes.preparation import Note, recompute_activations
@@ -276,9 +277,69 @@ def test_activations_are_recomputed_if_too_few_tokens_fit(
     tokens = budget(Memory(free, plain=1, recomputed=0.1), notes, trained).max_tokens(samples(*lengths))
     assert trained.is_gradient_checkpointing == recomputed
     assert tokens == min((free - 100) * (10 if recomputed else 1), MOST_TOKENS)
-    assert [note.startswith("activations are recomputed: without, ") for note in notes] == [True, False][
-        not recomputed :
-    ]
+    recomputing = [note.startswith("activations are recomputed") and ": without, " in note for note in notes]
+    assert recomputing == [True, False][not recomputed :]
+
+
+@pytest.mark.parametrize(
+    ("choices", "longest", "fits", "ways"),
+    [
+        ({}, 5_000, ALL, [ALL]),
+        ({}, 5_000, ATTENTION, [ALL, ATTENTION]),
+        ({}, 5_000, HOST_ATTENTION, [ALL, ATTENTION, HOST_ATTENTION]),
+        ({}, 5_000, HOST_INPUTS, [ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS]),
+        ({}, 4_000, HOST_INPUTS, [ALL, INPUTS, HOST_INPUTS]),
+        ({"activation_offload": False}, 5_000, None, [ALL, ATTENTION, INPUTS]),
+        ({"gradient_checkpointing": True}, 5_000, None, [ATTENTION, HOST_ATTENTION, HOST_INPUTS]),
+        ({"gradient_checkpointing": False}, 5_000, None, [ALL]),
+        ({"activation_offload": True}, 5_000, HOST_ATTENTION, [HOST_ATTENTION]),
+        ({"activation_offload": True}, 4_000, HOST_INPUTS, [HOST_INPUTS]),
+    ],
+)
+def test_layers_keep_as_much_as_lets_the_longest_sample_fit(
+    choices: dict[str, Any], longest: int, fits: Kept | None, ways: list[Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = list[Kept]()
+    found = budget(Memory(10_100, plain=1), [], **choices)
+
+    def fitting(free: float) -> int:
+        measured.append(found._kept)
+        return 10_000 if found._kept == fits else 1_000
+
+    monkeypatch.setattr(found, "_fitting", fitting)
+    assert found.max_tokens(samples(longest)) == (10_000 if fits else longest)
+    assert measured == ways
+    assert found.max_tokens(samples(longest)) == (10_000 if fits else longest)
+    assert measured == ways  # decided once
+
+
+def test_what_is_kept_goes_to_the_host_only_if_the_longest_does_not_fit_and_the_host_has_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, long = budget(Memory(1_100, plain=1, recomputed=0.7), []), budget(Memory(1_100, plain=1, recomputed=0.7), [])
+    assert few.max_tokens(samples(900, 900, 900)) == 1_428  # fewer than keep a GPU busy
+    assert few._kept == INPUTS
+    monkeypatch.setattr(module, "left_bytes", lambda: 10_000)
+    long.max_tokens(samples(5_000))
+    assert long._kept == INPUTS
+
+
+def test_a_run_of_chosen_size_keeps_what_its_longest_sample_wants() -> None:
+    choices: dict[str, Any] = {"micro_batch_tokens": 6_000, "gradient_checkpointing": True}
+    for longest, kept in ((5_000, ATTENTION), (3_000, INPUTS)):
+        found = budget(Memory(1, plain=1), [], **choices)
+        found.max_tokens(samples(longest))
+        assert found._kept == kept
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_offload_is_refused_without_a_gpu_and_without_recomputing(device: str) -> None:
+    recomputes = device == "cpu"
+    config = TrainConfig.of(model_name="m", activation_offload=True, gradient_checkpointing=recomputes)
+    trained = model()
+    trained.__class__ = OnGpu if device == "cuda" else LlamaForCausalLM
+    with pytest.raises(UsageError, match=r"--activation-offload works only on a GPU, and with recomputed activations"):
+        budget_of(trained, config, pytest.fail)
 
 
 def test_activations_are_not_recomputed_if_refused() -> None:
@@ -360,14 +421,16 @@ def test_out_of_memory_halves_then_recomputes_then_ends() -> None:
     trained, notes = model(), list[str]()
     pass_budget = budget(Memory(1, plain=1), notes, trained, micro_batch_tokens=16_384)
     batch, states = samples(*(1_500,) * 20), []
-    for _ in range(5):
+    for _ in range(6):
         states.append((pass_budget.max_tokens(batch), trained.is_gradient_checkpointing))
         pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     states.append((pass_budget.max_tokens(batch), trained.is_gradient_checkpointing))
     assert states == [
         (16_384, False), (8_192, False), (4_096, False), (2_048, False), (2_048, True), (1_500, True),
+        (1_500, True),
     ]  # fmt: skip
-    assert [note.partition(":")[0] for note in notes] == ["out of memory"] * 5
+    assert pass_budget._kept == HOST_INPUTS
+    assert [note.partition(":")[0] for note in notes] == ["out of memory"] * 6
     with pytest.raises(UsageError, match=r"a sequence of 1,500 tokens does not fit"):
         pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory"))
 

@@ -244,3 +244,13 @@ def test_least_kv_cache_is_a_batch_or_the_longest_sequence() -> None:
 def test_vllm_takes_less_on_a_smaller_gpu() -> None:
     assert need_of("7B", gpu_bytes=24 * GIB).engine < 0.6 * need_of("7B").engine
     assert math.isclose(need_of("7B").engine, need_of("7B", gpu_bytes=80 * GIB).engine)
+
+
+def test_what_layers_keep_of_a_long_sequence_is_planned_in_host_memory() -> None:
+    on_device, on_host = (need_of("7B", max_new_tokens=131_072, activation_offload=chosen) for chosen in (False, None))
+    inputs = 28 * 3_584 * 2 * 131_328
+    assert on_device.least_activations - on_host.least_activations == pytest.approx(memory.SLACK * inputs * 26 / 28)
+    assert on_host.offloaded - on_device.offloaded == pytest.approx(2 * 2 * inputs)  # attention's output is as wide
+    short = (need_of("7B", max_new_tokens=1_000, activation_offload=chosen) for chosen in (False, None))
+    assert next(short) == next(short)
+    assert need_of("7B", max_new_tokens=131_072, gradient_checkpointing=False).offloaded == 0

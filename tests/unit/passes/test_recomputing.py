@@ -1,0 +1,118 @@
+"""Recomputed layers, with attention's output kept and with their inputs in host memory: the same gradients."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from bridge.passes import attention, layers, offload
+from bridge.passes.preparation import packed
+from tests.unit.passes.test_attention import FAMILIES, LENGTHS, gradients, tiny, tokens
+from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
+
+WAYS: dict[str, tuple[Callable[[PreTrainedModel], None], bool]] = {
+    "called again": (layers.call_again, False),
+    "called again, but for attention": (lambda model: layers.call_again(model, keeps_attention=True), False),
+    "the inputs on the host": (layers.call_again, True),
+    "both": (lambda model: layers.call_again(model, keeps_attention=True), True),
+}
+COMPILED: dict[str, tuple[dict[str, bool], bool]] = {
+    "the inputs": ({"recomputed": True}, False),
+    "attention, too": ({"recomputed": True, "keeps_attention": True}, False),
+    "all on the host": ({"recomputed": True, "keeps_attention": True}, True),
+}
+
+
+class Forward(TorchDispatchMode):
+    """Counts the calls of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += function in layers.OPERATORS
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def computed(model: PreTrainedModel) -> tuple[list[Tensor], int]:
+    """Return the gradients, and how often the backward pass called attention."""
+    hidden = packed(model, tokens(), LENGTHS)
+    with Forward() as counted:
+        own = gradients(model, hidden)
+    return own, counted.calls
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["qwen3", "mistral, by a window", "gemma 3", "mixtral"])
+def test_gradients_are_those_of_kept_activations(family: str, way: str) -> None:
+    model = tiny(FAMILIES[family])
+    model.set_attn_implementation(attention.NAME)
+    expected, _ = computed(model)
+    recompute, on_host = WAYS[way]
+    recompute(model)
+    offload.use(model, on_host=on_host)
+    own, _ = computed(model)
+    assert all(torch.equal(one, other) for one, other in zip(own, expected, strict=True))
+
+
+def test_attention_is_computed_once_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    model = tiny(FAMILIES["qwen3"])
+    model.set_attn_implementation(attention.NAME)
+    with kernel_on_the_cpu():
+        layers.call_again(model)
+        assert computed(model)[1] == len(layers.decoder_layers(model))
+        layers.call_again(model, keeps_attention=True)
+        assert computed(model)[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", COMPILED)
+def test_compiled_layers_that_recompute_have_the_same_gradients(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager_decomp_partition")
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    model = tiny(FAMILIES["qwen3"])
+    model.set_attn_implementation(attention.NAME)
+    options, on_host = COMPILED[kept]
+    with kernel_on_the_cpu():
+        expected, _ = computed(model)
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        layers.compile_layers(model, **options)
+        offload.use(model, on_host=on_host)
+        own, calls = computed(model)
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) == breaks
+    assert calls == (0 if "keeps_attention" in options else len(layers.decoder_layers(model)))
+    for one, other in zip(own, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_of_layers_are_moved_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = list[torch.Size]()
+
+    def to_host(_: object, tensor: Tensor) -> Tensor:
+        moved.append(tensor.shape)
+        return tensor.clone()
+
+    monkeypatch.setattr(offload._Kept, "_to_host", to_host)
+    model = tiny(FAMILIES["qwen3"])
+    model.set_attn_implementation(attention.NAME)
+    layers.call_again(model)
+    offload.use(model, on_host=True)
+    with torch.no_grad():
+        packed(model, tokens(), LENGTHS)
+    assert moved == []
+    computed(model)
+    hidden = torch.Size([1, sum(LENGTHS), model.config.hidden_size])
+    assert set(moved) == {hidden}
+    assert len(moved) <= len(layers.decoder_layers(model)) + 4  # and of the last norm, here in float32
