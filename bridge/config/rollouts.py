@@ -19,6 +19,8 @@ EVALUATION = "Evaluation and saving"
 """Panels of the help text."""
 DEFAULT_NEW_TOKENS = 256
 """Default length of the longest completion, if the server's sequences are long enough."""
+TIMED_TOKENS = 4_096
+"""Tokens of a completion for which `--request-timeout-s` is the limit."""
 
 
 SET_BY_BRIDGE = {
@@ -144,7 +146,8 @@ class SamplingConfig(Section, panel="Batch and sampling"):
     stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
     """End a completion after this text, which stays part of it, or after any in a JSON list (default: none)."""
     request_timeout_s: float = declare(600.0, gt=0, panel="Server", position=2)
-    """Time limit for one request, in seconds; it is then retried on another server, if there is one."""
+    """Time limit for one request, in seconds, and as much for each 4,096 tokens of a longer completion; it is then
+    retried on another server, if there is one."""
     max_retries: int = declare(4, ge=0, panel="Server", position=2)
     """Retries of a request that failed on the server's side, with growing pauses."""
     max_concurrency: int = declare(256, ge=1, panel="Server", position=2, only=FROM_ENVIRONMENT)
@@ -154,6 +157,11 @@ class SamplingConfig(Section, panel="Batch and sampling"):
     def longest(self) -> int:
         """Return the longest completion in tokens: the chosen one, or the default."""
         return self.max_new_tokens or DEFAULT_NEW_TOKENS
+
+    @property
+    def answer_limit_s(self) -> float:
+        """Return the seconds in which a completion has to come: a limit for each so many tokens, and not for all."""
+        return self.request_timeout_s * max(1.0, self.longest / TIMED_TOKENS)
 
 
 class RolloutConfig(Section, panel="Continuous rollouts", renamed={"source": "rollouts"}):

@@ -61,6 +61,8 @@ SERVERS_GPU = frozenset({"auto", "cuda", "cuda:0"})
 """Values of `--trainer-device` that mean the server's GPU."""
 SLACK = 1.15
 """For gaps in the allocator: 7.6B took 7.2 MB a token on an H200, its widths account for 6.3 MB."""
+BUSY_KV_TOKENS = 2**17
+"""Tokens in a KV cache with which a server is busy, however long its completions may become."""
 PROMPT_TOKENS = 256
 """Assumed length of a prompt."""
 PINNED = 2
@@ -193,8 +195,12 @@ def share(need: Need, chosen: Fit, *, least_kv: float) -> float:
 
 
 def least_kv_tokens(num_completions: int, longest: int, max_model_len: int | None = None) -> int:
-    """Return the tokens of a server's share of a batch, or of the longest sequence that it must hold, if more."""
-    return max(num_completions * min(longest, max_model_len or longest), max_model_len or 0)
+    """Return the tokens that a server's KV cache has to hold: of its share of a batch, or enough to keep it busy.
+
+    The longest sequence fits in any case. Completions for which there is no room wait, or are sampled on later.
+    """
+    longest = min(longest, max_model_len or longest)
+    return max(min(num_completions * longest, BUSY_KV_TOKENS), longest, max_model_len or 0)
 
 
 def sequence_tokens(sampling: SamplingConfig) -> int:

@@ -214,7 +214,7 @@ class Sampler:
             self.num_retries += 1
 
     async def _try(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
-        limit_s = self.config.request_timeout_s
+        limit_s = self.config.answer_limit_s
         with server.health.watched():
             try:
                 async with self._loop.timeout(limit_s):

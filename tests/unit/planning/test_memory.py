@@ -241,6 +241,14 @@ def test_least_kv_cache_is_a_batch_or_the_longest_sequence() -> None:
     assert memory.least_kv_tokens(64, 512, 300) == 64 * 300
 
 
+def test_a_batch_of_long_completions_does_not_have_to_fit_at_once() -> None:
+    assert memory.least_kv_tokens(64, 4_096) == memory.BUSY_KV_TOKENS
+    assert memory.least_kv_tokens(64, 65_792) == memory.BUSY_KV_TOKENS
+    assert memory.least_kv_tokens(64, 200_000) == 200_000
+    long = need_of("7B", max_new_tokens=65_536, optimizer="adamw-8bit")
+    assert not fit(long, memory.least_kv_tokens(64, 65_792)).lacking
+
+
 def test_vllm_takes_less_on_a_smaller_gpu() -> None:
     assert need_of("7B", gpu_bytes=24 * GIB).engine < 0.6 * need_of("7B").engine
     assert math.isclose(need_of("7B").engine, need_of("7B", gpu_bytes=80 * GIB).engine)

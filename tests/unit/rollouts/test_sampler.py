@@ -357,3 +357,8 @@ def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("no_proxy", raising=False)
     with serving(openai()) as server:
         assert len(sampled(Endpoint(url=server.url))) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(("longest", "limit_s"), [(None, 30), (4_096, 30), (65_536, 480)])
+def test_a_long_completion_has_as_much_time_for_each_of_its_tokens(longest: int | None, limit_s: float) -> None:
+    assert SamplingConfig(max_new_tokens=longest, request_timeout_s=30).answer_limit_s == limit_s
