@@ -1,0 +1,68 @@
+"""What layers keep of a long sequence, on a GPU: the same gradients, and less memory the less they keep there.
+
+Not covered: bit-equal gradients (`tests/unit/passes/test_recomputing.py`, on the CPU).
+"""
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from bridge.config import TrainConfig
+from bridge.passes import layers
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.preparation import prepare, recompute_activations
+
+TOKENS = 12_000
+WAYS = {
+    "attention": layers.ATTENTION, "inputs": layers.INPUTS, "attention on the host": layers.HOST_ATTENTION,
+    "inputs on the host": layers.HOST_INPUTS,
+}  # fmt: skip
+
+
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, vocab_size=1000, max_position_embeddings=TOKENS, initializer_range=0.05,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).bfloat16().cuda().eval()
+
+
+def batch() -> MicroBatch:
+    ids = tuple(torch.randint(3, 1000, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist())
+    behind = len(ids) - 100
+    zeros = (0.0,) * behind
+    sample = Sample(
+        prompt_token_ids=ids[:100], token_ids=ids[100:], sampled_logprobs=zeros, advantages=zeros, weight=1.0
+    )
+    (made,) = packs([sample], max_tokens=TOKENS, device=torch.device("cuda"))
+    return made
+
+
+def computed(trained: PreTrainedModel) -> tuple[torch.Tensor, int]:
+    """Return all gradients, and the bytes that the second pass took: the first one compiles."""
+    parameters = list(trained.parameters())
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        logprobs_N, _ = model_logprobs(trained, batch(), 1.0)
+        gradients = torch.autograd.grad(logprobs_N.sum(), parameters)
+        peak = torch.cuda.max_memory_allocated() - before
+    return torch.cat([gradient.float().flatten().cpu() for gradient in gradients]), peak
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_layers_that_keep_less_have_the_same_gradients_in_less_memory(compiles: bool) -> None:
+    trained = model()
+    prepare(trained, TrainConfig.of(model_name="m", compile_layers=compiles).compute, lambda _: None)
+    expected, most = computed(trained)
+    peaks = dict[str, int]()
+    for name, kept in WAYS.items():
+        recompute_activations(trained, pytest.fail, kept)
+        assert layers.are_compiled(trained) == compiles
+        own, peaks[name] = computed(trained)
+        assert cosine_similarity(own, expected, dim=0) > 0.999, name
+    assert most > peaks["attention"] > peaks["inputs"] > peaks["inputs on the host"]
+    assert peaks["attention"] > peaks["attention on the host"]
