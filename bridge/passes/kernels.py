@@ -198,8 +198,8 @@ def _error(model: PreTrainedModel, attend: Callable[..., Tensor]) -> float:
     with torch.enable_grad():
         ours = attend(*leaves)
         own = torch.autograd.grad((ours * weights).float().sum(), leaves)
-    pairs = zip((ours, *own), (expected, *gradients), strict=True)
-    errors = [float((one.detach().float() - other).norm() / other.detach().norm()) for one, other in pairs]
+    pairs = zip((ours.detach(), *own), (expected.detach(), *gradients), strict=True)
+    errors = [float((one.float() - other).norm() / other.norm()) for one, other in pairs]
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
