@@ -7,6 +7,7 @@ Not covered: attention (`attention.py`), whether the result is still correct (`p
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from types import MethodType
@@ -94,6 +95,8 @@ def compile_layers(model: PreTrainedModel, *, recomputed: bool = False, keeps_at
     keeps attention's output beside its inputs.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_FORMS)
+    if keeps_attention:  # torch warns about operators in place whether a layer has any or not
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for layer in decoder_layers(model):
         if recomputed and keeps_attention:
             call = MethodType(_called_again, layer)
