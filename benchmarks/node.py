@@ -2,7 +2,8 @@ r"""All GPUs of a host: how much faster several are than one, and whether they s
 
     python -m benchmarks.node --gpus 2
     python -m benchmarks.node --gpus 4 --limit-s 1800
-    python -m benchmarks.node --gpus 4 --size tiny --skip-speed          # also without a GPU: four processes
+    python -m benchmarks.node --gpus 2 --proofs --speed fixed            # no proof, and one of the lengths
+    python -m benchmarks.node --gpus 4 --size tiny --speed               # also without a GPU: proofs of four processes
 
 Speed is that of `grpo.py`, whose rows these are: 1, 2, 4, ... GPUs, and from four on replicas of two GPUs, with
 completions of equal length and with a long tail. Then come two proofs of runs that begin with a small model:
@@ -45,8 +46,13 @@ WARM_UP = 50
 """Steps before memory is looked at."""
 MIB = 2**20
 FIXED = "adamw-8bit"
-LONG = "adamw-8bit --max-staleness 8 --groups-in-flight 32"
+LONG = "adamw-8bit --max-staleness 8"
 LENGTHS = "lognormal:600:0.6:4096"
+SPEEDS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "fixed": (FIXED, ()),
+    "long-tail": (LONG, ("--lengths", LENGTHS, "--warm-up", "10")),
+}
+"""Lengths of the measured runs: the choices of `bridge run`, and the flags of `grpo.py`."""
 
 
 def main() -> None:
@@ -55,22 +61,19 @@ def main() -> None:
     deadline = time.monotonic() + options.limit_s
     results: dict[str, Any] = {}
     with TemporaryDirectory(prefix="bridge-bench-") as scratch:
-        for name, prove in PROOFS.items():
+        for name in options.proofs:
             say(name)
             folder = Path(scratch, name)
             folder.mkdir()
             model = _models.make_whole_model(options.size, folder / "model")
-            results[name] = prove(model, folder, options.gpus, options.parts)
+            results[name] = PROOFS[name](model, folder, options.gpus, options.parts)
             say(json.dumps(results[name]))
             _results.write("node", results, options.out)
-    if not options.skip_speed:
-        for name, variants, more in (
-            ("fixed", FIXED, ()),
-            ("long-tail", LONG, ("--lengths", LENGTHS, "--warm-up", "10")),
-        ):
+        for name in options.speed:
+            choices, more = SPEEDS[name]
             limit_s = str(max(1, int(deadline - time.monotonic())))
-            command = ["-m", "benchmarks.grpo", "--sizes", options.speed_size, "--trl", "--ours"]
-            command += [*speed_variants(variants, options.gpus), *more, "--limit-s", limit_s]
+            command = ["-m", "benchmarks.grpo", "--sizes", options.speed_size, "--models", scratch, "--trl", "--ours"]
+            command += [*speed_variants(choices, options.gpus), *more, "--limit-s", limit_s]
             command += ["--out", str(options.out / name)]
             subprocess.run([sys.executable, *command], check=True)
 
@@ -81,7 +84,12 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--parts", type=int, default=1, help="--tensor-parallel-size of the proofs")
     flags.add_argument("--size", choices=_models.SIZES, default="0.5b", help="model of the proofs")
     flags.add_argument("--speed-size", choices=_models.SIZES, default="7b", help="model of the measured runs")
-    flags.add_argument("--skip-speed", action="store_true", help="prove, and measure nothing")
+    flags.add_argument(
+        "--proofs", nargs="*", choices=PROOFS, default=list(PROOFS), help="proofs to run; all by default"
+    )
+    flags.add_argument(
+        "--speed", nargs="*", choices=SPEEDS, default=list(SPEEDS), help="lengths to measure; all by default"
+    )
     flags.add_argument("--limit-s", type=float, default=3600, help="seconds of everything")
     return flags
 
