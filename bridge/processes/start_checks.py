@@ -32,19 +32,23 @@ def check_software(device: Literal["auto", "cpu", "cuda"]) -> None:
         )
 
 
-def check_model(model: str, *, shares_weights: bool = True) -> None:
-    """Check that `model` exists, as a folder or on the hub, and that Bridge can serve it."""
+def check_reachable(model: str) -> None:
+    """Check that `model` is a folder, in the hub's cache or on the hub, and download its configuration from there."""
     from bridge.core import hub
 
+    if model_checks.read(model) is None and not Path(model).expanduser().is_dir():
+        hub.fetch_config(model)
+
+
+def check_model(model: str, *, shares_weights: bool = True) -> None:
+    """Check that `model` exists, as a folder or on the hub, and that Bridge can serve it."""
     folder = Path(model).expanduser()  # vLLM would take a missing folder for a name on the hub
     if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
         missing = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
         remedy = "give the folder of a Hugging Face model, or its name on the hub"
         raise UsageError(f"--model {model}: {missing}", remedy=remedy)
+    check_reachable(model)
     config = model_checks.read(model)
-    if config is None and not folder.is_dir():
-        hub.fetch_config(model)
-        config = model_checks.read(model)
     if config is None:
         if folder.is_dir():
             raise UsageError(f"--model {model}: its config.json describes no model", remedy="download or copy it again")

@@ -129,6 +129,7 @@ def _refuse_overwriting(
     """Refuse to start where a checkpoint after one of `steps` would overwrite a folder that it may not replace."""
     from bridge.run import checkpoint
 
+    another = f"name another folder with {'--save-path' if save_path else '--run-dir'}"
     save_path = save_path or (RunDirectory(run_dir).checkpoints if run_dir else None)
     if save_path is None:
         return
@@ -139,10 +140,10 @@ def _refuse_overwriting(
         elif step - 1 in steps and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(
                 f"{folder} is not a checkpoint of Bridge, and step {step} would be saved under its name",
-                remedy="move it away, or name another folder with --save-path",
+                remedy=f"move it away, or {another}",
             )
     if ours and not resume:
         raise UsageError(
             f"{save_path} holds checkpoints of another run: {', '.join(ours[-3:])}",
-            remedy="resume from the newest with --resume, or name another folder with --save-path",
+            remedy=f"resume from the newest with --resume, or {another}",
         )

@@ -78,7 +78,9 @@ class _FirstRank:
     def open(self) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
         """Open the run, and try its environment."""
         from bridge.agents import stream
+        from bridge.processes.start_checks import check_reachable
 
+        check_reachable(self.chosen.model_name)
         config, self.directory, checkpoint = open_run(self.chosen)
         if (own_rank := rank.OWN_RANK.get()) is not None:
             own_rank.keep(self.directory.path)

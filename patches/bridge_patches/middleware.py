@@ -74,7 +74,9 @@ class Rules:
 
     def _foreign_host(self, host: str | None) -> str | None:
         """Return why a name is not one of this server's; None if it may be."""
-        if host is None or not self.is_on_loopback or _is_loopback(_parts(f"//{host}").hostname or ""):
+        if host is None or not self.is_on_loopback:
+            return None
+        if "@" not in host and _is_loopback(_parts(f"//{host}").hostname or ""):  # a Host names no user
             return None
         return (
             f"this server listens on loopback, and is not {host[:100]!r}: use http://127.0.0.1:PORT, or have the"

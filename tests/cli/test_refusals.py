@@ -334,7 +334,7 @@ def test_what_would_fail_in_step_one_is_refused_first(
     assert message in error
 
 
-@pytest.mark.parametrize("command", ["serve-vllm", "run"])
+@pytest.mark.parametrize("command", ["serve-vllm", "run", "train"])
 def test_a_model_that_is_not_on_the_hub_is_refused(
     bridge: Bridge, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -363,7 +363,10 @@ def test_without_any_run_resume_begins_one(runs: Runs) -> None:
 def test_checkpoints_in_a_named_directory_are_kept(runs: Runs) -> None:
     run = runs.made("mine_too", saved=3)
     run.metrics.unlink()
-    runs.workspace.refused("checkpoints holds checkpoints of another run: step_3", save_path=None, run_dir=run.path)
+    remedy = runs.workspace.refused(
+        "checkpoints holds checkpoints of another run: step_3", save_path=None, run_dir=run.path
+    )
+    assert remedy == "resume from the newest with --resume, or name another folder with --run-dir"
 
 
 def test_an_event_in_the_run_is_told_to_people(workspace: Workspace) -> None:

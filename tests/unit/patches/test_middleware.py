@@ -117,6 +117,7 @@ FOREIGN = [
     "evil.example",
     "evil.example:9001",
     "127.0.0.1.evil.example",
+    "evil.example\\@127.0.0.1",
     "localhost.evil",
     "10.0.0.1",
     "[::2]",
