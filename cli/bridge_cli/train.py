@@ -75,11 +75,14 @@ class _FirstRank:
     command: "StartCommand | None"
     directory: RunDirectory | None = None
 
-    def open(self) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
-        """Open the run, and try its environment."""
+    def open(self, replicas: Sequence[Running]) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
+        """Check the model, open the run, and try its environment."""
         from bridge.agents import stream
+        from bridge.modes.shared_vllm import manifest_of
         from bridge.processes.start_checks import check_reachable
 
+        if replicas:
+            manifest_of(self.chosen.server, self.chosen.model_name, replicas[0].manifest)
         check_reachable(self.chosen.model_name)
         config, self.directory, checkpoint = open_run(self.chosen)
         if (own_rank := rank.OWN_RANK.get()) is not None:
@@ -92,7 +95,7 @@ class _FirstRank:
 def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as_json: bool) -> None:
     from bridge.modes import WAYS
 
-    opened = Opened(*world.run_on_rank_zero(first.open))
+    opened = Opened(*world.run_on_rank_zero(lambda: first.open(replicas)))
     config = opened.train
     if replicas:
         config = config.changed(vllm_config_path=replicas[world.dp_rank].path)

@@ -195,9 +195,15 @@ def test_no_manifest_is_told_with_where_it_was_looked_for(
     assert given == f"error: no manifest at {tmp_path / 'given.json'}"
 
 
-def test_another_model_than_the_served_one_is_refused(bridge: Bridge, exported: Manifest) -> None:
+@pytest.mark.parametrize("is_here", [True, False])
+def test_another_model_than_the_served_one_is_refused(
+    bridge: Bridge, exported: Manifest, monkeypatch: pytest.MonkeyPatch, *, is_here: bool
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     manifests.write(exported, bridge.folder / manifests.MANIFEST_NAME)
-    other = tiny.write(tiny.qwen2(), bridge.folder / "other")
+    other = tiny.write(tiny.qwen2(), bridge.folder / "other") if is_here else "organisation/typo"
     error = bridge.refused(4, *train(exported, "--model-name", str(other)))
     assert error == f"error: the server serves {exported.model}, expected {other} (--model-name)"
 
