@@ -300,16 +300,16 @@ def test_layers_keep_as_much_as_lets_the_longest_sample_fit(
     choices: dict[str, Any], longest: int, fits: Kept | None, ways: list[Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = list[Kept]()
-    found = budget(Memory(10_100, plain=1), [], **choices)
+    pass_budget = budget(Memory(10_100, plain=1), [], **choices)
 
     def fitting(free: float) -> int:
-        measured.append(found._kept)
-        return 10_000 if found._kept == fits else 1_000
+        measured.append(pass_budget._kept)
+        return 10_000 if pass_budget._kept == fits else 1_000
 
-    monkeypatch.setattr(found, "_fitting", fitting)
-    assert found.max_tokens(samples(longest)) == (10_000 if fits else longest)
+    monkeypatch.setattr(pass_budget, "_fitting", fitting)
+    assert pass_budget.max_tokens(samples(longest)) == (10_000 if fits else longest)
     assert measured == ways
-    assert found.max_tokens(samples(longest)) == (10_000 if fits else longest)
+    assert pass_budget.max_tokens(samples(longest)) == (10_000 if fits else longest)
     assert measured == ways  # decided once
 
 
@@ -327,9 +327,9 @@ def test_what_is_kept_goes_to_the_host_only_if_the_longest_does_not_fit_and_the_
 def test_a_run_of_chosen_size_keeps_what_its_longest_sample_wants() -> None:
     choices: dict[str, Any] = {"micro_batch_tokens": 6_000, "gradient_checkpointing": True}
     for longest, kept in ((5_000, ATTENTION), (3_000, INPUTS)):
-        found = budget(Memory(1, plain=1), [], **choices)
-        found.max_tokens(samples(longest))
-        assert found._kept == kept
+        pass_budget = budget(Memory(1, plain=1), [], **choices)
+        pass_budget.max_tokens(samples(longest))
+        assert pass_budget._kept == kept
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
