@@ -473,6 +473,7 @@ main.main()
 
 
 @pytest.mark.xdist_group("commands")
+@pytest.mark.timeout(4 * RUN_LIMIT_S)
 def test_ctrl_c_ends_the_server_and_saves_what_was_published(tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text(TOY_VLLM)
     model = tiny.write(tiny.llama(), tmp_path / "model")
