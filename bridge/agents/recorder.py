@@ -3,7 +3,7 @@
 It runs in the event loop of the sampler. A `stream` is one chunk. A request without the URL of a run is refused before
 its body is read.
 
-Not covered: what a request means (`chat_request.py`), and what it becomes (`runs.py`).
+Not covered: what a request means (`chat_request.py`), and what it becomes (`agent_runs.py`).
 """
 
 import asyncio

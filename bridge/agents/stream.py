@@ -12,9 +12,9 @@ from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
+from bridge.agents.agent_runs import AgentRuns, conversations
 from bridge.agents.conversation import Conversation
 from bridge.agents.recorder import Recorder
-from bridge.agents.runs import AgentRuns, conversations
 from bridge.agents.trajectories import Trajectories
 from bridge.config import SamplingConfig, TaskConfig, TrainConfig
 from bridge.core import private

@@ -13,9 +13,9 @@ from bridge.config.choices import flag
 from bridge.core.foreign_code import FORMS, find_object, instance_of, source_file
 from bridge.errors import UsageError
 from bridge.types import Interaction, Problem, Task
-from bridge_environments import inspection, packages, rewards, rows
+from bridge_environments import dataset, inspection, packages, rewards
+from bridge_environments.dataset import GSM8K, JSONL, Format
 from bridge_environments.rewards import Reward, Rewards
-from bridge_environments.rows import GSM8K, JSONL, Format
 
 NUMBERS = range(20)
 NUM_HELD_OUT = 80
@@ -116,7 +116,7 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
     def problem(values: dict[str, Any]) -> Problem:
         made = known.problem(values, prompt_column, config.answer_column)
         if compared and (lack := inspection.answer_fault(made)):
-            raise rows.BadRowError(
+            raise dataset.BadRowError(
                 f"{lack}, and the reward {compared} compares with the column {config.answer_column!r}"
             )
         return _instructed(made, system_prompt)
@@ -127,9 +127,9 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
             f"--environment {config.environment} needs --data",
             remedy=f"--environment {config.environment} --data path/to/problems.jsonl",
         )
-    training, held_out = rows.read(str(source), known.subset, "--data")
+    training, held_out = dataset.read(str(source), known.subset, "--data")
     if config.eval_data is not None:
-        whole, split = rows.read(config.eval_data, known.subset, "--eval-data")
+        whole, split = dataset.read(config.eval_data, known.subset, "--eval-data")
         held_out = split or whole
     kept = held_out.problems(problem) if held_out else []
     return Task(problems=partial(iter, training.problems(problem)), kept=kept, recipe=partial(scorer, config))

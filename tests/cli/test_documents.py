@@ -16,7 +16,7 @@ from bridge.processes.start_checks import free_port
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Progress
 from bridge_cli import demo_model, main
-from bridge_environments.rows import GSM8K
+from bridge_environments.dataset import GSM8K
 from tests import documents, forked
 from tests.cli import report_runs
 from tests.documents import PAGES, ROOT, SPANS, TRIALS, Block

@@ -5,7 +5,7 @@ Not covered: which answers are right (`tests/unit/environments/test_answers.py`)
 
 from pathlib import Path
 
-from bridge_environments.rows import GSM8K
+from bridge_environments.dataset import GSM8K
 from tests import scenarios
 from tests.scenarios import LiveServer
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from bridge.agents.recorder import Recorder
 from tests.unit.agents.client_agents import REQUESTS
-from tests.unit.agents.test_runs import TEXT, check_tokens
+from tests.unit.agents.test_agent_runs import TEXT, check_tokens
 from tests.unit.agents.test_trajectories import FORMS, spoken
 
 FILE = Path(__file__).with_name("client_agents.py")

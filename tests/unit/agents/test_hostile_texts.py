@@ -1,6 +1,6 @@
 """No text of a model, an agent or a reward ends a run: ten thousand of them, through everything that takes such texts.
 
-Not covered: code that harms its process (`test_runs.py`, `test_trajectories.py`,
+Not covered: code that harms its process (`test_agent_runs.py`, `test_trajectories.py`,
 `tests/unit/scoring/test_processes.py`).
 """
 
@@ -21,10 +21,10 @@ import httpx
 import pytest
 from rich.console import Console
 
+from bridge.agents.agent_runs import Run, conversations, scored
 from bridge.agents.conversation import FORMATS, Conversation, parsed
 from bridge.agents.recorder import Recorder
 from bridge.agents.recording import Recording
-from bridge.agents.runs import Run, conversations, scored
 from bridge.agents.tools import Agent, Tools
 from bridge.errors import UsageError
 from bridge.learn.samples import with_advantages

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
-from bridge_environments import registry, rows
+from bridge_environments import dataset, registry
 
 Write = Callable[..., Path]
 WORKED = "4*2=<<4*2=8>>8\n#### 1,008"
@@ -76,9 +76,9 @@ def test_gsm8k_without_data_has_the_bundled_problems() -> None:
     problem: Any = next(iter(environment))
     assert (len(list(environment)), len(environment.held_out())) == (120, 42)
     assert [message["role"] for message in problem["prompt"]] == ["system", "user"]
-    assert problem["prompt"][0]["content"] == rows.SYSTEM_PROMPT
+    assert problem["prompt"][0]["content"] == dataset.SYSTEM_PROMPT
     question = problem["prompt"][1]["content"]
-    assert problem["plain_prompt"] == f"{rows.SYSTEM_PROMPT}\n\nQuestion: {question}\nAnswer:"
+    assert problem["plain_prompt"] == f"{dataset.SYSTEM_PROMPT}\n\nQuestion: {question}\nAnswer:"
     assert environment.score(problem, f"So it is\n#### {problem['answer']}") == 1.0
     assert environment.score(problem, "#### 0.123") == 0.0
 
@@ -194,7 +194,7 @@ def test_every_bad_line_is_named_with_what_is_wrong_with_it(tmp_path: Path) -> N
 def test_many_bad_lines_are_counted_past_the_first_ten(write: Write) -> None:
     message = refusal("jsonl", data=str(write(*["{"] * 25))).message
     assert "25 of 25 rows are bad" in message
-    assert message.count("not JSON") == rows.MAX_SHOWN_ROWS
+    assert message.count("not JSON") == dataset.MAX_SHOWN_ROWS
     assert message.endswith("; and 15 more")
 
 

@@ -12,7 +12,7 @@ from bridge.config import TrainConfig
 from bridge.scoring.score import Score, Scores
 from bridge.types import Problem
 from bridge_environments import registry, rewards
-from bridge_environments.rows import GSM8K
+from bridge_environments.dataset import GSM8K
 
 TEXT = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
@@ -54,7 +54,7 @@ def test_every_command_loads_its_problems_and_scores(command: str) -> None:
     environment = registry.load(config)
     problem = next(iter(environment))
     if environment.interaction == "agent":
-        return  # test_runs.py runs it
+        return  # test_agent_runs.py runs it
     right = reward(registry.scorer(config), problem, str(problem["answer"]))
     assert right >= 1.0 == reward(environment, problem, str(problem["answer"])) // 1
     assert right > reward(registry.scorer(config), problem, "")

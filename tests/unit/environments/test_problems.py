@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from bridge_environments.rows import GSM8K
+from bridge_environments.dataset import GSM8K
 
 assert GSM8K.bundled is not None
 SPLITS = {
