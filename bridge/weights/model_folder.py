@@ -244,9 +244,11 @@ def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor])
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
-    left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in held}
-    wanted = {name: text for name, text in held.items() if name not in left_out}
     saved = saved_form(model, whole)
+    left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in held}
+    for ignored in model._keys_to_ignore_on_load_unexpected or ():  # such as layers for multi-token prediction
+        left_out |= {name for name in held.keys() - saved.keys() - aliases.keys() if re.search(ignored, name)}
+    wanted = {name: text for name, text in held.items() if name not in left_out}
     expected = {name: describe(tensor) for name, tensor in saved.items()}
     narrow = {name: describe(tensor.to(model.dtype)) for name, tensor in saved.items()}  # vLLM may keep it in float32
     described = {aliases.get(name, name): text for name, text in wanted.items()}

@@ -281,6 +281,21 @@ def test_a_folder_without_weights_is_refused(out: Path) -> None:
         check(shared_model(tied=True), out)
 
 
+def test_what_transformers_ignores_of_a_folder_is_ignored(source: Path, out: Path) -> None:
+    """As the layers for multi-token prediction that Qwen3.5 and Qwen3-Next are published with."""
+    model = AutoModelForCausalLM.from_config(FAMILIES["Qwen3.5 (text)"]()).to(torch.bfloat16)
+    save(model, source, out)
+    tensors = load_file(out / SINGLE_NAME)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(2, 4).bfloat16()}, out / SINGLE_NAME)
+    expected = model.lm_head.weight.detach().clone()
+    model.lm_head.weight.data.zero_()
+    load_into(model, out)
+    assert torch.equal(model.lm_head.weight, expected)
+    save_file(tensors | {"ntp.fc.weight": torch.zeros(2, 4).bfloat16()}, out / SINGLE_NAME)
+    with pytest.raises(UsageError, match="ntp"):
+        check(model, out)
+
+
 def test_experts_are_saved_apart_and_loaded_together(source: Path, out: Path) -> None:
     """In memory the experts of a layer are one parameter; files store them one by one."""
     config = MixtralConfig(
