@@ -307,7 +307,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:
     try:
         config = GenerationConfig.from_pretrained(model_name)
     except OSError:
-        config = AutoConfig.from_pretrained(model_name)  # vLLM derives the other from it
+        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_name))  # as vLLM does
     ids = config.eos_token_id
     stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
     return {token for token in stops if token is not None}

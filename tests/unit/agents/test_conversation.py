@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig, Qwen2Config, Qwen3_5Config
 
 from bridge.agents import conversation
 from bridge.agents.conversation import Call, Conversation
@@ -51,6 +51,20 @@ def test_between_two_turns_stands_what_the_template_puts_there(tmp_path: Path, n
     added = ours.between([CALL], [CALL.answered("19")], end)
     assert tokenizer.decode(added) == BETWEEN[name]
     assert ours.between([CALL], [CALL.answered("19")], 5) == (end, *added), "a turn that was not ended gets its end"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Qwen2Config(eos_token_id=[5, 7]), Qwen3_5Config(text_config={"eos_token_id": [5, 7]})],
+    ids=["alone", "inside"],
+)
+def test_without_generation_defaults_a_turn_ends_where_the_language_model_says(
+    config: PretrainedConfig, tmp_path: Path
+) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    (tmp_path / "generation_config.json").unlink()
+    config.save_pretrained(tmp_path)
+    assert conversation.stop_ids(tokenizer, str(tmp_path)) == {tokenizer.eos_token_id, 5, 7}
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
