@@ -78,7 +78,7 @@ class Adapter:
         self.scaling = lora.alpha / lora.r
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            self._peft: PeftModel = get_peft_model(model, settings, autocast_adapter_dtype=False)
+            self._peft = _inserted(model, settings, lora.target_modules)
         self._peft.peft_config[NAME].base_model_name_or_path = base_name
         self.modules: dict[str, Matrices] = {}
         model.eval()  # PEFT inserts in training mode; of the whole model only the adapter's dropout may be active
@@ -187,6 +187,16 @@ def _with_adapter(base: Mapping[str, Cut], modules: Iterable[str], rank: int) ->
 def _name_of(key: str) -> str:
     """Return a matrix's name in the model by its name in a saved adapter."""
     return f"{key.removeprefix('base_model.model.').removesuffix('weight')}{NAME}.weight"
+
+
+def _inserted(model: PreTrainedModel, settings: peft.LoraConfig, target_modules: str) -> PeftModel:
+    try:
+        return get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:  # such as a layer with the name of stacked experts' weights
+        raise UsageError(
+            f"--lora-target-modules {target_modules}: PEFT cannot adapt that: {' '.join(str(error).split())}",
+            remedy="choose layers of attention alone, or all-linear",
+        ) from error
 
 
 def _refuse_unmatched(model: PreTrainedModel, wanted: list[str]) -> None:

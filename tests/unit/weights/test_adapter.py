@@ -25,6 +25,7 @@ from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes.preparation import recompute_activations
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
+from tests.models.families import FAMILIES
 
 SCALINGS = [(16.0, 8), (4.0, 8), (24.0, 8)]
 """alpha and r with a scaling of 2, 1/2 and 3, which is not a power of two."""
@@ -270,6 +271,13 @@ def test_an_unknown_target_module_is_refused(wanted: str, named: str) -> None:
     with pytest.raises(UsageError, match=f"--lora-target-modules {named}: ") as caught:
         put_in(base(), lora_target_modules=wanted)
     assert "choose among down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in caught.value.remedy
+
+
+def test_what_peft_cannot_adapt_is_refused() -> None:
+    """As the layers of the expert of every token in Qwen3-Next: PEFT takes their names for those of stacked experts."""
+    model = AutoModelForCausalLM.from_config(FAMILIES["Qwen3-Next"]())
+    with pytest.raises(UsageError, match="--lora-target-modules q_proj,gate_proj: "):
+        put_in(model, lora_target_modules="q_proj,gate_proj")
 
 
 def test_chosen_modules_alone_get_an_adapter() -> None:
