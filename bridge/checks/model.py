@@ -68,7 +68,9 @@ def read(model: str) -> Config | None:
 
 def _language(config: Config | None) -> Config:
     """Return the configuration of the language model alone."""
-    return (config or {}).get("text_config") or config or {}
+    config = config or {}
+    language = config.get("text_config")
+    return language if language and isinstance(language, dict) else config
 
 
 def has_experts(config: Config | None) -> bool:
@@ -185,7 +187,7 @@ def modes(model: str, config: Config | None) -> Iterator[Check]:
 def _notes(config: Config, mode: str) -> str:
     notes = []
     language = _language(config)
-    if "float16" in {part.get(name) for part in (config, language) for name in ("dtype", "torch_dtype")}:
+    if "float16" in [part.get(name) for part in (config, language) for name in ("dtype", "torch_dtype")]:
         notes.append("use --dtype bfloat16: gradients overflow in its own float16")
     if mode == SHARED and language.get("kv_lora_rank"):
         notes.append("latent attention runs in its plain form (VLLM_MLA_DISABLE=1), whose cache is larger")

@@ -165,19 +165,21 @@ class ModelSize:
         """
         folder = folder_of(str(model))
         document = _read(folder / CONFIG_NAME)
-        config = dict(document.get("text_config") or document)
-        if "tie_word_embeddings" in document:  # the outer model ties them
-            config["tie_word_embeddings"] = document["tie_word_embeddings"]
-        others = sorted(set(layer_types(config)) - KEEP_KEYS_AND_VALUES - {KEEPS_A_STATE})
-        if config.get("kv_lora_rank"):
-            others.append("compressed keys and values (kv_lora_rank)")
-        if others:
-            raise UsageError(
-                f"the model has layers of {' and '.join(others)}: how much they keep per token is unknown",
-                remedy=NO_PLAN,
-            )
         try:
+            text = document.get("text_config")
+            config = dict(text if text and isinstance(text, dict) else document)
+            if "tie_word_embeddings" in document:  # the outer model ties them
+                config["tie_word_embeddings"] = document["tie_word_embeddings"]
+            others = {*map(str, {*layer_types(config)} - KEEP_KEYS_AND_VALUES - {KEEPS_A_STATE})}
+            if config.get("kv_lora_rank"):
+                others.add("compressed keys and values (kv_lora_rank)")
+            if others:
+                raise UsageError(
+                    f"the model has layers of {' and '.join(sorted(others))}: how much they keep per token is unknown",
+                    remedy=NO_PLAN,
+                )
             dimensions = Dimensions.of(config)
+            estimate = dimensions.num_params
         except (KeyError, TypeError, ZeroDivisionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else "its dimensions are no numbers"
             raise UsageError(f"{folder / CONFIG_NAME} does not give the model's size: {why}", remedy=NO_PLAN) from error
@@ -188,7 +190,7 @@ class ModelSize:
                 remedy="name a folder with all .safetensors files: their headers are counted",
             )
         return cls(
-            num_params=counted or dimensions.num_params,
+            num_params=counted or estimate,
             exact=counted is not None,
             dimensions=dimensions,
             max_tokens=config.get("max_position_embeddings"),

@@ -108,6 +108,13 @@ def test_model_is_built_by_a_child_process(tmp_path: Path) -> None:
     assert obstacle.reason.startswith("cannot be trained: its MptForCausalLM takes no position_ids")
 
 
+@pytest.mark.parametrize("odd", [{"text_config": "llama"}, {"text_config": [1]}, {"dtype": {"": "float16"}}])
+def test_odd_values_are_no_obstacle(odd: dict[str, Any]) -> None:
+    assert statuses({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | odd) == dict.fromkeys(
+        MODES, "PASS"
+    )
+
+
 def test_notes_name_the_limits_of_a_mode() -> None:
     notes = {
         check.name: check.found

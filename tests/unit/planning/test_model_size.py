@@ -128,6 +128,14 @@ def test_language_model_of_several_parts_is_planned(tmp_path: Path) -> None:
         ({"hidden_size": None}, "dimensions are no numbers"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
         ({"layer_types": ["full_attention", "mamba"]}, "layers of mamba"),
+        ({"layer_types": 28}, "dimensions are no numbers"),
+        ({"layer_types": [["full_attention"]]}, "dimensions are no numbers"),
+        ({"layer_types": [None, "full_attention"]}, "layers of None"),
+        ({"full_attention_interval": "4"}, "dimensions are no numbers"),
+        ({"full_attention_interval": 4}, "linear_num_key_heads"),
+        ({"full_attention_interval": 4, "num_hidden_layers": None}, "dimensions are no numbers"),
+        ({"vocab_size": None}, "dimensions are no numbers"),
+        ({"text_config": "qwen2", "hidden_size": None}, "dimensions are no numbers"),
     ],
 )
 def test_uncountable_model_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
