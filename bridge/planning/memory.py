@@ -125,7 +125,7 @@ class Need:
             trainer=math.inf if copy and config.trainer_device == "cpu" else gpu_bytes,
             apart=bool(copy) and config.trainer_device not in SERVERS_GPU,
             can_sleep=config.trains_in_server,
-            served=BF16_BYTES * (shard + adapter),
+            served=BF16_BYTES * (shard + size.num_untrained / num_ranks + adapter),
             engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
             own=BF16_BYTES * (copy + beside),
             state=trained * bytes_each.device / config.replicas,

@@ -1,6 +1,7 @@
 """How large a model is, read from its folder without loading any weight.
 
-Not covered: parts other than attention, gated delta rules and gated feed-forward; what a language model is inside of.
+Not covered: parts other than attention, gated delta rules and gated feed-forward; without weights, what a language
+model is inside of.
 """
 
 import json
@@ -151,10 +152,11 @@ class Dimensions:
 class ModelSize:
     """Parameters and widths of one model."""
 
-    num_params: int  # tied ones once
+    num_params: int  # of the language model, tied ones once
     exact: bool  # whether they were counted in the headers of its weights, not estimated from its dimensions
     dimensions: Dimensions
     max_tokens: int | None = None  # longest sequence, if its configuration names one
+    num_untrained: int = 0  # what its files hold beside it, such as a vision model: served, and never trained
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
@@ -189,11 +191,14 @@ class ModelSize:
                 f"{folder} lacks weights, and the parameters of a {kind!r} model cannot be derived from its dimensions",
                 remedy="name a folder with all .safetensors files: their headers are counted",
             )
+        total = counted or estimate
+        around = max(total - estimate, 0) if "text_config" in document and kind in COUNTABLE else 0
         return cls(
-            num_params=counted or estimate,
-            exact=counted is not None,
+            num_params=total - around,
+            exact=counted is not None and not around,
             dimensions=dimensions,
             max_tokens=config.get("max_position_embeddings"),
+            num_untrained=around,
         )
 
 

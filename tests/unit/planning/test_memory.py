@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,13 @@ def test_bytes_per_parameter_are_as_computed_by_hand(way: tuple[str, bool, bool]
     assert held / GIB == pytest.approx(gib, rel=0.03)
     left = (120 * GIB - held) / need.kv_per_token / 1000
     assert left < 0 if thousands is None else left == pytest.approx(thousands, rel=0.05)
+
+
+def test_parts_around_the_language_model_are_served_and_not_trained() -> None:
+    config = TrainConfig.of(model_name="m")
+    alone = Need.of(size_of("7B"), config, gpu_bytes=80 * GIB)
+    inside = Need.of(replace(size_of("7B"), num_untrained=10**9), config, gpu_bytes=80 * GIB)
+    assert inside == replace(alone, served=alone.served + 2 * 10**9)
 
 
 def test_host_holds_offloaded_master_moments_and_sums() -> None:

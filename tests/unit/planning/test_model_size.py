@@ -117,8 +117,12 @@ def test_language_model_of_several_parts_is_planned(tmp_path: Path) -> None:
     document = {"model_type": "sees", "text_config": qwen2("7B"), "vision_config": {}, "tie_word_embeddings": True}
     folder = folder_of(document, tmp_path / "m")
     assert ModelSize.of(folder).num_params == Dimensions.of(qwen2("7B") | {"tie_word_embeddings": True}).num_params
+    alone = ModelSize.of(folder)
     weights(folder / "model.safetensors", (9,))
     assert ModelSize.of(folder).dimensions.hidden == 3584
+    weights(folder / "model.safetensors", (alone.num_params,), (1000, 5))
+    whole = ModelSize.of(folder)
+    assert (whole.num_params, whole.num_untrained) == (alone.num_params, 5000)
 
 
 @pytest.mark.parametrize(
