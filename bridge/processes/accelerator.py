@@ -120,7 +120,8 @@ def check_host(trainer: TrainConfig) -> None:
         size = ModelSize.of(trainer.model_name)
     except UsageError:
         return  # nothing is known before it is loaded
-    needed, left = Need.of(size, trainer, gpu_bytes=math.inf).offloaded, left_bytes()
+    state_alone = trainer.changed(activation_offload=False)  # a run offloads activations only where there is room
+    needed, left = Need.of(size, state_alone, gpu_bytes=math.inf).offloaded, left_bytes()
     if needed > left:
         raise UsageError(
             f"--offload-optimizer takes {needed / GIB:.1f} GiB of this host's memory, {left / GIB:.1f} GiB are left",

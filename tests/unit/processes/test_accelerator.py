@@ -140,8 +140,11 @@ def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
 
 @pytest.mark.parametrize(
     ("choices", "bytes_per_parameter"),
-    [({}, 12), ({"gradient_release": True}, 16), ({"gpus": 4, "batch_size": 32}, 12)],
-)
+    [
+        ({}, 12), ({"gradient_release": True}, 16), ({"gpus": 4, "batch_size": 32}, 12),
+        ({"max_new_tokens": 65_536}, 12),
+    ],
+)  # fmt: skip
 def test_an_offloaded_state_beyond_the_host_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], bytes_per_parameter: int
 ) -> None:
