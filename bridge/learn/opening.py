@@ -66,6 +66,7 @@ def learner_of(
         replicas=config.replicas,
         share_prompts=shares_prompts and (reference is None or reference.shares_prompts),
         parts=ranks.tp_group,
+        neighbors=ranks.world_size // config.hosts,
     )  # fmt: skip
     return Learner(
         model, optimizer, config.optimizer,

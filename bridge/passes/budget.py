@@ -69,8 +69,12 @@ class Budget:
         replicas: int = 1,
         share_prompts: bool = False,
         parts: Ranks = ALONE,
+        neighbors: int = 1,
     ) -> None:
-        """Take what sizes a pass; `num_groups` are those of a batch, and `parts` the ranks that decide together."""
+        """Take what sizes a pass; `num_groups` are those of a batch.
+
+        `parts` are the ranks that decide together, and `neighbors` those that share this host's memory, with this one.
+        """
         self._model = model
         self._compute = compute
         self._optimizer = optimizer
@@ -79,6 +83,7 @@ class Budget:
         self._num_groups = num_groups
         self._replicas = replicas
         self._parts = parts
+        self._neighbors = neighbors
         self.share_prompts = share_prompts
         """Whether a micro-batch holds each prompt once."""
         self._on_gpu = model.device.type == "cuda"
@@ -93,7 +98,7 @@ class Budget:
         self.sums_in_float32: bool | None = None
         """Whether gradients of many micro-batches are summed in float32; None: no update has had more than a few."""
         self._host_bytes = 0
-        """Free host memory when the first batch came."""
+        """This rank's share of the host memory that was free when the first batch came."""
         self._is_placed = False
         """Whether it is decided what layers keep; running out of memory may change it."""
         self._longest = 0
@@ -121,10 +126,10 @@ class Budget:
         self._longest = longest
         self._total = total
         if not self._is_placed and self._on_gpu:
-            self._host_bytes = min(self._parts.all_gather_object(left_bytes()))
+            self._host_bytes = min(self._parts.all_gather_object(left_bytes())) // self._neighbors
         if self._tokens is None:
             self._tokens = self._measured(longest, total)
-        elif not self._is_placed and (ways := self._ways()) and self._kept not in ways:
+        elif not self._is_placed and (ways := self._ways()):
             self._keep(ways[0])
         self._is_placed = True
         if total > FEW * self._tokens and self.sums_in_float32 is None:
@@ -177,7 +182,11 @@ class Budget:
 
     def _wanted(self, longest: int, total: int) -> int:
         """Return how many tokens have to fit at once to keep a GPU busy."""
-        return max(longest, min(self._tokens or ENOUGH_TOKENS, total))
+        return max(self._least(longest, total), min(self._tokens or ENOUGH_TOKENS, total))
+
+    def _least(self, longest: int, total: int) -> int:
+        """Return how many tokens have to fit at once: those of the longest sample, or of an update in a single pass."""
+        return total if self._optimizer.steps_in_backward else longest
 
     @property
     def _most(self) -> int:
@@ -207,12 +216,13 @@ class Budget:
         return [way for way in ways if not way.on_host or self._longest >= self._tokens]
 
     def _kept_bytes(self) -> int:
-        """Return the bytes that all layers' inputs and attention's outputs take, of the longest sample."""
+        """Return the bytes that all layers' inputs and attention's outputs take, of the smallest possible pass."""
         config = self._model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 1)
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         num_layers = len(layers.decoder_layers(self._model))
-        return int(PINNED * BF16_BYTES * self._longest * num_layers * (config.hidden_size + width))
+        num_tokens = self._least(self._longest, self._total)
+        return int(PINNED * BF16_BYTES * num_tokens * num_layers * (config.hidden_size + width))
 
     def _keep(self, kept: Kept) -> None:
         if kept not in (self._kept, ALL):
@@ -222,7 +232,7 @@ class Budget:
     def _measured(self, longest: int, total: int) -> int:
         free, wanted, fitting = self._free(), self._wanted(longest, total), -1
         for way in self._ways() or [self._kept]:
-            if fitting >= (longest if way.on_host else wanted):
+            if fitting >= (self._least(longest, total) if way.on_host else wanted):
                 break
             if fitting >= 0:
                 self._note(f"{WORDS[way]}: without, only {fitting:,} of {wanted:,} tokens fit at once")

@@ -16,7 +16,7 @@ from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, IN
 from bridge.passes.packing import Sample
 from bridge.passes.pass_cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, free_memory, measure_cost
 from bridge.passes.preparation import Note, recompute_activations
-from bridge.planning.memory import FEW, MOST_TOKENS
+from bridge.planning.memory import FEW, MOST_TOKENS, PINNED
 from bridge.ranks.world import ALONE, Ranks
 
 MIB = 2**20
@@ -324,8 +324,31 @@ def test_what_is_kept_goes_to_the_host_only_if_the_longest_does_not_fit_and_the_
     assert long._kept == INPUTS
 
 
-def test_a_run_of_chosen_size_keeps_what_its_longest_sample_wants() -> None:
-    choices: dict[str, Any] = {"micro_batch_tokens": 6_000, "gradient_checkpointing": True}
+@pytest.mark.parametrize(("fits", "kept"), [(INPUTS, INPUTS), (HOST_INPUTS, HOST_INPUTS), (None, HOST_INPUTS)])
+def test_layers_keep_less_until_an_update_in_a_single_pass_fits(
+    fits: Kept | None, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pass_budget = budget(Memory(10_100, plain=1), [], gradient_release=True)
+    monkeypatch.setattr(pass_budget, "_fitting", lambda _: 20_000 if pass_budget._kept == fits else 10_000)
+    assert pass_budget.max_tokens(samples(*(3_000,) * 5)) == (20_000 if fits else 10_000)
+    assert pass_budget._kept == kept
+
+
+def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = list[str]()
+    alone, one_of_four = (budget(Memory(1_100, plain=1, recomputed=0.7), notes) for _ in range(2))
+    one_of_four._neighbors = 4
+    monkeypatch.setattr(module, "left_bytes", lambda: 2 * int(PINNED * 2 * 5_000 * (32 + 32) / HOST_SHARE))
+    for pass_budget, kept in ((alone, HOST_INPUTS), (one_of_four, INPUTS)):
+        pass_budget.max_tokens(samples(5_000))
+        assert pass_budget._kept == kept
+
+
+@pytest.mark.parametrize("offloads", [None, False])
+def test_a_run_of_chosen_size_keeps_what_its_longest_sample_wants(offloads: bool | None) -> None:
+    choices: dict[str, Any] = {
+        "micro_batch_tokens": 6_000, "gradient_checkpointing": True, "activation_offload": offloads
+    }  # fmt: skip
     for longest, kept in ((5_000, ATTENTION), (3_000, INPUTS)):
         pass_budget = budget(Memory(1, plain=1), [], **choices)
         pass_budget.max_tokens(samples(longest))
