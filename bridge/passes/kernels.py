@@ -5,8 +5,8 @@
     fa4      FlashAttention 4 in its place; needs the package flash-attn-4, which compiles at its first use
     cudnn    cuDNN's, for a micro-batch that is one long sequence without a window, and `flash` for any other
 
-The choice holds for the process. A kernel is used once it has computed a small example here, forward and backward, as
-float32 does.
+Those for variable lengths hold for the process, and cuDNN's for the sizes of heads with which it was chosen. A kernel
+is used once it has computed a small example here, forward and backward, as float32 does.
 
 Not covered: attention without a kernel, and when one fits a layer (`attention.py`).
 Shape suffixes: S spans, T tokens of all of them, U tokens that each span attends to (span after span), A attention
@@ -16,7 +16,6 @@ heads, K key-value heads, D size of a head, X either number of heads.
 import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,10 +47,10 @@ EXAMPLE_ERROR = 0.02
 
 
 class _Choice:
-    """What `choose` chose for this process."""
+    """What `choose` chose for this process, which may have several models, such as a frozen reference."""
 
-    long_tokens = sys.maxsize
-    """Tokens from which a single sequence goes to cuDNN."""
+    head_sizes = frozenset[int]()
+    """Sizes of heads with which a long sequence goes to cuDNN."""
 
 
 def choose(model: PreTrainedModel, wanted: str) -> str:
@@ -59,7 +58,6 @@ def choose(model: PreTrainedModel, wanted: str) -> str:
 
     UsageError: the wanted one is not installed, or is wrong on this GPU.
     """
-    _Choice.long_tokens = sys.maxsize
     if model.device.type != "cuda":
         if wanted != "auto":
             raise _unusable(wanted, "it runs only on a GPU")
@@ -77,7 +75,7 @@ def choose(model: PreTrainedModel, wanted: str) -> str:
 
 def is_long(num_tokens: int, head_size: int) -> bool:
     """Whether cuDNN computes a single sequence of so many tokens."""
-    return num_tokens >= _Choice.long_tokens and head_size <= CUDNN_HEAD_SIZE
+    return num_tokens >= LONG_TOKENS and head_size in _Choice.head_sizes
 
 
 def by_varlen(
@@ -128,10 +126,14 @@ def by_cudnn(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float | None
 def _use(name: str, model: PreTrainedModel) -> str | None:
     """Use a kernel from now on; return what is against it."""
     _restore()
+    size = _head_size(model)
+    _Choice.head_sizes -= {size}
     if name == "flash":
         return None
     if name in PACKAGES and (reason := _activate(name)):
         return reason
+    if name == "cudnn" and size > CUDNN_HEAD_SIZE:
+        return f"a head has {size} elements, expected at most {CUDNN_HEAD_SIZE}"
     try:
         error = _error(model, _attend_by_cudnn if name == "cudnn" else _attend_by_varlen)
     except Exception as problem:  # noqa: BLE001  whatever a kernel of another package raises
@@ -141,8 +143,14 @@ def _use(name: str, model: PreTrainedModel) -> str | None:
     if reason is not None:
         _restore()
     elif name == "cudnn":
-        _Choice.long_tokens = LONG_TOKENS
+        _Choice.head_sizes |= {size}
     return reason
+
+
+def _head_size(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
+    return size
 
 
 def _activate(name: str) -> str | None:
@@ -185,7 +193,7 @@ def _error(model: PreTrainedModel, attend: Callable[..., Tensor]) -> float:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = _head_size(model)
     generator = torch.Generator(model.device).manual_seed(0)
     shapes = [(1, count, EXAMPLE_TOKENS, size) for count in (groups * 2, 2, 2, groups * 2)]
     *rows, weights = (torch.randn(shape, device=model.device, generator=generator).bfloat16() for shape in shapes)

@@ -91,7 +91,8 @@ def long_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     by_cudnn = kernels.by_cudnn
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
-    monkeypatch.setattr(kernels._Choice, "long_tokens", 10)
+    monkeypatch.setattr(kernels, "LONG_TOKENS", 10)
+    monkeypatch.setattr(kernels._Choice, "head_sizes", frozenset({8}))
     monkeypatch.setattr(kernels, "sdpa_kernel", backend)
     monkeypatch.setattr(kernels, "by_cudnn", counted)
     return lengths
@@ -333,12 +334,25 @@ def test_a_kernel_is_refused_without_a_gpu(wanted: str) -> None:
         kernels.choose(tiny(FAMILIES["qwen2"]), wanted)
 
 
-def test_what_speaks_against_a_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, on_gpu = tiny(FAMILIES["qwen2"]), Mock(device=torch.device("cuda"))
-    monkeypatch.setattr(kernels, "_error", lambda _, attend: 0.5)
-    assert kernels._use("cudnn", model) == "its error is 50.0%, expected at most 2%"
-    assert not kernels.is_long(10**6, 128)
+def of_heads(size: int) -> Mock:
+    """Return a model on a GPU with heads of this size."""
+    model = Mock(device=torch.device("cuda"))
+    model.config.get_text_config.return_value = Qwen3Config(**SIZES, head_dim=size)
+    return model
+
+
+@pytest.fixture
+def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels._Choice, "head_sizes", frozenset())
     monkeypatch.setattr(kernels, "_is_installed", lambda _: False)
+
+
+@pytest.mark.usefixtures("_no_choice")
+def test_what_speaks_against_a_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = of_heads(128)
+    monkeypatch.setattr(kernels, "_error", lambda _, attend: 0.5)
+    assert kernels._use("cudnn", on_gpu) == "its error is 50.0%, expected at most 2%"
+    assert not kernels.is_long(10**6, 128)
     line = kernels.choose(on_gpu, "auto")
     assert line == "attention: FlashAttention 2; cudnn is left out: its error is 50.0%, expected at most 2%"
     with pytest.raises(
@@ -351,6 +365,22 @@ def test_what_speaks_against_a_kernel_is_reported(monkeypatch: pytest.MonkeyPatc
     assert not kernels.is_long(kernels.LONG_TOKENS - 1, 128)
     assert kernels.choose(on_gpu, "flash") == "attention: FlashAttention 2"
     assert not kernels.is_long(10**6, 128)
+    with pytest.raises(UsageError, match="a head has 256 elements, expected at most 128"):
+        kernels.choose(of_heads(256), "cudnn")
+
+
+@pytest.mark.usefixtures("_no_choice")
+def test_another_model_of_the_process_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = of_heads(64)
+    monkeypatch.setattr(kernels, "_error", lambda model, attend: 0.5 if model is wrong else 0.0)
+    for _ in range(2):  # whichever comes first
+        kernels.choose(wrong, "auto")
+        kernels.choose(of_heads(128), "auto")
+        assert kernels.is_long(10**6, 128)
+        assert not kernels.is_long(10**6, 64)
+    kernels.choose(wrong, "auto")
+    kernels.choose(tiny(FAMILIES["qwen2"]), "auto")
+    assert kernels.is_long(10**6, 128)
 
 
 def test_the_example_tells_a_right_kernel_from_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
