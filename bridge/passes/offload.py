@@ -62,9 +62,10 @@ class _Kept:
         self._stream: torch.cuda.Stream | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Moved:
-        """Move a tensor if it is large and no weight."""
+        """Move a tensor if it is large, no weight, and not a part of something larger, which would stay."""
         is_large = tensor.dtype == self._dtype and tensor.numel() >= self._least
-        if not is_large or tensor.untyped_storage().data_ptr() in self._weights:
+        storage = tensor.untyped_storage()
+        if not is_large or storage.data_ptr() in self._weights or storage.nbytes() != tensor.nbytes:
             return tensor
         self._devices.append(tensor.device)
         self._on_host.append(self._to_host(tensor.detach()))

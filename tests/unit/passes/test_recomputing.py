@@ -116,3 +116,14 @@ def test_inputs_of_layers_are_moved_and_nothing_else(monkeypatch: pytest.MonkeyP
     hidden = torch.Size([1, sum(LENGTHS), model.config.hidden_size])
     assert set(moved) == {hidden}
     assert len(moved) <= len(layers.decoder_layers(model)) + 4  # and of the last norm, here in float32
+
+
+@pytest.mark.parametrize(
+    "kept", [torch.ones(4, 6)[:, :3], torch.ones(4, 1).expand(4, 3), torch.ones(6, 4)[:3].T, torch.ones(4, 3).T]
+)
+def test_what_comes_back_lies_in_memory_as_before(kept: Tensor) -> None:
+    """Compiled code counts on it."""
+    keeper = offload._Kept(set(), kept.numel(), kept.dtype)
+    back = keeper.unpack(keeper.pack(kept))
+    assert back.stride() == kept.stride()
+    assert torch.equal(back, kept)
