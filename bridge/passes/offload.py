@@ -1,8 +1,8 @@
 """What layers keep for the backward pass, in host memory: copied there while later layers compute, and back in time.
 
 Recomputed layers keep their inputs, and those that are compiled also what attention returned. Each of these is copied
-to pinned memory on a stream of its own, and its memory on the GPU is free once that is done. In the backward pass
-the tensors of the layer before are on their way back while a layer computes.
+to pinned memory on a stream of its own while the next layer computes, and its memory on the GPU is free after that. In
+the backward pass the tensors of the layer before are on their way back while a layer computes.
 
 Not covered: when it is worth it (`budget.py`).
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 AHEAD = 2
-"""Tensors that are copied back before they are needed: as many as one layer keeps."""
+"""Tensors that are on the device while they are copied, there or back: as many as one layer keeps."""
 LEAST_SHARE = 0.5
 """A tensor is moved if it has at least this share of a layer's input; what is smaller, such as RoPE's, is shared."""
 
@@ -56,10 +56,15 @@ class _Kept:
         self._dtype = dtype
         self._on_host = list[Tensor]()
         self._devices = list[torch.device]()
-        self._back: dict[int, tuple[Tensor, Any]] = {}
-        """Those on their way back, and the event after which they are there; of the rest none has memory on a GPU."""
+        self._here: dict[int, tuple[Tensor, Any]] = {}
+        """Those that are on the device, and the event after which their copy there or back is made."""
         self._was_used = set[int]()
         self._stream: torch.cuda.Stream | None = None
+
+    def __del__(self) -> None:
+        """Let the memory of what is still being copied be used again only after that."""
+        for tensor, event in self._here.values():
+            _wait(tensor, event)
 
     def pack(self, tensor: Tensor) -> Tensor | _Moved:
         """Move a tensor if it is large, no weight, and not a part of something larger, which would stay."""
@@ -67,9 +72,14 @@ class _Kept:
         storage = tensor.untyped_storage()
         if not is_large or storage.data_ptr() in self._weights or storage.nbytes() != tensor.nbytes:
             return tensor
+        number = len(self._on_host)
         self._devices.append(tensor.device)
-        self._on_host.append(self._to_host(tensor.detach()))
-        return _Moved(len(self._on_host) - 1)
+        on_host, event = self._to_host(tensor.detach())
+        self._on_host.append(on_host)
+        self._here[number] = tensor, event
+        if number >= AHEAD:
+            _wait(*self._here.pop(number - AHEAD))
+        return _Moved(number)
 
     def unpack(self, packed: Tensor | _Moved) -> Tensor:
         """Return the tensor on its device, and start to copy those that are needed next."""
@@ -77,35 +87,44 @@ class _Kept:
             return packed
         self._was_used.add(packed.number)
         self._fetch(packed.number)
-        tensor, event = self._back.pop(packed.number)
-        if event is not None:
-            current = torch.cuda.current_stream(tensor.device)
-            current.wait_event(event)
-            tensor.record_stream(current)
+        tensor, event = self._here.pop(packed.number)
+        _wait(tensor, event)
         for number in range(max(packed.number - AHEAD, 0), packed.number):
             if number not in self._was_used:
                 self._fetch(number)
         return tensor
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
+    def _to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Start to copy a tensor; return its copy, and the event after which it is made."""
         if not tensor.is_cuda:
-            return tensor.clone()
+            return tensor.clone(), None
         self._stream = self._stream or torch.cuda.Stream(tensor.device)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
             on_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             on_host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
-        return on_host
+            return on_host, self._stream.record_event()
 
     def _fetch(self, number: int) -> None:
         """Start to copy a tensor back, unless it is on its way."""
-        if number in self._back:
+        if number in self._here:
             return
         on_host, device = self._on_host[number], self._devices[number]
         if self._stream is None:
-            self._back[number] = on_host, None
+            self._here[number] = on_host, None
             return
+        tensor = torch.empty_like(on_host, device=device)  # memory of the stream that computes with it
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            tensor = on_host.to(device, non_blocking=True)
-            self._back[number] = tensor, self._stream.record_event()
+            tensor.copy_(on_host, non_blocking=True)
+            self._here[number] = tensor, self._stream.record_event()
+
+
+def _wait(tensor: Tensor, event: Any) -> None:
+    """Let what is computed from now on begin after the copy: memory that is freed then is used again in this order.
+
+    With `record_stream` it would be free only once the device got there. The host is many layers ahead of it, whose
+    tensors would all take memory at once.
+    """
+    if event is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(event)

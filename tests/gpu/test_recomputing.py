@@ -45,11 +45,13 @@ def computed(trained: PreTrainedModel) -> tuple[torch.Tensor, int]:
     """Return all gradients, and the bytes that the second pass took: the first one compiles."""
     parameters = list(trained.parameters())
     for _ in range(2):
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["active_bytes.all.current"]
         logprobs_N, _ = model_logprobs(trained, batch(), 1.0)
         gradients = torch.autograd.grad(logprobs_N.sum(), parameters)
-        peak = torch.cuda.max_memory_allocated() - before
+        # active: with what was freed, but is not yet free for another stream
+        peak = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
     return torch.cat([gradient.float().flatten().cpu() for gradient in gradients]), peak
 
 

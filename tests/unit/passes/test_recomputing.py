@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -100,9 +101,9 @@ def test_compiled_layers_that_recompute_have_the_same_gradients(kept: str, monke
 def test_inputs_of_layers_are_moved_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = list[torch.Size]()
 
-    def to_host(_: object, tensor: Tensor) -> Tensor:
+    def to_host(_: object, tensor: Tensor) -> tuple[Tensor, None]:
         moved.append(tensor.shape)
-        return tensor.clone()
+        return tensor.clone(), None
 
     monkeypatch.setattr(offload._Kept, "_to_host", to_host)
     model = tiny(FAMILIES["qwen3"])
@@ -116,6 +117,41 @@ def test_inputs_of_layers_are_moved_and_nothing_else(monkeypatch: pytest.MonkeyP
     hidden = torch.Size([1, sum(LENGTHS), model.config.hidden_size])
     assert set(moved) == {hidden}
     assert len(moved) <= len(layers.decoder_layers(model)) + 4  # and of the last norm, here in float32
+
+
+def on_gpu(name: str) -> Any:
+    tensor = MagicMock(spec=Tensor, name=name, is_cuda=True, dtype=torch.float32, nbytes=4)
+    tensor.numel.return_value = 1
+    tensor.untyped_storage.return_value.nbytes.return_value = 4
+    tensor.detach.return_value = tensor
+    return tensor
+
+
+def test_what_is_on_the_gpu_does_not_depend_on_how_far_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is taken and freed in the order of the stream that computes, never by `record_stream`."""
+    cuda, inside, tensors = MagicMock(), list[bool](), [on_gpu(str(number)) for number in range(6)]
+    computing = cuda.current_stream.return_value
+    made = list[Any]()
+
+    def empty_like(_: object, *, device: object, pin_memory: bool = False) -> Any:
+        made.append(on_gpu("back"))
+        if not pin_memory:
+            inside.append(cuda.stream.return_value.__enter__.call_count > cuda.stream.return_value.__exit__.call_count)
+        return made[-1]
+
+    monkeypatch.setattr(offload.torch, "cuda", cuda)
+    monkeypatch.setattr(offload.torch, "empty_like", empty_like)
+    kept = offload._Kept(set(), 1, torch.float32)
+    packed = list[Any]()
+    for number, tensor in enumerate(tensors, 1):
+        packed.append(kept.pack(tensor))
+        assert len(kept._here) == min(number, offload.AHEAD)
+        assert computing.wait_event.call_count == number - len(kept._here)
+    for one in reversed(packed):
+        kept.unpack(one)
+        assert len(kept._here) <= offload.AHEAD
+    assert inside == [False] * (len(tensors) - offload.AHEAD)
+    assert not any(tensor.record_stream.called for tensor in (*tensors, *made))
 
 
 @pytest.mark.parametrize(
