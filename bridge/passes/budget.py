@@ -25,7 +25,7 @@ from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, IN
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
 from bridge.passes.preparation import Note, recompute_activations
-from bridge.planning.memory import BF16_BYTES, EXCHANGED, FEW, GIB, MOST_TOKENS, PINNED
+from bridge.planning.memory import BF16_BYTES, EXCHANGED, FEW, GIB, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import ALONE, Ranks
 
 LONG_TOKENS = 4_096
@@ -45,8 +45,6 @@ ENOUGH_TOKENS = 2_048
 """Fewer would leave a GPU idle: recomputing activations is faster then."""
 SHARE = 0.85
 """Share of the free memory that passes may take; the rest is for fragments and for what does not grow with tokens."""
-HOST_SHARE = 0.5
-"""The same on the CPU: other processes take memory at any time, and the system kills instead of refusing."""
 BF16_SUMS = "over N micro-batches the error is about sqrt(N) / 512 of the largest partial sum, at worst N / 256 of it"
 """The cost of summing gradients in bf16: each addition is off by up to 1/256 of its result. Errors add up like noise
 if gradients are noisy; if all gradients are equal, all errors have the same sign."""

@@ -18,8 +18,8 @@ inequalities again, one for each device.
 Replicas on several GPUs share the optimizer's state: each holds its part of S, beside whole weights and gradients. An
 offloaded state is shared too, so that all of them together hold it once in host memory.
 
-A sequence longer than `LEAST_TOKENS` is planned with what recomputed layers keep in host memory, as a run decides that
-nothing else fits.
+A sequence longer than `LEAST_TOKENS` is planned with what recomputed layers keep in host memory if there is room, as a
+run decides that nothing else fits.
 
 Not covered: float32 sums of gradients, which a run makes only where they fit; compiled layers and liger-kernel's,
 whose activations take about a quarter less.
@@ -67,6 +67,9 @@ PROMPT_TOKENS = 256
 """Assumed length of a prompt."""
 PINNED = 2
 """Pinned memory that torch takes, at most, for what is kept in it: it rounds up to a power of two."""
+HOST_SHARE = 0.5
+"""Share of what is left of a host's memory that passes may take: other processes take some at any time, and the system
+kills instead of refusing."""
 LEAST_TOKENS, MOST_TOKENS = 4_096, 16_384
 """Tokens of a micro-batch, unless chosen: fewer leave a GPU idle, more gain nothing."""
 FEW = 16
@@ -96,8 +99,10 @@ class Need:
     replicas: int  # on one host
 
     @classmethod
-    def of(cls, size: ModelSize, config: TrainConfig, *, gpu_bytes: float, num_ranks: int = 1) -> Self:
-        """Derive it for a run of `config`, with `config.gpus` replicas on `num_ranks` GPUs of `gpu_bytes` each."""
+    def of(
+        cls, size: ModelSize, config: TrainConfig, *, gpu_bytes: float, host_bytes: float = math.inf, num_ranks: int = 1
+    ) -> Self:
+        """Derive it for `config.gpus` replicas on `num_ranks` GPUs of `gpu_bytes` each, with `host_bytes` left."""
         widths, shard = size.dimensions, size.num_params / num_ranks
         optimizer, recompute = config.optimizer, config.compute.gradient_checkpointing
         adapter = config.lora.r * widths.adaptable if config.mode == "lora_only" else 0
@@ -113,7 +118,10 @@ class Need:
         update = longest * (config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas)
         least, most = micro_batch_tokens(longest, update, optimizer, config.compute)
         chosen = config.compute.activation_offload
-        may_offload = longest > LEAST_TOKENS and recompute is not False and not copy
+        state_on_host = whole * bytes_each.host / config.hosts
+        kept_on_host = config.gpus * PINNED * kept_bytes(widths, least)
+        has_room = kept_on_host <= HOST_SHARE * (host_bytes - state_on_host)
+        may_offload = longest > LEAST_TOKENS and recompute is not False and not copy and has_room
         on_host = may_offload if chosen is None else chosen
         forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
         sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
@@ -134,8 +142,7 @@ class Need:
             temporaries=LOGITS_BYTES + head + step,
             least_activations=activation_bytes(widths, least, recomputed=recompute is not False, on_host=on_host),
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
-            offloaded=whole * bytes_each.host / config.hosts
-            + (config.gpus * PINNED * kept_bytes(widths, least) if on_host else 0),
+            offloaded=state_on_host + (kept_on_host if on_host else 0),
             kv_per_token=_kept_per_token(widths, longest) / num_ranks,
             replicas=config.gpus,
         )

@@ -86,7 +86,7 @@ def plan_rows(
     rows = []
     for choices in agreeing:
         setup = config.changed(**choices)
-        need = Need.of(size, setup, gpu_bytes=limits.gpu_bytes, num_ranks=num_gpus)
+        need = Need.of(size, setup, gpu_bytes=limits.gpu_bytes, host_bytes=limits.host_bytes, num_ranks=num_gpus)
         rows.append(_row(need, choices, limits, setup.publishing.kv_sleep))
     return rows
 

@@ -86,7 +86,7 @@ def derive(
         return MemoryShare(UNKNOWN_SHARE, f"the size of {model} is not known before it is loaded: {error.message}")
     if trainer.trains_in_server:
         trainer = trainer.changed(gpus=max(1, trainer.gpus // tensor_parallel_size))  # replicas
-    need = Need.of(size, trainer, gpu_bytes=gpu_bytes, num_ranks=tensor_parallel_size)
+    need = Need.of(size, trainer, gpu_bytes=gpu_bytes, host_bytes=left_bytes(), num_ranks=tensor_parallel_size)
     if need.apart:
         return MemoryShare(memory.LARGEST_SHARE, "the trainer is on another device")
     # vLLM does not start if its KV cache is too small for the longest sequence

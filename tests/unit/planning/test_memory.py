@@ -21,9 +21,11 @@ def size_of(name: str) -> ModelSize:
     return ModelSize(num_params=PARAMETERS[name], exact=True, dimensions=Dimensions.of(qwen2(name)), max_tokens=32768)
 
 
-def need_of(name: str, *, gpu_bytes: float = H200, num_ranks: int = 1, **choices: Any) -> Need:
+def need_of(
+    name: str, *, gpu_bytes: float = H200, host_bytes: float = math.inf, num_ranks: int = 1, **choices: Any
+) -> Need:
     config = TrainConfig.model_validate({"model_name": "m", **choices})
-    return Need.of(size_of(name), config, gpu_bytes=gpu_bytes, num_ranks=num_ranks)
+    return Need.of(size_of(name), config, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_ranks=num_ranks)
 
 
 TABLE: dict[tuple[str, bool, bool], dict[str, tuple[float, float | None]]] = {
@@ -270,3 +272,14 @@ def test_what_layers_keep_of_a_long_sequence_is_planned_in_host_memory() -> None
     short = (need_of("7B", max_new_tokens=1_000, activation_offload=chosen) for chosen in (False, None))
     assert next(short) == next(short)
     assert need_of("7B", max_new_tokens=131_072, gradient_checkpointing=False).offloaded == 0
+
+
+def test_a_host_without_the_room_is_not_planned_with() -> None:
+    """A run then keeps it on the GPU; a choice is planned as it is."""
+    choices: dict[str, Any] = {"max_new_tokens": 131_072, "offload_optimizer": True}
+    on_device, on_host = (need_of("7B", activation_offload=chosen, **choices) for chosen in (False, True))
+    kept = on_host.offloaded - on_device.offloaded
+    enough = on_device.offloaded + kept / memory.HOST_SHARE
+    assert need_of("7B", host_bytes=enough + GIB, **choices) == on_host
+    assert need_of("7B", host_bytes=enough - GIB, **choices) == on_device
+    assert need_of("7B", host_bytes=enough - GIB, activation_offload=True, **choices) == on_host
