@@ -103,8 +103,8 @@ class Need:
         cls, size: ModelSize, config: TrainConfig, *, gpu_bytes: float, host_bytes: float = math.inf, num_ranks: int = 1
     ) -> Self:
         """Derive it for `config.gpus` replicas on `num_ranks` GPUs of `gpu_bytes` each, with `host_bytes` left."""
-        widths, shard = size.dimensions, size.num_params / num_ranks
-        optimizer, recompute = config.optimizer, config.compute.gradient_checkpointing
+        widths, shard, optimizer = size.dimensions, size.num_params / num_ranks, config.optimizer
+        recompute, chosen = config.compute.gradient_checkpointing, config.compute.activation_offload
         adapter = config.lora.r * widths.adaptable if config.mode == "lora_only" else 0
         copy = size.num_params if config.mode == "none" else 0
         reference = size.num_params if config.loss.reference_model else 0
@@ -117,7 +117,6 @@ class Need:
         longest = sequence_tokens(config.sampling)
         update = longest * (config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas)
         least, most = micro_batch_tokens(longest, update, optimizer, config.compute)
-        chosen = config.compute.activation_offload
         state_on_host = whole * bytes_each.host / config.hosts
         kept_on_host = config.gpus * PINNED * kept_bytes(widths, least)
         has_room = kept_on_host <= HOST_SHARE * (host_bytes - state_on_host)

@@ -139,8 +139,8 @@ def test_what_is_on_the_gpu_does_not_depend_on_how_far_the_host_is_ahead(monkeyp
             inside.append(cuda.stream.return_value.__enter__.call_count > cuda.stream.return_value.__exit__.call_count)
         return made[-1]
 
-    monkeypatch.setattr(offload.torch, "cuda", cuda)
-    monkeypatch.setattr(offload.torch, "empty_like", empty_like)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
     kept = offload._Kept(set(), 1, torch.float32)
     packed = list[Any]()
     for number, tensor in enumerate(tensors, 1):
