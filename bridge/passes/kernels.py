@@ -62,7 +62,7 @@ def choose(model: PreTrainedModel, wanted: str) -> str:
         if wanted != "auto":
             raise _unusable(wanted, "it runs only on a GPU")
         return "attention: by blocks of rows"
-    named = wanted if wanted != "auto" else "fa3" if _is_installed("fa3") else "cudnn"
+    named = "cudnn" if wanted == "auto" else wanted
     reason = _use(named, model)
     if reason is not None:
         if wanted != "auto":
