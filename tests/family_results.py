@@ -33,7 +33,7 @@ does the same, while plain transformers chooses by the longest sequence of a bat
 Qwen3.5 and Qwen3-Next have layers with a state, GatedDeltaNet. The trainer runs them on each packed sequence by
 itself, as rows padded at their end, and completions do not share their prompt there. `A_log` is float32 on both sides,
 as vLLM keeps it. With CUDA, install `flash-linear-attention` and `causal-conv1d`: without them transformers uses its
-much slower reference code. These layers have not run on a GPU yet.
+much slower reference code. These layers are proved on CPUs alone.
 
 Of a language model inside something larger (`...ForConditionalGeneration`), the language model is trained in place, on
 text. The other parts stay unchanged in the server's memory. They cost the trainer nothing, and every checkpoint holds

@@ -83,8 +83,8 @@ class _FirstRank:
 
         if replicas:
             manifest_of(self.chosen.server, self.chosen.model_name, replicas[0].manifest)
-        check_reachable(self.chosen.model_name)
         config, self.directory, checkpoint = open_run(self.chosen)
+        check_reachable(config.model_name)
         if (own_rank := rank.OWN_RANK.get()) is not None:
             own_rank.keep(self.directory.path)
         if self.environment is not None:
