@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        setting = self.setting or "as it is"
+        setting = self.setting or "defaults"
         return setting if self.length is None else f"{self.length:,}: {setting}"
 
 

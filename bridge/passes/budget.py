@@ -20,7 +20,7 @@ from bridge.config import ComputeConfig, OptimizerConfig
 from bridge.config.optimizers import FLOAT32_BYTES
 from bridge.core.memory import left_bytes
 from bridge.errors import UsageError
-from bridge.passes import attention, layers
+from bridge.passes import attention, kernels, layers
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
@@ -216,8 +216,7 @@ class Budget:
     def _kept_bytes(self) -> int:
         """Return the bytes that all layers' inputs and attention's outputs take, of the smallest possible pass."""
         config = self._model.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", 1)
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        width = getattr(config, "num_attention_heads", 1) * kernels.head_size(config)
         num_layers = len(layers.decoder_layers(self._model))
         num_tokens = self._least(self._longest, self._total)
         return int(PINNED * BF16_BYTES * num_tokens * num_layers * (config.hidden_size + width))

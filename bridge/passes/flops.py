@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from bridge.passes import layers
 from bridge.passes.attention import Span
+from bridge.passes.kernels import head_size
 from bridge.passes.packing import MicroBatch
 from bridge.planning.model_size import EXPERTS, KEEP_KEYS_AND_VALUES
 
@@ -107,7 +108,7 @@ def _active(parameter: nn.Parameter, config: Any) -> float:
 
 def _pair(config: Any) -> int:
     """Return the operations of a query and a key in all heads of a layer, forward: their product, and the value's."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = head_size(config)
     if hasattr(config, "qk_nope_head_dim"):  # latent attention
         return int(
             2 * config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)

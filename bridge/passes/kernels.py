@@ -25,7 +25,7 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from bridge.errors import UsageError
 
@@ -126,7 +126,7 @@ def by_cudnn(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float | None
 def _use(name: str, model: PreTrainedModel) -> str | None:
     """Use a kernel from now on; return what is against it."""
     _restore()
-    size = _head_size(model)
+    size = head_size(model.config.get_text_config())
     _Choice.head_sizes -= {size}
     if name == "flash":
         return None
@@ -147,8 +147,8 @@ def _use(name: str, model: PreTrainedModel) -> str | None:
     return reason
 
 
-def _head_size(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
+def head_size(config: PretrainedConfig) -> int:
+    """Return the size of an attention head of a language model's configuration."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
     return size
 
@@ -193,7 +193,7 @@ def _error(model: PreTrainedModel, attend: Callable[..., Tensor]) -> float:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    size = _head_size(model)
+    size = head_size(model.config.get_text_config())
     generator = torch.Generator(model.device).manual_seed(0)
     shapes = [(1, count, EXAMPLE_TOKENS, size) for count in (groups * 2, 2, 2, groups * 2)]
     *rows, weights = (torch.randn(shape, device=model.device, generator=generator).bfloat16() for shape in shapes)

@@ -275,7 +275,7 @@ def test_what_layers_keep_of_a_long_sequence_is_planned_in_host_memory() -> None
 
 
 def test_a_host_without_the_room_is_not_planned_with() -> None:
-    """A run then keeps it on the GPU; a choice is planned as it is."""
+    """A run then keeps it on the GPU; with the flag, the plan follows the flag."""
     choices: dict[str, Any] = {"max_new_tokens": 131_072, "offload_optimizer": True}
     on_device, on_host = (need_of("7B", activation_offload=chosen, **choices) for chosen in (False, True))
     kept = on_host.offloaded - on_device.offloaded
