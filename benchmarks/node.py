@@ -1,17 +1,19 @@
-r"""All GPUs of a host: how much faster several are than one, and whether they stay equal and outlive a loss.
+"""A host with several GPUs: speed of 1, 2, 4 and 8, large models, and replicas that stay equal and outlive a loss.
 
-    python -m benchmarks.node --gpus 2
-    python -m benchmarks.node --gpus 4 --limit-s 1800
-    python -m benchmarks.node --gpus 2 --proofs --speed fixed            # no proof, and one of the lengths
-    python -m benchmarks.node --gpus 4 --size tiny --speed               # also without a GPU: proofs of four processes
+    python -m benchmarks.node --gpus 8
+    python -m benchmarks.node --gpus 8 --limit-s 560                     # again, to go on where the time was up
+    python -m benchmarks.node --gpus 4 --runs fixed sizes
+    python -m benchmarks.node --gpus 4 --size tiny --runs fixed replicas # also without a GPU: four processes
 
-Speed is that of `grpo.py`, whose rows these are: 1, 2, 4, ... GPUs, and from four on replicas of two GPUs, with
-completions of equal length and with a long tail. Then come two proofs of runs that begin with a small model:
+- `fixed`, `long-tail`: `grpo.py` with completions of 256 tokens, and with lengths of a long tail in a stream, on 1, 2,
+  4, ... GPUs and on two replicas of two; the work grows with the GPUs.
+- `sizes`: models of 14, 32 and 72 billion parameters in as many parts as they need. Beside the peak of a GPU's memory,
+  without the KV cache, stands what `bridge plan` predicts for it.
+- `replicas`: the proofs of `replicas.py`, on at most four GPUs.
 
-- 200 steps and more. The weights of all replicas have equal digests after each of them (a single replica is compared
-  with nothing), the memory of the GPU and of all processes is flat, and `bridge verify` passes before an interrupt ends
-  the run.
-- 60 steps with `--restarts 1`, in which first a server and then a rank is killed. All steps are trained, in the end.
+Runs start side by side on GPUs of their own as soon as there are enough free ones, the largest first. What has a result
+in the folder `--out` is not run again, and nothing starts that would not end before `--limit-s`. Weights are vLLM's
+dummies, except in the proofs.
 
 Not covered: several hosts.
 """
@@ -19,253 +21,253 @@ Not covered: several hosts.
 import argparse
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import linear_regression
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
-import torch
-
-from benchmarks import _digests, _gpu_memory, _models, _results, _sides
+from benchmarks import _models, _results, _sides, replicas
+from benchmarks._models import DUMMY
 from benchmarks._results import say
-from bridge.processes.start_checks import free_port
-from bridge_cli.rank import MAIN
+from benchmarks._sides import Side
+from bridge.processes import accelerator, children
+from bridge.processes.children import Child
 
-STEPS = 200
-FAULT_STEPS = 60
-KILL_SERVER_AT, KILL_RANK_AT = 10, 30
-WARM_UP = 50
-"""Steps before memory is looked at."""
-MIB = 2**20
-FIXED = "adamw-8bit"
-LONG = "adamw-8bit --max-staleness 8"
+FIXED_S, LONG_S, SIZES_S, REPLICAS_S = 130, 210, 200, 200
+"""Seconds of a run of each kind: none starts with less time left."""
+KEPT_GIB = 100
+"""Memory of a GPU from which on completions of 256 tokens are trained without recomputing."""
+MICRO_BATCH, LONG_MICRO_BATCH = 2176, 8704
+"""Tokens of a micro-batch, for each GPU that shares a copy of the weights."""
+REHEARSED = "--completions", "8", "--tokens", "16", "--steps", "2"
+"""The work without a GPU."""
+GROUPS_IN_FLIGHT, SEQUENCES = 48, 256
+"""Of a stream, for each GPU."""
 LENGTHS = "lognormal:600:0.6:4096"
-SPEEDS: Mapping[str, tuple[str, Sequence[str]]] = {
-    "fixed": (FIXED, ()),
-    "long-tail": (LONG, ("--lengths", LENGTHS, "--warm-up", "10")),
+LARGE: Mapping[str, tuple[str, int, int, int, str]] = {
+    "14b": ("14b", 2, 2, 64, "adamw"),
+    "32b": ("32b", 2, 2, 32, "adamw-8bit --kv-sleep always"),
+    "32b-exact": ("32b", 4, 4, 32, "adamw"),
+    "72b": ("72b", 4, 8, 16, "adamw-4bit"),
 }
-"""Lengths of the measured runs: the choices of `bridge run`, and the flags of `grpo.py`."""
+"""Model, parts at least and at most, completions for each GPU, and choices."""
+PROOF_GPUS = 4
+PLANNED = ("weights_gib", "gradients_gib", "state_gib", "activations_gib", "rest_gib")
+"""What is in a GPU's memory during the passes, apart from the KV cache: columns of `bridge plan`."""
+ENOUGH_GIB = 80
+"""Memory of a GPU for which is planned where there is none."""
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One run: a benchmark and its result."""
+
+    kind: str
+    name: str
+    """Of its row, and of its folder."""
+    gpus: int
+    seconds: float
+    """How long it takes, at most."""
+    argv: tuple[str, ...]
+    """After `python -m`."""
+    plan: tuple[str, ...] = ()
+    """Flags of `bridge plan` for it."""
+
+    def result(self, out: Path) -> dict[str, Any] | None:
+        """Return its row; None if it did not run yet, or failed."""
+        for file in sorted(out.joinpath(self.name).glob("*.json"), reverse=True):
+            results = json.loads(file.read_text())["results"]
+            if self.argv[0] == "benchmarks.replicas":
+                return dict(results)
+            row = next(iter(results.values()))["rows"][0]
+            if not row["failures"]:
+                return dict(row)
+        return None
 
 
 def main() -> None:
-    """Measure, prove, and write everything so far after every part."""
-    options = _flags().parse_args()
-    deadline = time.monotonic() + options.limit_s
-    results: dict[str, Any] = {}
+    """Run everything that has no result yet, and write all results after each."""
+    flags = _flags()
+    options = flags.parse_args()
+    num_gpus = len(accelerator.gpu_memory_bytes())
+    if 0 < num_gpus < options.gpus:
+        flags.error(f"--gpus {options.gpus}: this host shows {num_gpus}")
     with TemporaryDirectory(prefix="bridge-bench-") as scratch:
-        for name in options.proofs:
-            say(name)
-            folder = Path(scratch, name)
-            folder.mkdir()
-            model = _models.make_whole_model(options.size, folder / "model")
-            results[name] = PROOFS[name](model, folder, options.gpus, options.parts)
-            say(json.dumps(results[name]))
-            _results.write("node", results, options.out)
-        for name in options.speed:
-            choices, more = SPEEDS[name]
-            limit_s = str(max(1, int(deadline - time.monotonic())))
-            command = ["-m", "benchmarks.grpo", "--sizes", options.speed_size, "--models", scratch, "--trl", "--ours"]
-            command += [*speed_variants(choices, options.gpus), *more, "--limit-s", limit_s]
-            command += ["--out", str(options.out / name)]
-            subprocess.run([sys.executable, *command], check=True)
+        host = Host(gpus=options.gpus, size=options.size, models=Path(scratch), out=options.out)
+        wanted = [run for kind in options.runs for run in KINDS[kind](host)]
+        missing = [run for run in wanted if run.result(options.out) is None]
+        for size in {argument for run in missing for argument in run.argv if argument in _models.SIZES}:
+            _models.make_dummy_model(size, host.models / f"{size}-{DUMMY}")
+        side_by_side(missing, options.gpus, options.out, deadline=time.monotonic() + options.limit_s)
+        results = {run.name: found for run in wanted if (found := run.result(options.out)) is not None}
+        for run in wanted:
+            if run.plan and run.name in results:
+                results[run.name]["planned_gib"] = planned_gib(run.plan)
+        path = _results.write("node", results, options.out)
+        say(f"{_results.table(list(table(wanted, results)))}\nin {path}")
 
 
 def _flags() -> argparse.ArgumentParser:
     flags = _results.parser(__doc__)
-    flags.add_argument("--gpus", type=int, default=2, help="GPUs of the largest run")
-    flags.add_argument("--parts", type=int, default=1, help="--tensor-parallel-size of the proofs")
-    flags.add_argument("--size", choices=_models.SIZES, default="0.5b", help="model of the proofs")
-    flags.add_argument("--speed-size", choices=_models.SIZES, default="7b", help="model of the measured runs")
+    flags.add_argument("--gpus", type=int, default=2, help="GPUs of the host, or processes of a CPU")
+    flags.add_argument("--runs", nargs="+", choices=KINDS, default=list(KINDS), help="what to run; all by default")
     flags.add_argument(
-        "--proofs", nargs="*", choices=PROOFS, default=list(PROOFS), help="proofs to run; all by default"
-    )
-    flags.add_argument(
-        "--speed", nargs="*", choices=SPEEDS, default=list(SPEEDS), help="lengths to measure; all by default"
+        "--size", choices=_models.SIZES, help="one model for everything; default: 7b, those of `sizes`, 0.5b for proofs"
     )
     flags.add_argument("--limit-s", type=float, default=3600, help="seconds of everything")
     return flags
 
 
-def speed_variants(choices: str, gpus: int) -> list[str]:
-    """Return the choices for 1, 2, 4, ... up to `gpus` GPUs, and for replicas of two GPUs."""
-    counts = [count for count in (1, 2, 4, 8) if count <= gpus]
-    variants = [choices, *(f"{choices} --gpus {count}" for count in counts[1:])]
-    return [*variants, *(f"{choices} --gpus {count} --tensor-parallel-size 2" for count in counts if count > 2)]
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What is measured, and where."""
 
-
-@dataclass
-class ProofRun:
-    """A run of `bridge run` that somebody looks at, or disturbs, between its steps."""
-
-    model: Path
-    folder: Path
     gpus: int
-    parts: int = 1
-    choices: Sequence[str] = ()
-    output: Path = field(init=False)
-    process: subprocess.Popen[bytes] = field(init=False)
+    size: str | None
+    """The only model; None: each kind has its own."""
+    models: Path
+    """Folder of the models."""
+    out: Path
+    """Folder of the results."""
 
-    def __post_init__(self) -> None:
-        digests = self.folder / "digests"
-        digests.mkdir()
-        self.output = self.folder / "output"
-        engine = ["--gpu-memory-utilization", "0.3"] if torch.cuda.is_available() else []
-        argv = [
-            sys.executable, "-c", _sides.BRIDGE, "run", "--model", str(self.model), "--gpus", str(self.gpus),
-            "--tensor-parallel-size", str(self.parts), "--environment", f"{_digests.__file__}:Recorded",
-            "--run-dir", str(self.folder / "run"), "--batch-size", str(8 * self.gpus), "--group-size", "4",
-            "--max-new-tokens", "16", "--max-model-len", "512", "--port", str(free_port("127.0.0.1")), *engine,
-            "--vllm-config-path", str(self.folder / "manifest.json"), *self.choices, "--", "--enforce-eager",
-        ]  # fmt: skip
-        environment = {**_sides.environment(_sides.Work()), _digests.FOLDER: str(digests)}
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(argv, env=environment, stdout=output, stderr=output)
+    def counts(self) -> Iterator[tuple[int, int]]:
+        """Yield numbers of GPUs, and of parts: 1, 2, 4, ... replicas, and two of two parts."""
+        yield from ((count, 1) for count in (1, 2, 4, 8) if count <= self.gpus)
+        if self.gpus >= 4:
+            yield 4, 2
 
-    @property
-    def steps(self) -> list[int]:
-        """Steps of which there are metrics, in the order in which they were trained."""
-        path = self.folder / "run" / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    def fixed(self) -> Iterator[Measurement]:
+        """Yield the runs with completions of equal length."""
+        kept = "" if gpu_gib() > KEPT_GIB else " --gradient-checkpointing"
+        for count, parts in self.counts():
+            choices = f"adamw-8bit --micro-batch-tokens {MICRO_BATCH * parts}{kept}{_several(count, parts)}"
+            yield self._grpo("fixed", _name("fixed", count, parts), "7b", choices, seconds=FIXED_S)
 
-    def wait_for(self, step: int, meanwhile: Callable[[int], None] = lambda _: None) -> None:
-        """Return when `step` is trained, or the run ended; call `meanwhile` after each."""
-        seen = 0
-        while self.process.poll() is None and seen < step:
-            if (steps := self.steps) and steps[-1] > seen:
-                seen = steps[-1]
-                meanwhile(seen)
-            time.sleep(0.05)
+    def long_tail(self) -> Iterator[Measurement]:
+        """Yield the runs of a stream of completions with a long tail."""
+        for count, parts in self.counts():
+            choices = f"adamw-8bit --micro-batch-tokens {LONG_MICRO_BATCH * parts} --gradient-checkpointing"
+            choices += f" --max-staleness 8 --groups-in-flight {GROUPS_IN_FLIGHT * count}{_several(count, parts)}"
+            choices += f" -- --max-num-seqs {SEQUENCES * parts}"
+            more = "--lengths", LENGTHS, "--warm-up", "8"
+            yield self._grpo("long-tail", _name("long-tail", count, parts), "7b", choices, *more, seconds=LONG_S)
 
-    def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+    def sizes(self) -> Iterator[Measurement]:
+        """Yield the runs of large models in parts."""
+        for name, (size, least, most, completions, optimizer) in LARGE.items():
+            if least <= self.gpus:
+                parts = min(most, self.gpus)
+                choices = f"{optimizer} --micro-batch-tokens 4352 --gradient-checkpointing{_several(parts, parts)}"
+                more = "--completions", str(completions), "--steps", "4"
+                yield self._grpo("sizes", name, size, choices, *more, seconds=SIZES_S)
 
-    def rank(self, number: int) -> psutil.Process:
-        """Return the process of a rank."""
-        ranks = [process for process in self.descendants() if MAIN in process.cmdline()]
-        return next(process for process in ranks if process.environ()["RANK"] == str(number))
+    def replicas(self) -> Iterator[Measurement]:
+        """Yield the proofs."""
+        count = min(self.gpus, PROOF_GPUS)
+        for proof in replicas.PROOFS:
+            argv = "benchmarks.replicas", "--gpus", str(count), "--proofs", proof, "--size", self.size or "0.5b"
+            to_folder = "--out", str(self.out / proof)
+            yield Measurement(kind="replicas", name=proof, gpus=count, seconds=REPLICAS_S, argv=(*argv, *to_folder))
 
-    def server_pid(self, log: Path) -> int:
-        """Return the process of the server that was started last, according to a rank's log."""
-        return int(re.findall(r"starting vLLM \(pid (\d+)", log.read_text())[-1])
-
-    def ended(self) -> dict[str, Any]:
-        """Wait for the end, and return how it ended."""
-        code = self.process.wait()
-        steps = self.steps
-        last = {} if code == 0 else {"output": self.output.read_text(errors="replace")[-2000:]}
-        return {"exit_code": code, "steps": len({*steps}), **last}
-
-
-def equal_digests(folder: Path, gpus: int, parts: int) -> dict[str, int | None]:
-    """Return after how many steps all replicas had equal weights, part by part, from the records of the ranks.
-
-    `equal` is None with a single replica, which is compared with nothing.
-    """
-    of_rank: dict[int, dict[int, int]] = {}
-    for file in folder.iterdir():
-        lines = map(json.loads, file.read_text().splitlines())
-        of_rank[int(file.stem)] = {line["step"]: line["digest"] for line in lines}
-    steps = {step for digests in of_rank.values() for step in digests}
-    replicas = [range(part, gpus, parts) for part in range(parts)]
-    num_equal = sum(
-        all(len({of_rank.get(rank, {}).get(step) for rank in ranks}) == 1 for ranks in replicas) for step in steps
-    )
-    different = {*of_rank.get(0, {}).values()}
-    equal = num_equal if gpus > parts else None
-    return {"ranks": len(of_rank), "steps": len(steps), "equal": equal, "different_weights": len(different)}
+    def _grpo(self, kind: str, name: str, size: str, choices: str, *more: str, seconds: float) -> Measurement:
+        size, folder, side = self.size or size, self.out / name, Side("bridge", choices)
+        work = more if accelerator.gpu_memory_bytes() else REHEARSED
+        argv = "benchmarks.grpo", "--dummy-weights", "--models", str(self.models), "--sizes", size, "--trl", "--ours"
+        to_folder = "--run-limit-s", str(2 * seconds), "--keep-logs", str(folder / "logs"), "--out", str(folder)
+        plan: tuple[str, ...] = ()
+        if kind == "sizes":
+            batch = "--batch-size", str(int(more[1]) * side.gpus), "--max-new-tokens", "256", "--max-model-len", "1024"
+            plan = "--model", str(self.models / f"{size}-{DUMMY}"), *batch, "--optimizer", *choices.split()
+        return Measurement(
+            kind=kind, name=name, gpus=side.gpus, seconds=seconds, argv=(*argv, choices, *work, *to_folder), plan=plan
+        )
 
 
-def stays_equal(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, Any]:
-    """Train `STEPS` steps or more, and return digests, growth of memory, and what `bridge verify` says meanwhile."""
-    run = ProofRun(model, folder, gpus, parts, ["--training-steps", "100000", "--no-save-optimizer"])
-    gpu_bytes = _gpu_memory.reader()
-    mib: dict[str, list[float]] = {"processes": [], **({"gpu": []} if gpu_bytes else {})}
-    at: list[int] = []
-
-    def look(step: int) -> None:
-        if step % 5 or step < WARM_UP:
-            return
-        at.append(step)
-        mib["processes"].append(sum(map(_unique_bytes, run.descendants())) / MIB)
-        if gpu_bytes is not None:
-            mib["gpu"].append(gpu_bytes() / MIB)
-
-    run.wait_for(STEPS, look)
-    verify = [sys.executable, "-c", _sides.BRIDGE, "verify", "--run-dir", str(folder / "run")]
-    checked = subprocess.run(verify, env=_sides.environment(_sides.Work()), capture_output=True, text=True, check=False)
-    run.process.send_signal(signal.SIGINT)
-    growth = {name: _growth(at, figures) for name, figures in mib.items()}
-    verified = {"exit_code": checked.returncode, "lines": checked.stderr.splitlines()[-20:]}
-    return {
-        **run.ended(),
-        "digests": equal_digests(folder / "digests", gpus, parts),
-        "growth_mib": growth,
-        "verify": verified,
-    }
+def _name(kind: str, count: int, parts: int) -> str:
+    return f"{kind}-{count}" + (f"-in-{count // parts}-replicas" if parts > 1 else "")
 
 
-def outlives_losses(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, Any]:
-    """Train `FAULT_STEPS` steps, while the last replica's server and then the last rank are killed."""
-    choices = ["--training-steps", str(FAULT_STEPS), "--save-interval", "5", "--keep-last", "2", "--restarts", "1"]
-    run = ProofRun(model, folder, gpus, parts, choices)
-    first_of_last = gpus - parts
-    log = folder / "run" / "ranks" / f"{first_of_last}.log" if first_of_last else run.output
-    kills: dict[str, tuple[int, Callable[[], None]]] = {
-        "server": (KILL_SERVER_AT, lambda: os.kill(run.server_pid(log), signal.SIGKILL)),
-        "rank": (KILL_RANK_AT, lambda: run.rank(gpus - 1).kill()),
-    }
-    seconds: dict[str, float] = {}
-    before = set[psutil.Process]()
-    for name, (step, kill) in kills.items():
-        run.wait_for(step)
-        if run.process.poll() is None:
-            before.update(run.descendants())
-            kill()
-            seconds[name] = _until_next_step(run)
-    ended = run.ended()
-    _, alive = psutil.wait_procs(before, timeout=20)
-    return {
-        **ended,
-        "seconds_to_next_step": seconds,
-        "processes_left": len(alive),
-        "digests": equal_digests(folder / "digests", gpus, parts),
-    }
+def _several(count: int, parts: int) -> str:
+    return (f" --gpus {count}" if count > 1 else "") + (f" --tensor-parallel-size {parts}" if parts > 1 else "")
 
 
-def _until_next_step(run: ProofRun) -> float:
-    start, count = time.monotonic(), len(run.steps)
-    while run.process.poll() is None and len(run.steps) == count:
-        time.sleep(0.05)
-    return time.monotonic() - start
-
-
-def _unique_bytes(process: psutil.Process) -> int:
-    """Return what only this process has in memory; nothing if it has just ended."""
-    try:
-        return int(process.memory_full_info().uss)
-    except psutil.NoSuchProcess:
-        return 0
-
-
-def _growth(steps: Sequence[int], mib: Sequence[float]) -> float | None:
-    """Return the rise of the regression line."""
-    if len(steps) < 2:
-        return None
-    return linear_regression(steps, mib).slope * (steps[-1] - steps[0])
-
-
-PROOFS: Mapping[str, Callable[[Path, Path, int, int], dict[str, Any]]] = {
-    "stays_equal": stays_equal,
-    "outlives_losses": outlives_losses,
+KINDS: Mapping[str, Callable[[Host], Iterator[Measurement]]] = {
+    "fixed": Host.fixed,
+    "long-tail": Host.long_tail,
+    "sizes": Host.sizes,
+    "replicas": Host.replicas,
 }
+
+
+def side_by_side(runs: Sequence[Measurement], gpus: int, out: Path, *, deadline: float) -> None:
+    """Run each on GPUs of its own, the largest first, and say how it ended."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    free = shown.split(",")[:gpus] if shown else [str(number) for number in range(gpus)]
+    waiting = sorted(runs, key=lambda run: -run.gpus)
+    running: dict[Measurement, tuple[Child, list[str]]] = {}
+    try:
+        while waiting or running:
+            for run in [run for run in waiting if time.monotonic() + run.seconds > deadline]:
+                say(f"{run.name}: no time was left")
+                waiting.remove(run)
+            for run in [*waiting]:
+                if run.gpus <= len(free):
+                    taken, free = free[: run.gpus], free[run.gpus :]
+                    waiting.remove(run)
+                    running[run] = _start(run, taken, out), taken
+            for run, (child, taken) in [*running.items()]:
+                if not child.is_alive():
+                    del running[run]
+                    children.stop(child)  # reaped
+                    free += taken
+                    say(f"{run.name}: {'done' if run.result(out) is not None else f'failed, see {child.log}'}")
+            time.sleep(POLL_S)
+    finally:
+        children.stop(*(child for child, _ in running.values()))
+
+
+def _start(run: Measurement, taken: Sequence[str], out: Path) -> Child:
+    folder = out / run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"{run.name}: on GPU {', '.join(taken)}")
+    environment = {**_sides.environment(_sides.Work()), "CUDA_VISIBLE_DEVICES": ",".join(taken)}
+    return children.start([sys.executable, "-m", *run.argv], environment, folder / "log")
+
+
+def gpu_gib() -> float:
+    """Return the memory of a GPU of this host, without a context on it."""
+    return min(accelerator.gpu_memory_bytes(), default=ENOUGH_GIB * 2**30) / 2**30
+
+
+def planned_gib(flags: Sequence[str]) -> float:
+    """Return what `bridge plan` predicts for each GPU during the passes, without the KV cache."""
+    argv = [sys.executable, "-c", _sides.BRIDGE, "plan", "--json", "--gpu-memory", f"{gpu_gib():.1f}", *flags]
+    shown = subprocess.run(argv, env=_sides.environment(_sides.Work()), capture_output=True, text=True, check=True)
+    row = json.loads(shown.stdout)["rows"][0]
+    return float(sum(row[column] for column in PLANNED))
+
+
+def table(runs: Sequence[Measurement], results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for every run of `grpo.py`: speed against one GPU, and memory against the planned one."""
+    yield "", "GPUs", "tokens/s", "step s", "of one GPU", "peak GiB", "planned"
+    for run in runs:
+        row = results.get(run.name, {})
+        if rate := row.get("tokens_per_s"):
+            one = results.get(f"{run.kind}-1", {}).get("tokens_per_s")
+            of_one = f"{rate / one:.2f}x" if one else "-"
+            memory = [f"{row[name]:.1f}" if name in row else "-" for name in (_peak(run), "planned_gib")]
+            yield run.name, str(run.gpus), f"{rate:.0f}", f"{row['step_s']:.2f}", of_one, *memory
+
+
+def _peak(run: Measurement) -> str:
+    """Return the figure to compare with the plan: a cache that sleeps is no part of the passes' memory."""
+    return "peak_device_gib" if "--kv-sleep" in run.plan else "peak_without_kv_gib"
+
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import node
+from benchmarks import replicas
 from bridge.checks.verify import logprob_diffs
 from tests import scenarios
 from tests.cpu import test_gpus
@@ -38,22 +38,22 @@ def config() -> LlamaConfig:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_replicas_are_equal_after_every_step_and_memory_is_flat(model: Path, tmp_path: Path, parts: int) -> None:
-    result = node.stays_equal(model, tmp_path, 2, parts)
+    result = replicas.stays_equal(model, tmp_path, 2, parts)
     print(json.dumps(result))  # noqa: T201  pytest -s shows what was found
     assert result["exit_code"] == 130, result
     assert result["digests"]["ranks"] == 2
-    assert result["digests"]["steps"] >= node.STEPS
+    assert result["digests"]["steps"] >= replicas.STEPS
     assert parts == 2 or result["digests"]["equal"] == result["digests"]["steps"]
-    assert result["digests"]["different_weights"] > 0.9 * node.STEPS
+    assert result["digests"]["different_weights"] > 0.9 * replicas.STEPS
     assert all(growth < GROWTH_LIMIT_MIB for growth in result["growth_mib"].values()), result
     assert result["verify"]["exit_code"] == 0, result
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_killed_server_and_a_killed_rank_cost_no_step(model: Path, tmp_path: Path, parts: int) -> None:
-    result = node.outlives_losses(model, tmp_path, 2, parts)
+    result = replicas.outlives_losses(model, tmp_path, 2, parts)
     print(json.dumps(result))  # noqa: T201  pytest -s shows what was found
-    assert (result["exit_code"], result["steps"]) == (0, node.FAULT_STEPS), result
+    assert (result["exit_code"], result["steps"]) == (0, replicas.FAULT_STEPS), result
     assert result["processes_left"] == 0
     assert parts == 2 or result["digests"]["equal"] == result["digests"]["steps"]
 

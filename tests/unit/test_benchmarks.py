@@ -28,6 +28,7 @@ from benchmarks import (
     _trl,
     _work,
     node,
+    replicas,
     startup,
     train_step,
     turns,
@@ -448,14 +449,46 @@ def test_starts_are_compared_by_kind(tmp_path: Path) -> None:
     ]
 
 
-def test_a_node_measures_every_number_of_gpus_and_replicas_of_two() -> None:
-    assert node.speed_variants("adamw", 1) == ["adamw"]
-    assert node.speed_variants("adamw", 4) == [
-        "adamw",
-        "adamw --gpus 2",
-        "adamw --gpus 4",
-        "adamw --gpus 4 --tensor-parallel-size 2",
+def test_a_node_measures_every_number_of_gpus_and_replicas_of_two(tmp_path: Path) -> None:
+    def sizes(gpus: int) -> list[tuple[int, int]]:
+        host = node.Host(gpus=gpus, size="tiny", models=tmp_path, out=tmp_path)
+        sides = [Side("bridge", run.argv[run.argv.index("--ours") + 1]) for run in host.fixed()]
+        return [(side.gpus, side.num_parts) for side in sides]
+
+    assert sizes(1) == [(1, 1)]
+    assert sizes(4) == [(1, 1), (2, 1), (4, 1), (4, 2)]
+
+
+def test_large_models_are_measured_where_there_are_enough_gpus(tmp_path: Path) -> None:
+    for gpus, names in ((1, []), (2, ["14b", "32b"]), (4, [*node.LARGE])):
+        host = node.Host(gpus=gpus, size=None, models=tmp_path, out=tmp_path)
+        assert [run.name for run in host.sizes()] == names
+        assert all(run.gpus <= gpus for run in host.sizes())
+
+
+def test_runs_are_side_by_side_on_gpus_of_their_own_and_those_with_results_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "note.py").write_text(
+        "import json, os, sys, time\n"
+        "time.sleep(0.5)\n"
+        "shown = os.environ['CUDA_VISIBLE_DEVICES']\n"
+        "row = {'failures': [], 'shown': shown, 'ended': time.time()}\n"
+        "with open(sys.argv[1], 'w') as file: json.dump({'results': {'tiny': {'rows': [row]}}}, file)\n"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(_sides, "environment", lambda _: {**os.environ, "PYTHONPATH": str(tmp_path)})
+    runs = [
+        node.Measurement(kind="fixed", name=name, gpus=gpus, seconds=60, argv=("note", str(tmp_path / name / "a.json")))
+        for name, gpus in (("one", 1), ("three", 3), ("four", 4))
     ]
+    node.side_by_side(runs, 4, tmp_path, deadline=time.monotonic() + 100)
+    rows = {run.name: run.result(tmp_path) for run in runs}
+    shown = {name: row["shown"] for name, row in rows.items() if row is not None}
+    assert shown == {"four": "4,5,6,7", "three": "4,5,6", "one": "7"}
+    late = node.Measurement(kind="fixed", name="late", gpus=1, seconds=60, argv=("note", str(tmp_path / "late")))
+    node.side_by_side([late], 4, tmp_path, deadline=time.monotonic() + 30)
+    assert late.result(tmp_path) is None
 
 
 @pytest.mark.parametrize(("parts", "equal"), [(1, 1), (2, 2), (4, None)])
@@ -468,5 +501,5 @@ def test_equal_replicas_are_counted_part_by_part(tmp_path: Path, parts: int, equ
         if parts == 1 and rank == 2:
             lines.pop(1)  # it recorded nothing of the second
         (tmp_path / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counted = node.equal_digests(tmp_path, 4, parts)
+    counted = replicas.equal_digests(tmp_path, 4, parts)
     assert counted == {"ranks": 4, "steps": 3, "equal": equal, "different_weights": 3}
