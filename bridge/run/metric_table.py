@@ -46,14 +46,22 @@ def sum_of_items(name: str, first: int, end: int | None = None) -> Derive:
     return lambda record: known_sum(value[first:end] if isinstance(value := record.get(name), list | tuple) else ())
 
 
-def per_second(amount: str, seconds: str) -> Derive:
-    return lambda record: number(record, amount) / (number(record, seconds) or math.nan)
+class PerSecond(NamedTuple):
+    """An amount per second, of a step or of a whole run: the metrics that it is computed from."""
+
+    amount: str
+    seconds: str
+
+    def __call__(self, record: Mapping[str, Any]) -> float:
+        return number(record, self.amount) / (number(record, self.seconds) or math.nan)
 
 
 def _sampling_s(record: Mapping[str, Any]) -> float:
-    """Return the seconds in which the tokens were sampled: the whole step, if groups are in flight throughout."""
-    is_throughout = record.get("groups_in_flight") and not record.get("fence_prepare_s")
-    return number(record, "step_s" if is_throughout else "rollout_s")
+    """Return the seconds in which the tokens were sampled: of groups in flight, as many as the whole step took.
+
+    Those were sampled during several steps, of which some did not wait for any.
+    """
+    return number(record, "step_s" if number(record, "groups_in_flight") > 0 else "rollout_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +83,8 @@ class Metric:
     """The same for evaluations; empty: evaluations do not have this metric."""
     items: tuple[str, ...] | None = None
     """A list or mapping: the names of the items in order, "" for those not displayed; empty: the mapping's keys."""
-    over_run: Literal["", "total", "median", "largest"] = ""
-    """How the values of all steps are summed up in a report; empty: they are not."""
+    over_run: Literal["", "total", "median", "largest", "overall"] = ""
+    """How the values of all steps are summed up in a report; `overall`: the total per second; empty: they are not."""
     live: bool = False
     """Whether the live view shows it."""
     derive: Derive | None = None
@@ -263,10 +271,10 @@ CHARTS = (
                " restart. 0 if the step was not published: mode `none` publishes every `vllm_restart_interval` steps."),
     ), "stacked"),
     Chart(TIME, "Tokens per second", "Generated while they are sampled, trained during the passes.", (
-        Metric(name="tokens_per_s", title="Tokens generated per second", label="generated", over_run="median",
-               curve="rollout/tokens_per_s", live=True, derive=per_second("tokens_generated", "sampling_s")),
+        Metric(name="tokens_per_s", title="Tokens generated per second", label="generated", over_run="overall",
+               curve="rollout/tokens_per_s", live=True, derive=PerSecond("tokens_generated", "sampling_s")),
         Metric(name="train_tokens_per_s", title="Tokens trained on per second", label="trained",
-               derive=per_second("tokens_trained", "train_s")),
+               derive=PerSecond("tokens_trained", "train_s")),
     )),
     Chart(TIME, "Utilization", "Of the GPUs' peak in bf16, by the passes and the write.", (
         Metric(name="mfu", title="Model FLOPs utilization", unit="%", label="MFU", over_run="median",

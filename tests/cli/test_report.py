@@ -20,7 +20,7 @@ from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory
 from bridge_cli import main
 from bridge_cli.report import charts, names, record
-from bridge_cli.report.page import choices
+from bridge_cli.report.page import choices, figures
 from tests.cli import report_runs
 from tests.cli.test_help import run_python
 
@@ -222,6 +222,12 @@ def test_one_step_is_enough_and_thousands_are_all_there(tmp_path: Path) -> None:
     values = curve(run.path, "Gradient norm", "each step")
     assert (len(values), values[1234]) == (1500, 55.5)
     assert (tmp_path / "page.html").stat().st_size < 2_500_000
+
+
+def test_tokens_per_second_of_a_run_are_all_its_tokens_over_all_its_time(tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=3)
+    rewrite(run, *((index, {"tokens_generated": 100, "rollout_s": seconds}) for index, seconds in enumerate((8, 1, 1))))
+    assert figures(record.read(run.path))["tokens_per_s"][1] == pytest.approx(30.0)
 
 
 def test_several_runs_share_their_charts_and_tables(tmp_path: Path) -> None:

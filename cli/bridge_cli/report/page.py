@@ -19,7 +19,7 @@ from bridge import __version__
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
 from bridge.core.private import cleaned
-from bridge.run.metric_table import METRICS
+from bridge.run.metric_table import METRICS, Metric, PerSecond
 from bridge_cli.report.charts import Artist, Drawing, charts
 from bridge_cli.report.record import Column, Run
 from bridge_cli.steps import duration
@@ -94,13 +94,22 @@ def figures(run: Run) -> dict[str, tuple[str, float | None]]:
         **{
             metric.name: (
                 ", ".join(filter(None, (metric.title, metric.over_run, metric.unit))),
-                _of(OVER_RUN[metric.over_run], run.column(metric.name)),
+                _over_run(metric, run),
             )
             for metric in METRICS.values()
             if metric.over_run
         },
         "weight_bytes": ("Weights beside the server's, bytes", copied),
     }
+
+
+def _over_run(metric: Metric, run: Run) -> float | None:
+    if isinstance(metric.derive, PerSecond):  # the mean of its values would be more: short steps count as long ones
+        amounts, seconds = (run.column(name) for name in metric.derive)
+        known = ~np.isnan(amounts + seconds)
+        total_s = float(seconds[known].sum())
+        return float(amounts[known].sum()) / total_s if total_s else None
+    return _of(OVER_RUN[metric.over_run], run.column(metric.name))
 
 
 def values(run: Run) -> dict[str, Any]:
