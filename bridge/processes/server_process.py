@@ -33,6 +33,8 @@ STOP_GRACE_S = 15.0
 START_GRACE_S = 2.0
 """A server that is starting or has died has nothing to lose; vLLM 0.32 ignores SIGTERM while its engine starts."""
 ASK_LIMIT_S = 2.0
+LAST_THREADS_S = 10.0
+"""Longest wait for the other threads of a server whose first thread has ended: those of a GPU take seconds."""
 
 SLICE_S = 0.25
 """Silence is counted in slices of this length: one that the whole machine slept through counts once."""
@@ -199,14 +201,22 @@ class StartedServer:
             return refused
         how = self._verdict
         if not how:
-            code = server.exit_code()
-            assert code is not None, "it has ended"
-            how = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+            how = _ended_with(server)
         before = f", restarted {self._restarts} times," if self._restarts > 1 else ""
         return ServerUnreachableError(
             f"vLLM (pid {server.process.pid}){before} {how}: {server_log.root_error(self._log)}",
             remedy=f"bridge doctor, or read {self._log}",
         )
+
+
+def _ended_with(server: Child) -> str:
+    """Return how a server ended: its first thread can be gone some time before the others let its exit code be read."""
+    deadline = time.monotonic() + LAST_THREADS_S
+    while (code := server.exit_code()) is None and time.monotonic() < deadline:
+        time.sleep(children.POLL_S)
+    if code is None:
+        return f"ended, but for threads that still run after {LAST_THREADS_S:g} s"
+    return f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
 
 def health(

@@ -46,7 +46,8 @@ def sum_of_items(name: str, first: int, end: int | None = None) -> Derive:
     return lambda record: known_sum(value[first:end] if isinstance(value := record.get(name), list | tuple) else ())
 
 
-class PerSecond(NamedTuple):
+@dataclass(frozen=True)
+class PerSecond:
     """An amount per second, of a step or of a whole run: the metrics that it is computed from."""
 
     amount: str

@@ -105,7 +105,7 @@ def figures(run: Run) -> dict[str, tuple[str, float | None]]:
 
 def _over_run(metric: Metric, run: Run) -> float | None:
     if isinstance(metric.derive, PerSecond):  # the mean of its values would be more: short steps count as long ones
-        amounts, seconds = (run.column(name) for name in metric.derive)
+        amounts, seconds = run.column(metric.derive.amount), run.column(metric.derive.seconds)
         known = ~np.isnan(amounts + seconds)
         total_s = float(seconds[known].sum())
         return float(amounts[known].sum()) / total_s if total_s else None

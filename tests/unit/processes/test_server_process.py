@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +372,18 @@ def test_a_killed_tree_can_still_be_stopped(tmp_path: Path, log: Path) -> None:
     until(lambda: all(is_dead(process.pid) for process in tree) and not child.is_alive())
     assert child.exit_code() == -signal.SIGKILL
     children.stop(child)
+
+
+@pytest.mark.parametrize(("sleeps_s", "said"), [(1.0, "ended with exit code 3: "), (60.0, "threads that still run")])
+def test_a_server_whose_first_thread_ended_before_the_others_is_reported(
+    sleeps_s: float, said: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_process, "LAST_THREADS_S", 5.0)
+    program = (
+        "import ctypes, os, threading, time\n"
+        f"threading.Thread(target=lambda: (time.sleep({sleeps_s}), os._exit(3))).start()\n"
+        f"ctypes.CDLL(None).syscall({60 if os.uname().machine == 'x86_64' else 93}, 3)\n"  # exit(2): this thread only
+    )
+    command = replace(fake(tmp_path), argv=(sys.executable, "-c", program))
+    with pytest.raises(ServerUnreachableError, match=said), served(command, log).running():
+        pass
