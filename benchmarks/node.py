@@ -37,7 +37,7 @@ from benchmarks._sides import Side
 from bridge.processes import accelerator, children
 from bridge.processes.children import Child
 
-FIXED_S, LONG_S, SIZES_S, REPLICAS_S = 130, 210, 200, 200
+FIXED_S, LONG_S, SIZES_S, REPLICAS_S = 130, 300, 200, 200
 """Seconds of a run of each kind: none starts with less time left."""
 KEPT_GIB = 100
 """Memory of a GPU from which on completions of 256 tokens are trained without recomputing."""
@@ -104,7 +104,7 @@ def main() -> None:
         for size in {argument for run in missing for argument in run.argv if argument in _models.SIZES}:
             _models.make_dummy_model(size, host.models / f"{size}-{DUMMY}")
         side_by_side(missing, options.gpus, options.out, deadline=time.monotonic() + options.limit_s)
-        results = {run.name: found for run in wanted if (found := run.result(options.out)) is not None}
+        results = {run.name: row for run in wanted if (row := run.result(options.out)) is not None}
         for run in wanted:
             if run.plan and run.name in results:
                 results[run.name]["planned_gib"] = planned_gib(run.plan)
@@ -154,7 +154,7 @@ class Host:
             choices = f"adamw-8bit --micro-batch-tokens {LONG_MICRO_BATCH * parts} --gradient-checkpointing"
             choices += f" --max-staleness 8 --groups-in-flight {GROUPS_IN_FLIGHT * count}{_several(count, parts)}"
             choices += f" -- --max-num-seqs {SEQUENCES * parts}"
-            more = "--lengths", LENGTHS, "--warm-up", "8"
+            more = "--lengths", LENGTHS, "--warm-up", "8", "--steps", "16"
             yield self._grpo("long-tail", _name("long-tail", count, parts), "7b", choices, *more, seconds=LONG_S)
 
     def sizes(self) -> Iterator[Measurement]:

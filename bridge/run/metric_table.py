@@ -48,7 +48,7 @@ def sum_of_items(name: str, first: int, end: int | None = None) -> Derive:
 
 @dataclass(frozen=True)
 class PerSecond:
-    """An amount per second, of a step or of a whole run: the metrics that it is computed from."""
+    """An amount per second: the metrics that it is computed from."""
 
     amount: str
     seconds: str
@@ -58,10 +58,7 @@ class PerSecond:
 
 
 def _sampling_s(record: Mapping[str, Any]) -> float:
-    """Return the seconds in which the tokens were sampled: of groups in flight, as many as the whole step took.
-
-    Those were sampled during several steps, of which some did not wait for any.
-    """
+    """Return the seconds in which the tokens were sampled: with groups in flight, during whole steps."""
     return number(record, "step_s" if number(record, "groups_in_flight") > 0 else "rollout_s")
 
 

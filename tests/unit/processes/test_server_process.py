@@ -374,9 +374,9 @@ def test_a_killed_tree_can_still_be_stopped(tmp_path: Path, log: Path) -> None:
     children.stop(child)
 
 
-@pytest.mark.parametrize(("sleeps_s", "said"), [(1.0, "ended with exit code 3: "), (60.0, "threads that still run")])
+@pytest.mark.parametrize(("sleeps_s", "report"), [(1.0, "ended with exit code 3: "), (60.0, "threads that still run")])
 def test_a_server_whose_first_thread_ended_before_the_others_is_reported(
-    sleeps_s: float, said: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+    sleeps_s: float, report: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "LAST_THREADS_S", 5.0)
     program = (
@@ -385,5 +385,5 @@ def test_a_server_whose_first_thread_ended_before_the_others_is_reported(
         f"ctypes.CDLL(None).syscall({60 if os.uname().machine == 'x86_64' else 93}, 3)\n"  # exit(2): this thread only
     )
     command = replace(fake(tmp_path), argv=(sys.executable, "-c", program))
-    with pytest.raises(ServerUnreachableError, match=said), served(command, log).running():
+    with pytest.raises(ServerUnreachableError, match=report), served(command, log).running():
         pass
