@@ -40,6 +40,8 @@ text. The other parts stay unchanged in the server's memory. They cost the train
 them. Only `--mode shared_vllm` trains such models, and without a KL divergence. For them, and for Qwen3.5's text model,
 vLLM needs torchvision.
 
+vLLM serves families with `TransformersForCausalLM` through its Transformers backend.
+
 A family that is not in this table may still work. There is no code per family: Bridge records the layout from vLLM's
 own `load_weights` ([`loading.py`](../patches/bridge_patches/loading.py)), runs the same checks, and refuses what does
 not pass by name.
@@ -92,8 +94,13 @@ REFUSED = (
         "its text model, `Gemma3ForCausalLM`",
     ),
     (
-        "DeepSeek-V3's `mlp.gate.e_score_correction_bias`",
+        "`mlp.gate.e_score_correction_bias` of DeepSeek-V3, GLM-4.5 and MiniMax-M2",
         "a float32 parameter in vLLM, but not a parameter in transformers",
+        "`lora_only`, `none`",
+    ),
+    (
+        "gpt-oss on a CPU; on a GPU it was not tried",
+        "vLLM rewrites its experts for a kernel after loading",
         "`lora_only`, `none`",
     ),
     ("Gemma 4", "its files hold `layer_scalar`, a buffer: the trainer would compute with 1", "Gemma 3"),

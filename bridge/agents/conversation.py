@@ -1,4 +1,4 @@
-"""Conversations as token ids: what stands between two turns of the model, and which tools a turn calls.
+"""Conversations as token ids: what stands between two turns of the model, and what a turn says and calls.
 
 What the model sampled is decoded to be read, and never encoded again. Between two turns stands what the chat template
 puts there: it renders a made-up conversation, of which everything behind the model's turn is taken. That is right only
@@ -6,31 +6,20 @@ if the template renders earlier turns the same whatever follows them. With tools
 it before a run starts; an agent may send any messages, so there it is checked for each request.
 """
 
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, NoReturn
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
+from bridge.agents.tool_calls import FORMATS, THOUGHT_ENDS, Call, parsed, part_with_calls
 from bridge.core.foreign_code import reason_of, shortened
 from bridge.errors import UsageError
 
-FORMATS: Mapping[str, re.Pattern[str]] = {
-    "hermes": re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL),
-    "mistral": re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL),
-    "llama": re.compile(r"^\s*(?:<\|python_tag\|>)?(\{.*\})\s*$", re.DOTALL),
-}
-"""Ways to write calls as JSON, each an object or a list of them; a template's own rendering shows which one it uses."""
-ENDS = {"hermes": re.compile(r"\}\s*</tool_call>")}
-"""What a call ends with: behind the last one, each `<tool_call>` that nothing ends would be a search to the end."""
-ARGUMENTS = ("arguments", "parameters")
-"""Names of the arguments in these objects."""
-THOUGHT_ENDS = "</think>"
 THOUGHT = f"<think>\nI see.\n{THOUGHT_ENDS}"
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
 """What a template starts a turn with when thinking is off."""
@@ -43,22 +32,6 @@ KEEPS_TURNS = (
     "give the model a chat template that keeps earlier turns unchanged, as chat_template.jinja in its folder: TRL ships"
     " some in trl/chat_templates/*_training.jinja"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One call of a tool."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    id: str = "call00000"
-    """As the model wrote it; some templates expect nine letters and digits."""
-
-    def as_message(self) -> dict[str, Any]:
-        return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": dict(self.arguments)}}
-
-    def answered(self, content: str) -> dict[str, Any]:
-        return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": content}
 
 
 PROBE = Call(name="look_up", arguments={"number": 7})
@@ -124,7 +97,7 @@ class Conversation:
         if not (calls := parsed(text, self._format)):
             return decoded(skip_special_tokens=True), ()
         thought, end, rest = text.rpartition(THOUGHT_ENDS)
-        called = _called(rest, self._format)
+        called = part_with_calls(rest, self._format)
         return thought + end + FORMATS[self._format].sub("", called) + rest[len(called) :], calls
 
     def between(self, calls: Sequence[Call], answers: Sequence[Mapping[str, Any]], last: int) -> tuple[int, ...]:
@@ -265,35 +238,6 @@ class Conversation:
 def encodable(text: str) -> str:
     """Return `text` with a replacement character for each half of a surrogate pair, which JSON may hold alone."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def parsed(text: str, form: str) -> tuple[Call, ...]:
-    """Return the calls in the text of a turn, written as in `FORMATS`; none if any of them cannot be read."""
-    try:
-        return tuple(_calls(_called(text.rpartition(THOUGHT_ENDS)[2], form), FORMATS[form])) if form else ()
-    except Exception:  # noqa: BLE001  a model may write anything
-        return ()
-
-
-def _called(text: str, form: str) -> str:
-    """Return the beginning of `text` that holds all of its calls."""
-    if form not in ENDS:
-        return text
-    return text[: max((end.end() for end in ENDS[form].finditer(text)), default=0)]
-
-
-def _calls(text: str, form: re.Pattern[str]) -> Iterator[Call]:
-    number = 0
-    for written in form.findall(text):
-        content = json.loads(written)
-        for call in content if isinstance(content, list) else [content]:
-            given: Any = next((call[name] for name in ARGUMENTS if name in call), {})
-            arguments, call_id = json.loads(given) if isinstance(given, str) else given, call.get("id")
-            if not isinstance(call["name"], str) or not isinstance(arguments, dict):
-                raise TypeError(call)
-            known = call_id if isinstance(call_id, str) and re.fullmatch(r"\w{9}", call_id) else f"call{number:05d}"
-            yield Call(name=call["name"], arguments=arguments, id=known)
-            number += 1
 
 
 def made_up(calls: Sequence[Call], *, has_thought: bool = False) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from bridge.agents import chat_request
 from bridge.agents.chat_request import ChatRequest
-from bridge.agents.conversation import THOUGHT_ENDS, Call, Conversation, made_up
+from bridge.agents.conversation import Conversation, made_up
+from bridge.agents.tool_calls import THOUGHT_ENDS, Call
 from bridge.agents.trajectories import Written, as_turn, shallow
 from bridge.types import Completion
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.agents.conversation import Call, Conversation, encodable
+from bridge.agents.conversation import Conversation, encodable
+from bridge.agents.tool_calls import Call
 from bridge.core.together import together
 from bridge.errors import RewardError, UsageError
 from bridge.rollouts.problems import encode

@@ -29,8 +29,9 @@ ANOTHER = "use a plain language model, such as those in docs/families.md"
 ALTERNATING = "gemma2"
 """Has a window in every other layer; older configurations have no `layer_types`."""
 PROVED = frozenset({
-    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mistral3", "mixtral", "olmo2",
-    "phi", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "starcoder2",
+    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "mistral3", "mixtral",
+    "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
+    "smollm3", "starcoder2",
 })  # fmt: skip
 """Values of `model_type` that are known to work: those of docs/families.md."""
 TRIAL_LIMIT_S = 120.0

@@ -11,12 +11,14 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     GraniteConfig,
     LlamaConfig,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PhiConfig,
     PixtralVisionConfig,
@@ -29,6 +31,7 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLTextConfig,
+    SmolLM3Config,
     Starcoder2Config,
 )
 
@@ -191,6 +194,9 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
         num_experts_per_tok=4,  # all: states carry the first token's choice to every other, and rounding may flip it
     ),
     "OLMo 2": lambda: Olmo2Config(**SMALL, tie_word_embeddings=False),
+    "OLMo 3": lambda: Olmo3Config(**SMALL, sliding_window=512, tie_word_embeddings=False),
+    "GLM-4": lambda: Glm4Config(**SMALL, head_dim=64, tie_word_embeddings=False),
+    "SmolLM3": lambda: SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}, tie_word_embeddings=True),  # one without RoPE
     "Granite": lambda: GraniteConfig(
         **SMALL, tie_word_embeddings=True, embedding_multiplier=12.0, logits_scaling=8.0,
         residual_multiplier=0.22, attention_multiplier=0.0156,

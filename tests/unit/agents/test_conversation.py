@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig, PretrainedConfig, Qwen2Config, Qwen3_5Config
 
-from bridge.agents import conversation
-from bridge.agents.conversation import Call, Conversation
+from bridge.agents import conversation, tool_calls
+from bridge.agents.conversation import Conversation
+from bridge.agents.tool_calls import Call
 from bridge.errors import UsageError
 from tests.models import chat
 
@@ -158,16 +159,16 @@ def test_a_server_that_does_not_stop_at_the_end_of_a_turn(tmp_path: Path) -> Non
     Conversation(tokenizer, str(tmp_path), tools=[TOOL])
 
 
-@pytest.mark.parametrize("form", conversation.FORMATS)
+@pytest.mark.parametrize("form", tool_calls.FORMATS)
 @pytest.mark.parametrize("text", ["", "[TOOL_CALLS] [7]", "<tool_call>{}</tool_call>", "{" * 100_000, '{"name": 3}'])
 def test_text_that_is_no_call_is_none(text: str, form: str) -> None:
-    assert conversation.parsed(text, form) == ()
+    assert tool_calls.parsed(text, form) == ()
 
 
 @pytest.mark.parametrize("begun", ["<tool_call>{", "<tool_call>{}", "<tool_call>"])
 def test_calls_that_nothing_ends_take_no_quadratic_time(tmp_path: Path, begun: str) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    (parsed,) = conversation.parsed(call + begun * 200_000, "hermes")
+    (parsed,) = tool_calls.parsed(call + begun * 200_000, "hermes")
     assert (parsed.name, parsed.arguments) == ("add", {"a": 1})
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     ids = tokenizer(f"So: {call} and {begun * 2}")["input_ids"]

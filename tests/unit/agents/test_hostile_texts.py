@@ -22,9 +22,10 @@ import pytest
 from rich.console import Console
 
 from bridge.agents.agent_runs import Run, conversations, scored
-from bridge.agents.conversation import FORMATS, Conversation, parsed
+from bridge.agents.conversation import Conversation
 from bridge.agents.recorder import Recorder
 from bridge.agents.recording import Recording
+from bridge.agents.tool_calls import FORMATS, parsed
 from bridge.agents.tools import Agent, Tools
 from bridge.errors import UsageError
 from bridge.learn.samples import with_advantages

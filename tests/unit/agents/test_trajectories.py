@@ -16,8 +16,8 @@ import psutil
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from bridge.agents.conversation import Call
 from bridge.agents.stream import open_stream
+from bridge.agents.tool_calls import Call
 from bridge.agents.trajectories import DEEPEST, as_turn
 from bridge.config import TrainConfig
 from bridge.learn import samples
