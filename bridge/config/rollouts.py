@@ -90,7 +90,8 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     """An environment: its problems and its rewards."""
 
     environment: str = declare("arithmetic", panel="", identifies=True)
-    """`arithmetic`, `gsm8k`, `jsonl`, `file.py:ClassName` for your own, `verifiers:ID`, or `reasoning_gym:TASK`."""
+    """`arithmetic`, `word_problems`, `gsm8k`, `jsonl`, `file.py:ClassName` for your own, `verifiers:ID`, or
+    `reasoning_gym:TASK`."""
     env_args: Annotated[dict[str, Any], _json_object(SIZE)] = Field(default={})
     """Arguments of `reasoning_gym:TASK`, such as `{"size": 1000}`, or the table `[env]` of `verifiers:ID`, such as
     `{"agent": {"max_turns": 4}}` (default: their own)."""

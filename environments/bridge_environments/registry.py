@@ -16,6 +16,7 @@ from bridge.types import Interaction, Problem, Task
 from bridge_environments import dataset, inspection, packages, rewards
 from bridge_environments.dataset import GSM8K, JSONL, Format
 from bridge_environments.rewards import Reward, Rewards
+from bridge_environments.word_problems import WordProblems
 
 NUMBERS = range(20)
 NUM_HELD_OUT = 80
@@ -49,7 +50,7 @@ class Arithmetic:
         return float(completion.strip() == problem["answer"])
 
 
-CLASSES: Mapping[str, type] = {"arithmetic": Arithmetic}
+CLASSES: Mapping[str, type] = {"arithmetic": Arithmetic, "word_problems": WordProblems}
 FORMATS: Mapping[str, Format] = {"gsm8k": GSM8K, "jsonl": JSONL}
 OF_DATA = ("data", "eval_data", "prompt_column", "answer_column")
 """Choices that only apply to problems read from rows."""
