@@ -28,6 +28,8 @@ class Run:
     """The parsed lines."""
     peak_bytes: int = 0
     """Maximum of `used_bytes` while it ran; 0 if unknown."""
+    begun: float = 0.0
+    """When it was started, on the clock of `stamps`."""
     seconds: float = 0.0
     """Duration in seconds."""
     failure: str | None = None
@@ -53,7 +55,8 @@ def run(
     used_bytes: Callable[[], int] | None = None,
 ) -> Run:
     """Run `argv` until it has printed `num_lines` lines, ends or times out; then stop its whole process group."""
-    result, begun = Run(baseline_bytes=used_bytes() if used_bytes else 0), time.monotonic()
+    baseline_bytes = used_bytes() if used_bytes else 0
+    result, begun = Run(baseline_bytes=baseline_bytes, begun=time.perf_counter()), time.monotonic()
     child = start(argv, environment, log)
     reader = threading.Thread(target=read, args=(child.process, result), daemon=True)
     reader.start()

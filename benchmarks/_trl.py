@@ -1,7 +1,8 @@
 """TRL's GRPO with vLLM in the trainer's process (colocate), or on Bridge's server, on the task of `_work.py`.
 
 Prints one JSON object per step: seconds per part and torch's peak memory. TRL is not modified: its methods are timed
-from outside, and every timed part begins and ends with an idle device.
+from outside, and every timed part begins and ends with an idle device. With `--task`, TRL trains on an environment of
+Bridge's, in the same order, and prints the share of held-out problems that it solves, as `bridge run --json` does.
 
 Source: TRL 1.16.0, `trl/trainer/grpo_trainer.py` and `trl/generation/vllm_generation.py`, for the names.
 """
@@ -11,6 +12,7 @@ import functools
 import importlib
 import json
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,18 +23,21 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, TrainerCallback
 
 import bridge
 from benchmarks import _sides, _work
 from benchmarks._lengths import Lognormal
 from benchmarks._results import say
-from bridge.config import ServeConfig
+from bridge.config import ServeConfig, TaskConfig
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
 from bridge.rollouts import problems
 from bridge.server.manifest import MANIFEST_NAME
+from bridge.types import Task
+from bridge_environments import registry
 
 
 def main() -> None:
@@ -43,18 +48,21 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
     options = flags().parse_args()
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
-    clock, args = Clock(), trl.GRPOConfig(**settings(options))
+    task = registry.load(TaskConfig(environment=options.task)) if options.task else None
+    clock, args = Clock(task), trl.GRPOConfig(**settings(options))
     with stock(options) if not options.on_bridge else on_bridge(options, args) as arguments:
         trainer = trl.GRPOTrainer(
             **arguments,
             reward_funcs=clock.reward,
             args=args,
-            train_dataset=datasets.Dataset.from_dict({"prompt": prompts()}),
+            train_dataset=datasets.Dataset.from_dict(columns(task, options) if task else {"prompt": prompts()}),
         )
         watch(trainer, clock)
         if options.lengths and trainer.use_vllm:
             limit(trainer.vllm_generation.llm, Lognormal.parse(options.lengths))
         trainer.add_callback(Lines(clock, lines, trainer.accelerator))
+        if task is not None and lines is not None:
+            trainer.add_callback(HeldOut(task, lines, trainer, options))
         trainer.train()
 
 
@@ -106,6 +114,10 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--on-bridge", action="store_true", help="one copy of the weights, by bridge.for_trl")
     parser.add_argument("--trl-optimizer", action="store_true", help="with --on-bridge: TRL's AdamW, not Bridge's")
     parser.add_argument("--float32", action="store_true", help="float32 weights, as TRL loads a model by its name")
+    parser.add_argument("--lr", type=float, default=1e-6, help="learning rate, which is constant")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the problems, and of sampling")
+    parser.add_argument("--task", metavar="ENVIRONMENT", help="train on this one of Bridge's, and evaluate")
+    parser.add_argument("--eval-interval", type=int, default=10, help="with --task: steps between evaluations")
     parser.add_argument("--no-vllm", action="store_true", help="sample by transformers, for a try without a GPU")
     return parser
 
@@ -114,6 +126,13 @@ def prompts() -> list[str]:
     """Return the prompts in the order in which Bridge takes them."""
     order = islice(problems.endless(_work.Hashed(), seed=0), _work.NUM_PROMPTS)
     return [str(problem["prompt"]) for problem in order]
+
+
+def columns(task: Task, options: argparse.Namespace) -> dict[str, list[Any]]:
+    """Return the problems of all steps as columns, in the order in which Bridge takes them."""
+    count = options.steps * options.completions // options.group
+    taken = list(islice(problems.endless(task, seed=options.seed), count))
+    return {"prompt": [problem["prompt"] for problem in taken], "problem": list(map(json.dumps, taken))}
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -127,13 +146,13 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     return {
         **({} if options.no_vllm or options.on_bridge else vllm),
         "output_dir": str(options.model.parent / "trl"), "max_steps": options.steps, "report_to": "none",
-        "save_strategy": "no", "logging_steps": options.steps, "disable_tqdm": True, "seed": 0,
+        "save_strategy": "no", "logging_steps": options.steps, "disable_tqdm": True, "seed": options.seed,
         "per_device_train_batch_size": options.batch,
         "gradient_accumulation_steps": options.completions // options.batch,
         "num_generations": options.group, "max_completion_length": options.tokens, "temperature": 1.0,
         "shuffle_dataset": False,
         "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0,
-        "learning_rate": 1e-6, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "learning_rate": options.lr, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
         "optim": options.optim, "bf16": True,
         "model_init_kwargs": {"dtype": "float32" if options.float32 else "bfloat16"},
         "gradient_checkpointing": not options.no_checkpointing, "use_liger_kernel": options.liger,
@@ -144,13 +163,17 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 class Clock:
     """Seconds per part since the last step, and the sampled tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Task | None = None) -> None:
+        self._task = task
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens = 0
 
-    def reward(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(self, completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
         """Score completions for TRL, and count their tokens."""
         self.num_tokens += sum(map(len, completion_ids))
+        if self._task is not None:
+            texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+            return list(map(self._task.score, map(json.loads, columns["problem"]), texts))
         return [_work.reward(completion) for completion in completions]
 
     def part(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,6 +245,51 @@ class Lines(TrainerCallback):  # type: ignore[misc]
             self._out.write(json.dumps(document) + "\n")
         self._clock.seconds.clear()
         self._clock.num_tokens = 0
+
+
+class HeldOut(TrainerCallback):  # type: ignore[misc]
+    """Prints the mean reward of greedy answers to held-out problems, before, while and after the model is trained."""
+
+    def __init__(self, task: Task, out: TextIO, trainer: Any, options: argparse.Namespace) -> None:
+        self._task = task
+        self._out = out
+        self._trainer = trainer
+        self._options = options
+        self._prompts = [list(problems.encode(trainer.processing_class, problem)) for problem in task.held_out()]
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._evaluate(0)
+
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        if state.global_step % self._options.eval_interval == 0 or state.global_step == self._options.steps:
+            self._evaluate(state.global_step)
+
+    def _evaluate(self, step: int) -> None:
+        start = moment()
+        answers = self._sampled() if self._trainer.use_vllm else self._generated()
+        texts = self._trainer.processing_class.batch_decode(answers, skip_special_tokens=True)
+        rewards = list(map(self._task.score, self._task.held_out(), texts))
+        measured = {"step": step, "reward_mean": statistics.fmean(rewards), "seconds": moment() - start}
+        self._out.write(json.dumps({"evaluation": measured}) + "\n")
+
+    def _sampled(self) -> list[list[int]]:
+        generation, sampling = self._trainer.vllm_generation, importlib.import_module("vllm").SamplingParams
+        generation.sync_weights()
+        outputs = generation.llm.generate(
+            [{"prompt_token_ids": ids} for ids in self._prompts],
+            sampling_params=sampling(temperature=0, max_tokens=self._options.tokens), use_tqdm=False,
+        )  # fmt: skip
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def _generated(self) -> list[list[int]]:
+        padded = self._trainer.processing_class.pad(
+            {"input_ids": self._prompts}, padding_side="left", return_tensors="pt"
+        )
+        greedy = {"do_sample": False, "max_new_tokens": self._options.tokens}
+        with torch.inference_mode():
+            tokens: Tensor = self._trainer.model.generate(**padded.to(self._trainer.model.device), **greedy)
+        answers: list[list[int]] = tokens[:, padded["input_ids"].shape[1] :].tolist()
+        return answers
 
 
 def parts(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -37,16 +37,16 @@ LEVELS: Mapping[int, tuple[Story, ...]] = {
          lambda n: n["m"] * n["n"] + n["a"]),
         ("{name} fills {m} boxes with {n} {thing} each and gives {a} {thing} away. How many {thing} are left?",
          lambda n: n["m"] * n["n"] - n["a"]),
-        ("{name} has {a} {thing}, finds {b} more and shares all of them equally among {m} friends. How many {thing} "
-         "does each friend get?", lambda n: (n["a"] + n["b"]) / n["m"]),
+        ("{name} has {a} {thing}, finds {b} more and shares all among {m} friends. How many {thing} does each get?",
+         lambda n: (n["a"] + n["b"]) / n["m"]),
     ),
     3: (
-        ("{name} has {m} boxes with {n} {thing} in each and {a} more {thing}, and sells {b}. How many {thing} are left?",
+        ("{name} has {m} boxes with {n} {thing} each and {a} more {thing}, and sells {b}. How many {thing} are left?",
          lambda n: n["m"] * n["n"] + n["a"] - n["b"]),
-        ("{name} sells {m} {thing} on Monday, and {a} more than that on Tuesday. Each costs {n} dollars. How many "
-         "dollars does {name} get for both days?", lambda n: (2 * n["m"] + n["a"]) * n["n"]),
-        ("{name} has {a} {thing}. A friend has {b} more than {name}. They put all of them together and give {c} away. "
-         "How many {thing} are left?", lambda n: 2 * n["a"] + n["b"] - n["c"]),
+        ("{name} sells {m} {thing} on Monday and {a} more on Tuesday, for {n} dollars each. How many dollars is that?",
+         lambda n: (n["m"] + n["a"]) * n["n"]),
+        ("{name} has {a} {thing}, and Max has {b} more than {name}. Together they give {c} away. How many are left?",
+         lambda n: 2 * n["a"] + n["b"] - n["c"]),
     ),
 }  # fmt: skip
 
@@ -78,5 +78,6 @@ def stories(levels: Iterable[int], *, is_held_out: bool = True) -> Iterator[Prob
         kept = zlib.crc32(f"{text}{numbers}".encode()) % HELD_OUT_SHARE == 0
         if answer > 0 and answer == int(answer) and kept == is_held_out:
             story = f"{text.format(**names, **numbers)}\n{INSTRUCTION}"
-            problem: Any = {"prompt": [{"role": "user", "content": story}], "plain_prompt": story}
-            yield {**problem, "answer": str(int(answer)), "level": level}
+            prompt = {"prompt": [{"role": "user", "content": story}], "plain_prompt": story}
+            problem: Any = {**prompt, "answer": str(int(answer)), "level": level}
+            yield problem
