@@ -77,6 +77,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "# calculator.py": FILE,
         "bridge run --model MODEL --environment calculator.py:Calculator": RUN,
         "bridge demo --model-only tiny": tested("tests/cpu/test_tools.py"),
+        "bridge run --config examples/recipes/word_problems.toml --model MODEL": SLOW,
         "bridge run --model MODEL --environment gsm8k": SLOW,
         '{"prompt": "How many days has a leap year?", "answer": "366"}': FILE,
         "bridge run --model MODEL --environment jsonl --data problems.jsonl": SLOW,

@@ -66,6 +66,7 @@ def folder(tmp_path: Path) -> Path:
     assert GSM8K.bundled is not None
     for name in ("openai/gsm8k", "copies/gsm8k"):
         shutil.copytree(GSM8K.bundled, tmp_path / name)
+    shutil.copytree(ROOT / "examples" / "recipes", tmp_path / "examples" / "recipes")
     for name in ("mine.jsonl", "held_out.jsonl"):
         shutil.copy(GSM8K.bundled / "test.jsonl", tmp_path / name)
     for name in ("runs/20261121-1040-gsm8k", "runs/one", "runs/other", "RUN"):

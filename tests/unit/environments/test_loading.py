@@ -85,7 +85,7 @@ def test_dataclasses_and_chat_messages_work(write: Write) -> None:
 def test_an_unknown_name_lists_what_is_known() -> None:
     error = refusal("arithmetics")
     assert "'arithmetics'" in error.message
-    assert "arithmetic, gsm8k, jsonl, verifiers:ID, reasoning_gym:TASK or path" in error.message
+    assert "arithmetic, word_problems, gsm8k, jsonl, verifiers:ID, reasoning_gym:TASK or path" in error.message
     assert "path/to/file.py:ClassName" in error.message
     own = "--environment arithmetic, or --environment path/to/file.py:ClassName for your own"
     assert error.remedy == f"did you mean arithmetic? {own}"
