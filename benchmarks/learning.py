@@ -44,6 +44,7 @@ LEAST_S = 60.0
 """No run starts with less time left than this, or than the longest run took so far."""
 GAIN_STEP = 0.05
 """Gains in accuracy for which minutes are compared are multiples of this."""
+ROUNDING = 1e-9
 Row = dict[str, Any]
 Points = Sequence[Mapping[str, float]]
 
@@ -84,7 +85,9 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--at-once", type=int, default=1, help="seeds that run side by side")
     flags.add_argument("--share", type=float, default=0.3, help="share of the GPU for the vLLM of each run")
     flags.add_argument("--ours", default="adamw", metavar="OPTIMIZER", help='"OPTIMIZER [flags of bridge run]"')
-    flags.add_argument("--trl", default="32 --float32", metavar="BATCH", help='"BATCH [flags of benchmarks._trl]"')
+    flags.add_argument(
+        "--trl", default="64 --float32 --no-checkpointing", metavar="BATCH", help='"BATCH [flags of benchmarks._trl]"'
+    )
     flags.add_argument("--limit-s", type=float, default=3600, help="seconds of everything")
     flags.add_argument("--keep-logs", type=Path, help="folder for the logs of every run")
     flags.add_argument("--picture", type=Path, help="draw all results to this SVG file")
@@ -188,7 +191,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     runs = [row["points"] for row in rows]
     start = statistics.median(points[0]["accuracy"] for points in runs)
     least = min((max(point["accuracy"] for point in points) - start for points in runs), default=0.0)
-    gains = [GAIN_STEP * count for count in range(1, 1 + int(least / GAIN_STEP + 1e-9))]
+    gains = [GAIN_STEP * count for count in range(1, 1 + int(least / GAIN_STEP + ROUNDING))]
     minutes = {
         side: {
             name: [
@@ -205,7 +208,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 def minutes_to(points: Points, accuracy: float, name: str) -> float:
     """Return when a run first reached `accuracy`, between two evaluations by a straight line."""
     for before, after in pairwise(points):
-        if after["accuracy"] >= accuracy:
+        if after["accuracy"] >= accuracy - ROUNDING:
             rise = after["accuracy"] - before["accuracy"]
             share = max(0.0, (accuracy - before["accuracy"]) / rise) if rise > 0 else 0.0
             return before[name] + share * (after[name] - before[name])

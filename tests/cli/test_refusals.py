@@ -226,7 +226,7 @@ def test_a_quantized_model_is_refused_by_the_trainer(bridge: Bridge, exported: M
 
 TASK = "class Task:\n    def __init__(self, size): ...\n"
 CASES: tuple[tuple[str, str, str], ...] = (
-    ("train run", "--environment arithmetics", "no environment 'arithmetics', expected arithmetic, word_problems, gsm8k"),
+    ("train run", "--environment arithmetics", "no environment 'arithmetics', expected arithmetic, word_problems"),
     ("train run", "--environment nowhere.py:Task", "cannot read nowhere.py: there is no such file"),
     ("train run", "--environment mine.py", "does not name a class"),
     ("train run", "--environment mine.py:Other", "no class 'Other' in mine.py, it defines Task"),

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from bridge.config import TrainConfig
+from bridge.config import ServeConfig, TrainConfig
 from bridge.scoring.score import Score, Scores
 from bridge.types import Problem
 from bridge_environments import registry, rewards
 from bridge_environments.dataset import GSM8K
 
-TEXT = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if "--model MODEL" in line]
 ROWS = [row for row in re.findall(r"^\| (.*?) \| (right|wrong)", TEXT, re.MULTILINE) if "`" in row[0]]
@@ -48,8 +49,11 @@ def test_every_command_loads_its_problems_and_scores(command: str) -> None:
     bridge, run, *words = shlex.split(command, comments=True)
     assert (bridge, run) == ("bridge", "run")
     flags = {flag.removeprefix("--"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+    recipe = flags.pop("config", None)
     config = TrainConfig.resolve(
-        {name.replace("-", "_"): value for name, value in flags.items() if name != "model"} | {"model_name": "-"}
+        {name.replace("-", "_"): value for name, value in flags.items() if name != "model"} | {"model_name": "-"},
+        recipe and ROOT / recipe,
+        beside=(ServeConfig,),
     ).task
     environment = registry.load(config)
     problem = next(iter(environment))
@@ -68,7 +72,7 @@ def reward(scores: Scores, problem: Problem, completion: str) -> float:
 
 
 def test_there_are_as_many_examples_as_there_should_be() -> None:
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 15
     assert [verdict for _, verdict in ROWS] == ["right", "right", "right", "wrong", "wrong"]
 
 
