@@ -9,7 +9,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
 
 from bridge.types import Problem
 
@@ -18,41 +17,32 @@ HELD_OUT_SHARE, HELD_OUT_PER_LEVEL = 8, 64
 """One in so many problems is held out; an evaluation takes so many of each level."""
 NAMES = ("Amara", "Ben", "Chloe", "Daniel", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
-LEAST, MOST = 2, {"a": 20, "b": 20, "c": 20, "m": 9, "n": 9}
-"""Of the numbers in a story, by their names."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 Numbers = Mapping[str, int]
-Story = tuple[str, Callable[[Numbers], float]]
+Story = tuple[str, Callable[[Numbers], int]]
 """Text, and the answer from its numbers."""
-LEVELS: Mapping[int, tuple[Story, ...]] = {
-    1: (
-        ("{name} has {a} {thing} and buys {b} more. How many {thing} does {name} have now?", lambda n: n["a"] + n["b"]),
-        ("{name} has {a} {thing} and gives {b} away. How many {thing} are left?", lambda n: n["a"] - n["b"]),
-        ("{name} has {m} boxes with {n} {thing} in each. How many {thing} is that?", lambda n: n["m"] * n["n"]),
-    ),
-    2: (
-        ("{name} has {a} {thing}, buys {b} more and then loses {c}. How many {thing} does {name} have now?",
-         lambda n: n["a"] + n["b"] - n["c"]),
-        ("{name} has {m} boxes with {n} {thing} in each, and {a} more {thing}. How many {thing} is that?",
-         lambda n: n["m"] * n["n"] + n["a"]),
-        ("{name} fills {m} boxes with {n} {thing} each and gives {a} {thing} away. How many {thing} are left?",
-         lambda n: n["m"] * n["n"] - n["a"]),
-        ("{name} has {a} {thing}, finds {b} more and shares all among {m} friends. How many {thing} does each get?",
-         lambda n: (n["a"] + n["b"]) / n["m"]),
-    ),
-    3: (
-        ("{name} has {m} boxes with {n} {thing} each and {a} more {thing}, and sells {b}. How many {thing} are left?",
-         lambda n: n["m"] * n["n"] + n["a"] - n["b"]),
-        ("{name} sells {m} {thing} on Monday and {a} more on Tuesday, for {n} dollars each. How many dollars is that?",
-         lambda n: (n["m"] + n["a"]) * n["n"]),
-        ("{name} has {a} {thing}, and Max has {b} more than {name}. Together they give {c} away. How many are left?",
-         lambda n: 2 * n["a"] + n["b"] - n["c"]),
-    ),
-}  # fmt: skip
+ONE_STEP: tuple[Story, ...] = (
+    ("{name} has {a} {thing} and buys {b} more. How many {thing} does {name} have now?", lambda n: n["a"] + n["b"]),
+    ("{name} has {a} {thing} and gives {b} away. How many {thing} are left?", lambda n: n["a"] - n["b"]),
+    ("{name} has {m} boxes with {n} {thing} in each. How many {thing} is that?", lambda n: n["m"] * n["n"]),
+)
+TWO_STEPS: tuple[Story, ...] = (
+    ("{name} has {a} {thing}, buys {b} more and then loses {c}. How many {thing} does {name} have now?",
+     lambda n: n["a"] + n["b"] - n["c"]),
+    ("{name} has {m} boxes with {n} {thing} in each, and {a} more {thing}. How many {thing} is that?",
+     lambda n: n["m"] * n["n"] + n["a"]),
+    ("{name} fills {m} boxes with {n} {thing} each and gives {a} {thing} away. How many {thing} are left?",
+     lambda n: n["m"] * n["n"] - n["a"]),
+    ("{name} sells {m} {thing} on Monday and {a} more on Tuesday, for {n} dollars each. How many dollars is that?",
+     lambda n: (n["m"] + n["a"]) * n["n"]),
+)  # fmt: skip
+LEVELS: Mapping[int, tuple[int, tuple[Story, ...]]] = {1: (9, ONE_STEP), 2: (20, ONE_STEP), 3: (9, TWO_STEPS)}
+"""Level -> the largest number, and the stories."""
+LEAST, MOST_OF_A_PRODUCT = 2, 9
 
 
 class WordProblems:
-    """Stories of one, two and three steps, as chat messages; the last number of a completion is its answer."""
+    """Stories of one step and of two, as chat messages; the last number of a completion is its answer."""
 
     def __iter__(self) -> Iterator[Problem]:
         return stories(LEVELS, is_held_out=False)
@@ -67,17 +57,15 @@ class WordProblems:
 
 
 def stories(levels: Iterable[int], *, is_held_out: bool = True) -> Iterator[Problem]:
-    """Yield problems of these levels without end, with an answer that is a positive whole number."""
+    """Yield problems of these levels without end, with answers above zero."""
     draw = random.Random(0)  # noqa: S311  not a secret
-    known = [(level, text, answer) for level in levels for text, answer in LEVELS[level]]
+    kinds = [(largest, *story) for largest, texts in map(LEVELS.__getitem__, levels) for story in texts]
     while True:
-        level, text, answer_of = draw.choice(known)
-        numbers = {name: draw.randint(LEAST, most) for name, most in MOST.items() if f"{{{name}}}" in text}
-        names = {"name": draw.choice(NAMES), "thing": draw.choice(THINGS)}
+        largest, text, answer_of = draw.choice(kinds)
+        most = dict.fromkeys("abc", largest) | dict.fromkeys("mn", MOST_OF_A_PRODUCT)
+        numbers = {key: draw.randint(LEAST, most[key]) for key in most if f"{{{key}}}" in text}
+        words = {"name": draw.choice(NAMES), "thing": draw.choice(THINGS)}
         answer = answer_of(numbers)
-        kept = zlib.crc32(f"{text}{numbers}".encode()) % HELD_OUT_SHARE == 0
-        if answer > 0 and answer == int(answer) and kept == is_held_out:
-            story = f"{text.format(**names, **numbers)}\n{INSTRUCTION}"
-            prompt = {"prompt": [{"role": "user", "content": story}], "plain_prompt": story}
-            problem: Any = {**prompt, "answer": str(int(answer)), "level": level}
-            yield problem
+        if answer > 0 and is_held_out == (zlib.crc32(f"{text}{numbers}".encode()) % HELD_OUT_SHARE == 0):
+            prompt = f"{text.format(**words, **numbers)}\n{INSTRUCTION}"
+            yield {"prompt": [{"role": "user", "content": prompt}], "plain_prompt": prompt, "answer": str(answer)}
