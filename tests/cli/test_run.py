@@ -129,13 +129,18 @@ def test_a_step_is_one_line() -> None:
         assert part in line
 
 
+def summary(folder: Path, *, reward_before: float, reward_after: float) -> Summary:
+    return Summary(
+        steps=2, updates=1, weight_version=2, checkpoint=folder / "step_2", reward_before=reward_before,
+        reward_after=reward_after, rewards=(0.5, 0.5), logprob_diff_max=math.nan, fence_p50_ms=1.0, attach_ms=2.0,
+        weight_bytes=0,
+    )  # fmt: skip
+
+
 def test_the_json_of_a_run_is_steps_evaluations_and_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    came_to = Summary(
-        steps=2, updates=1, weight_version=2, checkpoint=tmp_path / "step_2", reward_before=0.25, reward_after=0.5,
-        rewards=(0.5, 0.5), logprob_diff_max=math.nan, fence_p50_ms=1.0, attach_ms=2.0, weight_bytes=0,
-    )  # fmt: skip
+    came_to = summary(tmp_path, reward_before=0.25, reward_after=0.5)
 
     def trained(run: Run) -> Summary:
         run._reporter.phase("evaluation")
@@ -173,6 +178,24 @@ def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
     (ours.path / ".config.json.4711-ab").touch()  # of a process that was killed
     renewed = demo._fresh(tmp_path / "demo")
     assert [path.name for path in renewed.path.iterdir()] == [mark.NAME]
+
+
+@pytest.mark.parametrize(("after", "least_gain", "is_passed"), [(0.5, 0.2, True), (0.3, 0.2, False), (0.1, None, True)])
+def test_only_the_tiny_model_has_to_learn(
+    tmp_path: Path, after: float, least_gain: float | None, is_passed: bool
+) -> None:
+    ended = summary(tmp_path, reward_before=0.25, reward_after=after)
+    one_copy = passed("storages", "2 of 2", "all")
+    assert demo.conclusion(ended, [one_copy], least_gain=least_gain)["passed"] == is_passed
+    two_copies = failed("storages", "1 of 2", "2 of 2", "restart the server")
+    assert not demo.conclusion(ended, [one_copy, two_copies], least_gain=least_gain)["passed"]
+
+
+def test_a_model_of_the_users_has_a_task_for_it(tmp_path: Path) -> None:
+    serve, train = demo._choices(tmp_path, 5, "cpu", 1, "mine")
+    assert (serve.model, train.model_name, train.task.environment) == ("mine", "mine", "word_problems")
+    with pytest.raises(UsageError, match="--model and --model-only exclude each other"):
+        demo.demo(model="mine", model_only=tmp_path)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
