@@ -115,6 +115,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--trl-optimizer", action="store_true", help="with --on-bridge: TRL's AdamW, not Bridge's")
     parser.add_argument("--float32", action="store_true", help="float32 weights, as TRL loads a model by its name")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate, which is constant")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling, and in the loss")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the problems, and of sampling")
     parser.add_argument("--task", metavar="ENVIRONMENT", help="train on this one of Bridge's, and evaluate")
     parser.add_argument("--eval-interval", type=int, default=10, help="with --task: steps between evaluations")
@@ -149,7 +150,8 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "save_strategy": "no", "logging_steps": options.steps, "disable_tqdm": True, "seed": options.seed,
         "per_device_train_batch_size": options.batch,
         "gradient_accumulation_steps": options.completions // options.batch,
-        "num_generations": options.group, "max_completion_length": options.tokens, "temperature": 1.0,
+        "num_generations": options.group, "max_completion_length": options.tokens,
+        "temperature": options.temperature,
         "shuffle_dataset": False,
         "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0,
         "learning_rate": options.lr, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,

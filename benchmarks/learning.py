@@ -38,7 +38,7 @@ from benchmarks._stamped import Run
 TASK = "word_problems"
 SideName = Literal["bridge", "trl"]
 SIDES: tuple[SideName, ...] = get_args(SideName)
-SETTINGS = ("steps", "completions", "group", "tokens", "lr", "interval", "at_once", "ours", "trl")
+SETTINGS = ("steps", "completions", "group", "tokens", "lr", "temperature", "interval", "at_once", "ours", "trl")
 """What a result depends on, apart from model, side and seed."""
 LEAST_S = 60.0
 """No run starts with less time left than this, or than the longest run took so far."""
@@ -81,6 +81,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--group", type=int, default=8, help="completions of a prompt")
     flags.add_argument("--tokens", type=int, default=48, help="longest completion")
     flags.add_argument("--lr", type=float, default=1e-5, help="learning rate")
+    flags.add_argument("--temperature", type=float, default=0.5, help="of sampling while training, and in the loss")
     flags.add_argument("--interval", type=int, default=10, help="steps between evaluations")
     flags.add_argument("--at-once", type=int, default=1, help="seeds that run side by side")
     flags.add_argument("--share", type=float, default=0.3, help="share of the GPU for the vLLM of each run")
@@ -139,7 +140,8 @@ class Bench:
 
     def _variant(self, side: str, seed: int) -> str:
         options = self.options
-        common = f"--lr {options.lr} --seed {seed} --eval-interval {options.interval}"
+        common = f"--lr {options.lr} --temperature {options.temperature} --seed {seed}"
+        common += f" --eval-interval {options.interval}"
         if side == "trl":
             return f"{options.trl} --task {TASK} {common}"
         return f"{options.ours} --environment {TASK} --eval-samples 1 --eval-temperature 0 {common}"

@@ -34,7 +34,7 @@ LEAST_GAIN = 0.2
 LEARNING_RATE = 2e-4
 TINY: Mapping[str, Any] = {"lr": LEARNING_RATE, "batch_size": 128, "max_new_tokens": 4, "eval_samples": 16}
 PRETRAINED: Mapping[str, Any] = {
-    "environment": "word_problems", "lr": 1e-5, "batch_size": 64, "max_new_tokens": 48,
+    "environment": "word_problems", "lr": 1e-5, "batch_size": 64, "max_new_tokens": 48, "temperature": 0.5,
     "eval_samples": 1, "eval_temperature": 0.0,
 }  # fmt: skip
 """Choices for a model of the user's, which knows language."""
