@@ -2,6 +2,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,9 @@ def test_only_the_tiny_model_has_to_learn(
     ended = summary(tmp_path, reward_before=0.25, reward_after=after)
     one_copy = passed("storages", "2 of 2", "all")
     assert demo.conclusion(ended, [one_copy], least_gain=least_gain)["passed"] == is_passed
+    assert not demo.conclusion(replace(ended, updates=0, reward_after=0.25), [one_copy], least_gain=least_gain)[
+        "passed"
+    ]
     two_copies = failed("storages", "1 of 2", "2 of 2", "restart the server")
     assert not demo.conclusion(ended, [one_copy, two_copies], least_gain=least_gain)["passed"]
 
