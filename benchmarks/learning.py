@@ -1,7 +1,7 @@
 r"""Learning on word problems with a pretrained model: Bridge beside TRL's colocate mode, against steps and minutes.
 
     python -m benchmarks.learning --model smollm2 --seeds 0 1 2
-    python -m benchmarks.learning --model smollm2 --seeds 0 1 2 --at-once 3 --share 0.2 --limit-s 560
+    python -m benchmarks.learning --model smollm2 --seeds 0 1 2 --at-once 3 --share 0.1 --limit-s 560
     python -m benchmarks.learning --model tiny --steps 2 --completions 16 --group 4 --tokens 8   # a try, also on a CPU
 
 Both sides train all weights of the same model, on the same problems in the same order, with as many completions a
@@ -13,7 +13,7 @@ clock stamps what either side prints.
 
 A seed sets the order of the problems and the sampling. `--at-once` runs several seeds of one side side by side on the
 GPU, each with `--share` of its memory for vLLM: then both sides share it in the same way. What has a result in the
-folder `--out`, with the same settings and hardware, is not run again, so a call that ran out of time can be repeated.
+folder `--out` is not run again, so a call that ran out of time can be repeated; other settings need another folder.
 
 Not covered: speed of large models (`grpo.py`), continuous rollouts (`staleness.py`).
 """
@@ -85,7 +85,12 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--interval", type=int, default=10, help="steps between evaluations")
     flags.add_argument("--at-once", type=int, default=1, help="seeds that run side by side")
     flags.add_argument("--share", type=float, default=0.3, help="share of the GPU for the vLLM of each run")
-    flags.add_argument("--ours", default="adamw", metavar="OPTIMIZER", help='"OPTIMIZER [flags of bridge run]"')
+    flags.add_argument(
+        "--ours",
+        default="adamw --micro-batch-tokens 8192",
+        metavar="OPTIMIZER",
+        help='"OPTIMIZER [flags of bridge run]"',
+    )
     flags.add_argument(
         "--trl", default="64 --float32 --no-checkpointing", metavar="BATCH", help='"BATCH [flags of benchmarks._trl]"'
     )
@@ -96,11 +101,13 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def earlier(settings: Mapping[str, Any], out: Path) -> list[Row]:
-    """Return the rows of the newest file in `out` with these settings and of this hardware; empty if there is none."""
+    """Return the rows of the newest file in `out` of this hardware; empty if there is none."""
     hardware = _results.document("learning", {})["hardware"]
     for file in sorted(out.glob("learning-*.json"), reverse=True):
         document = json.loads(file.read_text())
-        if document["results"]["settings"] == settings and document["hardware"] == hardware:
+        if document["hardware"] == hardware:
+            if document["results"]["settings"] != settings:
+                raise SystemExit(f"{file} has results with other settings, expected {settings}: choose another --out")
             return list(document["results"]["rows"])
     return []
 

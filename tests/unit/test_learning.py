@@ -50,10 +50,11 @@ def test_minutes_are_compared_at_gains_that_every_run_reached() -> None:
     assert table[3][5] == "2.67x"
 
 
-def test_results_with_other_settings_are_not_taken(tmp_path: Path) -> None:
+def test_results_with_other_settings_are_not_mixed(tmp_path: Path) -> None:
     _results.write("learning", {"settings": {"lr": 1.0}, "rows": ROWS}, tmp_path)
     assert learning.earlier({"lr": 1.0}, tmp_path) == ROWS
-    assert learning.earlier({"lr": 2.0}, tmp_path) == []
+    with pytest.raises(SystemExit, match="choose another --out"):
+        learning.earlier({"lr": 2.0}, tmp_path)
 
 
 def test_the_picture_is_an_svg_with_a_line_for_each_side() -> None:
