@@ -52,7 +52,7 @@ def test_every_command_loads_its_problems_and_scores(command: str) -> None:
     recipe = flags.pop("config", None)
     config = TrainConfig.resolve(
         {name.replace("-", "_"): value for name, value in flags.items() if name != "model"} | {"model_name": "-"},
-        recipe and ROOT / recipe,
+        ROOT / recipe if recipe else None,
         beside=(ServeConfig,),
     ).task
     environment = registry.load(config)
