@@ -24,16 +24,16 @@ from bridge.types import Group
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What is trained on in one step: of this rank's replica, unless something else is said."""
+    """What is trained on in one step: of this rank's share, unless something else is said."""
 
     mini_batches: Sequence[list[Sample]] = ()
     """For each update, the samples to train on."""
     only_ranked: Sequence[list[Sample]] = ()
     """For each update, the samples without a gradient whose tokens are ranked by entropy with the others."""
     num_tokens: int = 0
-    """Sampled tokens of all replicas."""
+    """Sampled tokens of all shares."""
     balance: float = math.nan
-    """Tokens of the busiest replica over the mean; NaN for one."""
+    """Tokens of the largest share over the mean; NaN for one."""
     num_before: int = 0
     """Planned updates of all steps before."""
 
@@ -41,14 +41,14 @@ class Batch:
     def of(
         cls, groups: Sequence[Group], spec: LossSpec, ranks: Ranks, choices: OptimizerConfig, *, longest: int, step: int
     ) -> Self:
-        """Turn groups into samples, cut them into updates, and keep this replica's share; UsageError: as `samples`."""
+        """Turn groups into samples, cut them into updates, and keep this rank's share; UsageError: as `samples`."""
         updates = samples.mini_batches(groups, spec, num_updates=choices.updates_per_batch, max_new_tokens=longest)
         trained = [mini_batch for mini_batch, _ in updates]
         return cls(
             mini_batches=[samples.dealt(mini_batch, ranks) for mini_batch in trained],
             only_ranked=[samples.dealt(only_ranked, ranks) for _, only_ranked in updates],
             num_tokens=sum(sample.num_trained for mini_batch in trained for sample in mini_batch),
-            balance=samples.busiest(trained, ranks.dp_size),
+            balance=samples.busiest(trained, ranks.num_shares),
             num_before=(step - 1) * choices.updates_per_step,
         )
 
@@ -105,20 +105,20 @@ class Computed:
         Those of the policy and of the mismatch are from before the first update.
         """
         num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
-        losses = ranks.all_reduce_dp(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
+        losses = ranks.all_reduce_shares(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))
-        tallies = (tally for tally, _ in ranks.one_per_replica(of_ranks))
+        tallies = (tally for tally, _ in ranks.one_per_share(of_ranks))
         return {
             "loss": sum(losses.tolist()) / max(num_taken, 1),
             "grad_norm": sum(self.norms[:num_taken]) / max(num_taken, 1),
             "lr": lr,
             "updates": self.num_updates,
             "skipped_updates": sum(not math.isfinite(norm) for norm in self.norms),
-            "entropy": share(ranks.all_reduce_dp(self.entropy).item(), batch.num_tokens),
+            "entropy": share(ranks.all_reduce_shares(self.entropy).item(), batch.num_tokens),
             **sum(tallies, Tally.zero(torch.device("cpu"))).metrics(),
-            **means(dict(zip(loss_metrics, ranks.all_reduce_dp(self.loss_sums), strict=True))),
+            **means(dict(zip(loss_metrics, ranks.all_reduce_shares(self.loss_sums), strict=True))),
             "tokens_trained": batch.num_tokens,
-            "train_flops": sum(of_rank for _, of_rank in of_ranks),
+            "train_flops": sum(of_rank for _, of_rank in of_ranks) / ranks.cp_size,  # each counts all slices
             "rank_token_balance": batch.balance,
         }
 

@@ -9,7 +9,7 @@ With one update per batch, `write` only takes the optimizer step. With gradient 
 middle of the backward pass, which is then part of `write`.
 
 Several replicas split each mini-batch. Its weights are those of the whole, so that losses, gradients and metrics add up
-over the replicas. The tensor-parallel ranks of a replica compute the same samples, each with its own weights.
+over the replicas. The ranks of one pass compute the same samples, each with its weights or its slice of the tokens.
 
 Shape suffixes: N rows (positions that predict a sampled token).
 """
@@ -154,8 +154,8 @@ class Learner:
             both = zip(trained, others, strict=True)
             return [torch.cat([torch.zeros(0), *of_trained, *of_others]) for of_trained, of_others in both]
 
-        of_replicas = self._ranks.one_per_replica(self._ranks.run_and_gather(own))  # whose ranks have the same tokens
-        whole = (torch.cat(of_update) for of_update in zip(*of_replicas, strict=True))
+        of_shares = self._ranks.one_per_share(self._ranks.run_and_gather(own))  # whose ranks have the same tokens
+        whole = (torch.cat(of_update) for of_update in zip(*of_shares, strict=True))
         return [least_entropy(whole_N, self.spec.top_entropy).to(self._model.device) for whole_N in whole]
 
     def _other_entropies(self) -> list[list[Tensor]]:
@@ -171,10 +171,10 @@ class Learner:
     def _within_memory(self, act: Callable[[], Result]) -> Result:
         """Compute this rank's share of the batch, in smaller passes if memory runs out.
 
-        Tensor-parallel ranks communicate in every layer: one that fails ends with a RankError, so that none waits.
+        Ranks of one pass communicate in every layer: one that fails ends with a RankError, so that none waits.
         """
-        if self._ranks.tp_size > 1:
-            with self._ranks.tp_pass():
+        if self._ranks.pass_size > 1:
+            with self._ranks.in_pass():
                 return act()
         while True:
             try:
@@ -231,7 +231,7 @@ class Learner:
         """Compute the gradients of an update after the first; return whether every rank could."""
         fits = True
         try:
-            with self._ranks.tp_pass():
+            with self._ranks.in_pass():
                 self._differentiate(passes)
         except RewardError as error:  # not raised here: no weight is half written
             fits = False

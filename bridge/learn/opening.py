@@ -13,10 +13,10 @@ from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
 from bridge.optimizers import factory
 from bridge.optimizers.gradient_hooks import NOTHING, Replicated
-from bridge.passes import preparation
+from bridge.passes import preparation, slices
 from bridge.passes.budget import Budget
 from bridge.passes.parallel import Parallel, divide
-from bridge.passes.parallel_proof import check_layers
+from bridge.passes.parallel_proof import check_layers, check_slices
 from bridge.passes.preparation import Note
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.attach import OpenedModel
@@ -38,7 +38,12 @@ def learner_of(
     """
     model, lr, has_adapter = opened.model, config.learning_rate, config.mode == "lora_only"
     parallel = _divided(opened, ranks)
-    shares_prompts = preparation.prepare(model, config.compute, note, max_model_len=max_model_len)
+    with ranks.in_pass():
+        if ranks.cp_size > 1:
+            slices.cut(model, ranks.cp_group)
+        shares_prompts = preparation.prepare(model, config.compute, note, max_model_len=max_model_len)
+        if ranks.cp_size > 1:
+            check_slices(model)
     _note_rates(config.optimizer, lr, "an adapter" if has_adapter else "all weights", note)
     weight_decay = config.optimizer.weight_decay
     groups = [
@@ -51,7 +56,7 @@ def learner_of(
         optimizer.allocate()
         reference = open_reference(
             config.loss, config.compute, model, opened.device, note,
-            has_adapter=has_adapter, max_model_len=max_model_len,
+            has_adapter=has_adapter, max_model_len=max_model_len, cp_group=ranks.cp_group,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise UsageError(
@@ -65,7 +70,8 @@ def learner_of(
         num_groups=config.rollouts.batch_size // config.sampling.group_size,
         replicas=config.replicas,
         share_prompts=shares_prompts and (reference is None or reference.shares_prompts),
-        parts=ranks.tp_group,
+        parts=ranks.pass_group,
+        num_slices=ranks.cp_size,
         neighbors=ranks.world_size // config.hosts,
     )  # fmt: skip
     return Learner(

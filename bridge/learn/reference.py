@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, LossConfig
 from bridge.errors import UsageError
-from bridge.passes import preparation
+from bridge.passes import preparation, slices
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch
 from bridge.passes.preparation import Note
+from bridge.ranks.world import ALONE, Ranks
 from bridge.weights import loaded, skeleton
 
 
@@ -75,11 +76,13 @@ def open_reference(
     *,
     has_adapter: bool,
     max_model_len: int | None = None,
+    cp_group: Ranks = ALONE,
 ) -> Reference | None:
     """Return the reference of `model`; None without a KL divergence.
 
     Call it after `check`, once the model is open. A second model is prepared like the trained one, so that both round
-    equally. `max_model_len` is the server's, on which positions may depend.
+    equally, and its packs are cut among the ranks of `cp_group`, too. `max_model_len` is the server's, on which
+    positions may depend.
 
     UsageError: it cannot be loaded, or does not fit. UnsupportedModelError: it is not a plain causal language model of
     transformers, or does not support packing.
@@ -99,6 +102,8 @@ def open_reference(
             remedy="lower --gpu-memory-utilization, or --mode lora_only, whose base is the reference at no cost",
         )
     own = loaded.load(name, device=str(device), dtype=model.dtype, max_model_len=max_model_len).model
+    if cp_group.world_size > 1:
+        slices.cut(own, cp_group)
     without_gradients = compute.model_copy(update={"gradient_checkpointing": False})
     shares_prompts = preparation.prepare(own, without_gradients, note, max_model_len=max_model_len)
     return Reference(model=own, shares_prompts=shares_prompts)

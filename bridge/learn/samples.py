@@ -211,18 +211,18 @@ def _check(group: Group, advantages: tuple[tuple[float, ...], ...], number: int)
 
 
 def dealt(samples: list[Sample], ranks: Ranks) -> list[Sample]:
-    """Return the samples that this rank's replica trains on, in their order; every rank computes the same.
+    """Return the samples that this rank trains on, in their order; every rank computes the same.
 
-    The samples of one prompt, which follow each other, stay together if the replicas' tokens then differ little: their
+    The samples of one prompt, which follow each other, stay together if the shares' tokens then differ little: their
     prompt is computed once.
     """
-    if ranks.dp_size == 1:
+    if ranks.num_shares == 1:
         return samples
-    return [samples[index] for index in sorted(_shares(samples, ranks.dp_size)[ranks.dp_rank])]
+    return [samples[index] for index in sorted(_shares(samples, ranks.num_shares)[ranks.share])]
 
 
 def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:
-    """Return the tokens of the busiest of `size` replicas over their mean, in every mini-batch; NaN for one."""
+    """Return the tokens of the largest of `size` shares over their mean, in every mini-batch; NaN for one."""
     if size == 1 or not mini_batches:
         return math.nan
     loads = [[_load(share, samples) for share in _shares(samples, size)] for samples in mini_batches]
@@ -230,7 +230,7 @@ def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:
 
 
 def _shares(samples: Sequence[Sample], size: int) -> list[list[int]]:
-    """Return the indices of each replica's samples."""
+    """Return the indices of each share's samples."""
     runs = groupby(range(len(samples)), key=lambda index: samples[index].prompt_token_ids)
     groups = [[*run] for _, run in runs]
     shares = _longest_first(groups, samples, size)
@@ -245,11 +245,11 @@ def _load(share: Sequence[int], samples: Sequence[Sample]) -> int:
 
 
 def _longest_first(units: Sequence[list[int]], samples: Sequence[Sample], size: int) -> list[list[int]]:
-    """Deal out each unit, longest first, to the replica with the fewest tokens so far; the first of several."""
+    """Deal out each unit, longest first, to the share with the fewest tokens so far; the first of several."""
     tokens = [_load(unit, samples) for unit in units]
     loads, shares = [0] * size, [list[int]() for _ in range(size)]
     for number in sorted(range(len(units)), key=lambda number: (-tokens[number], number)):
-        replica = min(range(size), key=lambda replica: (loads[replica], replica))
-        loads[replica] += tokens[number]
-        shares[replica] += units[number]
+        least = min(range(size), key=lambda share: (loads[share], share))
+        loads[least] += tokens[number]
+        shares[least] += units[number]
     return shares

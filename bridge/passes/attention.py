@@ -19,7 +19,7 @@ multiple of K), X either, D size of a head, H hidden size.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import kernels, offload
+
+if TYPE_CHECKING:
+    from bridge.passes.slices import Slices
 
 NAME = "bridge_packed"
 """The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
@@ -95,11 +98,13 @@ def chosen(model: PreTrainedModel) -> str:
     return name
 
 
-def packed_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
-    """Return the last hidden states of packed sequences.
+def packed_hidden(
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, slices: "Slices | None" = None
+) -> Tensor:
+    """Return the last hidden states of packed sequences, or of a slice of them, whose `spans` are the whole pack's.
 
     Other attention functions find the sequences by their positions, from which transformers makes a mask; they cannot
-    share prompts.
+    share prompts, and compute no slice.
 
     Shapes: [T], [T] -> [T, H].
     """
@@ -108,19 +113,19 @@ def packed_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor,
             input_ids=tokens_T.unsqueeze(0),
             position_ids=positions_T.unsqueeze(0),
             use_cache=False,
-            **_boundaries(model, spans),
+            **_boundaries(model, spans, slices),
         )
     hidden_1TH: Tensor = output.last_hidden_state
     return hidden_1TH[0]
 
 
-def _boundaries(model: PreTrainedModel, spans: Spans) -> dict[str, Any]:
+def _boundaries(model: PreTrainedModel, spans: Spans, slices: "Slices | None") -> dict[str, Any]:
     if chosen(model) != NAME:
-        assert spans.seen is None, "only Bridge's attention can share a prompt"
+        assert (spans.seen, slices) == (None, None), "only Bridge's attention can share a prompt, or compute a slice"
         return {}
     return {
         "cu_seq_lens_q": spans.starts_S1, "cu_seq_lens_k": spans.starts_S1,
-        "max_length_q": spans.longest, "max_length_k": spans.longest, "seen": spans.seen,
+        "max_length_q": spans.longest, "max_length_k": spans.longest, "seen": spans.seen, "slices": slices,
     }  # fmt: skip
 
 
@@ -139,12 +144,14 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     seen: Attended | None = None,
+    slices: "Slices | None" = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each sequence, with transformers' signature; without boundaries, each row is one sequence.
 
+    Given a slice, this rank's heads attend within the whole pack.
     Shapes: [1, A, T, D], [1, K, T, D] x 2 -> [1, T, A, D].
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -157,21 +164,32 @@ def attend(
     rule = Rule(scale=scaling, window=sliding_window, cap=softcap, sinks_A=s_aux)
     if cu_seq_lens_q is None or max_length_q is None:
         return in_rows(query, key, value, rule=rule).transpose(1, 2), None
-    is_one = cu_seq_lens_q.shape[0] == 2 and (seen is None or seen.longest == max_length_q)
-    if is_one and _fits_one(query, value, rule):
-        return kernels.by_cudnn(query, key, value, scaling).transpose(1, 2), None
-    q_TAD, k_UKD, v_UKD = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
-    starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
-    if seen is not None:
-        k_UKD, v_UKD = _gathered(k_UKD, seen.keys_U), _gathered(v_UKD, seen.keys_U)
-        starts, longest = (cu_seq_lens_q, seen.starts_S1), (max_length_q, seen.longest)
-    if _fits_kernel(q_TAD, v_UKD, rule):
-        packed = kernels.by_varlen(q_TAD, k_UKD, v_UKD, starts, longest, scale=scaling, window=sliding_window)
-        return packed.unsqueeze(0), None
-    return by_blocks(q_TAD, k_UKD, v_UKD, starts, rule).unsqueeze(0), None
+    spans = cu_seq_lens_q, max_length_q, seen
+    if slices is None:
+        return _in_spans(query, key, value, rule, *spans), None
+    rule = rule if s_aux is None else rule._replace(sinks_A=slices.own_heads(s_aux))
+    return slices.to_tokens(_in_spans(*slices.to_heads(query, key, value), rule, *spans)), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+
+
+def _in_spans(
+    query: Tensor, key: Tensor, value: Tensor, rule: Rule, starts_S1: Tensor, most: int, seen: Attended | None
+) -> Tensor:
+    """Attend within a pack's spans of at most `most` tokens: [1, A, T, D], [1, K, T, D] x 2 -> [1, T, A, D]."""
+    if starts_S1.shape[0] == 2 and (seen is None or seen.longest == most) and _fits_one(query, value, rule):
+        return kernels.by_cudnn(query, key, value, rule.scale).transpose(1, 2)
+    q_TAD, k_UKD, v_UKD = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    starts, longest = (starts_S1, starts_S1), (most, most)
+    if seen is not None:
+        k_UKD, v_UKD = _gathered(k_UKD, seen.keys_U), _gathered(v_UKD, seen.keys_U)
+        starts, longest = (starts_S1, seen.starts_S1), (most, seen.longest)
+    if _fits_kernel(q_TAD, v_UKD, rule):
+        packed = kernels.by_varlen(q_TAD, k_UKD, v_UKD, starts, longest, scale=rule.scale, window=rule.window)
+        return packed.unsqueeze(0)
+    output_TAD: Tensor = by_blocks(q_TAD, k_UKD, v_UKD, starts, rule)
+    return output_TAD.unsqueeze(0)
 
 
 def _gathered(x_TKD: Tensor, keys_U: Tensor) -> Tensor:
@@ -182,10 +200,9 @@ def _gathered(x_TKD: Tensor, keys_U: Tensor) -> Tensor:
 def _fits_kernel(q_TAD: Tensor, v_UKD: Tensor, rule: Rule) -> bool:
     size = q_TAD.shape[-1]
     is_half = q_TAD.is_cuda and q_TAD.dtype in (torch.bfloat16, torch.float16)
-    is_plain = rule.cap is None and rule.sinks_A is None
-    has_window = rule.window is None or kernels.HAS_WINDOWS
+    is_plain = rule.cap is None and rule.sinks_A is None and (rule.window is None or kernels.HAS_WINDOWS)
     fits = size == v_UKD.shape[-1] and size <= KERNEL_HEAD_SIZE and size % 8 == 0
-    return is_half and is_plain and has_window and fits
+    return is_half and is_plain and fits
 
 
 def _fits_one(query: Tensor, value: Tensor, rule: Rule) -> bool:

@@ -4,7 +4,8 @@ Where too few tokens fit, activations are recomputed, and moved to host memory w
 memory halves the budget. Gradients of many micro-batches are summed in float32 if that leaves enough memory for the
 passes.
 
-The tensor-parallel ranks of a replica decide together, by the one with the least memory.
+The ranks of a pass decide together, by the one with the least memory. With context parallelism the budget is theirs
+together: a pass is measured as it is computed, cut into slices.
 
 Not covered: the memory of a pass (`pass_cost.py`), packing (`packing.py`), retrying what did not fit
 (`bridge/learn/learner.py`).
@@ -67,11 +68,13 @@ class Budget:
         replicas: int = 1,
         share_prompts: bool = False,
         parts: Ranks = ALONE,
+        num_slices: int = 1,
         neighbors: int = 1,
     ) -> None:
         """Take what sizes a pass; `num_groups` are those of a batch.
 
-        `parts` are the ranks that decide together, and `neighbors` those that share this host's memory, with this one.
+        `parts` are the ranks that decide together, and cut a pass into `num_slices`; `neighbors` those that share this
+        host's memory, with this one.
         """
         self._model = model
         self._compute = compute
@@ -81,6 +84,7 @@ class Budget:
         self._num_groups = num_groups
         self._replicas = replicas
         self._parts = parts
+        self._num_slices = num_slices
         self._neighbors = neighbors
         self.share_prompts = share_prompts
         """Whether a micro-batch holds each prompt once."""
@@ -180,7 +184,7 @@ class Budget:
 
     def _wanted(self, longest: int, total: int) -> int:
         """Return how many tokens have to fit at once to keep a GPU busy."""
-        return max(self._least(longest, total), min(self._tokens or ENOUGH_TOKENS, total))
+        return max(self._least(longest, total), min(self._tokens or self._num_slices * ENOUGH_TOKENS, total))
 
     def _least(self, longest: int, total: int) -> int:
         """Return how many tokens have to fit at once: those of the longest sample, or of an update in a single pass."""
@@ -190,7 +194,7 @@ class Budget:
     def _most(self) -> int:
         if attention.chosen(self._model) != attention.NAME:
             return MASKED_TOKENS
-        return sys.maxsize if self._optimizer.steps_in_backward else MOST_TOKENS
+        return sys.maxsize if self._optimizer.steps_in_backward else self._num_slices * MOST_TOKENS
 
     def _ways(self) -> list[Kept]:
         """Return what layers may keep in passes over the longest sample, from most to least memory on the device."""
@@ -218,7 +222,7 @@ class Budget:
         config = self._model.config.get_text_config()
         width = getattr(config, "num_attention_heads", 1) * kernels.head_size(config)
         num_layers = len(layers.decoder_layers(self._model))
-        num_tokens = self._least(self._longest, self._total)
+        num_tokens = self._least(self._longest, self._total) / self._num_slices
         return int(PINNED * BF16_BYTES * num_tokens * num_layers * (config.hidden_size + width))
 
     def _keep(self, kept: Kept) -> None:
@@ -236,7 +240,7 @@ class Budget:
             self._keep(way)
             fitting = self._fitting(free)
         tokens = min(max(fitting, longest), self._most)
-        if self._on_gpu or tokens < min(self._most, MOST_TOKENS):
+        if self._on_gpu or tokens < min(self._most, self._num_slices * MOST_TOKENS):
             self._note(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
         if fitting < longest and not self._on_gpu:
             self._note(f"a sequence of {longest:,} tokens may not fit: the system may kill the process")
@@ -249,7 +253,7 @@ class Budget:
             return False
         chosen = self._compute.micro_batch_tokens
         fitting = self._fitting(self._free() - self._share * more)
-        fits = fitting >= min(max(longest, chosen or ENOUGH_TOKENS), WORTH_IT * tokens)
+        fits = fitting >= min(max(longest, chosen or self._num_slices * ENOUGH_TOKENS), WORTH_IT * tokens)
         if not fits:
             self._note(f"gradients are summed in bf16, because float32 needs {more / GIB:.1f} GiB more; {BF16_SUMS}")
         elif fitting < tokens and chosen is None:

@@ -27,8 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import layers
-from bridge.passes.attention import packed_hidden
+from bridge.passes import layers, slices
 from bridge.passes.cut_layers import Words, largest, summed, words_of
 from bridge.passes.packing import Kept, MicroBatch
 
@@ -75,13 +74,14 @@ def model_logprobs(model: PreTrainedModel, micro_batch: MicroBatch, temperature:
 
     Shapes: -> [N] float32, [N] float32, aligned with `micro_batch.rows_N`.
     """
-    hidden_TH = packed_hidden(model, micro_batch.tokens_T, micro_batch.positions_T, micro_batch.spans)
+    hidden_LH = slices.own_hidden(model, micro_batch.tokens_T, micro_batch.positions_T, micro_batch.spans)
+    rows = slices.rows_of(model, micro_batch)
+    own = micro_batch if rows is None else rows.own
     head_VH, bias_V, transform = _head(model, temperature)
-    hidden_NH = hidden_TH.index_select(0, micro_batch.rows_N)
+    hidden_NH = hidden_LH.index_select(0, own.rows_N)
     compiles, words = layers.are_compiled(model), words_of(model.get_output_embeddings())
-    return token_logprobs(
-        hidden_NH, head_VH, bias_V, micro_batch.targets_N, transform, compiles, micro_batch.kept, words
-    )
+    computed = token_logprobs(hidden_NH, head_VH, bias_V, own.targets_N, transform, compiles, own.kept, words)
+    return computed if rows is None else rows.of_all(*computed)
 
 
 def token_logprobs(

@@ -1,8 +1,8 @@
-"""The proof of tensor parallelism, before training: layers computed in parts equal the whole ones, gradients included.
+"""The proof of parallelism, before training: layers in parts or on slices equal the whole ones, gradients included.
 
-One layer of each kind is made whole on every part, in float32, and computed beside the one in parts, both with their
-adapter if there is one. A wrong gradient cannot be seen otherwise: the outputs, and so the log-probabilities, are right
-without it.
+One layer of each kind is made whole on every rank, in float32, and computed beside the one in parts, both with their
+adapter if there is one; with context parallelism, on a whole pack and on this rank's slice of it. A wrong gradient
+cannot be seen otherwise: the outputs, and so the log-probabilities, are right without it.
 
 Weights and input are random, the same on every part. Trained ones may hide a fault, such as a bias of zeros that every
 part adds, or report one where there is none: with attention scores in the thousands, float32 rounds by more than
@@ -15,6 +15,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,8 +25,10 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.optimizers.gradient_hooks import each_gradient
-from bridge.passes import cut_layers, layers
+from bridge.passes import cut_layers, layers, slices
 from bridge.passes.parallel import ONE_PART, Parallel
+from bridge.passes.preparation import LENGTHS, packed
+from bridge.passes.slices import Slices
 
 TOLERANCE = 1e-4
 """Largest relative difference; float32 came to 2e-6, and what was spoilt on purpose to 0.4 and more."""
@@ -65,7 +68,10 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
         chosen.setdefault(_kind(layer, names[id(layer)], parallel), names[id(layer)])
     try:
         with _exact():
-            for name, call in _tried(type(model).__name__, lambda: _calls(model, [*chosen.values()])).items():
+            tokens_1T = _tokens(model).unsqueeze(0)
+            compute = partial(model.get_decoder(), input_ids=tokens_1T, use_cache=False)
+            calls = _tried(type(model).__name__, lambda: _calls(model, [*chosen.values()], compute))
+            for name, call in calls.items():
                 _check_layer(name, call, model, parallel)
     except torch.OutOfMemoryError as error:
         raise UsageError(
@@ -73,6 +79,39 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
             f" {str(error).strip().splitlines()[0]}",
             remedy="a lower --gpu-memory-utilization",
         ) from error
+
+
+def check_slices(model: PreTrainedModel) -> None:
+    """Compare one layer of each kind on a slice with the one on the whole pack, on every rank among which it is cut.
+
+    The model is prepared.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    chosen = dict[Any, str]()
+    for layer in layers.decoder_layers(model):
+        windows = (getattr(module, "sliding_window", None) for module in layer.modules())
+        chosen.setdefault((*map(type, layer.modules()), *windows), names[id(layer)])
+    tokens_T = torch.arange(sum(LENGTHS), device=model.device) % model.config.get_text_config().vocab_size
+    cut = slices.of(model, len(tokens_T))
+    assert cut is not None, "cut before it was prepared"
+    with _exact():
+        own = _calls(model, [*chosen.values()], lambda: packed(model, tokens_T, LENGTHS))
+        with slices.uncut(model):
+            whole = _calls(model, [*chosen.values()], lambda: packed(model, tokens_T, LENGTHS))
+        for name in chosen.values():
+            layer = copy.deepcopy(model.get_submodule(name)).eval().requires_grad_()
+            _fill(layer, whole[name].args[0])
+            on_slice = _run(layer, name, own[name], lambda _, gradient: gradient, cut)
+            layer.zero_grad()
+            on_all = _run(layer, name, whole[name], lambda _, gradient: gradient)
+            _compare(name, _over_slices(on_slice, cut), on_all, cut.group, f"on {cut.size} slices", slices.REMEDY)
+
+
+def _over_slices(computed: _Computed, cut: Slices) -> _Computed:
+    """Return what the ranks computed together: all tokens, and the sums of their gradients, in one order everywhere."""
+    gradients = {leaf: cut_layers.summed(computed.gradients[leaf], cut.group) for leaf in sorted(computed.gradients)}
+    output_TH, input_gradient_TH = cut.joined(computed.output[0]), cut.joined(computed.input_gradient[0])
+    return _Computed(output_TH.unsqueeze(0), input_gradient_TH.unsqueeze(0), gradients)
 
 
 def _check_layer(name: str, call: _Call, model: PreTrainedModel, parallel: Parallel) -> None:
@@ -85,7 +124,7 @@ def _check_layer(name: str, call: _Call, model: PreTrainedModel, parallel: Paral
     parallel.combine(cut.gradients)
     whole = _run(whole_layer, name, call, lambda leaf, gradient: own[leaf].of(gradient).clone())
     whole_layer.to("meta")
-    _compare(name, cut, whole, parallel)
+    _compare(name, cut, whole, parallel.group, f"in {len(parallel.cuts)} parts", ONE_PART)
 
 
 def _kind(layer: nn.Module, name: str, parallel: Parallel) -> Any:
@@ -95,19 +134,23 @@ def _kind(layer: nn.Module, name: str, parallel: Parallel) -> Any:
     return classes, tuple((leaf, *(cuts[f"{name}.{leaf}"] for cuts in parallel.cuts)) for leaf in parameters)
 
 
-def _calls(model: PreTrainedModel, names: Sequence[str]) -> dict[str, _Call]:
-    """Run the model on a sequence, and return how it calls each of these layers, by name."""
+def _tokens(model: PreTrainedModel) -> Tensor:
+    vocabulary: int = model.config.get_text_config().vocab_size
+    return (torch.arange(NUM_TOKENS, device=model.device) * 7919 + 11) % vocabulary
+
+
+def _calls(model: PreTrainedModel, names: Sequence[str], compute: Callable[[], object]) -> dict[str, _Call]:
+    """Let the model compute, and return how it calls each of these layers, by name."""
     calls = dict[str, _Call]()
 
     def keeping(name: str) -> Callable[..., None]:
         return lambda _, args, kwargs: calls.update({name: _Call(_widened(args), _widened(kwargs))})
 
-    tokens_T = (torch.arange(NUM_TOKENS, device=model.device) * 7919 + 11) % model.config.get_text_config().vocab_size
     with ExitStack() as hooks, torch.no_grad():
         for name in names:
             layer = model.get_submodule(name)
             hooks.callback(layer.register_forward_pre_hook(keeping(name), with_kwargs=True).remove)
-        model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False)
+        compute()
     return calls
 
 
@@ -117,7 +160,10 @@ def _widened(given: Any) -> Any:
         return given.float() if given.is_floating_point() else given
     if isinstance(given, dict):
         return {name: _widened(value) for name, value in given.items()}
-    return tuple(map(_widened, given)) if isinstance(given, tuple) else given
+    if isinstance(given, tuple):
+        widened = map(_widened, given)
+        return type(given)(*widened) if hasattr(given, "_fields") else tuple(widened)
+    return given
 
 
 def _fill(whole: nn.Module, like: Tensor) -> None:
@@ -131,10 +177,21 @@ def _fill(whole: nn.Module, like: Tensor) -> None:
     whole.to(like.device)
 
 
-def _run(layer: nn.Module, name: str, call: _Call, own: Callable[[str, Tensor], Tensor]) -> _Computed:
-    """Run the layer forward and backward, and keep of each parameter's gradient what `own` returns."""
-    chance, gradients = torch.Generator(device=call.args[0].device).manual_seed(1), dict[str, Tensor]()
-    hidden = torch.empty_like(call.args[0]).normal_(generator=chance).requires_grad_()
+def _run(
+    layer: nn.Module, name: str, call: _Call, own: Callable[[str, Tensor], Tensor], cut: Slices | None = None
+) -> _Computed:
+    """Run the layer forward and backward, and keep of each parameter's gradient what `own` returns.
+
+    The input and what weighs the output are the same on every rank, or this rank's slices of that.
+    """
+    hidden, like = call.args[0], dict[str, Any](device=call.args[0].device)
+    chance, gradients = torch.Generator(**like).manual_seed(1), dict[str, Tensor]()
+    shape = hidden.shape if cut is None else (1, cut.num_tokens, hidden.shape[2])
+    inputs = torch.empty(shape, **like).normal_(generator=chance)
+    weights = torch.linspace(-1, 1, inputs.numel(), **like).view(shape)
+    if cut is not None:
+        inputs, weights = cut.own(inputs, 1), cut.own(weights, 1)
+    hidden = inputs.requires_grad_()
     names: dict[Tensor, str] = {parameter: f"{name}.{leaf}" for leaf, parameter in layer.named_parameters()}
 
     def keep(parameter: Tensor) -> None:
@@ -144,8 +201,7 @@ def _run(layer: nn.Module, name: str, call: _Call, own: Callable[[str, Tensor], 
     with torch.enable_grad(), each_gradient(names, keep):
         output = layer(hidden, *call.args[1:], **call.kwargs)
         output = output[0] if isinstance(output, tuple) else output
-        weights = torch.linspace(-1, 1, output.numel(), device=output.device)
-        (output.flatten() * weights).sum().backward()
+        (output * weights).sum().backward()
     for parameter, key in names.items():
         if key not in gradients:  # an expert that no token was sent to
             gradients[key] = own(key, torch.zeros_like(parameter))
@@ -153,7 +209,7 @@ def _run(layer: nn.Module, name: str, call: _Call, own: Callable[[str, Tensor], 
     return _Computed(output.detach(), hidden.grad, gradients)
 
 
-def _compare(name: str, cut: _Computed, whole: _Computed, parallel: Parallel) -> None:
+def _compare(name: str, cut: _Computed, whole: _Computed, group: str, how: str, remedy: str) -> None:
     least = FLOOR * max(_rms(gradient) for gradient in whole.gradients.values())
     differences_of = {
         f"the output of {name}": _difference(cut.output, whole.output),
@@ -164,13 +220,12 @@ def _compare(name: str, cut: _Computed, whole: _Computed, parallel: Parallel) ->
         },
     }
     differences = torch.tensor([*differences_of.values()], device=cut.output.device).nan_to_num(torch.inf)
-    differences = cut_layers.largest(differences, parallel.group)  # so that all parts decide the same
+    differences = cut_layers.largest(differences, group)  # so that all parts decide the same
     worst, what = max(zip(differences.tolist(), differences_of, strict=True))
     if worst > TOLERANCE:
         raise UnsupportedModelError(
-            f"{what}, computed in {len(parallel.cuts)} parts, differs by {worst:.2g} from the whole one's,"
-            f" expected at most {TOLERANCE:g}",
-            remedy=ONE_PART,
+            f"{what}, computed {how}, differs by {worst:.2g} from the whole one's, expected at most {TOLERANCE:g}",
+            remedy=remedy,
         )
 
 

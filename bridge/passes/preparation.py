@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError
-from bridge.passes import attention, kernels, layers, offload, recurrence
+from bridge.passes import attention, kernels, layers, offload, recurrence, slices
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing import Sample, packs
 
@@ -101,6 +101,8 @@ def _choose_attention(model: PreTrainedModel, expected: "Expected", kernel: str,
         attention.choose(model, attention.NAME)
         expected.check(model, note)
     except UnsupportedModelError as error:
+        if slices.of(model, 1) is not None:
+            raise
         attention.choose(model, own)
         expected.check(model, note)
         note(f"attention: the model's own ({own}), with a mask of tokens x tokens: {error.message}")
@@ -269,9 +271,8 @@ def packed(model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int], *, 
     positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
     positions_T[: lengths[0]] += begin
     starts_S1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens_T.device)
-    return attention.packed_hidden(
-        model, tokens_T, positions_T, attention.Spans(starts_S1=starts_S1, longest=max(lengths))
-    )
+    spans = attention.Spans(starts_S1=starts_S1, longest=max(lengths))
+    return slices.whole_hidden(model, tokens_T, positions_T, spans)
 
 
 def _packed_sharing(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
@@ -282,7 +283,7 @@ def _packed_sharing(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
         tokens = {"prompt_token_ids": ids[:prompt], "token_ids": ids[prompt:]}
         samples.append(Sample(**tokens, sampled_logprobs=zeros, advantages=zeros, weight=0.0))
     (batch,) = packs(samples, max_tokens=sum(LENGTHS), device=tokens_T.device, share_prompts=True)
-    hidden_TH, seen = attention.packed_hidden(model, batch.tokens_T, batch.positions_T, batch.spans), batch.spans.seen
+    hidden_TH, seen = slices.whole_hidden(model, batch.tokens_T, batch.positions_T, batch.spans), batch.spans.seen
     assert seen is not None
     sequences = [keys for keys in seen.keys_U.split(seen.starts_S1.diff().tolist()) if len(keys) in LENGTHS]
     return hidden_TH[torch.cat(sequences)]  # the other spans are prompts

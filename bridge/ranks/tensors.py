@@ -7,7 +7,7 @@ Shape suffixes: R blocks, B elements of a block.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,17 @@ from bridge.errors import BridgeError, RankError
 from bridge.ranks.messages import OF_TENSORS, gather_bytes
 from bridge.ranks.watch import Watch
 
+Result = TypeVar("Result")
+
 
 class Tensors:
     """What one rank exchanges with the others of its group."""
 
-    def __init__(self, rank: int, world_size: int, tp_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, tp_size: int, cp_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.tp_size = tp_size
+        self.cp_size = cp_size
         self.is_broken = False
         """Whether a rank exited: the others cannot agree on anything any more."""
         self._tensors: dist.ProcessGroup | None = None
@@ -35,13 +38,32 @@ class Tensors:
         self._members: Sequence[int] = range(world_size)
         """The group's ranks, by their numbers among all."""
 
+    @property
+    def pass_size(self) -> int:
+        """How many ranks compute a pass together."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def share(self) -> int:
+        """The number of the share of a batch that this rank trains on, from 0 to `num_shares` - 1."""
+        return self.rank // self.pass_size
+
+    @property
+    def num_shares(self) -> int:
+        """How many shares a batch is cut into."""
+        return self.world_size // self.pass_size
+
+    def one_per_share(self, results: Sequence[Result]) -> list[Result]:
+        """Return those of the first rank of every share of a batch."""
+        return [*results[:: self.pass_size]]
+
     def all_reduce(self, numbers: Tensor) -> Tensor:
         """Return the sum of every rank's `numbers`, added up in the order of the ranks."""
         return numbers if self.world_size == 1 else sum_in_order(self._of_every_rank(numbers))
 
-    def all_reduce_dp(self, numbers: Tensor) -> Tensor:
-        """Return the sum of every replica's `numbers`, in the order of the replicas."""
-        return numbers if self.world_size == 1 else sum_in_order(self._of_every_rank(numbers)[:: self.tp_size])
+    def all_reduce_shares(self, numbers: Tensor) -> Tensor:
+        """Return the sum of the `numbers` of every share of a batch, whose ranks have the same, in their order."""
+        return numbers if self.world_size == 1 else sum_in_order(self._of_every_rank(numbers)[:: self.pass_size])
 
     def all_reduce_tp(self, numbers: Tensor) -> Tensor:
         """Return the sum of the `numbers` of the ranks of one replica; every replica has the same."""

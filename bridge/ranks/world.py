@@ -31,10 +31,10 @@ INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 class Ranks(Tensors):
-    """This process among the ranks of a run, or among those of its `tp_group` or `dp_group`."""
+    """This process among the ranks of a run, or among those of its `tp_group`, `cp_group` or `dp_group`."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, tp_size: int = 1) -> None:
-        super().__init__(rank, world_size, tp_size)
+    def __init__(self, rank: int = 0, world_size: int = 1, tp_size: int = 1, cp_size: int = 1) -> None:
+        super().__init__(rank, world_size, tp_size, cp_size)
         self.dp_rank = rank // tp_size
         self.tp_rank = rank % tp_size
         self.dp_size = world_size // tp_size
@@ -44,6 +44,7 @@ class Ranks(Tensors):
         self._num_exchanges = 0
         """Exchanges of objects so far, the same number on all ranks."""
         self._tp_group: Ranks | None = None
+        self._cp_group: Ranks | None = None
         self._dp_group: Ranks | None = None
 
     @classmethod
@@ -53,6 +54,7 @@ class Ranks(Tensors):
         world_size: int,
         *,
         tp_size: int = 1,
+        cp_size: int = 1,
         port: int,
         device: torch.device,
         host: str = LOOPBACK,
@@ -62,21 +64,25 @@ class Ranks(Tensors):
 
         Raises:
             RankError: one did not come.
-            UsageError: they were started with different `tp_size`.
+            UsageError: they were started with different `tp_size` or `cp_size`.
         """
-        ranks = cls(rank, world_size, tp_size)
+        assert tp_size == 1 or cp_size == 1, "refused by the configuration"
+        ranks = cls(rank, world_size, tp_size, cp_size)
         with ranks._errors_of_torch(), groups.noticing_silence():
             store, connections = groups.meet(rank, world_size, host, port, device, listener)
             groups.check_same(store, rank, world_size, "--tensor-parallel-size", tp_size)
+            groups.check_same(store, rank, world_size, "--context-parallel-size", cp_size)
             ranks._watch = Watch(store, device, rank, world_size, lambda: ranks._num_exchanges)
             ranks._watch.add(dist.group.WORLD, connections)
             before = groups.sockets()
             ranks._objects = groups.object_group(None)
             ranks._watch.add_objects(groups.sockets() - before)
+            numbers = range(world_size)
             if tp_size > 1:
-                numbers = range(world_size)
                 ranks._tp_group = ranks._one_of([numbers[first : first + tp_size] for first in numbers[::tp_size]])
                 ranks._dp_group = ranks._one_of([numbers[part::tp_size] for part in range(tp_size)])
+            if cp_size > 1:
+                ranks._cp_group = ranks._one_of([numbers[first : first + cp_size] for first in numbers[::cp_size]])
             ranks._watch.start()
         return ranks
 
@@ -118,6 +124,16 @@ class Ranks(Tensors):
         return self._tp_group or ALONE
 
     @property
+    def cp_group(self) -> "Ranks":
+        """The ranks of the replicas that cut a micro-batch's tokens among them."""
+        return self._cp_group or ALONE
+
+    @property
+    def pass_group(self) -> "Ranks":
+        """The ranks that compute a pass together: they train on one share of a batch, and exchange in every layer."""
+        return self._cp_group or self.tp_group
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """The process group of torch for tensors, of several ranks."""
         assert self._tensors is not None, self.world_size
@@ -137,7 +153,7 @@ class Ranks(Tensors):
         if self._objects is not None:
             assert self._watch is not None, "it was made with them"
             self._watch.close()
-            for ranks in (self, self.tp_group, self.dp_group):
+            for ranks in (self, self.tp_group, self.cp_group, self.dp_group):
                 ranks._objects = None
             dist.destroy_process_group()
 
@@ -151,18 +167,18 @@ class Ranks(Tensors):
             self._all._limit = before
 
     @contextmanager
-    def tp_pass(self) -> Iterator[None]:
-        """Compute with the ranks of `tp_group`, which communicate in every layer: one failure stops all.
+    def in_pass(self) -> Iterator[None]:
+        """Compute with the ranks of `pass_group`, which communicate in every layer: one failure stops all.
 
         Raises:
             RankError: this rank is out of memory, or another one failed.
         """
-        if self.tp_size == 1:
+        if self.pass_size == 1:
             yield
             return
         assert self._watch is not None
         try:
-            with self._watch.computing(self.tp_group._members):
+            with self._watch.computing(self.pass_group._members):
                 yield
         except RuntimeError as error:  # out of memory, or torch's error about a rank that exited
             self.is_broken = True

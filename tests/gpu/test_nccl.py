@@ -28,7 +28,7 @@ def exchanges(ranks: Ranks, way: str) -> None:
     ones = torch.ones(ELEMENTS, device="cuda")
     while True:
         if way == "layers":
-            with ranks.tp_pass():
+            with ranks.in_pass():
                 summed(ones[: ELEMENTS // 8], ranks.tp_group.process_group.group_name)
         elif way == "gather":
             whole = ranks.all_gather(ones)

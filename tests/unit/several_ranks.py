@@ -22,6 +22,7 @@ def on_ranks(
     act: Callable[..., Any],
     *given: Any,
     tp_size: int | Sequence[int] = 1,
+    cp_size: int = 1,
     limit_s: float = LIMIT_S,
     on_gpus: bool = False,
 ) -> list[Any]:
@@ -36,7 +37,7 @@ def on_ranks(
     for rank in range(world_size):
         here, there = START.Pipe(duplex=False)
         device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
-        arguments = rank, world_size, tp_sizes[rank], device, port, listener, there, act, given, limit_s
+        arguments = rank, world_size, tp_sizes[rank], cp_size, device, port, listener, there, act, given, limit_s
         process = START.Process(target=_rank, args=arguments)
         process.start()
         there.close()
@@ -64,6 +65,7 @@ def _rank(
     rank: int,
     world_size: int,
     tp_size: int,
+    cp_size: int,
     device: torch.device,
     port: int,
     listener: socket.socket,
@@ -80,7 +82,7 @@ def _rank(
         torch.cuda.set_device(device)
     ranks = ALONE
     try:
-        ranks = Ranks.join(rank, world_size, tp_size=tp_size, port=port, device=device, listener=own)
+        ranks = Ranks.join(rank, world_size, tp_size=tp_size, cp_size=cp_size, port=port, device=device, listener=own)
         result: Any = act(ranks, *given)
     except BaseException as error:  # noqa: BLE001  it is the result
         traceback.print_exc()

@@ -49,7 +49,7 @@ def computes(ranks: Ranks, who: int, error: Exception) -> str:
     """Raise on one part of a replica what the other does not, where both compute a layer; return what each raised."""
 
     def act() -> None:
-        with ranks.tp_pass():
+        with ranks.in_pass():
             summed(torch.ones(2), ranks.tp_group.process_group.group_name)
             if ranks.rank == who:
                 raise error

@@ -55,7 +55,7 @@ def mesh(ranks: Ranks) -> dict[str, Any]:
         "peers": ranks.dp_group.all_gather_object(ranks.rank),
         "leaders": ranks.one_per_replica(ranks.all_gather_object(ranks.rank)),
         "totals": (
-            ranks.all_reduce(number).item(), ranks.all_reduce_dp(number).item(), ranks.all_reduce_tp(number).item()
+            ranks.all_reduce(number).item(), ranks.all_reduce_shares(number).item(), ranks.all_reduce_tp(number).item()
         ),
         "gathered": (ranks.tp_group.all_gather(number).tolist(), ranks.dp_group.all_gather(number).tolist()),
         "summed": ranks.dp_group.reduce_scatter(torch.arange(2.0).view(2, 1) + ranks.rank).item(),
@@ -101,7 +101,7 @@ def test_what_one_replica_agrees_to_raise_is_raised_by_all() -> None:
 
 
 def breaks_off(ranks: Ranks) -> None:
-    with ranks.tp_pass():
+    with ranks.in_pass():
         if ranks.rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         ranks.tp_group.all_gather(torch.zeros(1))

@@ -1,0 +1,240 @@
+"""Context parallelism: a pack is cut into slices of consecutive tokens, one for each rank of a group.
+
+Everything but attention treats each token on its own. Attention needs whole sequences, but treats each head on its own:
+before it the ranks exchange all heads of a slice for some heads of all tokens, and after it back. A pack's gradient is
+the sum over the ranks, which the optimizer adds up as it does those of replicas.
+
+Each rank computes its own tokens' log-probabilities, and receives the others': all have those of the whole pack, and
+compute its loss. Going back, each takes the gradient of its own.
+
+Not covered: attention itself (`attention.py`), the proof of a model (`parallel_proof.py`).
+Source: the exchange is that of DeepSpeed-Ulysses (arXiv 2309.14509).
+Shape suffixes: C slices, T tokens of the pack, L tokens of a slice (the last ones are padded), N rows of the pack, M of
+them in this rank's slice, A attention heads, K key-value heads, X either or anything, D size of a head, H hidden size.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from bridge.errors import UnsupportedModelError
+from bridge.passes import attention
+from bridge.passes.attention import Spans
+from bridge.passes.packing import Kept, MicroBatch
+from bridge.passes.recurrence import is_stateful
+from bridge.ranks.world import Ranks
+
+gather: Callable[..., Any] = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+"""torch 2.13 renamed it."""
+REMEDY = "leave out --context-parallel-size"
+
+_groups: WeakKeyDictionary[nn.Module, Ranks] = WeakKeyDictionary()
+"""The ranks among which the packs of a model are cut."""
+
+
+class Slices(NamedTuple):
+    """How a pack is cut, and which slice is this rank's."""
+
+    group: str
+    """The name of the ranks' process group."""
+    rank: int
+    size: int
+    """C."""
+    num_tokens: int
+    """T."""
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return -(-self.num_tokens // self.size)
+
+    def own(self, x_TX: Tensor, dim: int = 0) -> Tensor:
+        """Return this rank's slice, padded with zeros: [T, ...] -> [L, ...]."""
+        start = min(self.rank * self.length, self.num_tokens)
+        own = x_TX.narrow(dim, start, min(self.length, self.num_tokens - start))
+        return _padded(own, self.length, dim)
+
+    def joined(self, own_LX: Tensor) -> Tensor:
+        """Return the tokens of all slices; backward, this rank's part of the gradient: [L, ...] -> [T, ...]."""
+        return _joined(own_LX, self)[: self.num_tokens]
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's heads of all tokens, and the key-value heads that they need, with repetitions if uneven.
+
+        Shapes: [1, A, L, D], [1, K, L, D] x 2 -> [1, A / C, T, D], [1, some, T, D] x 2.
+        """
+        num_heads, num_pairs = query.shape[1], key.shape[1]
+        together = num_heads // num_pairs  # query heads of one key-value head
+        repeats = together // math.gcd(together, num_heads // self.size)
+        if repeats > 1:
+            key, value = (x_1KLD.repeat_interleave(repeats, dim=1) for x_1KLD in (key, value))
+        own_query, own_key, own_value = map(self._of_own_heads, (query, key, value))
+        return own_query, own_key, own_value
+
+    def own_heads(self, of_heads_A: Tensor) -> Tensor:
+        """Return what this rank's heads have of something that every head has: [A] -> [A / C]."""
+        return of_heads_A.chunk(self.size)[self.rank]
+
+    def to_tokens(self, output_1TAD: Tensor) -> Tensor:
+        """Return all heads of this rank's tokens, given its heads of all tokens: [1, T, A / C, D] -> [1, L, A, D]."""
+        padded_TAD = _padded(output_1TAD[0], self.size * self.length, 0)
+        received_CLAD = _exchanged(padded_TAD.unflatten(0, (self.size, self.length)), self.group)
+        return received_CLAD.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def _of_own_heads(self, x_1XLD: Tensor) -> Tensor:
+        by_rank_CLXD = x_1XLD[0].unflatten(0, (self.size, -1)).transpose(1, 2)
+        x_TXD = _exchanged(by_rank_CLXD, self.group).flatten(0, 1)[: self.num_tokens]
+        return x_TXD.transpose(0, 1).unsqueeze(0)
+
+
+class Rows:
+    """The rows of a cut pack, positions that predict a sampled token, by the slice in which they are."""
+
+    def __init__(self, slices: Slices, batch: MicroBatch) -> None:
+        """Sort them, which waits for the device."""
+        self._slices = slices
+        slices_N = batch.rows_N // slices.length
+        self._counts: list[int] = slices_N.bincount(minlength=slices.size).tolist()
+        self._order_N = slices_N.argsort(stable=True)
+        own_M = self._order_N.split(self._counts)[slices.rank]
+        self.own = replace(
+            batch,
+            rows_N=batch.rows_N[own_M] - slices.rank * slices.length,
+            targets_N=batch.targets_N[own_M],
+            kept=None if batch.kept is None else Kept(*(of_rows_N[own_M] for of_rows_N in batch.kept)),
+        )
+        """The pack with the rows of this rank's slice alone, as places in it."""
+
+    def of_all(self, logprobs_M: Tensor, entropies_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities and entropies (without gradient) of all ranks' rows: [M] x 2 -> [N] x 2.
+
+        All ranks compute the same with them: backward, each takes the gradient of its own.
+        """
+        most = max(self._counts)
+        own_2 = _padded(torch.stack([logprobs_M, entropies_M], dim=1), most, 0)
+        by_rank = zip(_joined(own_2, self._slices).split(most), self._counts, strict=True)
+        both_N2 = torch.cat([of_rank[:count] for of_rank, count in by_rank])[self._order_N.argsort()]
+        return both_N2[:, 0], both_N2[:, 1].detach()
+
+
+def rows_of(model: PreTrainedModel, batch: MicroBatch) -> Rows | None:
+    """Return the rows of a pack by slice; None: it is not cut."""
+    cut_pack = of(model, len(batch.tokens_T))
+    return None if cut_pack is None else Rows(cut_pack, batch)
+
+
+def own_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
+    """Return the last hidden states of this rank's slice, or of the whole pack if it is not cut: [T] x 2 -> [L, H].
+
+    Raises:
+        UnsupportedModelError: the pack is cut, and the model's attention is not Bridge's.
+    """
+    slices = of(model, len(tokens_T))
+    if slices is None:
+        return attention.packed_hidden(model, tokens_T, positions_T, spans)
+    if attention.chosen(model) != attention.NAME:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes attention in its own way, which --context-parallel-size cannot cut",
+            remedy=REMEDY,
+        )
+    return attention.packed_hidden(model, slices.own(tokens_T), slices.own(positions_T), spans, slices)
+
+
+def whole_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
+    """Return the last hidden states of a pack on every rank, raising as `own_hidden`: [T] x 2 -> [T, H]."""
+    hidden_LH, slices = own_hidden(model, tokens_T, positions_T, spans), of(model, len(tokens_T))
+    return hidden_LH if slices is None else slices.joined(hidden_LH)
+
+
+def cut(model: PreTrainedModel, group: Ranks) -> None:
+    """Cut the packs of `model` among the ranks of `group` from now on; all of them compute the same packs.
+
+    Raises:
+        UnsupportedModelError: its attention heads cannot be divided, or it carries a state from token to token.
+    """
+    num_heads, name = model.config.get_text_config().num_attention_heads, type(model).__name__
+    if num_heads % group.world_size:
+        raise UnsupportedModelError(
+            f"--context-parallel-size {group.world_size} does not divide the {num_heads} attention heads of {name}",
+            remedy=REMEDY,
+        )
+    if any(map(is_stateful, model.get_decoder().modules())):
+        raise UnsupportedModelError(
+            f"{name} carries a state from token to token, which --context-parallel-size cannot cut", remedy=REMEDY
+        )
+    _groups[model] = group
+
+
+@contextmanager
+def uncut(model: PreTrainedModel) -> Iterator[None]:
+    """Compute whole packs on every rank inside the block."""
+    group = _groups.pop(model)
+    try:
+        yield
+    finally:
+        _groups[model] = group
+
+
+def of(model: PreTrainedModel, num_tokens: int) -> Slices | None:
+    """Return how a pack of `num_tokens` is cut; None: it is not."""
+    group = _groups.get(model)
+    if group is None:
+        return None
+    return Slices(group.process_group.group_name, group.rank, group.world_size, num_tokens)
+
+
+def _padded(x: Tensor, size: int, dim: int) -> Tensor:
+    """Return the tensor with zeros behind it, up to this size."""
+    lacking = size - x.shape[dim]
+    return functional.pad(x, (0, 0) * (x.dim() - dim - 1) + (0, lacking)) if lacking else x
+
+
+def _exchanged(blocks_CX: Tensor, group: str) -> Tensor:
+    """Send each rank its block, and return those of all ranks for this one."""
+    received: Tensor = _Exchange.apply(blocks_CX, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+def _joined(own_LX: Tensor, slices: Slices) -> Tensor:
+    """Return every rank's tensor of this shape after each other."""
+    received: Tensor = _Join.apply(own_LX, slices)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """The gradient of a block that a rank sent is with the rank that received it: backward is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks_CX: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        received: Tensor = collectives.all_to_all_single(blocks_CX.contiguous(), None, None, group)  # type: ignore[arg-type]
+        done: Tensor = collectives.wait_tensor(received)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, gradient_CX: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradient_CX, ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    """All ranks compute the same with the result: backward, a rank's own part is the whole gradient of what it gave."""
+
+    @staticmethod
+    def forward(ctx: Any, own_LX: Tensor, slices: Slices) -> Tensor:
+        done: Tensor = collectives.wait_tensor(gather(own_LX.contiguous(), 0, slices.group))
+        ctx.rank = slices.rank
+        ctx.length = len(own_LX)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.narrow(0, ctx.rank * ctx.length, ctx.length), None
