@@ -17,7 +17,7 @@ from typing import Any
 from bridge.checks import Check, failed, passed, skipped, warned
 from bridge.checks.child import run_child
 from bridge.errors import UnsupportedModelError
-from bridge.planning.model_size import EXPERTS
+from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, layer_types
 
 Config = Mapping[str, Any]
 SHARED, LORA, NONE = MODES = ("shared_vllm", "lora_only", "none")
@@ -125,6 +125,15 @@ def undivided(config: Config | None, num_ranks: int) -> str:
     heads = described.get("num_key_value_heads")
     is_uneven = isinstance(heads, int) and heads % num_ranks and num_ranks % heads
     return f"{heads} key-value heads" if is_uneven else ""
+
+
+def uncut(config: Config | None, num_slices: int) -> str:
+    """Return what keeps a pack of a model from being cut into `num_slices`; empty: nothing, or it is unknown."""
+    described = _language(config)
+    if KEEPS_A_STATE in layer_types(described):
+        return "cannot cut layers that carry a state from token to token"
+    heads = described.get("num_attention_heads")
+    return f"does not divide the {heads} attention heads" if isinstance(heads, int) and heads % num_slices else ""
 
 
 def obstacles(config: Config) -> list[Obstacle]:

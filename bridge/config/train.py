@@ -48,6 +48,9 @@ class TrainConfig(Config):
     gpus: int = declare(1, ge=1, panel=SEVERAL)
     """GPUs of this host to train on, with a replica of the model and a server on each, or on each
     --tensor-parallel-size of them; on a CPU, servers."""
+    context_parallel_size: int = declare(1, ge=1, panel=SEVERAL)
+    """Replicas that compute each training pass together, for long sequences: each has a slice of its tokens. --gpus is
+    a multiple of it."""
     hosts: int = declare(1, ge=1, panel=SEVERAL)
     """Hosts to train on, with --gpus on each; the same command is started on every one of them."""
     rendezvous: str | None = declare(None, panel=SEVERAL)
@@ -140,7 +143,12 @@ class TrainConfig(Config):
         """
         if server_gpus == 1:
             return 1
-        parts = f"--tensor-parallel-size {server_gpus}"
+        parts, slices = f"--tensor-parallel-size {server_gpus}", self.context_parallel_size
+        if slices > 1:
+            raise UsageError(
+                f"--context-parallel-size {slices} trains on servers of one GPU each, found {parts}",
+                remedy="leave out one of them",
+            )
         if not self.trains_in_server:
             if self.replicas > 1:
                 raise UsageError(
@@ -160,7 +168,8 @@ class TrainConfig(Config):
         """Return the number of replicas on each host, of `tp_size` GPUs each.
 
         Raises:
-            UsageError: their GPUs are not those of `--gpus`, or they do not divide a batch.
+            UsageError: their GPUs are not those of `--gpus`, or they do not divide a batch, or into groups that compute
+                passes together.
         """
         if self.gpus % tp_size and self.gpus > 1:
             raise UsageError(
@@ -168,6 +177,11 @@ class TrainConfig(Config):
                 remedy=f"--gpus {max(1, self.gpus // tp_size) * tp_size}",
             )
         count = max(1, self.gpus // tp_size)  # --gpus 1 is the default
+        if count % self.context_parallel_size:
+            raise UsageError(
+                f"--context-parallel-size {self.context_parallel_size} does not divide the {count} replicas of a host",
+                remedy=f"a multiple of {self.context_parallel_size}: --gpus, or --servers of bridge train",
+            )
         group_size, size = self.sampling.group_size, count * self.hosts
         num_groups = self.rollouts.batch_size // group_size
         if self.rollouts.samples_here and num_groups % size:
@@ -232,6 +246,9 @@ class TrainConfig(Config):
         return {
             f"{name} trains on one GPU, found {given}": is_chosen and self.replicas > 1
             for name, is_chosen in self.on_one_gpu().items()
+        } | {
+            f"--gradient-release cannot be combined with --context-parallel-size {self.context_parallel_size}; leave"
+            " out one of them": self.optimizer.gradient_release and self.context_parallel_size > 1
         }
 
     def _rules_of_publishing(self) -> dict[str, bool]:

@@ -94,8 +94,7 @@ def choose(model: PreTrainedModel, name: str) -> None:
 
 def chosen(model: PreTrainedModel) -> str:
     """Return the name of the attention that `model`'s decoder uses."""
-    name: str = model.get_decoder().config._attn_implementation
-    return name
+    return str(model.get_decoder().config._attn_implementation)
 
 
 def packed_hidden(
@@ -188,8 +187,7 @@ def _in_spans(
     if _fits_kernel(q_TAD, v_UKD, rule):
         packed = kernels.by_varlen(q_TAD, k_UKD, v_UKD, starts, longest, scale=rule.scale, window=rule.window)
         return packed.unsqueeze(0)
-    output_TAD: Tensor = by_blocks(q_TAD, k_UKD, v_UKD, starts, rule)
-    return output_TAD.unsqueeze(0)
+    return by_blocks(q_TAD, k_UKD, v_UKD, starts, rule).unsqueeze(0)  # type: ignore[no-any-return]
 
 
 def _gathered(x_TKD: Tensor, keys_U: Tensor) -> Tensor:

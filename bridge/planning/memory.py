@@ -16,7 +16,8 @@ vLLM's share of the GPU holds its W, its E and K. A trainer on a device of its o
 inequalities again, one for each device.
 
 Replicas on several GPUs share the optimizer's state: each holds its part of S, beside whole weights and gradients. An
-offloaded state is shared too, so that all of them together hold it once in host memory.
+offloaded state is shared too, so that all of them together hold it once in host memory. With context parallelism each
+holds the activations of its slice of a micro-batch.
 
 A sequence longer than `LEAST_TOKENS` is planned with what recomputed layers keep in host memory if there is room, as a
 run decides that nothing else fits.
@@ -115,12 +116,14 @@ class Need:
         trained = adapter or copy or shard
         bytes_each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
         longest = sequence_tokens(config.sampling)
-        update = longest * (config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas)
-        least, most = micro_batch_tokens(longest, update, optimizer, config.compute)
+        slices = config.context_parallel_size
+        update = longest * (slices * config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas)
+        packs = micro_batch_tokens(longest, update, optimizer, config.compute, slices)
+        least, most = (-(-tokens // slices) for tokens in packs)
         state_on_host = whole * bytes_each.host / config.hosts
         kept_on_host = config.gpus * PINNED * kept_bytes(widths, least)
         has_room = kept_on_host <= HOST_SHARE * (host_bytes - state_on_host)
-        may_offload = longest > LEAST_TOKENS and recompute is not False and not copy and has_room
+        may_offload = longest > slices * LEAST_TOKENS and recompute is not False and not copy and has_room
         on_host = may_offload if chosen is None else chosen
         forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
         sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
@@ -137,7 +140,7 @@ class Need:
             own=BF16_BYTES * (copy + beside),
             state=trained * bytes_each.device / config.replicas,
             gradients=trained * bytes_each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
-            sums=trained * bytes_each.gradient if update > FEW * least else 0,
+            sums=trained * bytes_each.gradient if update > FEW * packs[0] else 0,
             temporaries=LOGITS_BYTES + head + step,
             least_activations=activation_bytes(widths, least, recomputed=recompute is not False, on_host=on_host),
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
@@ -215,14 +218,17 @@ def sequence_tokens(sampling: SamplingConfig) -> int:
 
 
 def micro_batch_tokens(
-    longest: int, update: int, optimizer: OptimizerConfig, compute: ComputeConfig
+    longest: int, update: int, optimizer: OptimizerConfig, compute: ComputeConfig, slices: int = 1
 ) -> tuple[int, int]:
-    """Return the tokens of the smallest and the largest micro-batch, given those of a sequence and of an update."""
+    """Return the tokens of the smallest and the largest micro-batch, given those of a sequence and of an update.
+
+    They are those of all `slices` of a micro-batch, each of which is on a GPU of its own.
+    """
     if optimizer.steps_in_backward:
         return update, update
     if compute.micro_batch_tokens is not None:
         return compute.micro_batch_tokens, compute.micro_batch_tokens
-    return max(longest, min(LEAST_TOKENS, update)), max(longest, min(MOST_TOKENS, update))
+    return max(longest, min(slices * LEAST_TOKENS, update)), max(longest, min(slices * MOST_TOKENS, update))
 
 
 def _kept_per_token(widths: Dimensions, longest: int) -> float:

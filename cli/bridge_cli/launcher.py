@@ -180,8 +180,8 @@ def _spec(layout: Layout, handler: Any, scratch: Path) -> WorkerSpec:
     if interface := _interface(layout):
         variables |= {name: os.environ.get(name, interface) for name in INTERFACES}
     settings = {
-        "tp_size": layout.tp_size, "device": layout.device, "gpus": layout.gpus, "scratch": str(scratch),
-        "variables": variables,
+        "tp_size": layout.tp_size, "cp_size": layout.cp_size, "device": layout.device, "gpus": layout.gpus,
+        "scratch": str(scratch), "variables": variables,
     }  # fmt: skip
     leash = "-I", "-S", str(children.LEASH), str(os.getpid())  # a rank ends with this process, however that ends
     python = sys.executable, "-P", "-c", MAIN

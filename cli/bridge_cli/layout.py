@@ -26,6 +26,23 @@ class Layout:
     rendezvous: str | None = None
     """`--rendezvous`, where several hosts meet."""
     restarts: int = 0
+    cp_size: int = 1
+    """Ranks that cut a pass among them."""
+
+
+def check_cuts(name: str, num_slices: int) -> None:
+    """Check that training passes of the model `name` can be cut into `num_slices`.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    described = model.read(name) if num_slices > 1 else None
+    if described is not None and (reason := model.uncut(described, num_slices)):
+        fitting = max(number for number in range(1, num_slices) if number == 1 or not model.uncut(described, number))
+        raise UsageError(
+            f"--context-parallel-size {num_slices} {reason} of {name}",
+            remedy=f"--context-parallel-size {fitting}" if fitting > 1 else "leave it out",
+        )
 
 
 def check_divides(name: str, parts: int) -> None:
@@ -52,6 +69,7 @@ def of(train: TrainConfig, serve: ServeConfig) -> Layout:
     if train.hosts == 1 and train.rendezvous is not None:
         raise UsageError(f"--rendezvous {train.rendezvous} has no effect on one host", remedy="add --hosts H")
     check_divides(serve.model, serve.tensor_parallel_size)
+    check_cuts(serve.model, train.context_parallel_size)
     tp_size = train.tp_size(serve.tensor_parallel_size)
     dp_size = train.dp_size(tp_size)
     most = MOST_PORT + 1 - dp_size * train.hosts
@@ -65,7 +83,7 @@ def of(train: TrainConfig, serve: ServeConfig) -> Layout:
     if tp_size * dp_size * train.hosts > 1:
         device, _ = accelerator.choose(serve.device)
         gpus = _visible(tp_size * dp_size, tp_size, train.gpus, device)
-    return Layout(tp_size, device, gpus, train.hosts, train.rendezvous, train.restarts)
+    return Layout(tp_size, device, gpus, train.hosts, train.rendezvous, train.restarts, train.context_parallel_size)
 
 
 def _visible(count: int, tp_size: int, requested: int, device: str) -> list[str | None]:

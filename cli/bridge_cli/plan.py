@@ -26,7 +26,7 @@ from bridge_cli.options import Json, from_config, option
 SHOWN = {
     "model", "mode", "optimizer", "offload_optimizer", "gradient_release", "batch_size", "max_new_tokens",
     "micro_batch_tokens", "gradient_checkpointing", "activation_offload", "kv_sleep", "max_model_len", "lora_r", "gpus",
-    "tensor_parallel_size",
+    "tensor_parallel_size", "context_parallel_size",
 }  # fmt: skip
 """Choices in the help text; every other choice of `bridge run` is accepted too."""
 HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.choices()} - SHOWN)
@@ -97,6 +97,7 @@ def plan(
     host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
     host_bytes = host_bytes if host_memory is None else host_memory * GIB
     layout.check_divides(serve.model, serve.tensor_parallel_size)
+    layout.check_cuts(serve.model, train.context_parallel_size)
     tp_size = train.tp_size(serve.tensor_parallel_size)
     replicated = train.changed(gpus=train.dp_size(tp_size))
     longest = memory.sequence_tokens(replicated.sampling)

@@ -42,6 +42,7 @@ class OwnRank:
     world_size: int
     local_rank: int
     tp_size: int
+    cp_size: int = 1
     device: str
     address: str
     port: int
@@ -59,8 +60,8 @@ class OwnRank:
         os.environ.update(settings["variables"] | ({} if gpus is None else {VISIBLE: gpus}))
         return cls(
             rank=int(variables["RANK"]), world_size=int(variables["WORLD_SIZE"]), local_rank=local_rank,
-            tp_size=settings["tp_size"], device=settings["device"], address=variables["MASTER_ADDR"],
-            port=int(variables["MASTER_PORT"]), scratch=Path(settings["scratch"]),
+            tp_size=settings["tp_size"], cp_size=settings["cp_size"], device=settings["device"],
+            address=variables["MASTER_ADDR"], port=int(variables["MASTER_PORT"]), scratch=Path(settings["scratch"]),
         )  # fmt: skip
 
     @property
@@ -84,8 +85,8 @@ class OwnRank:
             torch.cuda.set_device(device)
         listener = socket.create_server((self.address, self.port)) if self.rank == 0 else None
         ranks = Ranks.join(
-            self.rank, self.world_size, tp_size=self.tp_size, host=self.address, port=self.port, device=device,
-            listener=listener,
+            self.rank, self.world_size, tp_size=self.tp_size, cp_size=self.cp_size, host=self.address, port=self.port,
+            device=device, listener=listener,
         )  # fmt: skip
         (self.scratch / f"{self.local_rank}.joined").touch()
         return ranks

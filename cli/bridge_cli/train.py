@@ -5,7 +5,7 @@ Not covered: which servers (`servers.py`), what `--resume` finds (`resume.py`).
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Environment
-from bridge_cli import console, ending, rank, ranks, servers
+from bridge_cli import console, ending, layout, rank, ranks, servers
 from bridge_cli.options import Json, from_config
 from bridge_cli.ranks import Opened
 from bridge_cli.resume import open_run
@@ -44,7 +44,8 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
     replicas = servers.running(config.server, config.mode, attaches=config.needs_patched_server)
-    planned = servers.layout(replicas, config.tp_size, config.restarts)
+    layout.check_cuts(config.model_name, config.context_parallel_size)
+    planned = replace(servers.layout(replicas, config.tp_size, config.restarts), cp_size=config.context_parallel_size)
     if config.restarts and len(planned.gpus) == 1:
         raise UsageError(
             f"--restarts {config.restarts} has no effect: there is one process to train with",
@@ -52,7 +53,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
         )
     if len(replicas) > 1:
         config = config.changed(gpus=len(planned.gpus))
-        config.dp_size(planned.tp_size)  # refuses a batch that cannot be divided
+    config.dp_size(planned.tp_size)  # refuses a batch that cannot be divided
     if rank.OWN_RANK.get() is None and len(planned.gpus) > 1:  # before ranks start; a single process asks by itself
         servers.check_free(replicas, config.sampling.request_timeout_s, resumes=config.resume)
     with ranks.joined(None if rank.OWN_RANK.get() else planned) as world:
