@@ -3,20 +3,24 @@
     python -m benchmarks.train_step --sizes 7b --settings "" "optimizer=adamw-8bit" "compile_layers=false" --profile
     python -m benchmarks.train_step --sizes qwen3-0.6b --lengths 16384 65536 --attention flash cudnn --rounds 2
     python -m benchmarks.train_step --sizes qwen3-4b --lengths 65536 --settings "mode=lora_only lora_r=16"
+    python -m benchmarks.train_step --sizes 7b --lengths 131072 --settings "optimizer=adamw-8bit" --ranks 2 --out two
 
 The model has a Qwen2 or Qwen3 shape and random bf16 weights; the batch is made up: 64 completions of 256 tokens in
 groups of 8 with prompts of 120 tokens, or with `--lengths` one sequence of so many tokens, all with advantages. A
 setting is any choice of `bridge train`. Timed is what a training run does with a batch (`bridge/learn/learner.py`),
 from idle device to idle device, after the first steps, which compile. A setting that does not fit in memory, or for
-which no time is left, becomes a row that says so. All rows so far are written after each.
+which no time is left, becomes a row that says so. All rows so far are written after each. With `--ranks` so many GPUs
+compute each pass together (`--context-parallel-size`) and share the optimizer; figures of memory are of the first one.
 
 MFU and its operations are those of a run's metrics (`bridge/passes/flops.py`).
 
-Not covered: generation, the fence, several GPUs (`grpo.py` has the whole step).
+Not covered: generation, the fence, replicas on several GPUs (`grpo.py` has the whole step).
 """
 
 import argparse
 import gc
+import multiprocessing
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +39,7 @@ from bridge.config import TrainConfig
 from bridge.errors import BridgeError
 from bridge.learn.opening import learner_of
 from bridge.passes.flops import peak_flops
+from bridge.ranks.world import ALONE, LOOPBACK, Ranks
 from bridge.types import Group
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import OpenedModel, leave_a_core
@@ -66,16 +71,46 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    """Measure every size with every length and setting; write all results so far after each."""
+    """Measure every size with every length and setting, on one rank or on several."""
     options = _flags().parse_args()
+    if options.ranks == 1:
+        measure_all(options, ALONE)
+        return
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        start = multiprocessing.get_context("spawn").Process
+        others = [start(target=as_rank, args=(rank, port, options), daemon=True) for rank in range(1, options.ranks)]
+        for other in others:
+            other.start()
+        as_rank(0, port, options, listener)
+
+
+def as_rank(rank: int, port: int, options: argparse.Namespace, listener: socket.socket | None = None) -> None:
+    """Measure as one of several ranks, which meet at `port`; the first one listens there."""
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    size = options.ranks
+    ranks = Ranks.join(rank, size, cp_size=size, port=port, device=device, listener=listener)
+    try:
+        measure_all(options, ranks)
+    finally:
+        ranks.close()
+
+
+def measure_all(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Measure all cases; the first rank writes all results so far after each."""
     deadline = time.monotonic() + options.limit_s
     results: dict[str, list[Row]] = {}
     for case in cases(options):
         rows = results.setdefault(case.size, [])
-        rows.append(measure(case, options, deadline))
+        rows.append(measure(case, options, deadline, ranks))
         _let_go()
-        path = _results.write("train_step", results, options.out)
-        say(f"{case.size}, in {path}\n{table(rows)}")
+        if ranks.is_rank_zero:
+            path = _results.write("train_step", results, options.out)
+            say(f"{case.size}, in {path}\n{table(rows)}")
+        if ranks.is_broken:
+            return
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -99,6 +134,7 @@ def _flags() -> argparse.ArgumentParser:
     )
     flags.add_argument("--lengths", nargs="+", type=int, help="tokens of the one sequence of a step")
     flags.add_argument("--attention", nargs="+", metavar="KERNEL", help="kernels, each with every setting")
+    flags.add_argument("--ranks", type=int, default=1, help="GPUs that compute each pass together")
     flags.add_argument("--rounds", type=int, default=1, help="times that all rows are measured, in turns")
     flags.add_argument("--steps", type=int, default=4, help="measured steps")
     flags.add_argument("--warm-up", type=int, default=2, help="steps before them")
@@ -110,13 +146,14 @@ def _flags() -> argparse.ArgumentParser:
     return flags
 
 
-def measure(case: Case, options: argparse.Namespace, deadline: float) -> Row:
+def measure(case: Case, options: argparse.Namespace, deadline: float, ranks: Ranks = ALONE) -> Row:
     """Return the figures of one case, or why there are none."""
     say(f"{case.size}: {case.name}")
     notes: list[str] = []
     row: Row = {"name": case.name, "setting": case.setting, "length": case.length, "notes": notes}
+    row |= {"ranks": ranks.world_size}
     try:
-        steps = Steps(case.size, config_of(case.setting), batch_of(case, options), notes.append)
+        steps = Steps(case.size, config_of(case.setting), batch_of(case, options), notes.append, ranks)
         return {**row, **steps.figures(options, deadline)}
     except (RuntimeError, BridgeError) as error:  # out of memory, or a kernel that failed
         return {**row, "failure": str(error).strip().partition("\n")[0]}
@@ -167,7 +204,10 @@ class Times:
 class Steps:
     """A model, everything that trains it, and a batch."""
 
-    def __init__(self, size: str, config: TrainConfig, batch: Sequence[Group], note: Callable[[str], None]) -> None:
+    def __init__(
+        self, size: str, config: TrainConfig, batch: Sequence[Group], note: Callable[[str], None], ranks: Ranks = ALONE
+    ) -> None:
+        self._ranks = ranks
         self._device = torch.device("cuda") if torch.cuda.is_available() else leave_a_core()
         model = build(size, self._device)
         self._weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -175,7 +215,7 @@ class Steps:
         if config.mode == "lora_only":
             factors = Adapter(model, config.lora, seed=config.seed, base_name=size).lr_factors()
         opened = OpenedModel(model=model, device=self._device, lr_factors=factors, open_s=0, weight_bytes=0)
-        self._learner = learner_of(config, opened, note)
+        self._learner = learner_of(config, opened, note, ranks=ranks)
         self._batch = batch
         self._num_tokens = sum(
             len(group.prompt_token_ids) + len(completion.token_ids)
@@ -189,7 +229,8 @@ class Steps:
         flops = self._learner.learnt()["train_flops"]
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        times = [self.step() for _ in range(max(0, options.warm_up - 1) + options.steps) if time.monotonic() < deadline]
+        count = max(0, options.warm_up - 1) + options.steps
+        times = [self.step() for _ in range(count) if self._ranks.broadcast_object(time.monotonic() < deadline)]
         measured = times[max(0, options.warm_up - 1) :]
         if not measured:
             return {"first_s": first.step_s, "failure": "no time was left"}
@@ -198,7 +239,7 @@ class Steps:
         row |= {"first_s": first.step_s, "num_steps": len(measured), "weights_gib": self._weight_bytes / GIB}
         row |= {"tokens": self._num_tokens, "tokens_per_s": self._num_tokens / row["step_s"], "train_flops": flops}
         if self._device.type == "cuda":
-            row["mfu"] = flops / row["step_s"] / peak_flops(self._device)
+            row["mfu"] = flops / row["step_s"] / peak_flops(self._device) / self._ranks.world_size
             row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             row["beside_weights_gib"] = row["peak_gib"] - row["weights_gib"]
         return {**row, "kernels": self.kernels()} if options.profile else row

@@ -1,0 +1,235 @@
+"""Packs cut into slices over several ranks: the log-probabilities, gradients and steps of one process.
+
+In float32 the largest difference was 5e-7 nats, and 7e-7 of a parameter's gradient (2026-11-26).
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3NextConfig
+
+from bridge.errors import RankError, UnsupportedModelError
+from bridge.passes import attention, layers, slices
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.parallel_proof import check_slices
+from bridge.passes.preparation import prepare
+from bridge.passes.slices import Slices
+from bridge.ranks.world import ALONE, Ranks
+from tests.unit.learn.test_learner import base, config_of, learner_of, made_by
+from tests.unit.passes.test_attention import FAMILIES, SIZES
+from tests.unit.several_ranks import on_ranks
+
+TOLERANCE = 1e-5
+"""Of log-probabilities in nats, and of gradients relative to their norm."""
+FLOOR = 1e-3
+"""Of the largest gradient: a smaller one, zero but for rounding, is compared with that."""
+LENGTHS = {"several sequences": (19, 12, 7, 6, 5), "one long sequence": (31,), "fewer tokens than ranks": (2,)}
+LIMIT_S = 300.0
+OF_HEADS = Qwen2Config(**(SIZES | {"num_attention_heads": 12, "hidden_size": 48}))
+"""Four query heads for each of three key-value heads."""
+OF_HEADS.num_key_value_heads = 3
+
+
+def pack_of(lengths: tuple[int, ...], *, share_prompts: bool, is_filtered: bool = False) -> MicroBatch:
+    """Pack samples of so many tokens, of which two follow each prompt."""
+    chance, samples = torch.Generator().manual_seed(1), list[Sample]()
+    for number, length in enumerate(lengths):
+        ids = tuple(torch.randint(3, 97, (length,), generator=chance).tolist())
+        prompt = samples[-1].prompt_token_ids if number % 2 else ids[: min(3, length - 1)]
+        completion = ids[len(prompt) :]
+        zeros = (0.0,) * len(completion)
+        kept = tuple((0.0, 20 + token % 9) for token in completion) if is_filtered else ()
+        more = {"sampled_logprobs": zeros, "advantages": zeros, "kept": kept}
+        samples.append(Sample(prompt_token_ids=prompt, token_ids=completion, weight=1.0, **more))
+    (pack,) = packs(samples, max_tokens=1000, device=torch.device("cpu"), share_prompts=share_prompts)
+    return pack
+
+
+def model_of(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    attention.choose(model, attention.NAME)
+    return model
+
+
+def computed(model: PreTrainedModel, pack: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return log-probabilities, entropies, and the gradients of a loss that weighs each row differently."""
+    model.zero_grad()
+    logprobs_N, entropies_N = model_logprobs(model, pack, 0.7)
+    (logprobs_N * torch.linspace(-1, 1, len(logprobs_N)).add(0.3)).sum().backward()
+    named = model.named_parameters()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
+    return logprobs_N.detach(), entropies_N, gradients
+
+
+def compared(ranks: Ranks, config: PreTrainedConfig) -> dict[str, float]:
+    """Return the largest difference between cut packs and whole ones, by pack."""
+    model, worst = model_of(config), dict[str, float]()
+    for name, lengths in LENGTHS.items():
+        for share_prompts in (False, True):
+            pack = pack_of(lengths, share_prompts=share_prompts, is_filtered=share_prompts)
+            logprobs_N, entropies_N, gradients = computed(model, pack)
+            slices.cut(model, ranks.cp_group)
+            own_logprobs_N, own_entropies_N, own_gradients = computed(model, pack)
+            with slices.uncut(model):
+                assert slices.of(model, 1) is None
+            slices._groups.pop(model)
+            least = FLOOR * max(gradient.norm() for gradient in gradients.values())
+            differences = [(own_logprobs_N - logprobs_N).abs().max(), (own_entropies_N - entropies_N).abs().max()]
+            for parameter, gradient in gradients.items():
+                summed = ranks.all_reduce(own_gradients[parameter])
+                differences.append((summed - gradient).norm() / max(gradient.norm(), least))
+            worst[f"{name}, {share_prompts}"] = float(torch.stack(differences).max())
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_attention_computes_the_same_on_slices(family: str) -> None:
+    """With four ranks there are fewer key-value heads than ranks."""
+    for result in on_ranks(4, compared, FAMILIES[family], cp_size=4, limit_s=LIMIT_S):
+        assert max(result.values()) < TOLERANCE, result
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_key_value_heads_are_sent_where_they_are_needed(size: int) -> None:
+    """Three key-value heads for twelve query heads: whole, one each, and in uneven groups."""
+    for result in on_ranks(size, compared, OF_HEADS, cp_size=size, limit_s=LIMIT_S):
+        assert max(result.values()) < TOLERANCE, result
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 8])
+def test_slices_cover_a_pack(num_tokens: int) -> None:
+    tokens_T = torch.arange(1, num_tokens + 1)
+    own = [Slices("", rank, 4, num_tokens).own(tokens_T) for rank in range(4)]
+    assert {len(slice_) for slice_ in own} == {math.ceil(num_tokens / 4)}
+    whole = torch.cat(own)
+    assert whole[:num_tokens].equal(tokens_T)
+    assert not whole[num_tokens:].any()
+
+
+def prepared(ranks: Ranks, config: PreTrainedConfig, choices: dict[str, Any]) -> list[str]:
+    """Prepare and prove a cut model, and return what was reported."""
+    layers.COMPILER = "aot_eager"
+    model, notes = model_of(config), list[str]()
+    attention.choose(model, "sdpa")
+    slices.cut(model, ranks.cp_group)
+    with ranks.in_pass():
+        assert prepare(model, config_of(**choices).compute, notes.append)
+        check_slices(model)
+    return notes
+
+
+@pytest.mark.parametrize("choices", [{}, {"compile_layers": True, "gradient_checkpointing": True}], ids=str)
+def test_a_cut_model_is_prepared_and_proved(choices: dict[str, Any]) -> None:
+    assert on_ranks(2, prepared, FAMILIES["qwen3"], choices, cp_size=2, limit_s=LIMIT_S) == [[], []]
+
+
+def spoiled(ranks: Ranks, fault: str) -> None:
+    """Prove a model whose exchange is wrong."""
+    to_heads, own_heads = Slices.to_heads, Slices.own_heads
+    if fault == "a gradient that is lost":
+        Slices.to_heads = lambda self, q, k, v: to_heads(self, q, k.detach(), v)  # type: ignore[method-assign]
+    else:
+        Slices.own_heads = lambda self, x: own_heads(self, x.flip(0))  # type: ignore[method-assign]
+    model = model_of(FAMILIES["gpt-oss, with sinks"])
+    slices.cut(model, ranks.cp_group)
+    check_slices(model)
+
+
+@pytest.mark.parametrize("fault", ["a gradient that is lost", "sinks of other heads"])
+def test_a_wrong_exchange_is_refused(fault: str) -> None:
+    for error in on_ranks(2, spoiled, fault, cp_size=2, limit_s=LIMIT_S):
+        assert isinstance(error, UnsupportedModelError), error
+        assert "computed on 2 slices, differs by" in error.message
+
+
+def refused(ranks: Ranks, config: PreTrainedConfig) -> None:
+    slices.cut(model_of(config), ranks.cp_group)
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    hybrid = Qwen3NextConfig(**SIZES, num_experts=0, layer_types=["linear_attention", "full_attention"])
+    for error in on_ranks(2, refused, hybrid, cp_size=2):
+        assert "carries a state from token to token" in str(error)
+    for error in on_ranks(3, refused, FAMILIES["llama"], cp_size=3):
+        assert "does not divide the 4 attention heads of LlamaForCausalLM" in str(error)
+
+
+def own_attention(ranks: Ranks) -> None:
+    model = model_of(FAMILIES["llama"])
+    slices.cut(model, ranks.cp_group)
+    attention.choose(model, "sdpa")
+    computed(model, pack_of((5,), share_prompts=False))
+
+
+def test_attention_that_is_not_ours_is_refused() -> None:
+    for error in on_ranks(2, own_attention, cp_size=2):
+        assert "computes attention in its own way" in str(error)
+
+
+def learnt(ranks: Ranks, groups: list[Any], choices: dict[str, Any]) -> dict[str, Any]:
+    """Train two steps in float32."""
+    model = base()
+    learner, figures = learner_of(model, ranks=ranks, **choices), []
+    for step in (1, 2):
+        learner.take(groups, step=step)
+        learner.prepare()
+        learner.write()
+        figures.append(learner.learnt())
+    return {"weights": {name: p.detach().clone() for name, p in model.named_parameters()}, "figures": figures}
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "all tokens": {},
+    "the most uncertain, in small packs": {"top_entropy": 0.3, "micro_batch_tokens": 40},
+    "sequences, twice": {"loss": "gspo", "passes_per_batch": 2, "updates_per_batch": 2},
+}
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize(("world_size", "cp_size"), [(2, 2), (4, 2)])
+def test_groups_of_ranks_learn_as_one_process(choices: str, world_size: int, cp_size: int) -> None:
+    groups = made_by(base(seed=8))
+    alone, before = learnt(ALONE, groups, CHOICES[choices]), dict(base().named_parameters())
+    results = on_ranks(world_size, learnt, groups, CHOICES[choices], cp_size=cp_size, limit_s=LIMIT_S)
+    for mine in results:
+        assert not isinstance(mine, BaseException), mine
+        for name, weight in alone["weights"].items():
+            assert mine["weights"][name].equal(results[0]["weights"][name]), "replicas differ"
+            moved = weight - before[name].detach()
+            assert (mine["weights"][name] - weight).norm() < 0.01 * moved.norm(), name
+        for one, other in zip(mine["figures"], alone["figures"], strict=True):
+            assert one["tokens_trained"] == other["tokens_trained"]
+            assert one["train_flops"] == pytest.approx(other["train_flops"], rel=0.2)
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+            assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-4)
+
+
+def lost_inside(ranks: Ranks) -> None:
+    """Compute two passes, of which one rank leaves the second between the exchanges of its layers."""
+    model, pack = model_of(FAMILIES["llama"]), pack_of((31,), share_prompts=False)
+    slices.cut(model, ranks.cp_group)
+
+    def leave(*_: object) -> None:
+        if ranks.rank == 1:
+            raise torch.OutOfMemoryError("made up")
+
+    def compute() -> None:
+        with ranks.in_pass():
+            computed(model, pack)
+            second: nn.Module = layers.decoder_layers(model)[1]
+            second.register_forward_pre_hook(leave)
+            computed(model, pack)
+
+    ranks.run_on_all(compute)
+
+
+def test_a_rank_that_is_out_of_memory_inside_a_pass_ends_all() -> None:
+    for error in on_ranks(2, lost_inside, cp_size=2):
+        assert isinstance(error, RankError)
+        assert "out of memory: made up" in error.message or "stopped in a pass" in error.message
