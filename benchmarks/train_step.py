@@ -148,7 +148,8 @@ def _flags() -> argparse.ArgumentParser:
 
 def measure(case: Case, options: argparse.Namespace, deadline: float, ranks: Ranks = ALONE) -> Row:
     """Return the figures of one case, or why there are none."""
-    say(f"{case.size}: {case.name}")
+    if ranks.is_rank_zero:
+        say(f"{case.size}: {case.name}")
     notes: list[str] = []
     row: Row = {"name": case.name, "setting": case.setting, "length": case.length, "notes": notes}
     row |= {"ranks": ranks.world_size}

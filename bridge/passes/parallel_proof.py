@@ -92,7 +92,7 @@ def check_slices(model: PreTrainedModel) -> None:
         windows = (getattr(module, "sliding_window", None) for module in layer.modules())
         chosen.setdefault((*map(type, layer.modules()), *windows), names[id(layer)])
     tokens_T = torch.arange(sum(LENGTHS), device=model.device) % model.config.get_text_config().vocab_size
-    cut = slices.of(model, len(tokens_T))
+    cut = slices.of(model)
     assert cut is not None, "cut before it was prepared"
     with _exact():
         own = _calls(model, [*chosen.values()], lambda: packed(model, tokens_T, LENGTHS))
@@ -110,7 +110,8 @@ def check_slices(model: PreTrainedModel) -> None:
 def _over_slices(computed: _Computed, cut: Slices) -> _Computed:
     """Return what the ranks computed together: all tokens, and the sums of their gradients, in one order everywhere."""
     gradients = {leaf: cut_layers.summed(computed.gradients[leaf], cut.group) for leaf in sorted(computed.gradients)}
-    output_TH, input_gradient_TH = cut.joined(computed.output[0]), cut.joined(computed.input_gradient[0])
+    count = sum(LENGTHS)
+    output_TH, input_gradient_TH = (cut.joined(x[0], count) for x in (computed.output, computed.input_gradient))
     return _Computed(output_TH.unsqueeze(0), input_gradient_TH.unsqueeze(0), gradients)
 
 
@@ -186,7 +187,7 @@ def _run(
     """
     hidden, like = call.args[0], dict[str, Any](device=call.args[0].device)
     chance, gradients = torch.Generator(**like).manual_seed(1), dict[str, Tensor]()
-    shape = hidden.shape if cut is None else (1, cut.num_tokens, hidden.shape[2])
+    shape = hidden.shape if cut is None else (1, sum(LENGTHS), hidden.shape[2])
     inputs = torch.empty(shape, **like).normal_(generator=chance)
     weights = torch.linspace(-1, 1, inputs.numel(), **like).view(shape)
     if cut is not None:

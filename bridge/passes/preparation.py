@@ -101,7 +101,7 @@ def _choose_attention(model: PreTrainedModel, expected: "Expected", kernel: str,
         attention.choose(model, attention.NAME)
         expected.check(model, note)
     except UnsupportedModelError as error:
-        if slices.of(model, 1) is not None:
+        if slices.of(model) is not None:
             raise
         attention.choose(model, own)
         expected.check(model, note)

@@ -9,7 +9,7 @@ compute its loss. Going back, each takes the gradient of its own.
 
 Not covered: attention itself (`attention.py`), the proof of a model (`parallel_proof.py`).
 Source: the exchange is that of DeepSpeed-Ulysses (arXiv 2309.14509).
-Shape suffixes: C slices, T tokens of the pack, L tokens of a slice (the last ones are padded), N rows of the pack, M of
+Shape suffixes: C slices, T tokens of the pack, L tokens of a slice, N rows of the pack, M of
 them in this rank's slice, A attention heads, K key-value heads, X either or anything, D size of a head, H hidden size.
 """
 
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention
-from bridge.passes.attention import Spans
+from bridge.passes.attention import Attended, Spans
 from bridge.passes.packing import Kept, MicroBatch
 from bridge.passes.recurrence import is_stateful
 from bridge.ranks.world import Ranks
@@ -37,35 +37,43 @@ gather: Callable[..., Any] = getattr(collectives, "all_gather_single", None) or 
 """torch 2.13 renamed it."""
 REMEDY = "leave out --context-parallel-size"
 
-_groups: WeakKeyDictionary[nn.Module, Ranks] = WeakKeyDictionary()
-"""The ranks among which the packs of a model are cut."""
-
 
 class Slices(NamedTuple):
-    """How a pack is cut, and which slice is this rank's."""
+    """Into how many slices packs are cut, and which of them is this rank's.
+
+    The last sequence of a pack is padded, so that slices have one length: no other token attends to what is behind it.
+    """
 
     group: str
     """The name of the ranks' process group."""
     rank: int
     size: int
     """C."""
-    num_tokens: int
-    """T."""
 
-    @property
-    def length(self) -> int:
-        """L."""
-        return -(-self.num_tokens // self.size)
+    def length(self, num_tokens: int) -> int:
+        """Return the tokens of a slice: L of T."""
+        return -(-num_tokens // self.size)
 
     def own(self, x_TX: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's slice, padded with zeros: [T, ...] -> [L, ...]."""
-        start = min(self.rank * self.length, self.num_tokens)
-        own = x_TX.narrow(dim, start, min(self.length, self.num_tokens - start))
-        return _padded(own, self.length, dim)
+        """Return this rank's slice, padded with zeros: [T, ...] -> [L, ...], along the dimension `dim`."""
+        length = self.length(x_TX.shape[dim])
+        return _padded(x_TX, self.size * length, dim).narrow(dim, self.rank * length, length)
 
-    def joined(self, own_LX: Tensor) -> Tensor:
+    def padded(self, spans: Spans, num_tokens: int) -> Spans:
+        """Return the spans of a pack with the padding at the end of the last one."""
+        lacking = self.size * self.length(num_tokens) - num_tokens
+        if not lacking:
+            return spans
+        seen, starts_S1 = spans.seen, _longer(spans.starts_S1, lacking)
+        if seen is not None:
+            keys_U = torch.arange(num_tokens, num_tokens + lacking, device=starts_S1.device)
+            keys_U = torch.cat([seen.keys_U, keys_U])
+            seen = Attended(keys_U, _longer(seen.starts_S1, lacking), seen.longest + lacking)
+        return Spans(starts_S1=starts_S1, longest=spans.longest + lacking, seen=seen)
+
+    def joined(self, own_LX: Tensor, num_tokens: int) -> Tensor:
         """Return the tokens of all slices; backward, this rank's part of the gradient: [L, ...] -> [T, ...]."""
-        return _joined(own_LX, self)[: self.num_tokens]
+        return _joined(own_LX, self)[:num_tokens]
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's heads of all tokens, and the key-value heads that they need, with repetitions if uneven.
@@ -86,14 +94,17 @@ class Slices(NamedTuple):
 
     def to_tokens(self, output_1TAD: Tensor) -> Tensor:
         """Return all heads of this rank's tokens, given its heads of all tokens: [1, T, A / C, D] -> [1, L, A, D]."""
-        padded_TAD = _padded(output_1TAD[0], self.size * self.length, 0)
-        received_CLAD = _exchanged(padded_TAD.unflatten(0, (self.size, self.length)), self.group)
+        received_CLAD = _exchanged(output_1TAD[0].unflatten(0, (self.size, -1)), self.group)
         return received_CLAD.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _of_own_heads(self, x_1XLD: Tensor) -> Tensor:
         by_rank_CLXD = x_1XLD[0].unflatten(0, (self.size, -1)).transpose(1, 2)
-        x_TXD = _exchanged(by_rank_CLXD, self.group).flatten(0, 1)[: self.num_tokens]
+        x_TXD = _exchanged(by_rank_CLXD, self.group).flatten(0, 1)
         return x_TXD.transpose(0, 1).unsqueeze(0)
+
+
+_slices: WeakKeyDictionary[nn.Module, Slices] = WeakKeyDictionary()
+"""How the packs of a model are cut."""
 
 
 class Rows:
@@ -102,13 +113,14 @@ class Rows:
     def __init__(self, slices: Slices, batch: MicroBatch) -> None:
         """Sort them, which waits for the device."""
         self._slices = slices
-        slices_N = batch.rows_N // slices.length
+        length = slices.length(len(batch.tokens_T))
+        slices_N = batch.rows_N // length
         self._counts: list[int] = slices_N.bincount(minlength=slices.size).tolist()
         self._order_N = slices_N.argsort(stable=True)
         own_M = self._order_N.split(self._counts)[slices.rank]
         self.own = replace(
             batch,
-            rows_N=batch.rows_N[own_M] - slices.rank * slices.length,
+            rows_N=batch.rows_N[own_M] - slices.rank * length,
             targets_N=batch.targets_N[own_M],
             kept=None if batch.kept is None else Kept(*(of_rows_N[own_M] for of_rows_N in batch.kept)),
         )
@@ -128,8 +140,8 @@ class Rows:
 
 def rows_of(model: PreTrainedModel, batch: MicroBatch) -> Rows | None:
     """Return the rows of a pack by slice; None: it is not cut."""
-    cut_pack = of(model, len(batch.tokens_T))
-    return None if cut_pack is None else Rows(cut_pack, batch)
+    slices = of(model)
+    return None if slices is None else Rows(slices, batch)
 
 
 def own_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
@@ -138,7 +150,7 @@ def own_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sp
     Raises:
         UnsupportedModelError: the pack is cut, and the model's attention is not Bridge's.
     """
-    slices = of(model, len(tokens_T))
+    slices = of(model)
     if slices is None:
         return attention.packed_hidden(model, tokens_T, positions_T, spans)
     if attention.chosen(model) != attention.NAME:
@@ -146,13 +158,14 @@ def own_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sp
             f"{type(model).__name__} computes attention in its own way, which --context-parallel-size cannot cut",
             remedy=REMEDY,
         )
+    spans = slices.padded(spans, len(tokens_T))
     return attention.packed_hidden(model, slices.own(tokens_T), slices.own(positions_T), spans, slices)
 
 
 def whole_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
     """Return the last hidden states of a pack on every rank, raising as `own_hidden`: [T] x 2 -> [T, H]."""
-    hidden_LH, slices = own_hidden(model, tokens_T, positions_T, spans), of(model, len(tokens_T))
-    return hidden_LH if slices is None else slices.joined(hidden_LH)
+    hidden_LH, slices = own_hidden(model, tokens_T, positions_T, spans), of(model)
+    return hidden_LH if slices is None else slices.joined(hidden_LH, len(tokens_T))
 
 
 def cut(model: PreTrainedModel, group: Ranks) -> None:
@@ -171,25 +184,27 @@ def cut(model: PreTrainedModel, group: Ranks) -> None:
         raise UnsupportedModelError(
             f"{name} carries a state from token to token, which --context-parallel-size cannot cut", remedy=REMEDY
         )
-    _groups[model] = group
+    _slices[model] = Slices(group.process_group.group_name, group.rank, group.world_size)
 
 
 @contextmanager
 def uncut(model: PreTrainedModel) -> Iterator[None]:
     """Compute whole packs on every rank inside the block."""
-    group = _groups.pop(model)
+    slices = _slices.pop(model)
     try:
         yield
     finally:
-        _groups[model] = group
+        _slices[model] = slices
 
 
-def of(model: PreTrainedModel, num_tokens: int) -> Slices | None:
-    """Return how a pack of `num_tokens` is cut; None: it is not."""
-    group = _groups.get(model)
-    if group is None:
-        return None
-    return Slices(group.process_group.group_name, group.rank, group.world_size, num_tokens)
+def of(model: PreTrainedModel) -> Slices | None:
+    """Return how the packs of `model` are cut; None: they are not."""
+    return _slices.get(model)
+
+
+def _longer(starts_S1: Tensor, lacking: int) -> Tensor:
+    """Return where spans begin if the last one is longer."""
+    return torch.cat([starts_S1[:-1], starts_S1[-1:] + lacking])
 
 
 def _padded(x: Tensor, size: int, dim: int) -> Tensor:
