@@ -140,6 +140,56 @@ def test_a_rank_starts_the_server_that_its_mode_needs(
 
 
 @pytest.mark.usefixtures("eight_gpus")
+def test_replicas_that_compute_passes_together_keep_their_own_servers() -> None:
+    cut = layout_of(gpus=4, context_parallel_size=2)
+    assert (cut.tp_size, cut.cp_size, cut.gpus) == (1, 2, ["7", "6", "5", "4"])
+
+
+@pytest.mark.parametrize(
+    ("parts", "choices", "message", "remedy"),
+    [
+        (1, {}, "--context-parallel-size 2 does not divide the 1 replicas of a host", "a multiple of 2: --gpus, or"),
+        (1, {"gpus": 3, "batch_size": 48}, "--context-parallel-size 2 does not divide the 3 replicas", "a multiple"),
+        (2, {"gpus": 4}, "trains on servers of one GPU each, found --tensor-parallel-size 2", "leave out one of them"),
+    ],
+)
+def test_what_cannot_be_cut_into_slices_is_refused(
+    parts: int, choices: dict[str, Any], message: str, remedy: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        layout_of(parts, context_parallel_size=2, **choices)
+    assert remedy in caught.value.remedy
+
+
+def test_slices_and_released_gradients_are_refused() -> None:
+    with pytest.raises(ValueError, match="--gradient-release cannot be combined with --context-parallel-size 2"):
+        TrainConfig.of(model_name="m", gradient_release=True, context_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "message", "remedy"),
+    [
+        ({"num_attention_heads": 12}, 8, "8 does not divide the 12 attention heads", "--context-parallel-size 6"),
+        ({"num_attention_heads": 7}, 2, "2 does not divide the 7 attention heads", "leave it out"),
+        (
+            {"num_attention_heads": 8, "layer_types": ["linear_attention", "full_attention"]},
+            2,
+            "2 cannot cut layers that carry a state from token to token",
+            "leave it out",
+        ),
+    ],
+)
+def test_models_that_slices_cannot_cut_are_refused_before_vllm_starts(
+    tmp_path: Path, config: dict[str, Any], size: int, message: str, remedy: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layout.check_cuts(str(tmp_path), 1)
+    with pytest.raises(UsageError, match=f"--context-parallel-size {message}") as caught:
+        layout.check_cuts(str(tmp_path), size)
+    assert caught.value.remedy == remedy
+
+
+@pytest.mark.usefixtures("eight_gpus")
 def test_too_many_gpus_are_refused_with_a_number_that_fits() -> None:
     for parts, gpus, remedy in ((3, 9, "--gpus 6"), (16, 16, "--gpus 8 --tensor-parallel-size 8"), (1, 9, "--gpus 8")):
         with pytest.raises(UsageError, match=f"--gpus {gpus}: this host shows 8") as caught:

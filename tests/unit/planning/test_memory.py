@@ -130,6 +130,15 @@ def test_micro_batch_tokens_follow_the_choices() -> None:
     assert kept.least_activations == kept.most_activations > need_of("7B", micro_batch_tokens=2000).least_activations
 
 
+def test_a_gpu_holds_the_activations_of_its_slice() -> None:
+    choices = {"gpus": 2, "max_new_tokens": 65_536, "batch_size": 16}
+    whole, cut = need_of("7B", **choices), need_of("7B", **choices, context_parallel_size=2)
+    assert cut.least_activations == pytest.approx(whole.least_activations / 2, rel=1e-3)
+    assert (cut.gradients, cut.state, cut.served) == (whole.gradients, whole.state, whole.served)
+    chosen = need_of("7B", gpus=2, micro_batch_tokens=8000, context_parallel_size=2)
+    assert chosen.least_activations == need_of("7B", micro_batch_tokens=4000).least_activations
+
+
 def fit(need: Need, tokens: int = 32768, *, kv_sleep: str = "auto") -> memory.Fit:
     return memory.fit(need, least_kv=tokens * need.kv_per_token, kv_sleep=kv_sleep)
 
