@@ -46,9 +46,18 @@ class Slices(NamedTuple):
 
     group: str
     """The name of the ranks' process group."""
-    rank: int
-    size: int
-    """C."""
+    is_own: tuple[bool, ...]
+    """Of every slice, whether it is this rank's: compiled layers know a tuple's length, and no number's value."""
+
+    @property
+    def size(self) -> int:
+        """Return C."""
+        return len(self.is_own)
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this rank's slice."""
+        return self.is_own.index(True)
 
     def length(self, num_tokens: int) -> int:
         """Return the tokens of a slice: L of T."""
@@ -184,7 +193,8 @@ def cut(model: PreTrainedModel, group: Ranks) -> None:
         raise UnsupportedModelError(
             f"{name} carries a state from token to token, which --context-parallel-size cannot cut", remedy=REMEDY
         )
-    _slices[model] = Slices(group.process_group.group_name, group.rank, group.world_size)
+    is_own = tuple(number == group.rank for number in range(group.world_size))
+    _slices[model] = Slices(group.process_group.group_name, is_own)
 
 
 @contextmanager
