@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.config import OptimizerConfig, TrainConfig
+from bridge.config import ComputeConfig, OptimizerConfig, TrainConfig
 from bridge.errors import AttachError, UsageError
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
@@ -38,12 +38,7 @@ def learner_of(
     """
     model, lr, has_adapter = opened.model, config.learning_rate, config.mode == "lora_only"
     parallel = _divided(opened, ranks)
-    with ranks.in_pass():
-        if ranks.cp_size > 1:
-            slices.cut(model, ranks.cp_group)
-        shares_prompts = preparation.prepare(model, config.compute, note, max_model_len=max_model_len)
-        if ranks.cp_size > 1:
-            check_slices(model)
+    shares_prompts = _prepared(model, config.compute, note, max_model_len, ranks)
     _note_rates(config.optimizer, lr, "an adapter" if has_adapter else "all weights", note)
     weight_decay = config.optimizer.weight_decay
     groups = [
@@ -71,7 +66,6 @@ def learner_of(
         replicas=config.replicas,
         share_prompts=shares_prompts and (reference is None or reference.shares_prompts),
         parts=ranks.pass_group,
-        num_slices=ranks.cp_size,
         neighbors=ranks.world_size // config.hosts,
     )  # fmt: skip
     return Learner(
@@ -79,6 +73,16 @@ def learner_of(
         lr=lr, schedule=factory.schedule(config.optimizer, config.training_steps), spec=LossSpec.of(config.loss),
         sampling=config.sampling, budget=budget, reference=reference, ranks=ranks, parallel=parallel,
     )  # fmt: skip
+
+
+def _prepared(model: PreTrainedModel, compute: ComputeConfig, note: Note, longest: int | None, ranks: Ranks) -> bool:
+    """Prepare the model, of whose passes each rank may have a slice; return whether completions may share a prompt."""
+    with ranks.in_pass():
+        if ranks.cp_size > 1:
+            slices.cut(model, ranks.cp_group)
+        shares_prompts = preparation.prepare(model, compute, note, max_model_len=longest)
+        check_slices(model)
+        return shares_prompts
 
 
 def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:

@@ -19,7 +19,7 @@ multiple of K), X either, D size of a head, H hidden size.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import kernels, offload
-
-if TYPE_CHECKING:
-    from bridge.passes.slices import Slices
 
 NAME = "bridge_packed"
 """The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
@@ -98,9 +95,11 @@ def chosen(model: PreTrainedModel) -> str:
 
 
 def packed_hidden(
-    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, slices: "Slices | None" = None
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, slices: Any = None
 ) -> Tensor:
     """Return the last hidden states of packed sequences, or of a slice of them, whose `spans` are the whole pack's.
+
+    `slices` are those of `slices.py`, which imports this file.
 
     Other attention functions find the sequences by their positions, from which transformers makes a mask; they cannot
     share prompts, and compute no slice.
@@ -118,7 +117,7 @@ def packed_hidden(
     return hidden_1TH[0]
 
 
-def _boundaries(model: PreTrainedModel, spans: Spans, slices: "Slices | None") -> dict[str, Any]:
+def _boundaries(model: PreTrainedModel, spans: Spans, slices: Any) -> dict[str, Any]:
     if chosen(model) != NAME:
         assert (spans.seen, slices) == (None, None), "only Bridge's attention can share a prompt, or compute a slice"
         return {}
@@ -143,7 +142,7 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     seen: Attended | None = None,
-    slices: "Slices | None" = None,
+    slices: Any = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     **_others: Any,
@@ -166,8 +165,9 @@ def attend(
     spans = cu_seq_lens_q, max_length_q, seen
     if slices is None:
         return _in_spans(query, key, value, rule, *spans), None
+    query, key, value = slices.to_heads(query, key, value)
     rule = rule if s_aux is None else rule._replace(sinks_A=slices.own_heads(s_aux))
-    return slices.to_tokens(_in_spans(*slices.to_heads(query, key, value), rule, *spans)), None
+    return slices.to_tokens(_in_spans(query, key, value, rule, *spans)), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

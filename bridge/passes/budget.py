@@ -21,7 +21,7 @@ from bridge.config import ComputeConfig, OptimizerConfig
 from bridge.config.optimizers import FLOAT32_BYTES
 from bridge.core.memory import left_bytes
 from bridge.errors import UsageError
-from bridge.passes import attention, kernels, layers
+from bridge.passes import attention, kernels, layers, slices
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
@@ -68,13 +68,11 @@ class Budget:
         replicas: int = 1,
         share_prompts: bool = False,
         parts: Ranks = ALONE,
-        num_slices: int = 1,
         neighbors: int = 1,
     ) -> None:
         """Take what sizes a pass; `num_groups` are those of a batch.
 
-        `parts` are the ranks that decide together, and cut a pass into `num_slices`; `neighbors` those that share this
-        host's memory, with this one.
+        `parts` are the ranks that decide together, and `neighbors` those that share this host's memory, with this one.
         """
         self._model = model
         self._compute = compute
@@ -84,7 +82,7 @@ class Budget:
         self._num_groups = num_groups
         self._replicas = replicas
         self._parts = parts
-        self._num_slices = num_slices
+        self._num_slices = 1 if (cut := slices.of(model)) is None else cut.size
         self._neighbors = neighbors
         self.share_prompts = share_prompts
         """Whether a micro-batch holds each prompt once."""

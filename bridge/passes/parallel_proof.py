@@ -82,18 +82,18 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
 
 
 def check_slices(model: PreTrainedModel) -> None:
-    """Compare one layer of each kind on a slice with the one on the whole pack, on every rank among which it is cut.
+    """Compare one layer of each kind on a slice with the one on the whole pack, if the packs of `model` are cut.
 
-    The model is prepared.
+    Call it on every rank among which they are, once the model is prepared.
     """
+    if (cut := slices.of(model)) is None:
+        return
     names = {id(module): name for name, module in model.named_modules()}
     chosen = dict[Any, str]()
     for layer in layers.decoder_layers(model):
         windows = (getattr(module, "sliding_window", None) for module in layer.modules())
         chosen.setdefault((*map(type, layer.modules()), *windows), names[id(layer)])
     tokens_T = torch.arange(sum(LENGTHS), device=model.device) % model.config.get_text_config().vocab_size
-    cut = slices.of(model)
-    assert cut is not None, "cut before it was prepared"
     with _exact():
         own = _calls(model, [*chosen.values()], lambda: packed(model, tokens_T, LENGTHS))
         with slices.uncut(model):

@@ -115,11 +115,9 @@ class Need:
         whole = adapter or copy or size.num_params
         trained = adapter or copy or shard
         bytes_each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
-        longest = sequence_tokens(config.sampling)
-        slices = config.context_parallel_size
+        longest, slices = sequence_tokens(config.sampling), config.context_parallel_size
         update = longest * (slices * config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas)
-        packs = micro_batch_tokens(longest, update, optimizer, config.compute, slices)
-        least, most = (-(-tokens // slices) for tokens in packs)
+        least, most = micro_batch_tokens(longest, update, optimizer, config.compute, slices)
         state_on_host = whole * bytes_each.host / config.hosts
         kept_on_host = config.gpus * PINNED * kept_bytes(widths, least)
         has_room = kept_on_host <= HOST_SHARE * (host_bytes - state_on_host)
@@ -140,7 +138,7 @@ class Need:
             own=BF16_BYTES * (copy + beside),
             state=trained * bytes_each.device / config.replicas,
             gradients=trained * bytes_each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
-            sums=trained * bytes_each.gradient if update > FEW * packs[0] else 0,
+            sums=trained * bytes_each.gradient if update > FEW * slices * least else 0,
             temporaries=LOGITS_BYTES + head + step,
             least_activations=activation_bytes(widths, least, recomputed=recompute is not False, on_host=on_host),
             most_activations=activation_bytes(widths, most, recomputed=recompute is True),
@@ -222,13 +220,14 @@ def micro_batch_tokens(
 ) -> tuple[int, int]:
     """Return the tokens of the smallest and the largest micro-batch, given those of a sequence and of an update.
 
-    They are those of all `slices` of a micro-batch, each of which is on a GPU of its own.
+    Of a micro-batch that is cut into `slices`, they are those of one slice.
     """
     if optimizer.steps_in_backward:
         return update, update
     if compute.micro_batch_tokens is not None:
-        return compute.micro_batch_tokens, compute.micro_batch_tokens
-    return max(longest, min(slices * LEAST_TOKENS, update)), max(longest, min(slices * MOST_TOKENS, update))
+        return -(-compute.micro_batch_tokens // slices), -(-compute.micro_batch_tokens // slices)
+    longest, update = -(-longest // slices), -(-update // slices)
+    return max(longest, min(LEAST_TOKENS, update)), max(longest, min(MOST_TOKENS, update))
 
 
 def _kept_per_token(widths: Dimensions, longest: int) -> float:

@@ -76,7 +76,8 @@ def plan_rows(
     agreeing = [
         {**choices, **given}
         for choices in setups
-        if _can_train(choices, config, num_parts) and all(_agree(choices, *item) for item in given.items())
+        if _can_train(choices, config.replicas, num_parts, config.context_parallel_size)
+        and all(_agree(choices, *item) for item in given.items())
     ]
     if config.replicas > 1:
         agreeing = [choices for choices in agreeing if choices.get("trainer_device") != ANOTHER_GPU]
@@ -91,14 +92,14 @@ def plan_rows(
     return rows
 
 
-def _can_train(choices: Choices, config: TrainConfig, num_parts: int) -> bool:
-    """Return whether a setup can train the replicas of `config`, each in so many parts."""
+def _can_train(choices: Choices, replicas: int, num_parts: int, num_slices: int) -> bool:
+    """Return whether a setup can train so many replicas, each in so many parts, and passes in so many slices."""
     released, offloaded = choices.get("gradient_release", False), choices.get("offload_optimizer", False)
     if num_parts > 1:
         return not released and (choices["mode"] == "shared_vllm" or choices.get("lora_handover") == "memory")
-    if config.context_parallel_size > 1 and released:
+    if num_slices > 1 and released:
         return False
-    return config.replicas == 1 or not (released and offloaded)
+    return replicas == 1 or not (released and offloaded)
 
 
 def _agree(choices: Choices, field: str, value: Any) -> bool:

@@ -45,12 +45,13 @@ def check_cuts(name: str, num_slices: int) -> None:
         )
 
 
-def check_divides(name: str, parts: int) -> None:
-    """Check that vLLM can cut the model `name` into `parts`.
+def check_divides(name: str, parts: int, num_slices: int = 1) -> None:
+    """Check that vLLM can cut the model `name` into `parts`, and the trainer its passes into `num_slices`.
 
     Raises:
         UsageError: it cannot.
     """
+    check_cuts(name, num_slices)
     described = model.read(name) if parts > 1 else None
     if undivided := model.undivided(described, parts):
         fitting = max(number for number in range(1, parts) if not model.undivided(described, number))
@@ -68,8 +69,7 @@ def of(train: TrainConfig, serve: ServeConfig) -> Layout:
     """
     if train.hosts == 1 and train.rendezvous is not None:
         raise UsageError(f"--rendezvous {train.rendezvous} has no effect on one host", remedy="add --hosts H")
-    check_divides(serve.model, serve.tensor_parallel_size)
-    check_cuts(serve.model, train.context_parallel_size)
+    check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
     tp_size = train.tp_size(serve.tensor_parallel_size)
     dp_size = train.dp_size(tp_size)
     most = MOST_PORT + 1 - dp_size * train.hosts

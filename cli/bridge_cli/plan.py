@@ -96,8 +96,7 @@ def plan(
         raise UsageError("this machine has no GPU to plan for", remedy=remedy)
     host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
     host_bytes = host_bytes if host_memory is None else host_memory * GIB
-    layout.check_divides(serve.model, serve.tensor_parallel_size)
-    layout.check_cuts(serve.model, train.context_parallel_size)
+    layout.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
     tp_size = train.tp_size(serve.tensor_parallel_size)
     replicated = train.changed(gpus=train.dp_size(tp_size))
     longest = memory.sequence_tokens(replicated.sampling)

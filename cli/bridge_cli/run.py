@@ -69,8 +69,7 @@ def run(
 
         if train.rendezvous is not None:
             raise UsageError(f"--rendezvous {train.rendezvous}: --ray chooses the hosts", remedy="leave it out")
-        layout.check_divides(serve.model, serve.tensor_parallel_size)
-        layout.check_cuts(serve.model, train.context_parallel_size)
+        layout.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
         num_gpus = train.dp_size(train.tp_size(serve.tensor_parallel_size)) * serve.tensor_parallel_size
         raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
     check_host(train)

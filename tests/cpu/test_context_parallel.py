@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from bridge.processes.leash import GRACE_S
 from tests import scenarios
 from tests.cpu import test_gpus
 from tests.models import tiny
@@ -44,10 +45,9 @@ def test_two_slices_train_what_one_process_trains_and_any_number_resumes(model: 
     mine, theirs = (
         load_file(folder / "run" / "checkpoints" / "step_1" / "model.safetensors") for folder in (cut, alone)
     )
-    moved = sum((theirs[name].float() - weight.float()).square().sum() for name, weight in before.items())
-    apart = sum((theirs[name].float() - mine[name].float()).square().sum() for name in before)
-    assert moved > 0
-    assert apart.sqrt() < MOST_AWAY * moved.sqrt()
+    moved = sum(float((theirs[name].float() - weight.float()).square().sum()) for name, weight in before.items())
+    apart = sum(float((theirs[name].float() - mine[name].float()).square().sum()) for name in before)
+    assert 0 <= apart**0.5 < MOST_AWAY * moved**0.5
     checkpoints = cut / "run" / "checkpoints"
     continued = "--resume", "--save-path", str(checkpoints), "--training-steps"
     test_gpus.run(model, cut, *continued, "2", gpus=1)
@@ -68,7 +68,7 @@ def test_a_rank_that_is_killed_ends_the_run(model: Path, tmp_path: Path, lost: i
     os.kill(rank.pid, signal.SIGKILL)
     began = time.monotonic()
     assert process.wait(test_gpus.LIMIT_S) == 1
-    assert time.monotonic() - began < test_gpus.GRACE_S + 30
+    assert time.monotonic() - began < GRACE_S + 30
     assert not test_gpus.left(tree)
     output = (tmp_path / "out").read_text()
     assert f"rank {lost} of 2 was ended by SIGKILL" in output

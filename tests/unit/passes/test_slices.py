@@ -44,8 +44,16 @@ def pack_of(lengths: tuple[int, ...], *, share_prompts: bool, is_filtered: bool 
         completion = ids[len(prompt) :]
         zeros = (0.0,) * len(completion)
         kept = tuple((0.0, 20 + token % 9) for token in completion) if is_filtered else ()
-        more = {"sampled_logprobs": zeros, "advantages": zeros, "kept": kept}
-        samples.append(Sample(prompt_token_ids=prompt, token_ids=completion, weight=1.0, **more))
+        samples.append(
+            Sample(
+                prompt_token_ids=prompt,
+                token_ids=completion,
+                sampled_logprobs=zeros,
+                advantages=zeros,
+                weight=1.0,
+                kept=kept,
+            )
+        )
     (pack,) = packs(samples, max_tokens=1000, device=torch.device("cpu"), share_prompts=share_prompts)
     return pack
 
@@ -153,7 +161,7 @@ def spoiled(ranks: Ranks, fault: str) -> None:
     if fault == "a gradient that is lost":
         Slices.to_heads = lambda self, q, k, v: to_heads(self, q, k.detach(), v)  # type: ignore[method-assign]
     else:
-        Slices.own_heads = lambda self, x: own_heads(self, x.flip(0))  # type: ignore[method-assign]
+        Slices.own_heads = lambda self, x: own_heads(self, x.flip(0))  # type: ignore[method-assign,assignment]
     model = model_of(FAMILIES["gpt-oss, with sinks"])
     slices.cut(model, ranks.cp_group)
     check_slices(model)
