@@ -159,7 +159,7 @@ def spoiled(ranks: Ranks, fault: str) -> None:
     """Prove a model whose exchange is wrong."""
     to_heads, own_heads = Slices.to_heads, Slices.own_heads
     if fault == "a gradient that is lost":
-        Slices.to_heads = lambda self, q, k, v: to_heads(self, q, k.detach(), v)  # type: ignore[method-assign]
+        Slices.to_heads = lambda self, query, key, value: to_heads(self, query, key.detach(), value)  # type: ignore[method-assign]
     else:
         Slices.own_heads = lambda self, x: own_heads(self, x.flip(0))  # type: ignore[method-assign,assignment]
     model = model_of(FAMILIES["gpt-oss, with sinks"])
