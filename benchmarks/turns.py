@@ -29,7 +29,8 @@ from benchmarks import _results, _servers, _work
 from benchmarks._models import SIZES, make_dummy_model
 from benchmarks._results import say
 from bridge.agents import stream as agents_stream
-from bridge.agents.conversation import Call, Conversation
+from bridge.agents.conversation import Conversation
+from bridge.agents.tool_calls import Call
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.core.together import together
 from bridge.rollouts.environment import EnvironmentStream
