@@ -303,9 +303,9 @@ def test_recomputed_layers_are_compiled_only_for_that(monkeypatch: pytest.Monkey
     recomputed_flags: list[bool] = []
     compile_layers = layers.compile_layers
 
-    def noting(model: PreTrainedModel, *, recomputed: bool = False) -> None:
-        recomputed_flags.append(recomputed)
-        compile_layers(model, recomputed=recomputed)
+    def noting(model: PreTrainedModel, **flags: bool) -> None:
+        recomputed_flags.append(flags["recomputed"])
+        compile_layers(model, **flags)
 
     monkeypatch.setattr(layers, "compile_layers", noting)
     model = llama()
