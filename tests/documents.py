@@ -119,6 +119,9 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
     "docs/scaling.md": {
         "bridge run --model MODEL --gpus 4 --batch-size 256": GPUS,
         "bridge run --model MODEL --tensor-parallel-size 2": tested("tests/cpu/test_tensor_parallel.py"),
+        "bridge run --model MODEL --gpus 8 --context-parallel-size 2 --max-new-tokens 131072": tested(
+            "tests/cpu/test_context_parallel.py"
+        ),
         "bridge serve-vllm --model MODEL --tensor-parallel-size 2": tested("tests/cpu/test_servers.py"),
         "bridge run --model MODEL --gpus 8 --hosts 2 --rendezvous 10.0.0.1:29400 --batch-size 256": tested(
             "tests/cpu/test_hosts.py"

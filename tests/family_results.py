@@ -99,7 +99,7 @@ REFUSED = (
         "`lora_only`, `none`",
     ),
     (
-        "gpt-oss on a CPU; on a GPU it was not tried",
+        "gpt-oss on a CPU",
         "vLLM rewrites its experts for a kernel after loading",
         "`lora_only`, `none`",
     ),
