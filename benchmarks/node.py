@@ -91,7 +91,7 @@ class Measurement:
 
 
 def main() -> None:
-    """Run everything that has no result yet, and write all results after each."""
+    """Run everything that has no result yet, and write all results in the end."""
     flags = _flags()
     options = flags.parse_args()
     num_gpus = len(accelerator.gpu_memory_bytes())
@@ -205,7 +205,7 @@ KINDS: Mapping[str, Callable[[Host], Iterator[Measurement]]] = {
 
 
 def side_by_side(runs: Sequence[Measurement], gpus: int, out: Path, *, deadline: float) -> None:
-    """Run each on GPUs of its own, the largest first, and say how it ended."""
+    """Start the runs, the largest first, each on its own GPUs, and print how it ended."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     free = shown.split(",")[:gpus] if shown else [str(number) for number in range(gpus)]
     waiting = sorted(runs, key=lambda run: -run.gpus)

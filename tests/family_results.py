@@ -94,7 +94,7 @@ REFUSED = (
         "its text model, `Gemma3ForCausalLM`",
     ),
     (
-        "`mlp.gate.e_score_correction_bias` of DeepSeek-V3, GLM-4.5 and MiniMax-M2",
+        "`mlp.gate.e_score_correction_bias` of DeepSeek-V3 and GLM-4.5",
         "a float32 parameter in vLLM, but not a parameter in transformers",
         "`lora_only`, `none`",
     ),

@@ -4,8 +4,8 @@ Where too few tokens fit, activations are recomputed, and moved to host memory w
 memory halves the budget. Gradients of many micro-batches are summed in float32 if that leaves enough memory for the
 passes.
 
-The ranks of a pass decide together, by the one with the least memory. With context parallelism the budget is theirs
-together: a pass is measured as it is computed, cut into slices.
+The ranks of a pass decide together, by the one with the least memory. With context parallelism the budget counts
+the tokens of all slices, and the passes that measure it are cut as well.
 
 Not covered: the memory of a pass (`pass_cost.py`), packing (`packing.py`), retrying what did not fit
 (`bridge/learn/learner.py`).

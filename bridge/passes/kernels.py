@@ -193,7 +193,7 @@ def _error(model: PreTrainedModel, attend: Callable[..., Tensor]) -> float:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    size = head_size(model.config.get_text_config())
+    size = head_size(config)
     generator = torch.Generator(model.device).manual_seed(0)
     shapes = [(1, count, EXAMPLE_TOKENS, size) for count in (groups * 2, 2, 2, groups * 2)]
     *rows, weights = (torch.randn(shape, device=model.device, generator=generator).bfloat16() for shape in shapes)

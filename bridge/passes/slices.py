@@ -5,12 +5,12 @@ before it the ranks exchange all heads of a slice for some heads of all tokens, 
 the sum over the ranks, which the optimizer adds up as it does those of replicas.
 
 Each rank computes its own tokens' log-probabilities, and receives the others': all have those of the whole pack, and
-compute its loss. Going back, each takes the gradient of its own.
+compute its loss. In the backward pass each rank uses the gradient of its own tokens.
 
 Not covered: attention itself (`attention.py`), the proof of a model (`parallel_proof.py`).
 Source: the exchange is that of DeepSpeed-Ulysses (arXiv 2309.14509).
-Shape suffixes: C slices, T tokens of the pack, L tokens of a slice, N rows of the pack, M of
-them in this rank's slice, A attention heads, K key-value heads, X either or anything, D size of a head, H hidden size.
+Shape suffixes: C slices, T tokens of the pack, L tokens of a slice, N rows of the pack, M of them in this rank's
+slice, A attention heads, K key-value heads, X either or anything, D size of a head, H hidden size.
 """
 
 import math
@@ -138,7 +138,7 @@ class Rows:
     def of_all(self, logprobs_M: Tensor, entropies_M: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies (without gradient) of all ranks' rows: [M] x 2 -> [N] x 2.
 
-        All ranks compute the same with them: backward, each takes the gradient of its own.
+        All ranks compute the same with them, so in the backward pass each uses the gradient of its own rows.
         """
         most = max(self._counts)
         own_2 = _padded(torch.stack([logprobs_M, entropies_M], dim=1), most, 0)
