@@ -16,7 +16,8 @@ from bridge.server import discovery
 
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cpu", "gpu", "contract")
-REAL_VLLM_TIMEOUT_S = 900
+SLOW_TIMEOUT_S = 900
+"""Of a test with a real vLLM or a compiler of its own, beside others on few cores."""
 ENOUGH_CORES = 4
 """For tests marked `several`."""
 
@@ -90,8 +91,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
-        if folder in {"cpu", "gpu"} and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(REAL_VLLM_TIMEOUT_S))
+        is_slow = folder in {"cpu", "gpu"} or item.get_closest_marker("slow") is not None
+        if is_slow and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,13 +7,12 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from bridge.processes.leash import GRACE_S
+from bridge.ranks.watch import SILENT_LIMIT_S
 from tests import scenarios
 from tests.cpu import test_gpus
 from tests.models import tiny
@@ -66,9 +65,7 @@ def test_a_rank_that_is_killed_ends_the_run(model: Path, tmp_path: Path, lost: i
     tree = test_gpus.everything(process)
     (rank,) = test_gpus.ranks_of(tree, lost)
     os.kill(rank.pid, signal.SIGKILL)
-    began = time.monotonic()
-    assert process.wait(test_gpus.LIMIT_S) == 1
-    assert time.monotonic() - began < GRACE_S + 30
+    assert process.wait(SILENT_LIMIT_S) == 1  # its end is noticed, not its silence
     assert not test_gpus.left(tree)
     output = (tmp_path / "out").read_text()
     assert f"rank {lost} of 2 was ended by SIGKILL" in output

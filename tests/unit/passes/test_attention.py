@@ -304,17 +304,15 @@ def test_one_long_sequence_goes_to_cudnn_where_no_window_is_shorter(
 ) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     model = tiny(FAMILIES[family])
+    several = [tokens()[:length] for length in (19, 12, 9)]
+    expected = [model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in several]
     if compiles:
         layers.compile_layers(model)
     num_full = sum(kind != "sliding_attention" for kind in _kinds(model))
     model.set_attn_implementation(attention.NAME)
     with kernel_on_the_cpu():
-        for length in (19, 12, 9):
-            ids = tokens()[:length]
-            model.set_attn_implementation("eager")
-            expected = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-            model.set_attn_implementation(attention.NAME)
-            assert_same(packed(model, ids, (length,)), expected, model)
+        for ids, hidden in zip(several, expected, strict=True):
+            assert_same(packed(model, ids, (len(ids),)), hidden, model)
     assert compiles or long_lengths == [19] * num_full + [12] * num_full
     if not compiles:
         with kernel_on_the_cpu():
