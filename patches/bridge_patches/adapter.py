@@ -20,8 +20,8 @@ from fastapi import HTTPException
 from bridge.errors import AttachError
 from bridge.server.protocol import ADAPTER
 from bridge_patches import wrap
+from bridge_patches.admission import is_ours
 from bridge_patches.exporter import agreed
-from bridge_patches.middleware import is_ours
 from bridge_patches.server_fence import ServerFence
 
 # A refused load returns an object with `error.message` instead of text; its class has moved between versions.

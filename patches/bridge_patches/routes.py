@@ -1,7 +1,7 @@
 """The endpoint plugin: `/bridge/*` for the trainer.
 
 It also adds the routes for completions (`completions.py`, for Atropos `generate.py`) and the middleware in front of all
-routes (`middleware.py`), and writes the manifest (`exporter.py`).
+routes (`admission.py`), and writes the manifest (`exporter.py`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from bridge.server import protocol
 from bridge.server.protocol import BRIDGE_ROUTES, HolderRequest, Status
 from bridge_patches import completions, exporter, generate
 from bridge_patches.adapter import Adapters
-from bridge_patches.middleware import NOT_IN_MANIFEST, Admission, Rules, refuse_dev_mode
+from bridge_patches.admission import NOT_IN_MANIFEST, Admission, Rules, refuse_dev_mode
 from bridge_patches.server_fence import ServerFence
 
 PINS = """

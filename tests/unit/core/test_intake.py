@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from bridge.core import intake
 from bridge.core.intake import limit_connections
-from bridge_patches.middleware import Admission
+from bridge_patches.admission import Admission
 
 LIMIT_BYTES, LIMIT_S = 1000, 0.3
 POST = b"POST /length HTTP/1.1\r\nhost: x\r\n"

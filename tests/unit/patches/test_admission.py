@@ -10,8 +10,8 @@ from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from bridge.errors import UsageError
-from bridge_patches import middleware, routes
-from bridge_patches.middleware import Rules
+from bridge_patches import admission, routes
+from bridge_patches.admission import Rules
 from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import manifest
 from tests.unit.patches.test_routes import AUTHORISED, FakeEngine
@@ -100,7 +100,7 @@ def test_without_a_key_every_route_is_open() -> None:
 def test_the_key_is_found_where_vllm_finds_it(given: Any, environment: str | None, opens: list[str]) -> None:
     variables = {} if environment is None else {"VLLM_API_KEY": environment}
     rules = Rules.of(Namespace(api_key=given, host=None, allowed_origins=None), variables)
-    assert rules.key_digests == tuple(middleware._digest(key) for key in opens)
+    assert rules.key_digests == tuple(admission._digest(key) for key in opens)
 
 
 HERE = [
@@ -177,12 +177,12 @@ def test_a_refusal_says_what_to_do() -> None:
 @pytest.mark.parametrize("value", ["1", "2", "01", "true"])
 def test_development_routes_are_refused(value: str) -> None:
     with pytest.raises(UsageError, match="VLLM_SERVER_DEV_MODE"):
-        middleware.refuse_dev_mode({"VLLM_SERVER_DEV_MODE": value})
+        admission.refuse_dev_mode({"VLLM_SERVER_DEV_MODE": value})
 
 
 @pytest.mark.parametrize("variables", [{}, {"VLLM_SERVER_DEV_MODE": ""}, {"VLLM_SERVER_DEV_MODE": "0"}])
 def test_without_them_nothing_is(variables: dict[str, str]) -> None:
-    middleware.refuse_dev_mode(variables)
+    admission.refuse_dev_mode(variables)
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/health", "/bridge/lease", "/bridge/none"])
