@@ -17,7 +17,7 @@ from typing import Any
 from bridge.core.foreign_code import shortened
 from bridge.errors import RewardError, UsageError
 from bridge.types import Problem
-from bridge_environments.inspection import problem_fault
+from bridge_environments.environment_checks import problem_fault
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 MAX_SHOWN_ROWS = 10

@@ -13,7 +13,7 @@ from bridge.config.choices import flag
 from bridge.core.foreign_code import FORMS, find_object, instance_of, source_file
 from bridge.errors import UsageError
 from bridge.types import Interaction, Problem, Task
-from bridge_environments import dataset, inspection, packages, rewards
+from bridge_environments import dataset, environment_checks, packages, rewards
 from bridge_environments.dataset import GSM8K, JSONL, Format
 from bridge_environments.rewards import Reward, Rewards
 from bridge_environments.word_problems import WordProblems
@@ -65,13 +65,13 @@ def load(config: TaskConfig) -> Task:
     if name in FORMATS:
         return _of_rows(config, FORMATS[name])
     kind = _class(config)
-    interaction = inspection.interaction(kind, name)
+    interaction = environment_checks.interaction(kind, name)
     _refuse_unused_data(config, interaction)
     environment = instance_of(kind, name)
     own_reward = {"tools": "get_reward", "agent": "run"}.get(interaction, "")
     if not _rewards(config) and (hasattr(kind, "score") or not hasattr(kind, own_reward)):
-        inspection.check_score(environment, name)
-    schemas = inspection.schemas(environment, name) if interaction == "tools" else []
+        environment_checks.check_score(environment, name)
+    schemas = environment_checks.schemas(environment, name) if interaction == "tools" else []
     task = _of_class(config, environment) if config.data is None else _of_rows(config, JSONL)
     return replace(task, interaction=interaction, schemas=tuple(schemas))
 
@@ -87,13 +87,13 @@ def scorer(config: TaskConfig) -> Any:
         return rewards_chosen
     kind = _class(config)
     make = partial(instance_of, kind, config.environment)
-    interaction = inspection.interaction(kind, config.environment)
+    interaction = environment_checks.interaction(kind, config.environment)
     if interaction != "completion":
         return (Tools if interaction == "tools" else Agent)(make, rewards_chosen)
     if rewards_chosen is not None:
         return rewards_chosen
     environment = make()
-    inspection.check_score(environment, config.environment)
+    environment_checks.check_score(environment, config.environment)
     return environment
 
 
@@ -116,7 +116,7 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
 
     def problem(values: dict[str, Any]) -> Problem:
         made = known.problem(values, prompt_column, config.answer_column)
-        if compared and (lack := inspection.answer_fault(made)):
+        if compared and (lack := environment_checks.answer_fault(made)):
             raise dataset.BadRowError(
                 f"{lack}, and the reward {compared} compares with the column {config.answer_column!r}"
             )
@@ -139,10 +139,10 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
 def _of_class(config: TaskConfig, environment: Any) -> Task:
     name = config.environment
     compared = _compared(_rewards(config))
-    held_out = inspection.check_problems(environment, name, compared)
+    held_out = environment_checks.check_problems(environment, name, compared)
 
     def read() -> Iterator[Problem]:
-        problems = inspection.checked(environment, name, compared, source_file(type(environment)))
+        problems = environment_checks.checked(environment, name, compared, source_file(type(environment)))
         return (_instructed(problem, config.system_prompt) for problem in problems)
 
     kept = [_instructed(problem, config.system_prompt) for problem in held_out]
