@@ -11,8 +11,8 @@ from typing import Any
 from bridge.core import private
 from bridge.core.foreign_code import foreign_code, shortened
 from bridge.core.together import in_thread, together
+from bridge.scoring.inside_worker import NotPickledError, pickled
 from bridge.scoring.score import FailedScore, Host, Reply, Score, host_of
-from bridge.scoring.worker import NotPickledError, pickled
 from bridge.scoring.worker_handle import WorkerProcess, direct_to_loopback
 from bridge.types import Problem
 

@@ -24,14 +24,14 @@ from typing import Any
 from bridge.core import private
 from bridge.core.foreign_code import location_in
 from bridge.errors import RewardError
-from bridge.scoring import worker
+from bridge.scoring import inside_worker
+from bridge.scoring.inside_worker import GRACE_S, MAX_ANSWER_BYTES, BadAnswerError, CannotScore
 from bridge.scoring.score import FailedScore, Origin, Reply, Score, failed
-from bridge.scoring.worker import GRACE_S, MAX_ANSWER_BYTES, BadAnswerError, CannotScore
 from bridge.types import Problem
 
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from bridge.scoring import worker; worker.supervise(*map(int, sys.argv[2:]))"
+    "from bridge.scoring import inside_worker; inside_worker.supervise(*map(int, sys.argv[2:]))"
 )
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
 """A line of the stack that `faulthandler` writes, the innermost first."""
@@ -153,7 +153,7 @@ class WorkerProcess:
             if self._origin is not None and self._limit is None:
                 self._has_written(GRACE_S)
         finally:
-            self._process.send_signal(worker.END)
+            self._process.send_signal(inside_worker.END)
             try:
                 self._process.wait(2 * GRACE_S)  # the supervisor ends everything first
             except subprocess.TimeoutExpired:
@@ -201,7 +201,7 @@ class WorkerProcess:
                 line = await self._line()
         except TimeoutError:
             line = await self._late_line()
-        number, answer = worker.read(line)
+        number, answer = inside_worker.read(line)
         if isinstance(answer, CannotScore):
             raise RewardError(answer.message, remedy=answer.remedy + private.hint(answer.message, self._variables))
         if number != self._number or not isinstance(answer, expected):
@@ -214,7 +214,7 @@ class WorkerProcess:
             with suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_S):  # it may be the beginning of a line
                     return await self._line()
-        self._process.send_signal(worker.STOP)
+        self._process.send_signal(inside_worker.STOP)
         try:
             async with asyncio.timeout(3 * GRACE_S):
                 return await self._line()
@@ -260,9 +260,9 @@ class WorkerProcess:
             status = -1
         if status < 0:  # a score may have killed the supervisor, too
             return "closed the connection of its process"
-        if status <= worker.BY_SIGNAL:
+        if status <= inside_worker.BY_SIGNAL:
             return f"ended its process with exit status {status}"
-        number = status - worker.BY_SIGNAL
+        number = status - inside_worker.BY_SIGNAL
         memory = " (out of memory?)" if number == signal.SIGKILL else ""
         names = {known.value: known.name for known in signal.Signals}  # most real-time signals have none
         return f"ended its process by {names.get(number, f'signal {number}')}{memory}"

@@ -31,9 +31,9 @@ from bridge.errors import UsageError
 from bridge.learn.samples import with_advantages
 from bridge.run import measuring, reporting
 from bridge.run.run_directory import RunDirectory
+from bridge.scoring.inside_worker import read, written
 from bridge.scoring.score import FailedScore, Host, Reply, Score
 from bridge.scoring.scorer import Scorer, Trajectory
-from bridge.scoring.worker import read, written
 from bridge.types import Completion, Group, Problem, Unscored
 from bridge_cli import console
 from bridge_cli import report as command

@@ -19,9 +19,9 @@ import pytest
 
 from bridge.errors import RewardError
 from bridge.scoring import worker_handle
+from bridge.scoring.inside_worker import pickled
 from bridge.scoring.score import FailedScore, Score, Scores
 from bridge.scoring.scorer import Scorer
-from bridge.scoring.worker import pickled
 from bridge.types import Problem
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Sample
@@ -391,7 +391,7 @@ def test_a_closed_connection_ends_the_process_quietly(
     tmp_path: Path,
 ) -> None:
     ours, theirs = socket.socketpair()
-    code = "import os, sys; from bridge.scoring import worker; worker.work(*map(int, sys.argv[1:]), os.getppid())"
+    code = "import os, sys; from bridge.scoring import inside_worker; inside_worker.work(*map(int, sys.argv[1:]), os.getppid())"
     with theirs, (tmp_path / "last_words").open("w") as last_words:
         given = theirs.fileno(), last_words.fileno()
         command = [sys.executable, "-c", code, *map(str, given)]

@@ -9,8 +9,8 @@ import pytest
 
 from bridge.core.foreign_code import foreign_code
 from bridge.errors import RewardError
+from bridge.scoring.inside_worker import Answer, BadAnswerError, CannotScore, read, written
 from bridge.scoring.score import FailedScore, FailedScores, Host, Origin, Score
-from bridge.scoring.worker import Answer, BadAnswerError, CannotScore, read, written
 from bridge.types import Problem
 from tests.unit.scores_sample import Several
 
