@@ -195,13 +195,27 @@ def while_pending(trainer: Trainer, name: str) -> None:
             trainer.has_struck = True
             _lose(self._http)
         elif fault not in ERRORS:
-            threading.Timer(trainer.disturbance.delay_s, trainer.strike).start()
+            _once_sent(self._http, threading.Timer(trainer.disturbance.delay_s, trainer.strike))
         answer = call(self, *given, **choices)
         if fault in ERRORS:
             trainer.strike()
         return answer
 
     setattr(BridgeClient, name, disturbed)
+
+
+def _once_sent(http: httpx.Client, timer: threading.Timer) -> None:
+    """Start the timer when the next request has been sent: from then on, it counts even if its sender dies."""
+    request = http.request
+
+    def note(event: str, _: Any) -> None:
+        if event == "http11.send_request_body.complete" and timer.ident is None:
+            timer.start()
+
+    def noting(*given: Any, **choices: Any) -> httpx.Response:
+        return request(*given, extensions={"trace": note}, **choices)
+
+    http.request = noting  # type: ignore[method-assign]
 
 
 def _lose(http: httpx.Client) -> None:
