@@ -26,7 +26,8 @@ from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 from tests.unit.several_ranks import on_ranks
 
 TOLERANCE = 1e-3
-"""Forty times what rounding did. Of log-probabilities in nats, relative to the largest above 1, and of gradients relative to their norm."""
+"""Forty times what rounding did. Of log-probabilities in nats, relative to the largest above 1, and of gradients
+relative to their norm."""
 FLOOR = 1e-3
 """Of the largest gradient: a smaller one, zero but for rounding, is compared with that."""
 LENGTHS = {"several sequences": (19, 12, 7, 6, 5), "one long sequence": (31,), "fewer tokens than ranks": (2,)}
