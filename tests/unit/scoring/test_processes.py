@@ -391,7 +391,10 @@ def test_a_closed_connection_ends_the_process_quietly(
     tmp_path: Path,
 ) -> None:
     ours, theirs = socket.socketpair()
-    code = "import os, sys; from bridge.scoring import inside_worker; inside_worker.work(*map(int, sys.argv[1:]), os.getppid())"
+    code = (
+        "import os, sys; from bridge.scoring import inside_worker; "
+        "inside_worker.work(*map(int, sys.argv[1:]), os.getppid())"
+    )
     with theirs, (tmp_path / "last_words").open("w") as last_words:
         given = theirs.fileno(), last_words.fileno()
         command = [sys.executable, "-c", code, *map(str, given)]
