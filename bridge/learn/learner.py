@@ -28,10 +28,10 @@ from transformers import PreTrainedModel
 from bridge.config import OptimizerConfig, SamplingConfig
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import RewardError, UsageError
-from bridge.learn.batch import Batch, Computed, Pass
 from bridge.learn.mismatch import measure
 from bridge.learn.policy_loss import LossSpec, least_entropy, policy_loss
 from bridge.learn.reference import Reference
+from bridge.learn.replica_batch import Batch, Computed, Pass
 from bridge.optimizers.gradient_hooks import added_in_float32
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.passes.budget import Budget

@@ -1,33 +1,29 @@
-"""Turn groups into training samples: advantages, each completion's share of the loss, and which replica trains on it.
+"""Turn groups into training samples: advantages, and each completion's share of the loss.
 
 A completion that is left out because its advantages are zero still counts in every mean: a batch with few useful groups
 takes a smaller step, not a steeper one. A truncated completion that is masked counts as a completion, but its tokens do
 not count, as in TRL. A token that was not sampled counts nowhere. Several sequences of one completion, an agent's run,
 share its advantage, and count as one completion.
 
-Several replicas deal the samples of an update out, so that each has about as many tokens.
-
-Not covered: packing (`bridge/passes/packing.py`), the loss itself (`policy_loss.py`).
+Not covered: which replica trains on which samples (`replica_batch.py`), packing (`bridge/passes/packing.py`), the loss
+itself (`policy_loss.py`).
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, groupby, pairwise
+from itertools import chain, pairwise
 
 from bridge.config import AdvantageScale
 from bridge.errors import UsageError
 from bridge.learn.policy_loss import LossSpec
 from bridge.passes.packing import Sample, of_sampled
-from bridge.ranks.world import Ranks
 from bridge.types import Completion, Group
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation: rewards that differ only by rounding get almost no advantage."""
 TRUNCATED = ("length", "abort")
 """Finish reasons of a truncated completion."""
-BALANCE_TOLERANCE = 1.05
-"""Tokens of the busiest replica over the mean above which completions are dealt out instead of whole groups."""
 
 
 def with_advantages(groups: Sequence[Group], scale: AdvantageScale) -> list[Group]:
@@ -208,48 +204,3 @@ def _check(group: Group, advantages: tuple[tuple[float, ...], ...], number: int)
             f"the advantages of group {number} (prompt {str(group.problem['prompt'])[:80]!r}) are invalid: {faults[0]}",
             remedy="give each completion one finite advantage, or one for each of its tokens",
         )
-
-
-def dealt(samples: list[Sample], ranks: Ranks) -> list[Sample]:
-    """Return the samples that this rank trains on, in their order; every rank computes the same.
-
-    The samples of one prompt, which follow each other, stay together if the shares' tokens then differ little: their
-    prompt is computed once.
-    """
-    if ranks.num_shares == 1:
-        return samples
-    return [samples[index] for index in sorted(_shares(samples, ranks.num_shares)[ranks.share])]
-
-
-def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:
-    """Return the tokens of the largest of `size` shares over their mean, in every mini-batch; NaN for one."""
-    if size == 1 or not mini_batches:
-        return math.nan
-    loads = [[_load(share, samples) for share in _shares(samples, size)] for samples in mini_batches]
-    return size * sum(map(max, loads)) / sum(map(sum, loads))
-
-
-def _shares(samples: Sequence[Sample], size: int) -> list[list[int]]:
-    """Return the indices of each share's samples."""
-    runs = groupby(range(len(samples)), key=lambda index: samples[index].prompt_token_ids)
-    groups = [[*run] for _, run in runs]
-    shares = _longest_first(groups, samples, size)
-    loads = [_load(share, samples) for share in shares]
-    if max(loads) * size > BALANCE_TOLERANCE * sum(loads):
-        return _longest_first([[index] for index in range(len(samples))], samples, size)
-    return shares
-
-
-def _load(share: Sequence[int], samples: Sequence[Sample]) -> int:
-    return sum(samples[index].num_tokens for index in share)
-
-
-def _longest_first(units: Sequence[list[int]], samples: Sequence[Sample], size: int) -> list[list[int]]:
-    """Deal out each unit, longest first, to the share with the fewest tokens so far; the first of several."""
-    tokens = [_load(unit, samples) for unit in units]
-    loads, shares = [0] * size, [list[int]() for _ in range(size)]
-    for number in sorted(range(len(units)), key=lambda number: (-tokens[number], number)):
-        least = min(range(size), key=lambda share: (loads[share], share))
-        loads[least] += tokens[number]
-        shares[least] += units[number]
-    return shares

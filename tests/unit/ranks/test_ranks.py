@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bridge.core import mark
 from bridge.errors import BridgeError, RankError, UsageError
 from bridge.learn.learner import Learner
-from bridge.learn.samples import busiest, dealt
+from bridge.learn.replica_batch import busiest, dealt
 from bridge.optimizers import offload, slabs
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.sharded import ShardedOptimizer

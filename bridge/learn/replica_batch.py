@@ -1,4 +1,6 @@
-"""The batch of one step: its samples, what is computed for them, and the figures of the step.
+"""What one replica trains on in a step: its samples of the batch, what is computed for them, and the step's figures.
+
+Several replicas deal the samples of an update out, so that each has about as many tokens.
 
 Shape suffixes: N rows (positions that predict a sampled token).
 """
@@ -6,6 +8,7 @@ Shape suffixes: N rows (positions that predict a sampled token).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Self
 
 import torch
@@ -20,6 +23,9 @@ from bridge.passes.flops import Flops
 from bridge.passes.packing import MicroBatch, Sample
 from bridge.ranks.world import Ranks
 from bridge.types import Group
+
+BALANCE_TOLERANCE = 1.05
+"""Tokens of the busiest replica over the mean above which completions are dealt out instead of whole groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +51,10 @@ class Batch:
         updates = samples.mini_batches(groups, spec, num_updates=choices.updates_per_batch, max_new_tokens=longest)
         trained = [mini_batch for mini_batch, _ in updates]
         return cls(
-            mini_batches=[samples.dealt(mini_batch, ranks) for mini_batch in trained],
-            only_ranked=[samples.dealt(only_ranked, ranks) for _, only_ranked in updates],
+            mini_batches=[dealt(mini_batch, ranks) for mini_batch in trained],
+            only_ranked=[dealt(only_ranked, ranks) for _, only_ranked in updates],
             num_tokens=sum(sample.num_trained for mini_batch in trained for sample in mini_batch),
-            balance=samples.busiest(trained, ranks.num_shares),
+            balance=busiest(trained, ranks.num_shares),
             num_before=(step - 1) * choices.updates_per_step,
         )
 
@@ -126,3 +132,48 @@ class Computed:
         """Return the operations of this rank's forward and backward passes of every update."""
         of_updates = [sum(flops.of_batch(model_pass.batch) for model_pass in passes) for passes in self.passes]
         return sum(of_updates[number % len(of_updates)] for number in range(len(self.norms)))
+
+
+def dealt(mini_batch: list[Sample], ranks: Ranks) -> list[Sample]:
+    """Return the samples that this rank trains on, in their order; every rank computes the same.
+
+    The samples of one prompt, which follow each other, stay together if the shares' tokens then differ little: their
+    prompt is computed once.
+    """
+    if ranks.num_shares == 1:
+        return mini_batch
+    return [mini_batch[index] for index in sorted(_shares(mini_batch, ranks.num_shares)[ranks.share])]
+
+
+def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:
+    """Return the tokens of the largest of `size` shares over their mean, in every mini-batch; NaN for one."""
+    if size == 1 or not mini_batches:
+        return math.nan
+    loads = [[_load(indices, mini_batch) for indices in _shares(mini_batch, size)] for mini_batch in mini_batches]
+    return size * sum(map(max, loads)) / sum(map(sum, loads))
+
+
+def _shares(mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
+    """Return the indices of each share's samples."""
+    runs = groupby(range(len(mini_batch)), key=lambda index: mini_batch[index].prompt_token_ids)
+    groups = [[*run] for _, run in runs]
+    shares = _longest_first(groups, mini_batch, size)
+    loads = [_load(indices, mini_batch) for indices in shares]
+    if max(loads) * size > BALANCE_TOLERANCE * sum(loads):
+        return _longest_first([[index] for index in range(len(mini_batch))], mini_batch, size)
+    return shares
+
+
+def _load(indices: Sequence[int], mini_batch: Sequence[Sample]) -> int:
+    return sum(mini_batch[index].num_tokens for index in indices)
+
+
+def _longest_first(units: Sequence[list[int]], mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
+    """Deal out each unit, longest first, to the share with the fewest tokens so far; the first of several."""
+    tokens = [_load(unit, mini_batch) for unit in units]
+    loads, shares = [0] * size, [list[int]() for _ in range(size)]
+    for number in sorted(range(len(units)), key=lambda number: (-tokens[number], number)):
+        least = min(range(size), key=lambda number: (loads[number], number))
+        loads[least] += tokens[number]
+        shares[least] += units[number]
+    return shares
