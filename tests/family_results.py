@@ -35,6 +35,10 @@ itself, as rows padded at their end, and completions do not share their prompt t
 as vLLM keeps it. With CUDA, install `flash-linear-attention` and `causal-conv1d`: without them transformers uses its
 much slower reference code. These layers are proved on CPUs alone.
 
+Buffers that a model's files hold, such as the router's bias of DeepSeek-V3 and GLM-4.5, or Gemma 4's `layer_scalar`,
+lie in the server's memory like weights. They are never trained, and every checkpoint holds them unchanged. Gemma 4 is
+proved on CPUs alone, as its smaller models are: layers share keys and values, and tokens have an embedding per layer.
+
 Of a language model inside something larger (`...ForConditionalGeneration`), the language model is trained in place, on
 text. The other parts stay unchanged in the server's memory. They cost the trainer nothing, and every checkpoint holds
 them. Only `--mode shared_vllm` trains such models, and without a KL divergence. For them, and for Qwen3.5's text model,
@@ -94,16 +98,20 @@ REFUSED = (
         "its text model, `Gemma3ForCausalLM`",
     ),
     (
-        "`mlp.gate.e_score_correction_bias` of DeepSeek-V3 and GLM-4.5",
-        "a float32 parameter in vLLM, but not a parameter in transformers",
-        "`lora_only`, `none`",
+        "MiniMax-M2 on a CPU (tried nowhere else)",
+        "vLLM 0.32's router for CPUs takes scores by softmax alone (an assertion in its log)",
+        "another model",
     ),
     (
         "gpt-oss on a CPU",
         "vLLM rewrites its experts for a kernel after loading",
         "`lora_only`, `none`",
     ),
-    ("Gemma 4", "its files hold `layer_scalar`, a buffer: the trainer would compute with 1", "Gemma 3"),
+    (
+        "Gemma 4 with `attention_k_eq_v`",
+        "vLLM copies each layer's keys twice, so that a step would change one copy alone",
+        "`lora_only`, `none`",
+    ),
     ("sparse latent attention", "vLLM computes with weights derived from `kv_b_proj`", "`lora_only`, `none`"),
     ("latent attention with `VLLM_MLA_DISABLE=0`", "the same: `W_UV`, `W_UK_T`", "Bridge's own setting, 1"),
     ("experts packed for a kernel", "vLLM rewrites them after loading", "`--moe-backend triton`, Bridge's own setting"),
@@ -125,8 +133,8 @@ REFUSED = (
     ),
     ("`longrope` of PhiMoE", "transformers and vLLM compute it differently", "another model"),
     (
-        "tensor parallelism where a layer in parts differs from the whole one, as with StableLM's norms of each head",
-        "what parts compute follows from the layout alone, and is compared before training",
+        "tensor parallelism where a layer in parts differs from the whole one: StableLM's norms, Gemma 4's shared keys",
+        "what parts compute follows from the layout alone, and is compared layer by layer before training",
         "`--tensor-parallel-size 1`",
     ),
     (

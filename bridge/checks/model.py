@@ -29,9 +29,9 @@ ANOTHER = "use a plain language model, such as those in docs/families.md"
 ALTERNATING = "gemma2"
 """Has a window in every other layer; older configurations have no `layer_types`."""
 PROVED = frozenset({
-    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "mistral3", "mixtral",
-    "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
-    "smollm3", "starcoder2",
+    "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "granite",
+    "llama", "mistral", "mistral3", "mixtral", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "qwen3_5",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3", "starcoder2",
 })  # fmt: skip
 """Values of `model_type` that are known to work: those of docs/families.md."""
 TRIAL_LIMIT_S = 120.0
@@ -159,9 +159,6 @@ def obstacles(config: Config) -> list[Obstacle]:
     others = f"--mode {LORA} or --mode {NONE}"
     if language.get("kv_lora_rank") and language.get("index_topk"):  # DeepSeek-V3.2's indexer
         reason = "sparse latent attention: vLLM computes with projections that it derives from kv_b_proj"
-        problems.append(Obstacle(reason, others, (SHARED,)))
-    if language.get("topk_method") == "noaux_tc" or language.get("model_type") == "deepseek_v3":
-        reason = "mlp.gate.e_score_correction_bias: a float32 parameter in vLLM, and no parameter in transformers"
         problems.append(Obstacle(reason, others, (SHARED,)))
     return problems
 

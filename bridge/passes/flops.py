@@ -62,7 +62,8 @@ class Flops:
         """Count them; the model has one of `num_parts` of every head and every layer."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
-        apart = {id(parameter) for module in (model.get_input_embeddings(), head) for parameter in module.parameters()}
+        tables = (module for module in model.get_decoder().modules() if isinstance(module, nn.Embedding))
+        apart = {id(parameter) for module in (*tables, head) for parameter in module.parameters()}
         return cls(
             of_token=sum(
                 _passes(parameter) * 2 * parameter.numel() * _active(parameter, config)
@@ -71,9 +72,7 @@ class Flops:
             )
             + 3 * _num_stateful(config) * _state(config) / num_parts,
             of_row=_passes(head.weight) * 2 * head.weight.numel(),
-            of_pair={
-                window: 3 * count * _pair(config) / num_parts for window, count in _windows(model, config).items()
-            },
+            of_pair={window: 3 * of_layers / num_parts for window, of_layers in _pairs(model, config).items()},
         )
 
     def of_batch(self, batch: MicroBatch) -> float:
@@ -127,8 +126,13 @@ def _state(config: Any) -> int:
     return int(6 * math.prod(getattr(config, name, 0) for name in names))
 
 
-def _windows(model: PreTrainedModel, config: Any) -> Counter[int]:
-    """Count the layers by the window of their attention; 0: none."""
+def _pairs(model: PreTrainedModel, config: Any) -> Counter[int]:
+    """Return what a query and a key take in all layers, forward, by the window of their attention; 0: none."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers.decoder_layers(model))
-    return Counter(window if kind == "sliding_attention" else 0 for kind in kinds if kind in KEEP_KEYS_AND_VALUES)
+    own = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(kinds)
+    pairs = Counter[int]()
+    for kind, of_layer in zip(kinds, own, strict=True):
+        if kind in KEEP_KEYS_AND_VALUES:
+            pairs[window if kind == "sliding_attention" else 0] += _pair(of_layer)
+    return pairs

@@ -18,9 +18,9 @@ from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UsageError
 
 COUNTABLE = frozenset({
-    "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "llama", "ministral",
-    "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss", "smollm3",
+    "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "llama",
+    "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss", "smollm3",
 })  # fmt: skip
 """Values of a language model's `model_type` whose layers consist of attention or gated delta rules, and of gated
 feed-forward parts, dense or of experts."""
@@ -175,6 +175,8 @@ class ModelSize:
             others = {*map(str, {*layer_types(config)} - KEEP_KEYS_AND_VALUES - {KEEPS_A_STATE})}
             if config.get("kv_lora_rank"):
                 others.add("compressed keys and values (kv_lora_rank)")
+            if config.get("per_layer_config") or config.get("global_head_dim"):
+                others.add("heads of several sizes")
             if others:
                 raise UsageError(
                     f"the model has layers of {' and '.join(sorted(others))}: how much they keep per token is unknown",

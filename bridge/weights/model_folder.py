@@ -119,20 +119,18 @@ def pass_on(model: PreTrainedModel, parts: Parts) -> None:
 
 def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the files; those of `parts` in host memory, once the ranks are known to agree."""
-    if parts is not None:
-        parts.check_equal(dict(model.named_parameters()))
+    held = state(model)
     if parts is None:
-        yield from saved_form(model, dict(model.named_parameters())).items()
-    else:
-        whole = _on_meta(model, parts)
-        views = saved_form(model, whole)
-        for name, parameter in model.named_parameters():
-            gathered = parts.whole(name, parameter)
-            for key, view in views.items():
-                if storage_of(view) == storage_of(whole[name]):
-                    yield key, _like(gathered, view).contiguous()
-    if parts is None or parts.tp_group.is_rank_zero:
-        yield from stored_buffers(model).items()
+        yield from saved_form(model, held).items()
+        return
+    parts.check_equal(held)
+    whole = _on_meta(model, parts)
+    views = saved_form(model, whole)
+    for name, tensor in held.items():
+        gathered = parts.whole(name, tensor)
+        for key, view in views.items():
+            if storage_of(view) == storage_of(whole[name]):
+                yield key, _like(gathered, view).contiguous()
 
 
 def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder: Path) -> None:
@@ -164,9 +162,14 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return what the files hold beside the parameters, by name."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: buffer for name, buffer in model.state_dict().items() if name not in parameters}
+    """Return what the files hold beside the parameters, by name, once what several modules share."""
+    stored = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """Return all that the files hold, by its name in the model, a tied parameter once."""
+    return {**dict(model.named_parameters()), **stored_buffers(model)}
 
 
 def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -194,10 +197,11 @@ def check(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> N
 
 
 def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
-    """Copy the folder's weights, or this rank's part of them, into the model's parameters; a misfit touches none."""
-    whole = _on_meta(model, parts)
+    """Copy the folder's weights, or this rank's part of them, into the model's own; a misfit touches none."""
+    whole, held = _on_meta(model, parts), state(model)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {name: first[id(tied)] for name, tied in model.named_parameters(remove_duplicate=False)}
+    aliases |= {name: name for name in held}
     views = saved_form(model, {name: whole[aliases[name]] for name in aliases})
     owners = {storage_of(tensor): name for name, tensor in whole.items()}
     files = _files_of(model, folder, whole)
@@ -207,21 +211,19 @@ def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) 
     with torch.no_grad(), ExitStack() as stack:
         opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {*files.values()}}
         for owner, names in stored.items():
-            parameter = model.get_parameter(owner)
-            target = parameter if parts is None else torch.empty(whole[owner].shape, dtype=parameter.dtype)
+            own = held[owner]
+            target = own if parts is None else torch.empty(whole[owner].shape, dtype=own.dtype)
             for name in names:
                 _like(target, views[name]).copy_(opened[files[name]].get_tensor(name))
             if parts is not None:
-                parameter.copy_(parts.own[owner].of(target))
+                own.copy_(parts.own[owner].of(target))
 
 
 def _on_meta(model: PreTrainedModel, parts: Parts | None) -> dict[str, Tensor]:
-    """Return every parameter as it is when whole, without memory."""
+    """Return all that the files hold as it is when whole, without memory."""
     return {
-        name: torch.empty(
-            parameter.shape if parts is None else parts.own[name].shape, dtype=parameter.dtype, device="meta"
-        )
-        for name, parameter in model.named_parameters()
+        name: torch.empty(tensor.shape if parts is None else parts.own[name].shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in state(model).items()
     }
 
 
@@ -245,7 +247,8 @@ def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor])
         if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
     saved = saved_form(model, whole)
-    left_out = {name for name, _ in model.named_buffers()} | {name for name in aliases if aliases[name] in held}
+    computed = {name for name, _ in model.named_buffers()} - whole.keys()
+    left_out = computed | {name for name in aliases if aliases[name] in held}
     for ignored in model._keys_to_ignore_on_load_unexpected or ():  # such as layers for multi-token prediction
         left_out |= {name for name in held.keys() - saved.keys() - aliases.keys() if re.search(ignored, name)}
     wanted = {name: text for name, text in held.items() if name not in left_out}

@@ -1,7 +1,8 @@
 """The trainer's model without its weights: parameters on the meta device, buffers real; and its tokenizer.
 
 Server and trainer build it by the same function, so that both mean the same parameters. The model itself makes its
-buffers: RoPE scaling of every kind stays what its author wrote.
+buffers: RoPE scaling of every kind stays what its author wrote. A buffer that its files hold, such as the bias of a
+router, comes from the server like a parameter, and is one here, without a gradient.
 """
 
 import inspect
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +25,7 @@ from transformers import (
 
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights.layout import OTHER_MODES, Shape
+from bridge.weights.model_folder import stored_buffers
 
 MISBUILT = (
     ValueError, ImportError, TypeError, AttributeError, LookupError, ArithmeticError, NotImplementedError,
@@ -64,7 +67,17 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
     skeleton.requires_grad_(False)
     for parameter in language:
         parameter.requires_grad_()
+    for name, buffer in stored_buffers(skeleton).items():
+        hold(skeleton, name, buffer.to("meta"))
     return skeleton
+
+
+def hold(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace the buffer `name` of `model` by a parameter without a gradient."""
+    module, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(module)
+    delattr(owner, leaf)
+    owner.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -80,7 +93,7 @@ def _untrainable(skeleton: PreTrainedModel) -> str | None:
         return "has no decoder that transformers finds: its get_decoder() returns something else"
     if "position_ids" not in taken:
         return "takes no position_ids: packed sequences would run into one another"
-    if not isinstance(getattr(head, "weight", None), torch.nn.Parameter):
+    if not isinstance(getattr(head, "weight", None), nn.Parameter):
         return "has no output embeddings, which turn hidden states into logits"
     return None
 

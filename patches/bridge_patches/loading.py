@@ -2,7 +2,8 @@
 
 Where it goes: vLLM's own `load_weights` receives the model's parameters under the names in its files, without values,
 and each of its copies is recorded, not made (`bridge/weights/copy_recorder.py`). Whatever vLLM fuses, stacks, pads,
-renames or ties is learned from the code that does it; there is no table per model family.
+renames or ties is learned from the code that does it; there is no table per model family. A buffer that it loads a
+weight into, such as Gemma 4's `layer_scalar`, becomes a parameter of vLLM's model, and is exported like one.
 
 Symptom: updates of some weights do not show in what is generated.
 Cause: after loading, vLLM rewrites weights for a kernel, or derives others from them that the kernel reads: packed or
@@ -12,7 +13,7 @@ that appear in between are noticed. A model with either is refused by name.
 Seen in vLLM 0.26 to 0.33, `vllm/model_executor/model_loader/base_loader.py`. Draft models are not watched.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,7 @@ from bridge.server.manifest import View
 from bridge.weights import skeleton
 from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.layout import OTHER_MODES, Shape, join
-from bridge.weights.model_folder import saved_form, stored_buffers
+from bridge.weights.model_folder import saved_form, state, stored_buffers
 from bridge.weights.parts import digest
 from bridge_patches import wrap
 
@@ -106,7 +107,7 @@ def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
     """
     sources = {name: parameter.detach() for name, parameter in empty.named_parameters()}
     saved = saved_form(empty, sources)
-    recorder = CopyRecorder(sources, dict(model.named_parameters()))
+    recorder = CopyRecorder(sources, state(model))
     try:
         with torch.no_grad(), recorder:
             model.load_weights(iter(saved.items()))
@@ -117,8 +118,16 @@ def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
         raise UnsupportedModelError(
             f"vLLM's {type(model).__name__} does more than copying when it loads: {reason}", remedy=OTHER_MODES
         ) from error
-    copies = recorder.copies(dict(model.named_parameters()))
+    copies = recorder.copies(state(model))
     return {name: join(name, tuple(sources[name].shape), parts) for name, parts in copies.items()}
+
+
+def _hold_loaded_buffers(model: nn.Module, views: Mapping[str, View]) -> None:
+    """Make each buffer that a weight is loaded into a parameter, so that it is exported like one."""
+    loaded = {view.parameter for view in views.values()}
+    for name, buffer in stored_buffers(model).items():
+        if name in loaded:
+            skeleton.hold(model, name, buffer)
 
 
 def padding(model: nn.Module) -> dict[str, int]:
@@ -148,11 +157,11 @@ def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Modul
     with record.refusing():  # built first, because vLLM may change transformers' classes
         empty.append(skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code))
         record.expected = skeleton.shapes(empty[0])
-        _refuse(sorted(stored_buffers(empty[0])), "a buffer in the files, of which the trainer gets no value")
 
     def load_weights(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         with record.refusing():
             record.views = views(model, empty.pop()) if empty else record.views
+            _hold_loaded_buffers(model, record.views)
         original(model, *args, **kwargs)
         digests.update(_digests(model))
         known.update((id(tensor), ref(tensor)) for _, tensor in _tensors(model))

@@ -52,7 +52,7 @@ def row_of(document: Document, mode: str, name: str) -> Document:
     return row
 
 
-BIAS = {"topk_method": "noaux_tc"}
+INSIDE = {"model_type": "mistral3", "text_config": qwen2("7B")}
 LONG = {"max_position_embeddings": 1_000_000}
 HOSTS = "--hosts 2 --rendezvous "
 
@@ -87,13 +87,16 @@ def test_most_precise_setup_that_fits_is_recommended(
 
 
 @pytest.mark.parametrize(
-    ("config", "given", "ending"),
-    [(BIAS, "", " --mode lora_only"), (LONG, "--mode shared_vllm", " --max-model-len 524288")],
+    ("config", "gpu", "given", "ending"),
+    [(INSIDE, "21", "", None), (LONG, "139.8", "--mode shared_vllm", " --max-model-len 524288")],
 )
-def test_model_changes_the_command(plan: Planned, config: Document, given: str, ending: str) -> None:
-    document = plan("7B", "139.8", *given.split(), config=config)
-    assert document["recommended"].endswith(ending)
-    assert config is BIAS or document["rows"][0]["kv_tokens"] >= 524288
+def test_model_changes_the_command(plan: Planned, config: Document, gpu: str, given: str, ending: str | None) -> None:
+    document = plan("7B", gpu, *given.split(), config=config)
+    if ending is None:  # any other model would be trained by --mode lora_only
+        assert document["recommended"] is None
+    else:
+        assert document["recommended"].endswith(ending)
+        assert document["rows"][0]["kv_tokens"] >= 524288
 
 
 def test_folder_with_a_space_is_quoted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -221,11 +224,11 @@ def test_model_that_doctor_refuses_is_refused(page: Callable[..., str], given: t
 
 
 def test_mode_that_doctor_refuses_is_left_out(plan: Planned, page: Callable[..., str]) -> None:
-    document = plan("7B", "139.8", config=BIAS)
-    assert {row["mode"] for row in document["rows"]} == {"lora_only", "none"}
-    assert [obstacle["modes"] for obstacle in document["obstacles"]] == [["shared_vllm"]]
-    assert "not with --mode shared_vllm: mlp.gate" in page("7B", "139.8", config=BIAS)
-    assert "by --mode shared_vllm: mlp.gate" in page("7B", "139.8", "--mode", "shared_vllm", config=BIAS)
+    document = plan("7B", "139.8", config=INSIDE)
+    assert {row["mode"] for row in document["rows"]} == {"shared_vllm"}
+    assert [obstacle["modes"] for obstacle in document["obstacles"]] == [["lora_only", "none"]]
+    assert "not with --mode lora_only or --mode none: a mistral3" in page("7B", "139.8", config=INSIDE)
+    assert "by --mode none: a mistral3" in page("7B", "139.8", "--mode", "none", config=INSIDE)
 
 
 def test_missing_configuration_is_downloaded_alone(

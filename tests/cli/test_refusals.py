@@ -284,7 +284,7 @@ MODELS: tuple[tuple[int, str, str], ...] = (
     (4, '{"is_encoder_decoder": true, "architectures": ["T5ForConditionalGeneration"]}', "an encoder and a decoder"),
     (4, '{"architectures": ["BertForMaskedLM"]}', "BertForMaskedLM: not a causal language model"),
     (4, '{"text_config": {"hidden_size": 8}, "architectures": ["AForTokenClassification"]}', "not a causal language"),
-    (4, '{"kv_lora_rank": 8, "topk_method": "noaux_tc"}', "mlp.gate.e_score_correction_bias: a float32 parameter"),
+    (4, '{"kv_lora_rank": 8, "index_topk": 8}', "sparse latent attention"),
     (4, '{"quantization_config": {"quant_method": "awq", "bits": 4}}', "quantized (awq): an optimizer cannot step"),
     (2, "{", "config.json describes no model"),
     (2, "[]", "config.json describes no model"),

@@ -8,12 +8,16 @@ from typing import Any
 
 from transformers import (
     DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
@@ -59,6 +63,12 @@ LARGE: dict[str, Any] = {
 }
 """Sizes that give a family more than 100 million parameters, without latent attention or small experts."""
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+
+
+def minimax_m2() -> PretrainedConfig:
+    """MiniMax-M2: a router's bias that its files name otherwise. vLLM 0.32 cannot serve it on a CPU."""
+    names_of_vllm = {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}
+    return MiniMaxM2Config(**SMALL | EXPERTS | names_of_vllm, head_dim=64, num_local_experts=4)
 
 
 def _linear_llama() -> LlamaConfig:
@@ -116,16 +126,36 @@ def _gemma(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
     return kind(**SMALL, head_dim=64, tie_word_embeddings=True, **more)
 
 
-def _deepseek_v2(q_lora_rank: int | None = None) -> DeepseekV2Config:
-    """DeepSeek-V2: latent attention with values narrower than keys, YaRN, shared and routed experts."""
-    latent = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16}
-    experts = {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+def _deepseek(kind: type[PretrainedConfig], num_experts: int, **more: Any) -> PretrainedConfig:
+    """DeepSeek-V2 and V3: latent attention with values narrower than keys, YaRN, shared and routed experts."""
+    latent = {"kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    experts = {"n_routed_experts": num_experts, "n_shared_experts": 2, "moe_intermediate_size": 64}
     rope = {
         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512,
         "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
     }  # fmt: skip
-    more = {"num_key_value_heads": 4, "v_head_dim": 32, "n_group": 1, "topk_group": 1, "rope_parameters": rope}
-    return DeepseekV2Config(**SMALL | EXPERTS | latent | experts | more)
+    sizes = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "rope_parameters": rope}
+    return kind(**SMALL | EXPERTS | latent | experts | sizes | more)
+
+
+def _deepseek_v2(q_lora_rank: int | None = None) -> PretrainedConfig:
+    return _deepseek(DeepseekV2Config, num_experts=4, q_lora_rank=q_lora_rank, n_group=1, topk_group=1)
+
+
+def _deepseek_v3() -> PretrainedConfig:
+    """DeepSeek-V3: experts in groups, chosen by scores with a bias that no gradient reaches."""
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    names_of_vllm = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return _deepseek(DeepseekV3Config, num_experts=8, q_lora_rank=32, **groups, **names_of_vllm)
+
+
+def _gemma4() -> PretrainedConfig:
+    """Gemma 4 E2B: a buffer scales each layer, layers without a window have wider heads, and the last share keys."""
+    return Gemma4TextConfig(
+        **SMALL | {"num_hidden_layers": 4}, head_dim=64, global_head_dim=128, tie_word_embeddings=True,
+        sliding_window=512, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=tiny.VOCABULARY,
+    )  # fmt: skip
 
 
 def _hybrid(kind: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
@@ -181,8 +211,10 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Gemma": lambda: _gemma(GemmaConfig),
     "Gemma 2": lambda: _gemma(Gemma2Config, query_pre_attn_scalar=64, sliding_window=512),
     "Gemma 3 (text)": _gemma3,
+    "Gemma 4 (text)": _gemma4,
     "DeepSeek-V2-Lite": _deepseek_v2,
     "DeepSeek-V2": lambda: _deepseek_v2(q_lora_rank=32),
+    "DeepSeek-V3": _deepseek_v3,
     "StarCoder2": lambda: Starcoder2Config(**SMALL, sliding_window=512, tie_word_embeddings=True),
     "Qwen3": lambda: Qwen3Config(**SMALL, head_dim=64, tie_word_embeddings=True),
     "Qwen3-MoE": lambda: Qwen3MoeConfig(
@@ -196,6 +228,10 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "OLMo 2": lambda: Olmo2Config(**SMALL, tie_word_embeddings=False),
     "OLMo 3": lambda: Olmo3Config(**SMALL, sliding_window=512, tie_word_embeddings=False),
     "GLM-4": lambda: Glm4Config(**SMALL, head_dim=64, tie_word_embeddings=False),
+    "GLM-4.5": lambda: Glm4MoeConfig(
+        **SMALL, **EXPERTS, head_dim=64, n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=64,
+        first_k_dense_replace=1, use_qk_norm=True, routed_scaling_factor=2.5,
+    ),
     "SmolLM3": lambda: SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}, tie_word_embeddings=True),  # one without RoPE
     "Granite": lambda: GraniteConfig(
         **SMALL, tie_word_embeddings=True, embedding_multiplier=12.0, logits_scaling=8.0,
@@ -234,5 +270,7 @@ VARIANTS = {
     "Qwen2, tied", "Qwen2.5, YaRN", "Llama 2", "DeepSeek Coder, Yi", "Phi-3.5-mini", "Phi-4-mini", "DeepSeek-V2",
 }  # fmt: skip
 """Families that differ from an earlier one in values of the configuration alone: the same classes on both sides."""
+SHARING_KEYS = {"Gemma 4 (text)"}
+"""Families in which a layer takes keys and values from an earlier one: tensor parallelism refuses them."""
 WITH_VISION = {"Qwen3.5 (text)", *INSIDE}
 """Families whose module in vLLM has a vision model."""

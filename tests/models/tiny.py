@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from bridge.weights import skeleton
+from bridge.weights.model_folder import stored_buffers
 from tests.models import processors
 
 VOCABULARY = 301
@@ -80,6 +81,8 @@ def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float =
     config.initializer_range = std
     config.get_text_config().initializer_range = std
     model = skeleton.auto_class(config).from_config(config, dtype=torch.bfloat16)
+    for buffer in stored_buffers(model).values():  # such as the bias of a router, which is 0 in a new model
+        buffer.sub_(torch.linspace(0.5, -0.5, buffer.numel()).view(buffer.shape))
     model.save_pretrained(folder)
     is_seeing = hasattr(config, "vision_config")
     write_tokenizer(folder, config.get_text_config().vocab_size, processors.TOKENS if is_seeing else ())

@@ -14,6 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from bridge.passes.flops import Flops, num_pairs, peak_flops, peak_of
+from bridge.passes.kernels import head_size
 from bridge.passes.packing import Sample, packs
 from bridge.weights import skeleton
 from tests.models import tiny
@@ -77,6 +78,10 @@ def _states_in_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_operations_are_those_that_torch_counts(family: str) -> None:
     model = built(FAMILIES[family]())
     assert unmasked(Flops.of(model)) == pytest.approx(counted(model), rel=ROTARY)
+
+
+def test_head_size_is_that_of_the_largest() -> None:
+    assert head_size(FAMILIES["Gemma 4 (text)"]()) == 128
 
 
 def test_frozen_weights_have_no_gradient_of_their_own() -> None:

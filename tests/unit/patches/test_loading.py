@@ -432,14 +432,31 @@ def test_what_a_step_would_not_reach_is_refused_by_name(
     assert "\n" not in caught.value.message
 
 
-def test_a_buffer_of_the_files_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+class Scaled(Model):
+    """A model with a buffer in its files, and one that vLLM makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.register_buffer("scalar", torch.ones(1).bfloat16())
+        self.norm.register_buffer("made", torch.ones(2).bfloat16())
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        named = dict(weights)
+        self.norm.get_buffer("scalar").copy_(named.pop("norm.scalar"))
+        super().load_weights(named.items())
+
+
+def test_buffer_that_a_weight_is_loaded_into_becomes_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Gemma 4's `layer_scalar`, which the trainer would keep at 1."""
-    with_buffer = skeleton(SHAPES)
-    with_buffer.norm.register_buffer("scalar", torch.ones(1))
-    with_buffer.norm.register_buffer("computed", torch.ones(1), persistent=False)
-    refusal = loaded(lambda _: None, monkeypatch, with_buffer).refusal
-    assert refusal is not None
-    assert refusal.message.startswith("norm.scalar: a buffer")
+    monkeypatch.setattr(sys.modules[__name__], "Model", Scaled)
+    monkeypatch.setattr("bridge.weights.skeleton.build", lambda *_, **__: skeleton({**SHAPES, "norm.scalar": (1,)}))
+    loader = Loader(lambda _: None)
+    model = watched(lambda: loader.load_model(CONFIG), loader, CONFIG)
+    record = RECORDS.pop(model)
+    assert record.refusal is None
+    assert record.views["norm.scalar"].parameter == "norm.scalar"
+    assert not model.get_parameter("norm.scalar").requires_grad
+    assert [name for name, _ in model.named_buffers()] == ["norm.made"]
 
 
 def test_the_first_refusal_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

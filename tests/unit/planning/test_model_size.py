@@ -76,8 +76,8 @@ def test_transformers_model_has_as_many_parameters() -> None:
     assert dimensions.num_params == Qwen2ForCausalLM(config).num_parameters()
 
 
-@pytest.mark.parametrize("family", ["Qwen3.5 (text)", "Qwen3-Next"])
-def test_hybrid_model_has_as_many_parameters(family: str) -> None:
+@pytest.mark.parametrize("family", ["Qwen3.5 (text)", "Qwen3-Next", "GLM-4.5"])
+def test_unusual_layers_have_as_many_parameters(family: str) -> None:
     """Exact but for small norms: those of heads and states."""
     from transformers import AutoModelForCausalLM
 
@@ -131,6 +131,7 @@ def test_language_model_of_several_parts_is_planned(tmp_path: Path) -> None:
         ({"model_type": "gpt_neox"}, "'gpt_neox' model cannot be derived"),
         ({"hidden_size": None}, "dimensions are no numbers"),
         ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"global_head_dim": 512}, "heads of several sizes"),
         ({"layer_types": ["full_attention", "mamba"]}, "layers of mamba"),
         ({"layer_types": 28}, "dimensions are no numbers"),
         ({"layer_types": [["full_attention"]]}, "dimensions are no numbers"),

@@ -18,12 +18,22 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
 )
 
 from bridge.errors import UsageError
 from bridge.weights import model_folder, skeleton, stored_tensors
-from bridge.weights.model_folder import INDEX_NAME, SINGLE_NAME, check, load_into, save, tokenizer_files
-from tests.models.families import FAMILIES
+from bridge.weights.model_folder import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    check,
+    load_into,
+    save,
+    stored_buffers,
+    tokenizer_files,
+)
+from tests.models.families import FAMILIES, minimax_m2
 
 PADDED_ROWS, VOCABULARY = 320, 301
 
@@ -81,7 +91,7 @@ def whole_storage(model: LlamaForCausalLM) -> bytes:
     return bytes(storage.tolist())
 
 
-def check_equal(model: LlamaForCausalLM, other: LlamaForCausalLM) -> None:
+def check_equal(model: PreTrainedModel, other: PreTrainedModel) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name].view(torch.int16), tensor.view(torch.int16)), name
 
@@ -219,6 +229,28 @@ def test_buffers_are_skipped_and_unknown_names_refused(source: Path, out: Path) 
     save_file(weights | {"model.rotary_emb.inv_frequency": torch.zeros(1)}, out / SINGLE_NAME)
     with pytest.raises(UsageError, match=r"inv_frequency is F32 \(1,\), expected none of that name"):
         check(model, out)
+
+
+def with_a_bias(config: PretrainedConfig, *, is_attached: bool) -> PreTrainedModel:
+    """Make a model with a router whose bias is a buffer, or a parameter as in an attached one."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, bias in stored_buffers(model).items():
+        bias.uniform_()
+        if is_attached:
+            skeleton.hold(model, name, bias)
+    return model
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_buffer_of_the_files_is_saved_and_loaded(is_attached: bool, source: Path, out: Path) -> None:
+    config = minimax_m2()
+    saved, model = (with_a_bias(config, is_attached=is_attached) for _ in range(2))
+    save(saved, source, out)
+    assert "model.layers.1.block_sparse_moe.e_score_correction_bias" in load_file(out / SINGLE_NAME)
+    assert not torch.equal(*(x.state_dict()["model.layers.1.mlp.e_score_correction_bias"] for x in (saved, model)))
+    check_equal(saved, AutoModelForCausalLM.from_pretrained(out))
+    load_into(model, out)
+    check_equal(saved, model)
 
 
 Edit = Callable[[dict[str, Tensor]], object]
