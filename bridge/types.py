@@ -114,6 +114,9 @@ class Completion:
     kept: tuple[tuple[float, int], ...] = ()
     """What top-k, top-p and min-p kept of the vocabulary for each token: a threshold between the logit of the last kept
     word and that of the next, over the temperature, and the number of kept words; empty: they were off."""
+    experts: bytes = b""
+    """Of a mixture of experts, which ones the server sent each token of prompt and completion to, but for the last:
+    layer by layer, little-endian int16; empty: unknown."""
 
     tool_errors: int = 0
     """Calls of tools that failed."""

@@ -137,7 +137,7 @@ def _group(url: str, answer: httpx.Response) -> Group:
     document = answer.json()
     if "choices" in document:
         choices = openai_api.in_order(openai_api.Completions.model_validate(document), len(document["choices"]))
-        completions = [openai_api.completion(url, choice, "", None) for choice in choices]
+        completions = [openai_api.completion(url, choice, "", None, len(PROMPT)) for choice in choices]
     else:
         completions = [
             Completion(

@@ -8,6 +8,8 @@ state that it names, over the keys and values of the runs before.
 The server and transformers run in float32 (CPU) or float16 (GPU), whose rounding is small against the difference
 between the states. A token that matches both within the tolerance is counted as undecided.
 
+Of a mixture of experts, the experts that a token names must be those of its version, too.
+
 Not covered: bf16, whose rounding alone is 0.03 nats; adapters.
 """
 
@@ -20,12 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
+from bridge.rollouts import openai_api
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
@@ -42,6 +46,8 @@ JUDGED_AT_ONCE = 64
 """Completions in one forward pass of transformers."""
 PER_PARAMETER_S = 0.01
 """Seconds per parameter of an unguarded write: at least one step of the server."""
+TIED_LIMIT = 0.002
+"""Largest share of tokens of which two experts have so nearly equal scores that rounding decides."""
 UNDECIDED_LIMIT = 0.05
 """Largest share of tokens at which the two states may be too close to tell apart."""
 
@@ -80,6 +86,8 @@ class Answer:
     """Of the completion's tokens, as returned by the server."""
     runs: tuple[tuple[int, int], ...]
     """Each version, with the number of tokens in a row that name it."""
+    experts: torch.Tensor | None = None
+    """Of a mixture of experts, those of every token but the last, in ascending order: [T - 1, L, K]."""
 
     @property
     def versions(self) -> list[int]:
@@ -188,6 +196,24 @@ class Alternation:
         return num_misfits
 
     @torch.no_grad()
+    def wrong_experts(self, answers: Sequence[Answer]) -> int:
+        """Return the number of tokens with other experts than those of the state that they name.
+
+        A prompt is of the version of its first sampled token, which restarts it. A sampled token's own experts are
+        those of the step that sampled the token behind it.
+        """
+        num_wrong = 0
+        for answer in answers:
+            chosen = torch.stack([_experts_of(state, answer.tokens[:-1]) for state in self.states])
+            named = torch.tensor([self.published[version] for version in answer.versions])
+            num_first = len(answer.tokens) - len(answer.logprobs)
+            named = torch.cat([named[:1].expand(num_first - 1), named])
+            expected = chosen[named, torch.arange(len(named))]
+            assert answer.experts is not None
+            num_wrong += int((answer.experts != expected).flatten(1).any(1).sum())
+        return num_wrong
+
+    @torch.no_grad()
     def _with_kept_kv(self, answers: Sequence[Answer]) -> list[torch.Tensor]:
         """Return the log-probabilities of completions whose runs are of the same states in the same order.
 
@@ -285,6 +311,24 @@ def keeps_what_is_in_flight(alternation: Alternation, load: Load) -> None:
     assert moved > len(spanning) / 2
 
 
+def names_the_experts_of_its_version(alternation: Alternation, load: Load) -> None:
+    """Alternate the states of a mixture of experts; each token's experts must be those of the version that it names.
+
+    To show that the check can fail, the border between two versions is moved by one token.
+    """
+    before = max(alternation.published)
+    answers = alternation.under_load(load, lambda: alternation.publish("keep"))
+    num_fences, num_tokens = max(alternation.published) - before, sum(len(answer.logprobs) for answer in answers)
+    spanning = [answer for answer in answers if len(answer.runs) > 1]
+    wrong, moved = (alternation.wrong_experts(some) for some in (answers, [answer.moved() for answer in spanning]))
+    print("experts of", num_tokens, "tokens", num_fences, "fences", len(spanning), "spanning", wrong, moved)  # noqa: T201
+    assert num_fences >= load.num_fences
+    assert num_tokens >= load.num_tokens
+    assert wrong <= TIED_LIMIT * num_tokens
+    assert len(spanning) > load.num_fences
+    assert moved > len(spanning) / 2
+
+
 def agrees_without_fences(alternation: Alternation, load: Load) -> None:
     """Check that the tolerance has room: with constant weights, server and transformers stay within half of it."""
     verdict = alternation.judge(alternation.under_load(load, lambda: None), load.tolerance)
@@ -317,6 +361,7 @@ class _Requests:
 
     def __init__(self, server: LiveServer, load: Load) -> None:
         self._url, self._model, self._load = server.manifest.url, server.manifest.model, load
+        self._shape = server.status().experts
 
     def send(self, prompt: list[int], thread: int, enough: threading.Event) -> list[Answer]:
         """Send one request after another until this thread has its share of the tokens and `enough` is set."""
@@ -332,12 +377,28 @@ class _Requests:
 
     def _answers(self, http: httpx.Client, prompt: list[int], seed: int) -> Iterator[Answer]:
         body = {"model": self._model, "prompt": prompt, "n": self._load.num_samples, "seed": seed}
-        body |= {"max_tokens": self._load.max_tokens, "temperature": 1.0}
+        body |= {"max_tokens": self._load.max_tokens, "temperature": 1.0, "experts": self._shape is not None}
         response = http.post(COMPLETIONS, json=body).raise_for_status()
         for choice in response.json()["choices"]:
             tokens, runs = (*prompt, *choice["token_ids"]), tuple(map(tuple, choice["versions"]))
             if choice["token_ids"]:  # one that was aborted may have none
-                yield Answer(tokens, torch.tensor(choice["logprobs"]["token_logprobs"]), runs)
+                experts = None if self._shape is None else self._experts(choice["experts"], len(tokens) - 1)
+                yield Answer(tokens, torch.tensor(choice["logprobs"]["token_logprobs"]), runs, experts)
+
+    def _experts(self, document: Mapping[str, Any], num_rows: int) -> torch.Tensor:
+        numbers = np.frombuffer(openai_api.Experts.model_validate(document).widened(), "<i2").astype(np.int64)
+        return torch.from_numpy(numbers).view(num_rows, *(self._shape or ())).sort(-1).values
+
+
+def _experts_of(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the experts that the routers of transformers' model choose, in ascending order: [T, L, K]."""
+    chosen = list[torch.Tensor]()
+    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    hooks = [router.register_forward_hook(lambda *call: chosen.append(call[2][2])) for router in routers]
+    model(torch.tensor([tokens], device=model.device))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, dim=1).cpu().sort(-1).values
 
 
 @torch.no_grad()

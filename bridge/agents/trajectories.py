@@ -43,6 +43,8 @@ class Written:
     sampled: list[bool] = field(default_factory=list)
     kept: list[tuple[float, int]] = field(default_factory=list)
     """Empty without filters."""
+    experts: bytes = b""
+    """Of all tokens but the last, prompt included; of a token that several turns report, as in the first of them."""
     transcript: list[dict[str, Any]] = field(default_factory=list)
     """Each turn and each answer, as in `Completion`."""
     last: str = ""
@@ -56,6 +58,7 @@ class Written:
         self.versions += completion.versions or [None] * len(completion.token_ids)
         self.sampled += [True] * len(completion.token_ids)
         self.kept += completion.kept
+        self.experts += completion.experts[len(self.experts) :]
         self.transcript.append({**as_turn(completion.text, calls), "tokens": len(completion.token_ids)})
         self.last = completion.text
         self.finish_reason = completion.finish_reason
@@ -82,6 +85,7 @@ class Written:
             sampled=(*(False for _ in rest), *self.sampled),
             kept=(*(NOT_SAMPLED for _ in rest), *self.kept) if self.kept else (),
             tool_errors=self.tool_errors,
+            experts=self.experts,
         )
 
 

@@ -165,6 +165,9 @@ class ComputeConfig(Section, panel=MEMORY):
     """Compile the model's layers, which adds about a minute to the first step (default: on a GPU)."""
     attention: Literal["auto", "flash", "cudnn", "fa3", "fa4"] = "auto"
     """Kernel of attention on a GPU: FlashAttention 2, 3 or 4, or cuDNN for long sequences (default: it is reported)."""
+    router_replay: bool | None = declare(None, only=("mode", ("shared_vllm", "lora_only")))
+    """Compute with the experts that the server chose for each token (default: in a mixture of experts whose server
+    reports them)."""
     liger_kernel: bool = False
     """Use Liger kernels for the layers that have them (GPU only)."""
 

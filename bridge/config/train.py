@@ -253,9 +253,12 @@ class TrainConfig(Config):
 
     def _rules_of_publishing(self) -> dict[str, bool]:
         return {
+            "--router-replay needs rollouts of --rollouts environment: others do not say which experts were chosen": (
+                self.compute.router_replay is True and not self.rollouts.samples_here
+            ),
             "--kv-sleep always: with --lora-handover disk the server generates while the adapter is trained": (
                 self.publishing.kv_sleep == "always" and self.mode == "lora_only" and not self.trains_in_server
-            )
+            ),
         }
 
     def _rules_of_a_reference(self) -> dict[str, bool]:

@@ -7,13 +7,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, OptimizerConfig, TrainConfig
-from bridge.errors import AttachError, UsageError
+from bridge.errors import AttachError, UnsupportedModelError, UsageError
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
 from bridge.optimizers import factory
 from bridge.optimizers.gradient_hooks import NOTHING, Replicated
-from bridge.passes import preparation, slices
+from bridge.passes import preparation, routing, slices
 from bridge.passes.budget import Budget
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers, check_slices
@@ -27,22 +27,23 @@ def learner_of(
     config: TrainConfig,
     opened: OpenedModel,
     note: Note,
-    *,
     max_model_len: int | None = None,
+    experts: tuple[int, int] | None = None,
+    *,
     ranks: Ranks = ALONE,
 ) -> Learner:
     """Prepare the model and return its learner; all memory is allocated that does not depend on a batch.
 
-    `max_model_len` is the length of the server's longest sequence; None: unknown. UsageError: it does not fit.
-    UnsupportedModelError: the model cannot be trained as configured.
+    `max_model_len` is the length of the server's longest sequence; None: unknown. `experts` are the numbers of layers
+    with experts and of experts of a token that the server reports; None: the trainer's routers choose.
+    UsageError: it does not fit. UnsupportedModelError: the model cannot be trained as configured.
     """
     model, lr, has_adapter = opened.model, config.learning_rate, config.mode == "lora_only"
     parallel = _divided(opened, ranks)
-    shares_prompts = _prepared(model, config.compute, note, max_model_len, ranks)
+    shares_prompts = _prepared(model, config.compute, note, max_model_len, experts, ranks)
     _note_rates(config.optimizer, lr, "an adapter" if has_adapter else "all weights", note)
-    weight_decay = config.optimizer.weight_decay
     groups = [
-        factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=weight_decay)
+        factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=config.optimizer.weight_decay)
         for name, factor in opened.lr_factors.items()
     ]
     replicated = NOTHING if parallel is None else _replicated(model, parallel)
@@ -75,14 +76,33 @@ def learner_of(
     )  # fmt: skip
 
 
-def _prepared(model: PreTrainedModel, compute: ComputeConfig, note: Note, longest: int | None, ranks: Ranks) -> bool:
+def _prepared(
+    model: PreTrainedModel,
+    compute: ComputeConfig,
+    note: Note,
+    longest: int | None,
+    experts: tuple[int, int] | None,
+    ranks: Ranks,
+) -> bool:
     """Prepare the model, of whose passes each rank may have a slice; return whether completions may share a prompt."""
     with ranks.in_pass():
+        if experts is not None:
+            _replay(model, experts, compute, note)
         if ranks.cp_size > 1:
             slices.cut(model, ranks.cp_group)
         shares_prompts = preparation.prepare(model, compute, note, max_model_len=longest)
         check_slices(model)
         return shares_prompts
+
+
+def _replay(model: PreTrainedModel, experts: tuple[int, int], compute: ComputeConfig, note: Note) -> None:
+    """Let the model compute with the server's experts; without a choice of the user's, only if it can."""
+    try:
+        routing.use(model, experts)
+    except UnsupportedModelError as error:
+        if compute.router_replay:
+            raise
+        note(f"the trainer's routers choose the experts: {error.message}")
 
 
 def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:

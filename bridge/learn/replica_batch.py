@@ -19,6 +19,7 @@ from bridge.config import OptimizerConfig
 from bridge.learn import samples
 from bridge.learn.mismatch import Tally, share
 from bridge.learn.policy_loss import LossSpec, means
+from bridge.passes import routing
 from bridge.passes.flops import Flops
 from bridge.passes.packing import MicroBatch, Sample
 from bridge.ranks.world import Ranks
@@ -110,6 +111,7 @@ class Computed:
 
         Those of the policy and of the mismatch are from before the first update.
         """
+        num_rerouted, num_replayed = ranks.all_reduce_shares(routing.rerouted(model).double()).tolist()
         num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
         losses = ranks.all_reduce_shares(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))
@@ -122,6 +124,7 @@ class Computed:
             "skipped_updates": sum(not math.isfinite(norm) for norm in self.norms),
             "entropy": share(ranks.all_reduce_shares(self.entropy).item(), batch.num_tokens),
             **sum(tallies, Tally.zero(torch.device("cpu"))).metrics(),
+            "rerouted_share": num_rerouted / num_replayed if num_replayed else None,
             **means(dict(zip(loss_metrics, ranks.all_reduce_shares(self.loss_sums), strict=True))),
             "tokens_trained": batch.num_tokens,
             "train_flops": sum(of_rank for _, of_rank in of_ranks) / ranks.cp_size,  # each counts all slices

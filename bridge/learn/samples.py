@@ -146,6 +146,7 @@ def _sample(prompt: tuple[int, ...], completion: Completion, advantages: tuple[f
         weight=weight,
         sampled=None if sampled is None or all(sampled[first:]) else sampled[first:],
         kept=of_sampled(completion.kept, sampled) if completion.kept else (),
+        experts=completion.experts,
     )
 
 

@@ -142,6 +142,11 @@ class Mode(ABC):
         """Whether the server can free its KV cache during an update, which has to pause it."""
         return False
 
+    @property
+    def replayed_experts(self) -> tuple[int, int] | None:
+        """In how many layers the server reports a token's experts, and how many, if the trainer takes them."""
+        return None
+
     @abstractmethod
     def open(self) -> OpenedModel:
         """Return the model to train; called once."""

@@ -87,11 +87,19 @@ class PatchedServer(Mode):
     @property
     def endpoint(self) -> Endpoint:
         model = ADAPTER if self.writes == "adapter" else None
-        return Endpoint(url=self._url, model=model, kv_tokens=self._status.kv_tokens, starts=self._num_starts)
+        return Endpoint(
+            url=self._url, model=model, kv_tokens=self._status.kv_tokens, starts=self._num_starts,
+            reports_experts=self.replayed_experts is not None,
+        )  # fmt: skip
 
     @property
     def can_sleep(self) -> bool:
         return self._status.can_sleep
+
+    @property
+    def replayed_experts(self) -> tuple[int, int] | None:
+        is_replayed = self._config.compute.router_replay is not False and self._config.rollouts.samples_here
+        return self._status.experts if is_replayed else None
 
     def _connect(self) -> None:
         """Find the server and take its lease; AttachError: another trainer has it, or it is half-written."""
@@ -119,6 +127,12 @@ class PatchedServer(Mode):
             if not (self._run.resumes and self._status.writes == self.writes):
                 self._status.refuse_torn()
             self._keeps_kv = self._may_keep_kv(self._status)
+            if self._config.compute.router_replay and self._status.experts is None:
+                raise UsageError(
+                    "--router-replay: the server does not report the experts of a token",
+                    remedy="leave it out; only mixtures of experts are reported, without --speculative-config, and on a"
+                    " CPU from vLLM 0.30 on",
+                )
         except BaseException:
             self.close()
             raise

@@ -74,7 +74,8 @@ def model_logprobs(model: PreTrainedModel, micro_batch: MicroBatch, temperature:
 
     Shapes: -> [N] float32, [N] float32, aligned with `micro_batch.rows_N`.
     """
-    hidden_LH = slices.own_hidden(model, micro_batch.tokens_T, micro_batch.positions_T, micro_batch.spans)
+    tokens_T, experts_TX = micro_batch.tokens_T, micro_batch.experts_TX
+    hidden_LH = slices.own_hidden(model, tokens_T, micro_batch.positions_T, micro_batch.spans, experts_TX)
     rows = slices.rows_of(model, micro_batch)
     own = micro_batch if rows is None else rows.own
     head_VH, bias_V, transform = _head(model, temperature)

@@ -28,13 +28,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice, pairwise, repeat
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bridge.passes.attention import Attended, Span, Spans
+from bridge.passes.routing import UNKNOWN
 
 Value = TypeVar("Value", int, float, tuple[float, int])
 KEEP_ALL = float(np.finfo(np.float32).min), 0
@@ -65,6 +66,8 @@ class Sample:
     """Which tokens of the completion were sampled; None: all. The others are only read."""
     kept: tuple[tuple[float, int], ...] = ()
     """What top-k, top-p and min-p kept for each sampled token: a threshold and a number, as in `Kept`; empty: all."""
+    experts: bytes = b""
+    """The experts of each token of prompt and completion but the last, as in `Completion`; empty: unknown."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +115,8 @@ class MicroBatch:
     """Factor of the row's term in the loss."""
     kept: Kept | None = None
     """None: all words of all rows."""
+    experts_TX: Tensor | None = None
+    """The experts of each token, layer by layer, as in `routing.py`; None: the routers choose."""
 
 
 def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
@@ -152,7 +157,7 @@ def _order(sample: Sample) -> tuple[object, ...]:
     """Order by length, then by everything else that is trained on: no tie is left to the order of arrival."""
     tokens = sample.prompt_token_ids, sample.token_ids, sample.sampled or ()
     logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN has no order
-    return sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept
+    return sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept, sample.experts
 
 
 @dataclass
@@ -185,6 +190,7 @@ class _Layout:
         self._keys = list[int]()
         self._starts = [0]
         self._key_starts = [0]
+        self.experts_TX = _no_experts(groups)
         rows = self._rows(groups)
         keys = self._keys if shares else []
         targets = [token for sample in self.samples for token in of_sampled(sample.token_ids, sample.sampled)]
@@ -222,14 +228,25 @@ class _Layout:
         rows = list[int]()
         shared = [self._add(group[0].prompt_token_ids) if len(group) > 1 else None for group in groups]
         for group, prompt in zip(groups, shared, strict=True):
+            if prompt is not None:
+                self._take_experts(group[0], prompt, 0)
             for sample in group:
                 assert sample.prompt_token_ids, "a prompt without tokens: nothing predicts the first sampled one"
                 if prompt is None:
                     whole = self._add(sample.prompt_token_ids + sample.token_ids)
+                    self._take_experts(sample, whole, 0)
                     rows += of_sampled(whole[len(sample.prompt_token_ids) - 1 : -1], sample.sampled)
                 else:
-                    rows += of_sampled([prompt[-1], *self._add(sample.token_ids, prompt)[:-1]], sample.sampled)
+                    own = self._add(sample.token_ids, prompt)
+                    self._take_experts(sample, own, len(prompt))
+                    rows += of_sampled([prompt[-1], *own[:-1]], sample.sampled)
         return rows
+
+    def _take_experts(self, sample: Sample, indices: range, first: int) -> None:
+        """Note the experts of the sample's tokens from `first` on, which are at `indices`."""
+        if sample.experts and self.experts_TX is not None:
+            of_sample_TX = _experts(sample)[first : first + len(indices)]
+            self.experts_TX[indices.start : indices.start + len(of_sample_TX)] = torch.from_numpy(of_sample_TX)
 
     def _add(self, tokens: tuple[int, ...], prompt: range = range(0)) -> range:
         """Append a span that attends to `prompt` and itself; return its places."""
@@ -240,6 +257,21 @@ class _Layout:
         self._starts.append(len(self._tokens))
         self._key_starts.append(len(self._keys))
         return added
+
+
+def _experts(sample: Sample) -> Any:
+    """Return the experts of all tokens but the last: [T - 1, X] int16."""
+    return np.frombuffer(sample.experts, "<i2").reshape(sample.num_tokens - 1, -1).copy()
+
+
+def _no_experts(groups: Sequence[Sequence[Sample]]) -> Tensor | None:
+    """Return room for the experts of all tokens, which are unknown so far; None: those of every sample are."""
+    width = next((_experts(sample).shape[1] for group in groups for sample in group if sample.experts), None)
+    if width is None:
+        return None
+    num_tokens = sum(len(group[0].prompt_token_ids) for group in groups)
+    num_tokens += sum(len(sample.token_ids) for group in groups for sample in group)
+    return torch.full((num_tokens, width), UNKNOWN, dtype=torch.int16)
 
 
 def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[MicroBatch]:
@@ -264,6 +296,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
                 advantages_N=advantages_N,
                 weights_N=weights_N,
                 kept=Kept(thresholds_N, counts_N) if len(thresholds_N) else None,
+                experts_TX=None if layout.experts_TX is None else layout.experts_TX.to(device),
             )
         )
     return batches

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -280,7 +280,7 @@ def _packed_sharing(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
     samples = []
     for part_T, prompt in zip(tokens_T.split(LENGTHS), PROMPTS, strict=True):
         ids, zeros = tuple(part_T.tolist()), (0.0,) * (len(part_T) - prompt)
-        tokens = {"prompt_token_ids": ids[:prompt], "token_ids": ids[prompt:]}
+        tokens: dict[str, Any] = {"prompt_token_ids": ids[:prompt], "token_ids": ids[prompt:]}
         samples.append(Sample(**tokens, sampled_logprobs=zeros, advantages=zeros, weight=0.0))
     (batch,) = packs(samples, max_tokens=sum(LENGTHS), device=tokens_T.device, share_prompts=True)
     hidden_TH, seen = slices.whole_hidden(model, batch.tokens_T, batch.positions_T, batch.spans), batch.spans.seen

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import attention
+from bridge.passes import attention, routing
 from bridge.passes.attention import Attended, Spans
 from bridge.passes.packing import Kept, MicroBatch
 from bridge.passes.recurrence import is_stateful
@@ -153,14 +153,19 @@ def rows_of(model: PreTrainedModel, batch: MicroBatch) -> Rows | None:
     return None if slices is None else Rows(slices, batch)
 
 
-def own_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
+def own_hidden(
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, experts_TX: Tensor | None = None
+) -> Tensor:
     """Return the last hidden states of this rank's slice, or of the whole pack if it is not cut: [T] x 2 -> [L, H].
+
+    `experts_TX` are those of `routing.choose`.
 
     Raises:
         UnsupportedModelError: the pack is cut, and the model's attention is not Bridge's.
     """
     slices = of(model)
     if slices is None:
+        routing.choose(model, experts_TX, len(tokens_T))
         return attention.packed_hidden(model, tokens_T, positions_T, spans)
     if attention.chosen(model) != attention.NAME:
         raise UnsupportedModelError(
@@ -168,6 +173,7 @@ def own_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sp
             remedy=REMEDY,
         )
     spans = slices.padded(spans, len(tokens_T))
+    routing.choose(model, None if experts_TX is None else slices.own(experts_TX), slices.length(len(tokens_T)))
     return attention.packed_hidden(model, slices.own(tokens_T), slices.own(positions_T), spans, slices)
 
 

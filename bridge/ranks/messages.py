@@ -1,8 +1,8 @@
 """What ranks send each other, and how a phase went on one of them: JSON, so that no message can run code.
 
-Numbers keep every bit. Besides JSON's own types it carries tuples, dictionaries with any keys, paths, tensors, and the
-dataclasses and pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096 tokens
-takes milliseconds.
+Numbers keep every bit. Besides JSON's own types it carries tuples, bytes, dictionaries with any keys, paths, tensors,
+and the dataclasses and pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096
+tokens takes milliseconds.
 
 Source: "Using distributed features" in PyTorch's SECURITY.md.
 """
@@ -235,11 +235,13 @@ def _text(content: bytes) -> str:
 ENCODERS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (dict, "dict", lambda value: [[_encoded(key), _encoded(item)] for key, item in value.items()]),
     (Path, "path", str),
+    (bytes, "bytes", _text),
     (Tensor, "tensor", _encoded_tensor),
 )
 DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "dict": lambda content: {_decoded(key): _decoded(item) for key, item in content},
     "path": Path,
+    "bytes": base64.b64decode,
     "tensor": _decoded_tensor,
     "tuple": lambda content: tuple(_decoded(content)),
     "columns": lambda content: tuple(zip(*_decoded(content), strict=True)),

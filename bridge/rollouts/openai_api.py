@@ -14,7 +14,8 @@ from functools import cached_property
 from itertools import chain, repeat
 from typing import Any, Literal
 
-from pydantic import BaseModel, FiniteFloat
+import numpy as np
+from pydantic import Base64Bytes, BaseModel, FiniteFloat
 
 from bridge.config import SamplingConfig
 from bridge.errors import ServerUnreachableError, UsageError
@@ -64,6 +65,19 @@ class Logprobs(BaseModel):
     tokens: tuple[str, ...] | None = None
 
 
+class Experts(BaseModel):
+    """The experts that each token of prompt and completion but the last was sent to."""
+
+    kind: Literal["uint8", "int16"]
+    """The type of a number."""
+    content: Base64Bytes
+    """The numbers, token by token, and for each of them layer by layer, little-endian."""
+
+    def widened(self) -> bytes:
+        """Return the numbers as int16."""
+        return np.frombuffer(self.content, np.dtype(self.kind).newbyteorder("<")).astype("<i2").tobytes()
+
+
 class Choice(BaseModel):
     """One completion."""
 
@@ -76,6 +90,8 @@ class Choice(BaseModel):
     """Bridge's own route: each version of the weights, with the number of tokens in a row that it sampled."""
     kept: tuple[tuple[FiniteFloat, int], ...] = ()
     """The same: what the filters kept for each token, as in `Completion`; empty if none was requested."""
+    experts: Experts | None = None
+    """The same: of a mixture of experts; None if they were not requested."""
 
 
 class Completions(BaseModel):
@@ -131,8 +147,8 @@ def in_order(answer: Completions, num_samples: int) -> list[Choice]:
     return choices
 
 
-def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None) -> Completion:
-    """Return a choice as a completion; `version` is the server's version header.
+def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None, num_prompt: int) -> Completion:
+    """Return a choice as a completion of `num_prompt` tokens; `version` is the server's version header.
 
     Without versions per token, a header such as `3-4`, of a request that was in flight during a publication, says
     nothing of a single one.
@@ -151,6 +167,9 @@ def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None) -> 
             raise RequestFailed(f"{len(token_ids)} tokens with {len(versions)} versions", "once")
     if choice.kept and len(choice.kept) != len(token_ids):
         raise RequestFailed(f"{len(token_ids)} tokens with {len(choice.kept)} thresholds", "once")
+    experts = b"" if choice.experts is None else choice.experts.widened()
+    if experts and len(experts) % (2 * (num_prompt + len(token_ids) - 1)):
+        raise RequestFailed(f"{len(experts) // 2} experts for {num_prompt + len(token_ids)} tokens", "once")
     return Completion(
         token_ids=token_ids,
         logprobs=written.token_logprobs,
@@ -158,6 +177,7 @@ def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None) -> 
         finish_reason=choice.finish_reason,
         versions=versions,
         kept=choice.kept,
+        experts=experts,
     )
 
 

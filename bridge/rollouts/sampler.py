@@ -232,10 +232,13 @@ class Sampler:
                 " out",
             )
         fields = openai_api.request(server.dialect, self.config, has_stop="stop" in body)
+        if server.endpoint.reports_experts:
+            fields["experts"] = True
         name = server.endpoint.model or models[0].id
         answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url
-        return tuple(openai_api.completion(url, choice, version, self._ids_of) for choice in choices)
+        num_prompt = len(body["prompt"])
+        return tuple(openai_api.completion(url, choice, version, self._ids_of, num_prompt) for choice in choices)
 
 
 def wait_s(num_failed: int) -> float:

@@ -129,8 +129,7 @@ CHARTS = (
     Chart(LEARNING, "Groups without a signal", "All rewards of the group are equal.", (
         Metric(name="no_signal_share", title="Groups without signal", unit="%", label="groups",
                curve="reward/no_signal_share",
-               about="Share of the groups that teach nothing because all their rewards are equal, replaced ones"
-               " included."),
+               about="Share of the groups that teach nothing, all rewards being equal; replaced ones included."),
     )),
     Chart(LEARNING, "Completion length", "Mean over the completions.", (
         Metric(name="completion_tokens_mean", title="Completion length", unit="tokens", label="tokens",
@@ -150,8 +149,7 @@ CHARTS = (
     ), "plain"),
     Chart(LEARNING, "Entropy", "Mean over the sampled tokens, before the update.", (
         Metric(name="entropy", title="Entropy", unit="nats", label="entropy", curve="train/entropy",
-               about="Mean entropy of the policy at the sampled tokens, before the update; over what top-k, top-p and"
-               " min-p kept."),
+               about="Mean entropy of the policy at the sampled tokens, before the update; over what filters kept."),
     )),
     Chart(LEARNING, "KL from the reference", "Mean over the tokens.", (
         Metric(name="kl", title="KL from the reference", unit="nats", label="KL", curve="train/kl", live=True,
@@ -187,8 +185,7 @@ CHARTS = (
     )),
     Chart(LEARNING, "Updates", "Per batch; skipped if the gradient was not finite.", (
         Metric(name="updates", title="Updates", label="updates", curve="train/updates",
-               about="Optimizer steps; fewer than configured if there was nothing to learn or a gradient was not"
-               " finite."),
+               about="Optimizer steps; fewer than configured without a signal, or if a gradient was not finite."),
         Metric(name="skipped_updates", title="Skipped updates", label="skipped", curve="train/skipped_updates",
                about="Updates that were skipped because their gradient was not finite."),
     ), "plain"),
@@ -223,10 +220,13 @@ CHARTS = (
                curve="mismatch/effective_share",
                about="Effective sample size of the importance weights over the number of tokens."),
     )),
-    Chart(ENGINES, "Corrected tokens", "Importance weight truncated, or token masked.", (
+    Chart(ENGINES, "Corrected tokens", "Importance weight truncated, or token masked; experts replayed.", (
         Metric(name="corrected_share", title="Tokens corrected", unit="%", label="tokens",
                curve="mismatch/corrected_share",
                about="Share of the tokens whose importance weight was truncated, or that were masked."),
+        Metric(name="rerouted_share", title="Other experts", unit="%", label="experts", curve="mismatch/rerouted_share",
+               about="With router replay, share of a token's choices of experts, one per layer, that the trainer's"
+               " routers would have made otherwise; null without."),
     )),
     Chart(ENGINES, "Staleness", "Age of the weights that sampled the tokens.", (
         Metric(name="staleness", title="Staleness", unit="versions", label="oldest", curve="rollout/staleness",
@@ -284,8 +284,7 @@ CHARTS = (
         Metric(name="tokens_generated", title="Tokens generated", label="generated", curve="rollout/tokens",
                over_run="total", about="Sampled tokens of the step, those of replaced groups included."),
         Metric(name="tokens_trained", title="Tokens trained on", label="trained", curve="train/tokens",
-               about="Sampled tokens that were trained on; the others had no advantage, were masked, or are of replaced"
-               " groups."),
+               about="Sampled tokens trained on; others had no advantage, were masked, or are of replaced groups."),
     )),
     Chart(TIME, "Balance of the ranks", "Tokens of the busiest rank over the mean: the others wait for it.", (
         Metric(name="rank_token_balance", title="Tokens of the busiest rank over the mean", label="busiest",

@@ -246,8 +246,8 @@ class Run:
         config, note = self._config, self._directory.note
         model_folder.tokenizer_files(config.model_name)  # checkpoints need them
         self._opened = self._mode.open()
-        longest = self._mode.max_model_len
-        self._learner = learner_of(config, self._opened, note, max_model_len=longest, ranks=self._ranks)
+        longest, experts = self._mode.max_model_len, self._mode.replayed_experts
+        self._learner = learner_of(config, self._opened, note, longest, experts, ranks=self._ranks)
         self._checkpoints = Checkpoints(
             config.checkpoints, self._directory, self._mode, self._opened, self._learner.optimizer, self._ranks
         )

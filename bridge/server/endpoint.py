@@ -14,5 +14,7 @@ class Endpoint:
     """Version of the weights behind it, for a server that does not report one; None: the server reports it."""
     kv_tokens: int | None = None
     """Tokens that its KV cache holds; None: unknown."""
+    reports_experts: bool = False
+    """Whether it is to report which experts each token was sent to."""
     starts: int = 0
     """How often this run has started the server again: what was in flight before is lost."""

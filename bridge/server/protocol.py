@@ -92,6 +92,8 @@ class Capabilities(Record):
     """Tokens that the KV cache holds; None: unknown."""
     can_keep_kv: bool = True
     """Whether in-flight requests may keep their keys and values during an update."""
+    experts: tuple[int, int] | None = None
+    """In how many layers it reports the experts of a token, and how many there are; None: in none."""
 
 
 class Status(Capabilities):
@@ -281,6 +283,8 @@ class CompletionsRequest(Record):
     """Keep the fewest of the likeliest tokens that have this probability together."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Keep the tokens that are at least this times as likely as the likeliest one."""
+    experts: bool = False
+    """Report which experts each token was sent to."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, and stay part of it."""
     seed: int | None = Field(default=None, ge=0)

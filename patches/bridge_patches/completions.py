@@ -7,6 +7,7 @@ Source: `vllm/entrypoints/openai/completion/serving.py`, vLLM 0.26 to 0.33.
 """
 
 import asyncio
+import base64
 import math
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from bridge.server.protocol import COMPLETIONS, CompletionsRequest
 from bridge_patches import exporter
 from bridge_patches.engine_outputs import AT_ONCE, FILTERED, ROLLOUT
 from bridge_patches.generate import CLIENT_GONE
+from bridge_patches.routed_experts import ROUTED
 from bridge_patches.thresholds import COUNT_BITS, unpack
 
 PINS = """
@@ -40,7 +42,7 @@ vllm.sampling_params
     RequestOutputKind: FINAL_ONLY
 vllm.outputs
     RequestOutput: outputs
-    CompletionOutput: index, token_ids, logprobs, finish_reason, stop_reason
+    CompletionOutput: index, token_ids, logprobs, finish_reason, stop_reason, routed_experts
 vllm.logprobs: FlatLogprobs: start_indices, logprobs, ranks
 """
 TAIL = 32
@@ -64,7 +66,8 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         wanted = f"a prompt of {num_tokens} tokens and max_tokens={body.max_tokens}"
         raise HTTPException(400, f"{wanted} exceed the server's --max-model-len {longest}")
     kept_by = _filters(body, engine)
-    request_id = f"{FILTERED if kept_by else ROLLOUT}{AT_ONCE if body.stop else ''}{uuid.uuid4().hex}"
+    marks = (AT_ONCE if body.stop else "") + (ROUTED if body.experts else "")
+    request_id = f"{FILTERED if kept_by else ROLLOUT}{marks}{uuid.uuid4().hex}"
     prompt = {"prompt_token_ids": list(body.prompt)}
     answers = engine.generate(prompt, _params(body, kept_by), request_id, lora_request=adapter)
     try:
@@ -93,6 +96,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
             "token_ids": list(output.token_ids),
             "logprobs": {"token_logprobs": token_logprobs},
             **_origins(output.logprobs, version, is_filtered=bool(kept_by)),
+            **(_experts(output, num_tokens) if body.experts else {}),
         }
         for output, token_logprobs, text in zip(outputs, logprobs, texts, strict=True)
     ]
@@ -134,6 +138,20 @@ def _origins(logprobs: Any, version: int, *, is_filtered: bool) -> dict[str, Any
     ages = (version - versions) % 2**COUNT_BITS
     kept = [*zip(thresholds.tolist(), counts.tolist(), strict=True)]
     return {"versions": _runs((version - ages).tolist()), "kept": kept}
+
+
+def _experts(output: Any, num_prompt: int) -> dict[str, Any]:
+    """Return the experts of prompt and completion but the last token; AttachError if they are not reported."""
+    if output.finish_reason == "abort":  # they ended before their experts were known
+        return {}
+    rows, num_rows = output.routed_experts, num_prompt + len(output.token_ids) - 1
+    if rows is None or len(rows) < num_rows:
+        raise AttachError(
+            f"this server reported the experts of {0 if rows is None else len(rows)} tokens, expected {num_rows}",
+            remedy="leave `experts` out of the request (bridge train --no-router-replay)",
+        )
+    content = base64.b64encode(rows[:num_rows].tobytes()).decode()
+    return {"experts": {"kind": str(rows.dtype), "content": content}}
 
 
 def _runs(versions: Iterable[int]) -> list[tuple[int, int]]:

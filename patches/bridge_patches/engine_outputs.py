@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge_patches import wrap
+from bridge_patches.routed_experts import Routes
 from bridge_patches.thresholds import COUNT_BITS, KEPT_MASK, RANK_SHIFT, unpack
 
 PINS = """
@@ -35,7 +36,8 @@ vllm.v1.engine.core
     EngineCoreProc: output_queue
     EngineCore  # gets a method for `call_utility_async`
 vllm.v1.engine
-    EngineCoreOutput: request_id, new_token_ids, new_logprobs, finish_reason, events, prefill_stats, num_nans_in_logits
+    EngineCoreOutput: request_id, new_token_ids, new_logprobs, finish_reason, events, prefill_stats, num_nans_in_logits,
+        routed_experts
     EngineCoreOutputs: outputs
 vllm.v1.core.sched.scheduler
     wrap Scheduler.update_from_output(scheduler_output, model_runner_output)
@@ -87,6 +89,7 @@ def collect() -> None:
     from vllm.v1.outputs import LogprobsLists
 
     step: Step | None = None
+    routes = Routes()
     outbox = Outbox()
 
     def slice_request(lists: Any, req_idx: int, num_positions: int) -> Part:
@@ -97,11 +100,16 @@ def collect() -> None:
         return Part(step, req_idx if starts is None else starts[req_idx], num_positions)
 
     @wrap(Scheduler, "update_from_output")
-    def update_from_output(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        by_client = original(scheduler, *args, **kwargs)
+    def update_from_output(
+        original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
+        routes.take(scheduler, scheduler_output, model_runner_output)
+        by_client = original(scheduler, scheduler_output, model_runner_output)
         for outputs in by_client.values():
+            routes.report(outputs.outputs)
             outputs.outputs = outbox.due(outputs.outputs)
         outbox.forget(scheduler.requests)
+        routes.forget(scheduler.requests)
         return by_client
 
     @wrap(EngineCoreProc, "_send_finish_outputs_to_client")

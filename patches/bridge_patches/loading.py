@@ -31,7 +31,7 @@ from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.layout import OTHER_MODES, Shape, join
 from bridge.weights.model_folder import saved_form, state, stored_buffers
 from bridge.weights.parts import digest
-from bridge_patches import wrap
+from bridge_patches import routed_experts, wrap
 
 PINS = """
 vllm.model_executor.model_loader.base_loader
@@ -85,7 +85,11 @@ def patch() -> None:
     ) -> nn.Module:
         load: Callable[[], nn.Module] = partial(original, loader, vllm_config, model_config, *args, **kwargs)
         is_draft = model_config is not vllm_config.model_config
-        return load() if is_draft else watched(load, loader, model_config)
+        if is_draft:
+            return load()
+        model = watched(load, loader, model_config)
+        routed_experts.watch(model, vllm_config)
+        return model
 
 
 def record_of(model: nn.Module) -> Record:

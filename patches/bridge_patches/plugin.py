@@ -42,7 +42,16 @@ def register() -> None:
     """Patch this process's vLLM, if `VLLM_ENABLE_SHARED_WEIGHTS=1` and it fits; later calls do nothing."""
     if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
         return
-    from bridge_patches import compatibility, engine_outputs, loading, placement, prefix_cache, startup, thresholds
+    from bridge_patches import (
+        compatibility,
+        engine_outputs,
+        loading,
+        placement,
+        prefix_cache,
+        routed_experts,
+        startup,
+        thresholds,
+    )  # fmt: skip
 
     compatibility.check_installed()
     from vllm import envs
@@ -50,7 +59,7 @@ def register() -> None:
     for name in VARIABLES:  # or vLLM warns at startup that it does not know them
         envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     end_with_parent()
-    for patched in (startup, loading, placement, prefix_cache, engine_outputs, thresholds):
+    for patched in (startup, loading, placement, prefix_cache, engine_outputs, thresholds, routed_experts):
         patched.patch()
 
 

@@ -65,7 +65,8 @@ class BridgeRoutes:
         state.bridge_rules = Rules.of(args)
         state.bridge_limits = asyncio.create_task(limit_connections(lambda: getattr(state, "server", None)))
         state.bridge_manifest = exported
-        state.bridge_fence = ServerFence(engine_client, exported, capabilities(engine_client))
+        first, *_ = await engine_client.collective_rpc("bridge_experts")
+        state.bridge_fence = ServerFence(engine_client, exported, capabilities(engine_client, first))
         state.bridge_engine = engine_client
         generate.watch_sampling(engine_client)
         state.bridge_adapters = Adapters(engine_client, state.openai_serving_models, state.bridge_fence)
@@ -73,7 +74,8 @@ class BridgeRoutes:
         state.bridge_writer = asyncio.create_task(exporter.write_when_listening(exported, path))
 
 
-def capabilities(engine_client: Any) -> protocol.Capabilities:
+def capabilities(engine_client: Any, experts: tuple[int, int] | None = None) -> protocol.Capabilities:
+    """Return what the server can do; `experts` is what its first rank reports of them."""
     model_config = engine_client.model_config
     cache_config = engine_client.vllm_config.cache_config
     return protocol.Capabilities(
@@ -82,6 +84,7 @@ def capabilities(engine_client: Any) -> protocol.Capabilities:
         # A connector finds blocks by their tokens.
         can_keep_kv=engine_client.vllm_config.kv_transfer_config is None,
         kv_tokens=(cache_config.num_gpu_blocks or 0) * cache_config.block_size or None,
+        experts=experts,
     )
 
 

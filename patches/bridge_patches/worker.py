@@ -19,7 +19,7 @@ from bridge.weights.copy_recorder import is_exact
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.parts import digest
 from bridge.weights.shared_memory import SharedBlock
-from bridge_patches import loading, placement
+from bridge_patches import loading, placement, routed_experts
 
 PINS = """
 vllm.config.parallel: ParallelConfig: worker_extension_cls, tensor_parallel_size, data_parallel_size
@@ -60,6 +60,10 @@ class BridgeWorker:
             return self._bridge_shard().model_dump_json()
         except BridgeError as error:
             return json.dumps({"error": error.message, "remedy": error.remedy})
+
+    def bridge_experts(self) -> tuple[int, int] | None:
+        """Return in how many layers this rank reports a token's experts, and how many; None: it does not."""
+        return routed_experts.reported(self.model_runner.kv_cache_config)
 
     def bridge_settle(self) -> list[str]:
         """Finish all work on this rank's device, and return the parameters that have moved since the load."""

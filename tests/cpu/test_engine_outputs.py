@@ -57,7 +57,7 @@ def received(outputs: Sequence[Any]) -> list[Any]:
     return decoded
 
 
-def update_returning(outputs: Sequence[Sequence[Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+def update_returning(outputs: Sequence[Sequence[Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return vLLM's `update_from_output`, wrapped, that returns these outputs one after the other."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
@@ -67,7 +67,7 @@ def update_returning(outputs: Sequence[Sequence[Any]], monkeypatch: pytest.Monke
         Scheduler, "update_from_output", lambda *_: {0: EngineCoreOutputs(outputs=list(next(remaining)))}
     )
     engine_outputs.collect()
-    update: Callable[[Any], Any] = Scheduler.update_from_output
+    update: Callable[..., Any] = Scheduler.update_from_output
     return update
 
 
@@ -186,7 +186,7 @@ def test_an_aborted_request_sends_what_it_holds(monkeypatch: pytest.MonkeyPatch)
     outputs = [list[Any]()]
     update = update_returning(outputs, monkeypatch)
     outputs[0] += [output(step, 0, id_=kept), output(step, 1, id_=aborted)]
-    assert update(SimpleNamespace(requests={kept: None, aborted: None}))[0].outputs == []
+    assert update(SimpleNamespace(requests={kept: None, aborted: None}), None, None)[0].outputs == []
     queued = list[Any]()
     engine = SimpleNamespace(output_queue=SimpleNamespace(put_nowait=queued.append))
     EngineCoreProc._send_finish_outputs_to_client(engine, [aborted, "other"], 4, FinishReason.ABORT)

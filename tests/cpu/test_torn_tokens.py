@@ -7,12 +7,14 @@ Not covered: asynchronous scheduling and CUDA graphs, over a million tokens (`te
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from bridge.server.protocol import InFlight
 from tests import torn_tokens
 from tests.models import tiny
+from tests.models.families import FAMILIES
 from tests.torn_tokens import Alternation, Load
 
 LOAD = Load(
@@ -54,3 +56,9 @@ def test_tokens_of_drained_and_aborted_requests_are_each_of_one_published_state(
 
 def test_weights_written_without_the_fence_are_found_out(alternation: Alternation) -> None:
     torn_tokens.finds_torn_tokens_without_the_fence(alternation, FEWER)
+
+
+def test_the_experts_of_a_token_are_of_the_version_that_it_names(tmp_path: Path) -> None:
+    config = FAMILIES["Qwen3-MoE"]()
+    with torn_tokens.alternating(config, tmp_path, LOAD) as alternation:
+        torn_tokens.names_the_experts_of_its_version(alternation, FEWER)

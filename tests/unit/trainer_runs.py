@@ -100,6 +100,7 @@ class FakeMode:
     interval: int = 1
     """Steps from one version of the server to the next."""
     max_model_len: int | None = None
+    replayed_experts: tuple[int, int] | None = None
     last_checkpoints: list[Path | None] = field(default_factory=list)
     gradients_at_revival: list[int] = field(default_factory=list)
     """Number of gradients that the trainer held at each revival."""

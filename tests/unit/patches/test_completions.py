@@ -109,7 +109,7 @@ def test_the_answer_is_what_a_sampler_reads(http: TestClient) -> None:
     answer = http.post(COMPLETIONS, json=BODY)
     assert (answer.status_code, answer.headers[VERSION_HEADER]) == (200, "3")
     first, second = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
-    made = openai_api.completion("url", first, "3", None)
+    made = openai_api.completion("url", first, "3", None, 2)
     assert (made.token_ids, made.logprobs) == ((10, 20, 30), (-0.5, -0.125, -2.0))
     assert made.versions == (3, 3, 4), "the engine's own, not the header's"
     assert (made.text, made.finish_reason) == ("<10><20>", "stop"), "the stop token is not part of the text"
@@ -138,7 +138,7 @@ def test_filters_reach_the_engine_and_what_they_kept_comes_back(
         request_output.logprobs.ranks = ranks.tolist()
     answer = http.post(COMPLETIONS, json={**BODY, "top_p": 0.9, "top_k": 40})
     first, _ = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
-    made = openai_api.completion("url", first, "3", None)
+    made = openai_api.completion("url", first, "3", None, 2)
     assert made.versions == (now - 1, now - 1, now)
     assert [count for _, count in made.kept] == [3, 40, 300]
     assert [threshold for threshold, _ in made.kept] == pytest.approx([0.5, -1.0, KEEP_ALL], rel=1e-4)

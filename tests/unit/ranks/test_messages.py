@@ -20,6 +20,7 @@ ODD = struct.unpack("d", struct.pack("Q", 0x3FB999999999999B))[0]
 COMPLETION = Completion(
     token_ids=tuple(range(40)), logprobs=(-ODD, -math.inf, -0.0, 1e-310) * 10, text="é\n", finish_reason="stop",
     versions=(None, 3) * 20, sampled=(True, False) * 20, kept=((ODD, 7),) * 40, transcript=({"role": "user"},),
+    experts=bytes(range(256)),
 )  # fmt: skip
 GROUP = Group(
     problem={"prompt": "p", "answer": [1, None]},

@@ -1,0 +1,145 @@
+"""Router replay: a mixture of experts computes with the experts that the server chose for each token.
+
+Server and trainer round differently, so that a token between two experts may go to one here and to the other there, and
+its log-probability differs by far more than rounding explains. With replay every layer takes the server's choice; it
+computes how much these experts count itself, and its router gets the gradient of that.
+
+A router, whatever its family, chooses by `torch.topk` over its experts. In a block with experts that call returns the
+given choice with the scores that the router has computed for it. Which call that is, a forward pass shows beforehand.
+
+Not covered: how the server reports its choice (`bridge_patches/routed_experts.py`).
+Source: "Rollout Routing Replay" (arXiv 2510.11370).
+Shape suffixes: T tokens, L layers with experts, K experts of a token, E experts of a layer.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from bridge.errors import UnsupportedModelError
+
+UNKNOWN = -1
+"""In place of an expert: the router chooses."""
+NUM_TOKENS = 16
+"""Of the example with which a model is checked."""
+SAME = 0.01
+"""Largest difference with a router's own choice, as a share of that with another one."""
+REMEDY = "--no-router-replay"
+CHOICES = (torch.topk, torch.Tensor.topk)
+
+
+class Replay(TorchFunctionMode):
+    """While active, the choice of one block's router is the given one; before there is any, its own is noted."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self._block = block
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result, block = func(*args, **(kwargs or {})), self._block
+        if func not in CHOICES or args[0].dim() != 2:
+            return result
+        scores_TE, own_TK = args[0], result[1]
+        if block.chosen_TK is None:
+            block.num_experts = scores_TE.shape[1]  # a router that first chooses among groups does this last
+            block.own_TK = own_TK
+        elif block.num_experts == scores_TE.shape[1] and block.chosen_TK.shape == own_TK.shape:
+            return _taken(block, scores_TE, *result)
+        return result
+
+
+def use(model: PreTrainedModel, shape: tuple[int, int]) -> None:
+    """Let `model` compute with given experts from now on.
+
+    `shape` is the server's number of layers with experts, and of experts of a token.
+
+    Raises:
+        UnsupportedModelError: its routers choose in a way that is not known, or as many in other numbers.
+    """
+    routed, name = _blocks(model), type(model).__name__
+    for block in routed:
+        block.chosen_TK = None
+        block.own_TK = None
+        block.num_rerouted = torch.zeros(2, dtype=torch.int64, device=model.device)
+        block.forward = MethodType(partial(_replayed, block.forward), block)
+    plain_TH = _hidden(model)
+    own = [block.own_TK for block in routed if block.own_TK is not None]
+    if (len(own), *{own_TK.shape[1] for own_TK in own}) != shape:
+        sizes = sorted({own_TK.shape[1] for own_TK in own})
+        raise UnsupportedModelError(
+            f"{name} chooses {sizes} experts of a token in {len(own)} layers, and the server {shape[1]} in {shape[0]}",
+            remedy=REMEDY,
+        )
+    _routed[model] = routed
+    own_TLK = torch.stack(own, dim=1)
+    choose(model, own_TLK, NUM_TOKENS)
+    same_TH = _hidden(model)
+    choose(model, (own_TLK + 1) % routed[0].num_experts, NUM_TOKENS)
+    other_TH = _hidden(model)
+    if not (same_TH - plain_TH).norm() < SAME * (other_TH - plain_TH).norm():
+        raise UnsupportedModelError(f"{name} does not compute with the experts that its routers choose", remedy=REMEDY)
+    choose(model, None, NUM_TOKENS)
+
+
+def choose(model: PreTrainedModel, experts_TX: Tensor | None, num_tokens: int) -> None:
+    """Have the next pass of `model`, and its backward pass, compute with these experts; None: its routers choose.
+
+    Nothing happens without `use`. Shape: [T, L, K] or [T, L * K] integers, `UNKNOWN` where unknown.
+    """
+    routed = _routed.get(model, [])
+    for number, block in enumerate(routed):
+        num_chosen = block.own_TK.shape[1]
+        if experts_TX is None:  # of the same form as a choice: compiled layers then have one
+            block.chosen_TK = block.num_rerouted.new_full((num_tokens, num_chosen), UNKNOWN, dtype=torch.int16)
+        else:
+            block.chosen_TK = experts_TX.view(num_tokens, len(routed), num_chosen)[:, number].short()
+
+
+def rerouted(model: PreTrainedModel) -> Tensor:
+    """Return how many given choices differed from the router's own since the last call, and of how many: [2] int64."""
+    total = torch.zeros(2, dtype=torch.int64, device=model.device)
+    for block in _routed.get(model, []):
+        total += block.num_rerouted
+        block.num_rerouted.zero_()
+    return total
+
+
+_routed: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+"""The blocks of a model that take given experts, layer by layer."""
+
+
+def _blocks(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.get_decoder().modules() if "experts" in dict(module.named_children())]
+
+
+def _replayed(forward: Callable[..., Any], block: nn.Module, *args: Any, **options: Any) -> Any:
+    with Replay(block):
+        return forward(*args, **options)
+
+
+def _taken(block: Any, scores_TE: Tensor, own_scores_TK: Tensor, own_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the given experts and the router's scores of them, and count where its own choice is another one."""
+    is_known_T1 = block.chosen_TK[:, :1] != UNKNOWN
+    indices_TK = torch.where(is_known_T1, block.chosen_TK.long(), own_TK)
+    scores_TK = scores_TE.gather(1, indices_TK)
+    if torch.is_grad_enabled():  # a reference counts nothing
+        differs_T = scores_TK.detach().amin(1) < own_scores_TK.detach().amin(1)
+        block.num_rerouted += torch.stack([differs_T.sum(), is_known_T1.sum()])
+    return scores_TK, indices_TK
+
+
+def _hidden(model: PreTrainedModel) -> Tensor:
+    """Return the last hidden states of an example: [T, H]."""
+    tokens_T = (torch.arange(NUM_TOKENS, device=model.device) * 7919 + 11) % model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        hidden_1TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state
+    return hidden_1TH[0].float()

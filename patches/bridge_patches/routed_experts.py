@@ -1,0 +1,258 @@
+"""Report which experts each token of a rollout was sent to, so that the trainer can use the same.
+
+vLLM's own report (`--enable-return-routed-experts`) needs its second model runner since 0.31, which no CPU has, and is
+made in another way before. What is the same in every version are a router's callback and the scheduler's messages:
+
+Worker: every layer with experts writes its choice into one buffer, row by row of the step's tokens, also inside a CUDA
+graph. The step's output takes a copy of it along.
+Engine: the rows of a step are kept by the place of their tokens in the KV cache, like keys and values: whoever finds a
+prefix in the cache finds its experts there. A request keeps the first ones of each token: one that restarts computes
+its tokens again, maybe with newer weights, but its log-probabilities are those of the first time.
+
+Not covered: speculation, whose rejected tokens would have to be left out, and models without full attention.
+Seen in vLLM 0.26 to 0.33: `vllm/model_executor/layers/fused_moe/router/base_router.py`, `vllm/v1/core/sched/output.py`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bridge_patches import wrap
+
+PINS = """
+vllm.model_executor.layers.fused_moe.router.base_router
+    BaseRouter: top_k, global_num_experts
+    call BaseRouter.set_capture_fn(capture_fn)
+vllm.v1.worker.gpu_worker
+    wrap Worker.execute_model(scheduler_output)  # inherited by the CPU's worker
+    wrap Worker.sample_tokens(grammar_output)
+vllm.v1.outputs
+    ModelRunnerOutput: req_ids
+    call AsyncModelRunnerOutput.get_output()
+vllm.v1.core.sched.output
+    SchedulerOutput: scheduled_new_reqs, scheduled_cached_reqs, num_scheduled_tokens, total_num_scheduled_tokens,
+        finished_req_ids
+    NewRequestData: req_id, block_ids, num_computed_tokens, prompt_token_ids, prefill_token_ids
+    CachedRequestData: req_ids, resumed_req_ids, new_block_ids, num_computed_tokens, num_output_tokens
+vllm.v1.kv_cache_interface
+    KVCacheConfig: num_blocks, kv_cache_groups
+    KVCacheGroupSpec: kv_cache_spec
+    FullAttentionSpec: block_size
+vllm.v1.core.sched.scheduler: Scheduler: kv_cache_config
+"""
+ROWS = "bridge_experts"
+"""Attribute of a step's output."""
+ROUTED = "routed-"
+"""Part of the ids of rollouts whose experts are reported."""
+
+
+class Recorder:
+    """In a worker: the choices of all layers for the tokens of one step."""
+
+    def __init__(self, routers: list[Any], num_tokens: int, device: torch.device) -> None:
+        """Have the routers, one per layer, report their choices of a step of `num_tokens` at most."""
+        self.shape = len(routers), int(routers[0].top_k)
+        self.type = torch.uint8 if routers[0].global_num_experts <= 256 else torch.int16
+        self._rows = torch.zeros((num_tokens, *self.shape), dtype=torch.int16, device=device)
+        """By token and layer: where graphs write to."""
+        self._seen = set[int]()
+        for layer, router in enumerate(routers):
+            router.set_capture_fn(partial(self._capture, layer))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer has reported a choice: a kernel that chooses by itself reports none."""
+        return len(self._seen) == self.shape[0]
+
+    @property
+    def may_report(self) -> bool:
+        """Whether every layer will; on a GPU vLLM computes an example before it serves."""
+        return self.is_complete or not self._rows.is_cuda
+
+    def rows(self, num_tokens: int) -> Callable[[], Any]:
+        """Begin to copy the rows of the step that was computed; the returned function waits for them."""
+        own = self._rows[:num_tokens].to(self.type)
+        host = own.to("cpu", non_blocking=True)
+        copied = torch.Event() if own.is_cuda else None
+        if copied is not None:
+            copied.record()
+
+        def wait() -> Any:
+            if copied is not None:
+                copied.synchronize()
+            return host.numpy()
+
+        return wait
+
+    def _capture(self, layer: int, chosen: Tensor) -> None:
+        self._rows[: len(chosen), layer] = chosen
+        self._seen.add(layer)
+
+
+_recorder: Recorder | None = None
+"""Of this process's model, if it has experts."""
+
+
+def patch() -> None:
+    """Let each step's output take the choices along."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    num_tokens = 0
+
+    @wrap(Worker, "execute_model")
+    def execute_model(original: Callable[..., Any], worker: Any, scheduler_output: Any) -> Any:
+        nonlocal num_tokens
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        return original(worker, scheduler_output)
+
+    @wrap(Worker, "sample_tokens")
+    def sample_tokens(original: Callable[..., Any], worker: Any, grammar_output: Any) -> Any:
+        output = original(worker, grammar_output)
+        if _recorder is None or not _recorder.is_complete or output is None or not num_tokens or worker.rank:
+            return output
+        rows = _recorder.rows(num_tokens)
+        if not hasattr(output, "get_output"):
+            return _with_rows(output, rows)
+        get_output = output.get_output
+        output.get_output = lambda: _with_rows(get_output(), rows)
+        return output
+
+
+def watch(model: nn.Module, vllm_config: Any) -> None:
+    """Record the choices of a model that was just loaded, if it has experts."""
+    global _recorder  # noqa: PLW0603  a process has one model at most
+    routers: list[Any] = [getattr(module, "router", None) for module in model.modules()]
+    own = list(dict.fromkeys(router for router in routers if hasattr(router, "set_capture_fn")))
+    is_uniform = len({(router.top_k, router.global_num_experts) for router in own}) == 1
+    if is_uniform and vllm_config.speculative_config is None:
+        num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        _recorder = Recorder(own, num_tokens, next(model.parameters()).device)
+
+
+def reported(kv_cache_config: Any) -> tuple[int, int] | None:
+    """Return in how many layers a token's experts are reported, and how many; None: they are not."""
+    if _recorder is None or not _recorder.may_report or _attention_group(kv_cache_config) is None:
+        return None
+    return _recorder.shape
+
+
+def _attention_group(kv_cache_config: Any) -> int | None:
+    """Return the number of the KV cache's group that holds every token of a request."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return next((number for number, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), None)
+
+
+def _with_rows(output: Any, rows: Callable[[], Any]) -> Any:
+    if output.req_ids:  # else it may be a constant of vLLM's
+        setattr(output, ROWS, rows())
+    return output
+
+
+@dataclass
+class Route:
+    """Where a request's tokens are in the KV cache, and the experts of those that were computed."""
+
+    blocks: list[int]
+    num_prompt: int
+    """Tokens of its prompt."""
+    known: bytearray = field(default_factory=bytearray)
+    """The rows of its first tokens, if they are to be reported."""
+
+
+class Routes:
+    """In the engine: the experts of all tokens in the KV cache, and those of each request."""
+
+    def __init__(self) -> None:
+        self._group: int | None = None
+        self._block_size = 0
+        self._store: Any = None
+        """By place in the KV cache; none before the first step of a model with experts."""
+        self._routes: dict[str, Route] = {}
+        """By request."""
+
+    def take(self, scheduler: Any, scheduled: Any, output: Any) -> None:
+        """Keep the experts of a step."""
+        rows = getattr(output, ROWS, None)
+        if rows is None:
+            return
+        if self._store is None:
+            self._allocate(scheduler.kv_cache_config, rows)
+        starts = self._follow(scheduled)
+        counts = [scheduled.num_scheduled_tokens[request_id] for request_id in output.req_ids]
+        ends = np.cumsum(counts)
+        assert len(rows) == ends[-1], (len(rows), counts)
+        slots = [self._slots(id_, starts[id_], count) for id_, count in zip(output.req_ids, counts, strict=True)]
+        self._store[np.concatenate(slots)] = rows
+        for request_id, count, end in zip(output.req_ids, counts, ends, strict=True):
+            if ROUTED not in request_id:
+                continue
+            known, start = self._routes[request_id].known, starts[request_id]
+            if not known:  # a prefix from the cache, which another request may have computed in this step
+                known += self._store[self._slots(request_id, 0, start)].tobytes()
+            num_before = len(known) // rows[0].nbytes - start  # computed once more
+            assert num_before >= 0, (request_id, start, len(known))
+            known += rows[end - count + num_before : end].tobytes()
+
+    def report(self, outputs: Iterable[Any]) -> None:
+        """Give each finished request its experts: of all of its tokens, maybe but the last, [T, L, K]."""
+        for output in outputs:
+            route = self._routes.get(output.request_id) if ROUTED in output.request_id else None
+            if output.finish_reason is not None and route is not None and self._store is not None:
+                rows = np.frombuffer(bytes(route.known), self._store.dtype)
+                output.routed_experts = rows.reshape(-1, *self._store.shape[1:])
+
+    def forget(self, living: Mapping[str, Any]) -> None:
+        """Discard finished requests once there are more than are living."""
+        if len(self._routes) > len(living):
+            self._routes = {request_id: route for request_id, route in self._routes.items() if request_id in living}
+
+    def _allocate(self, kv_cache_config: Any, rows: Any) -> None:
+        self._group = _attention_group(kv_cache_config)
+        assert self._group is not None, "reported to nobody"
+        self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
+        num_slots = kv_cache_config.num_blocks * self._block_size
+        self._store = np.empty((num_slots, *rows.shape[1:]), rows.dtype)  # memory once it is written
+
+    def _follow(self, scheduled: Any) -> dict[str, int]:
+        """Note the blocks of a step's requests; return how many tokens of each were computed before."""
+        starts = dict[str, int]()
+        for new in scheduled.scheduled_new_reqs:
+            num_prompt = len(new.prompt_token_ids or ())
+            num_sampled = max(len(new.prefill_token_ids or ()) - num_prompt, 0)
+            self._begin(new.req_id, new.block_ids, num_prompt, num_sampled)
+            starts[new.req_id] = new.num_computed_tokens
+        cached = scheduled.scheduled_cached_reqs
+        for number, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[number]
+            if request_id in cached.resumed_req_ids:
+                num_prompt = self._routes[request_id].num_prompt
+                self._begin(request_id, blocks, num_prompt, cached.num_output_tokens[number])
+            elif blocks is not None:
+                self._routes[request_id].blocks += blocks[self._group]
+            starts[request_id] = cached.num_computed_tokens[number]
+        return starts
+
+    def _begin(self, request_id: str, blocks: Any, num_prompt: int, num_sampled: int) -> None:
+        """Begin a request, or begin it again, maybe with newer weights.
+
+        The tokens that sampled another one keep their experts; a step whose sampled token was discarded is not kept.
+        """
+        before = self._routes.get(request_id)
+        known = bytearray() if before is None or not num_sampled else before.known
+        del known[(num_prompt + num_sampled - 1) * self._store[0].nbytes :]
+        self._routes[request_id] = Route([*blocks[self._group]], num_prompt, known)
+
+    def _slots(self, request_id: str, start: int, count: int) -> Any:
+        """Return the places in the KV cache of `count` tokens from `start` on: [count]."""
+        blocks, size = self._routes[request_id].blocks, self._block_size
+        if count == 1:
+            return np.array([blocks[start // size] * size + start % size])
+        positions = np.arange(start, start + count)
+        return np.array(blocks, dtype=np.int64)[positions // size] * size + positions % size

@@ -1,0 +1,242 @@
+"""Router replay: given experts are computed with, in every family, alone, packed, sliced, recomputed and compiled."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    LlamaConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from bridge.errors import UnsupportedModelError
+from bridge.passes import attention, layers, routing, slices
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.ranks.world import Ranks
+from tests.unit.passes.test_attention import SIZES
+from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
+from tests.unit.several_ranks import on_ranks
+
+CPU = torch.device("cpu")
+NUM_EXPERTS, NUM_CHOSEN = 6, 2
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+LOCAL = SIZES | {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN}
+EXPERTS = SIZES | {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, "moe_intermediate_size": 24}
+ROUTED = SIZES | {"n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, "moe_intermediate_size": 24}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**LOCAL),
+    "qwen 2 moe": Qwen2MoeConfig(**EXPERTS, shared_expert_intermediate_size=24),
+    "qwen 3 moe": Qwen3MoeConfig(**EXPERTS, head_dim=8, norm_topk_prob=True),
+    "qwen 3 next": Qwen3NextConfig(
+        **EXPERTS, shared_expert_intermediate_size=24, layer_types=["full_attention", "full_attention"]
+    ),
+    "olmoe": OlmoeConfig(**EXPERTS),
+    "granite moe": GraniteMoeConfig(**LOCAL),
+    "gpt-oss": GptOssConfig(**LOCAL, head_dim=8, rope_parameters=None),
+    "minimax m2": MiniMaxM2Config(**LOCAL, head_dim=8),
+    "glm 4 moe": Glm4MoeConfig(**ROUTED, head_dim=8, first_k_dense_replace=1),
+    "deepseek 3, of groups": DeepseekV3Config(
+        **ROUTED | LATENT, n_group=3, topk_group=2, first_k_dense_replace=0
+    ),
+}  # fmt: skip
+LENGTHS = (9, 6, 6, 4)
+
+
+def model_of(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    model.set_experts_implementation("batched_mm")  # float32 has no grouped product that compiles here
+    for name, parameter in model.named_parameters():
+        if "gate" in name or "router" in name:
+            torch.nn.init.normal_(parameter.data, std=0.5)  # choices that differ from token to token
+    attention.choose(model, attention.NAME)
+    return model
+
+
+def num_layers(config: PreTrainedConfig) -> int:
+    return 2 - (getattr(config, "first_k_dense_replace", None) or 0)
+
+
+def samples(experts: Tensor | None = None, *, num: int = len(LENGTHS)) -> list[Sample]:
+    """Return samples whose first two share a prompt; `experts` of each: [S, T, L, K]."""
+    chance, made = torch.Generator().manual_seed(1), list[Sample]()
+    for number, length in enumerate(LENGTHS[:num]):
+        ids = tuple(torch.randint(3, 97, (length,), generator=chance).tolist())
+        prompt = made[0].prompt_token_ids if number == 1 else ids[:3]
+        zeros = (0.0,) * (length - 3)
+        rows = b"" if experts is None else experts[number, : length - 1].numpy().astype("<i2").tobytes()
+        made.append(
+            Sample(
+                prompt_token_ids=prompt,
+                token_ids=ids[3:],
+                sampled_logprobs=zeros,
+                advantages=zeros,
+                weight=1.0,
+                experts=rows,
+            )
+        )
+    return made
+
+
+def chosen(config: PreTrainedConfig) -> Tensor:
+    """Return experts for samples of one shape; those of the shared prompt are the same: [S, T, L, K]."""
+    chance = torch.Generator().manual_seed(3)
+    scores = torch.rand(len(LENGTHS), max(LENGTHS), num_layers(config), NUM_EXPERTS, generator=chance)
+    experts = scores.topk(NUM_CHOSEN, dim=-1).indices
+    experts[1, :3] = experts[0, :3]
+    return experts
+
+
+def pack_of(made: list[Sample], *, share_prompts: bool = False) -> MicroBatch:
+    (pack,) = packs(made, max_tokens=1000, device=CPU, share_prompts=share_prompts)
+    return pack
+
+
+def computed(model: PreTrainedModel, pack: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    logprobs_N, _ = model_logprobs(model, pack, 1.0)
+    (logprobs_N * torch.linspace(-1, 1, len(logprobs_N)).add(0.3)).sum().backward()
+    return logprobs_N.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def in_words(config: PreTrainedConfig, sample: Sample, experts: Tensor) -> Tensor:
+    """Return the log-probabilities of one sample, whose routers' choices are replaced at every call of topk: [N]."""
+    model, real, calls = model_of(config), torch.topk, list[int]()
+    given = experts[: sample.num_tokens]
+
+    def topk(scores: Tensor, k: int, *args: Any, **options: Any) -> Any:
+        result = real(scores, k, *args, **options)
+        if scores.dim() != 2 or scores.shape[1] != NUM_EXPERTS:
+            return result
+        indices = result[1].clone()
+        indices[:-1] = given[: len(indices) - 1, len(calls)]
+        calls.append(1)
+        return scores.gather(1, indices), indices
+
+    ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch, "topk", topk)
+        patch.setattr(Tensor, "topk", topk)
+        logits: Tensor = model(ids, use_cache=False).logits[0].float()
+    first = len(sample.prompt_token_ids)
+    targets = ids[0, first:].unsqueeze(1)
+    return logits[first - 1 : -1].log_softmax(-1).gather(1, targets).squeeze(1)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_given_experts_are_computed_with(family: str, share_prompts: bool) -> None:
+    """In packs, against each sequence alone with a replaced torch.topk."""
+    config = FAMILIES[family]
+    experts, model = chosen(config), model_of(config)
+    routing.use(model, (num_layers(config), NUM_CHOSEN))
+    made = samples(experts)
+    pack = pack_of(made, share_prompts=share_prompts)
+    logprobs_N, gradients = computed(model, pack)
+    numbers = {sample.token_ids: number for number, sample in enumerate(made)}
+    expected = {sample.token_ids: in_words(config, sample, experts[numbers[sample.token_ids]]) for sample in made}
+    targets = pack.targets_N.split(pack.sequences_N.bincount().tolist())
+    ours = logprobs_N.split(pack.sequences_N.bincount().tolist())
+    for tokens, own in zip(targets, ours, strict=True):
+        assert torch.allclose(own, expected[tuple(tokens.tolist())], atol=1e-5)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+    rerouted, known = routing.rerouted(model).tolist()
+    assert known == num_layers(config) * (len(pack.tokens_T) - len(made))
+    assert 0 < rerouted < known
+    assert routing.rerouted(model).tolist() == [0, 0]
+
+
+def test_without_given_experts_nothing_changes() -> None:
+    model, pack = model_of(FAMILIES["qwen 3 moe"]), pack_of(samples())
+    plain_N, plain = computed(model, pack)
+    routing.use(model, (2, NUM_CHOSEN))
+    same_N, same = computed(model, pack)
+    assert same_N.equal(plain_N)
+    assert all(same[name].equal(gradient) for name, gradient in plain.items())
+    assert routing.rerouted(model).tolist() == [0, 0]
+
+
+def test_samples_with_and_without_experts_share_a_pack() -> None:
+    config = FAMILIES["mixtral"]
+    experts, model = chosen(config), model_of(config)
+    with_experts, without = samples(experts), samples()
+    plain_N, _ = computed(model, pack_of(without[2:3]))
+    routing.use(model, (2, NUM_CHOSEN))
+    pack = pack_of([with_experts[0], without[2]])
+    logprobs_N, _ = computed(model, pack)
+    assert torch.allclose(logprobs_N[pack.sequences_N == 1], plain_N, atol=1e-6)
+    assert not torch.allclose(logprobs_N[pack.sequences_N == 0], computed(model, pack_of(without[:1]))[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["called again", "compiled", "compiled and recomputed"])
+def test_the_choice_lasts_for_the_backward_pass(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FAMILIES["qwen 3 moe"]
+    pack = pack_of(samples(chosen(config)))
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    with kernel_on_the_cpu():
+        plain = model_of(config)
+        routing.use(plain, (2, NUM_CHOSEN))
+        expected_N, expected = computed(plain, pack)
+        model = model_of(config)
+        routing.use(model, (2, NUM_CHOSEN))
+        torch._dynamo.utils.counters.clear()
+        if how == "called again":
+            layers.call_again(model)
+        else:
+            layers.compile_layers(model, recomputed=how != "compiled")
+        for _ in range(2):
+            logprobs_N, gradients = computed(model, pack)
+        computed(model, pack_of(samples(chosen(config), num=2)))
+    assert torch.allclose(logprobs_N, expected_N, atol=1e-5)
+    assert all(torch.allclose(gradients[name], gradient, atol=1e-5) for name, gradient in expected.items())
+    assert not sum(torch._dynamo.utils.counters["graph_break"].values())
+    rerouted, known = routing.rerouted(model).tolist()
+    assert rerouted / known == pytest.approx(np.divide(*routing.rerouted(plain).tolist()), abs=0.05)
+
+
+def sliced(ranks: Ranks) -> tuple[float, list[int]]:
+    config = FAMILIES["mixtral"]
+    pack, model = pack_of(samples(chosen(config)), share_prompts=True), model_of(config)
+    routing.use(model, (2, NUM_CHOSEN))
+    whole_N, _ = computed(model, pack)
+    routing.rerouted(model)
+    slices.cut(model, ranks.cp_group)
+    own_N, _ = computed(model, pack)
+    return float((own_N - whole_N).abs().max()), routing.rerouted(model).tolist()
+
+
+def test_slices_take_the_experts_of_their_tokens() -> None:
+    results = on_ranks(2, sliced, cp_size=2, limit_s=110)
+    assert all(difference < 1e-4 for difference, _ in results), results
+    assert all(known for _, (_, known) in results)
+
+
+def test_other_routers_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="in 0 layers, and the server 2 in 2"):
+        routing.use(model_of(LlamaConfig(**SIZES)), (2, 2))
+    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM chooses \[2\] experts of a token in 2 layers"):
+        routing.use(model_of(FAMILIES["mixtral"]), (2, 4))
+    model = model_of(FAMILIES["mixtral"])
+    for layer in model.get_decoder().layers:
+        layer.mlp.experts.forward = lambda hidden_states, *_: hidden_states
+    with pytest.raises(UnsupportedModelError, match="does not compute with the experts"):
+        routing.use(model, (2, NUM_CHOSEN))

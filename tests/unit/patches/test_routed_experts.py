@@ -1,0 +1,216 @@
+"""The experts that a server reports: of cached prefixes, requests that restart, and steps that end in any order."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bridge_patches import routed_experts
+from bridge_patches.engine_outputs import ROLLOUT
+from bridge_patches.routed_experts import ROUTED, ROWS, Recorder, Routes
+
+BLOCK_SIZE = 4
+NUM_LAYERS, NUM_CHOSEN = 2, 3
+ONE, TWO, OTHER = f"0_{ROLLOUT}{ROUTED}one", f"0_{ROLLOUT}{ROUTED}two", f"0_{ROLLOUT}other"
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> Routes:
+    """Routes of a model whose cache has two groups, of which the second holds every token."""
+    monkeypatch.setattr(routed_experts, "_attention_group", lambda _: 1)
+    return Routes()
+
+
+class Engine:
+    """A scheduler and a worker: the experts of a token are made of its position and a version."""
+
+    def __init__(self, routes: Routes) -> None:
+        self.routes = routes
+        self.version = 0
+        spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK_SIZE))
+        self._scheduler = SimpleNamespace(
+            kv_cache_config=SimpleNamespace(num_blocks=16, kv_cache_groups=[SimpleNamespace(), spec])
+        )
+
+    def rows(self, start: int, end: int, version: int | None = None) -> Any:
+        """Return the experts of tokens: [T, L, K]."""
+        first = np.arange(start, end)[:, None, None] * NUM_LAYERS * NUM_CHOSEN % 100
+        inner = np.arange(NUM_LAYERS * NUM_CHOSEN).reshape(NUM_LAYERS, NUM_CHOSEN)
+        return (first + inner + 100 * (self.version if version is None else version)).astype(np.uint8)
+
+    def step(
+        self,
+        *,
+        new: dict[str, tuple[list[int], int, int]] | None = None,
+        cached: dict[str, tuple[list[int] | None, int, int]] | None = None,
+        resumed: dict[str, tuple[list[int], int, int]] | None = None,
+        num_output_tokens: int = 1,
+    ) -> None:
+        """Compute a step: of each request its (new) blocks, how many tokens were computed before, and how many are.
+
+        Every prompt has three tokens.
+        """
+        all_cached = [*(cached or {}).items(), *(resumed or {}).items()]
+        every = [*(new or {}).items(), *all_cached]
+        scheduled = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=id_,
+                    block_ids=([], blocks),
+                    num_computed_tokens=start,
+                    prompt_token_ids=[1] * 3,
+                    prefill_token_ids=None,
+                )
+                for id_, (blocks, start, _) in (new or {}).items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[id_ for id_, _ in all_cached],
+                resumed_req_ids=set(resumed or {}),
+                new_block_ids=[None if blocks is None else ([], blocks) for _, (blocks, _, _) in all_cached],
+                num_computed_tokens=[start for _, (_, start, _) in all_cached],
+                num_output_tokens=[num_output_tokens] * len(all_cached),
+            ),
+            num_scheduled_tokens={id_: count for id_, (_, _, count) in every},
+        )
+        order = sorted(every, key=lambda item: item[1][2])  # as a worker may put them
+        rows = np.concatenate([self.rows(start, start + count) for _, (_, start, count) in order])
+        output = SimpleNamespace(req_ids=[id_ for id_, _ in order], **{ROWS: rows})
+        self.routes.take(self._scheduler, scheduled, output)
+
+    def reported(self, request_id: str) -> Any:
+        output = SimpleNamespace(request_id=request_id, finish_reason="stop", routed_experts=None)
+        self.routes.report([output])
+        return output.routed_experts
+
+
+def test_a_request_reports_its_prompt_and_every_token(routes: Routes) -> None:
+    engine = Engine(routes)
+    engine.step(new={ONE: ([3, 5], 0, 4), OTHER: ([7], 0, 3)})  # the rest of its prompt follows
+    engine.step(cached={OTHER: (None, 3, 1), ONE: (None, 4, 3)})
+    engine.step(cached={ONE: (None, 7, 1), OTHER: ([8], 4, 1)})
+    engine.step(cached={ONE: ([9], 8, 1)})
+    assert np.array_equal(engine.reported(ONE), engine.rows(0, 9))
+    assert engine.reported(OTHER) is None, "it did not ask"
+
+
+def test_a_prefix_in_the_cache_is_reported_as_it_was_computed(routes: Routes) -> None:
+    engine = Engine(routes)
+    engine.step(new={OTHER: ([3, 5], 0, 8)})
+    engine.version = 1
+    engine.step(new={ONE: ([3, 5, 9], 8, 2), TWO: ([3, 10], 4, 1)})
+    assert np.array_equal(engine.reported(ONE), np.concatenate([engine.rows(0, 8, 0), engine.rows(8, 10)]))
+    assert np.array_equal(engine.reported(TWO), np.concatenate([engine.rows(0, 4, 0), engine.rows(4, 5)]))
+
+
+def test_a_prefix_that_another_request_computes_in_the_same_step_is_reported(routes: Routes) -> None:
+    engine = Engine(routes)
+    engine.step(new={ONE: ([3, 5], 0, 6), TWO: ([3, 6], 4, 2)})
+    assert np.array_equal(engine.reported(TWO), engine.rows(0, 6))
+
+
+def test_a_block_that_is_used_again_has_its_new_tokens(routes: Routes) -> None:
+    engine = Engine(routes)
+    engine.step(new={OTHER: ([3], 0, 4)})
+    engine.version = 1
+    engine.step(new={TWO: ([3], 0, 4)})
+    engine.step(new={ONE: ([3, 4], 4, 1)})
+    assert np.array_equal(engine.reported(ONE), engine.rows(0, 5))
+
+
+def test_sampled_tokens_keep_the_experts_that_sampled_them(routes: Routes) -> None:
+    """A preempted request computes its tokens again, elsewhere and maybe by newer weights."""
+    engine = Engine(routes)
+    engine.step(new={ONE: ([3], 0, 3)})
+    engine.step(cached={ONE: (None, 3, 1)})
+    engine.version = 1
+    engine.step(resumed={ONE: ([6, 7], 0, 3)}, num_output_tokens=2)  # in two parts
+    engine.step(cached={ONE: (None, 3, 2)})
+    engine.step(cached={ONE: (None, 5, 1)})
+    assert np.array_equal(engine.reported(ONE), np.concatenate([engine.rows(0, 4, 0), engine.rows(4, 6)]))
+    engine.step(new={TWO: ([6, 8], 4, 1)})
+    assert np.array_equal(engine.reported(TWO), engine.rows(0, 5)), "what finds its tokens finds what is in the cache"
+
+
+def test_a_step_whose_token_was_discarded_is_not_kept(routes: Routes) -> None:
+    """As for a step that was computed while the request was preempted: its token is sampled again."""
+    engine = Engine(routes)
+    engine.step(new={ONE: ([3], 0, 3)})
+    engine.step(cached={ONE: (None, 3, 1)})
+    engine.version = 1
+    engine.step(resumed={ONE: ([6], 0, 4)}, num_output_tokens=1)
+    assert np.array_equal(engine.reported(ONE), np.concatenate([engine.rows(0, 3, 0), engine.rows(3, 4)]))
+
+
+@pytest.mark.parametrize("how", ["resumed", "new"])
+def test_a_prompt_that_restarts_before_any_token_is_of_one_version(routes: Routes, how: str) -> None:
+    engine = Engine(routes)
+    engine.step(new={ONE: ([3], 0, 2)})
+    engine.version = 1
+    engine.step(**{how: {ONE: ([6], 0, 4)}}, num_output_tokens=0)  # type: ignore[arg-type]
+    assert np.array_equal(engine.reported(ONE), engine.rows(0, 4))
+
+
+def test_finished_requests_are_forgotten_and_dense_models_report_nothing(routes: Routes) -> None:
+    engine = Engine(routes)
+    engine.step(new={ONE: ([3], 0, 2), TWO: ([4], 0, 2)})
+    routes.forget({TWO: None})
+    assert engine.reported(ONE) is None
+    assert engine.reported(TWO) is not None
+    routes.take(None, None, SimpleNamespace(req_ids=[ONE]))
+    routes.take(None, None, None)
+
+
+class Router:
+    """One of vLLM's."""
+
+    def __init__(self, num_experts: int = 8, top_k: int = NUM_CHOSEN) -> None:
+        self.top_k = top_k
+        self.global_num_experts = num_experts
+
+    def set_capture_fn(self, capture: Any) -> None:
+        self.capture = capture
+
+
+@pytest.mark.parametrize(("num_experts", "kind"), [(256, np.uint8), (300, np.int16)])
+def test_a_worker_records_every_layer(num_experts: int, kind: type) -> None:
+    routers = [Router(num_experts), Router(num_experts)]
+    recorder = Recorder(routers, 5, torch.device("cpu"))
+    assert recorder.may_report, "a CPU computes no example beforehand"
+    routers[0].capture(torch.full((5, NUM_CHOSEN), num_experts - 1))
+    assert not recorder.is_complete, "a layer whose kernel chooses by itself"
+    routers[1].capture(torch.arange(9).view(3, NUM_CHOSEN))
+    rows = recorder.rows(2)()
+    assert (rows.dtype, rows.shape) == (kind, (2, 2, NUM_CHOSEN))
+    assert rows[1].tolist() == [[num_experts - 1] * NUM_CHOSEN, [3, 4, 5]]
+    assert recorder.is_complete
+
+
+def model(*routers: Router) -> nn.Module:
+    made = nn.Sequential(*(nn.Linear(1, 1) for _ in routers), nn.Linear(1, 1))
+    for layer, router in zip(made, routers, strict=False):
+        vars(layer)["router"] = router
+    return made
+
+
+@pytest.mark.parametrize(
+    ("routers", "speculation", "is_watched"),
+    [
+        ([Router(), Router()], None, True),
+        ([], None, False),
+        ([Router(), Router(top_k=2)], None, False),
+        ([Router()], object(), False),
+    ],
+)
+def test_models_whose_layers_choose_alike_are_watched(
+    routers: list[Router], speculation: Any, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed_experts, "_recorder", None)
+    monkeypatch.setattr(routed_experts, "_attention_group", lambda _: 0)
+    scheduler = SimpleNamespace(max_num_batched_tokens=16)
+    routed_experts.watch(model(*routers), SimpleNamespace(speculative_config=speculation, scheduler_config=scheduler))
+    assert routed_experts.reported(None) == ((2, NUM_CHOSEN) if is_watched else None)
+    monkeypatch.setattr(routed_experts, "_attention_group", lambda _: None)
+    assert routed_experts.reported(None) is None, "no group of the cache holds every token"
