@@ -239,6 +239,8 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("train", "--rollouts atropos --environment gsm8k", "--environment has no effect with --rollouts atropos"),
     ("train", "--rollouts atropos --top-p 0.9", "--top-p has no effect with --rollouts atropos"),
     ("train", "--rollouts atropos --reward math", "--reward has no effect with --rollouts atropos"),
+    ("train", "--rollouts atropos --router-replay", "--router-replay needs rollouts of --rollouts environment"),
+    ("train run", "--mode none --no-router-replay", "--router-replay has no effect with --mode none, only with "),
     ("train", "--loss cispo --clip-dual 3", "--clip-dual has no effect with --loss cispo, only with dapo"),
     ("train", "--mismatch none --mismatch-level token", "--mismatch-level has no effect with --mismatch none"),
     ("train", "--mode lora_only --lora-handover disk --kv-sleep always", "the server generates while the adapter is"),

@@ -1,5 +1,6 @@
 """Trajectories with tools from a fake server: the very tokens that it sampled, and tools that harm theirs alone."""
 
+import base64
 import json
 import math
 import pickle
@@ -12,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -88,6 +90,7 @@ def spoken(
     *,
     max_model_len: int | None = None,
     ranks: Ranks = ALONE,
+    reports_experts: bool = False,
     **choices: Any,
 ) -> Iterator[Rolled]:
     """Yield a stream whose server answers each prompt by `words`, cut into tokens as no tokenizer would."""
@@ -117,11 +120,14 @@ def spoken(
         }
         if "top_p" in request.body:
             one["kept"] = [(0.001 * index, index + 1) for index in range(len(ids))]
+        if "experts" in request.body:  # the number of tokens in the prompt, which grows from turn to turn
+            rows = np.full(len(prompt) + len(ids) - 1, len(prompt), "<i2")
+            one["experts"] = {"kind": "int16", "content": base64.b64encode(rows.tobytes()).decode()}
         return document
 
     stream = open_stream(config, environment, notes.append, ranks=ranks)
     with serving(openai(bend, is_bridge=True, max_model_len=max_model_len)) as server, closing(stream):
-        stream.served(Endpoint(url=server.url), 3)
+        stream.served(Endpoint(url=server.url, reports_experts=reports_experts), 3)
         yield Rolled(stream, server.requests, tokenizer, answers, notes)
 
 
@@ -267,6 +273,18 @@ def test_what_filters_kept_stays_with_its_tokens(tmp_path: Path) -> None:
         ours_only = zip(one.logprobs, one.kept, one.sampled or (), strict=True)
         sampled = [(logprob, threshold) for logprob, (threshold, _), own in ours_only if own]
         assert all(threshold == pytest.approx(-0.5 - logprob) for logprob, threshold in sampled), "of the same token"
+
+
+def test_each_token_keeps_the_experts_of_the_turn_that_first_reported_them(tmp_path: Path) -> None:
+    with rolled(tmp_path, calls("qwen2_5", "add"), reports_experts=True) as ours:
+        (group, *_) = ours.stream.take(2, step=1)
+    for one in group.completions:
+        rows = np.frombuffer(one.experts, "<i2").tolist()
+        assert len(rows) == len(group.prompt_token_ids) + len(one.token_ids) - 1
+        first_turn = (one.sampled or ()).index(False)
+        assert rows == sorted(rows), "the last token of a turn has its experts in the next one"
+        assert rows.count(rows[0]) == rows[0] + first_turn - 1
+        assert len(set(rows)) == one.num_turns == 2
 
 
 def test_what_a_reset_adds_may_differ_and_is_read_like_a_prompt(tmp_path: Path) -> None:

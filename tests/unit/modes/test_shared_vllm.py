@@ -11,7 +11,7 @@ import pytest
 
 from bridge.config import TrainConfig
 from bridge.core.process import ProcessIdentity
-from bridge.errors import AttachError, ManifestError, ServerUnreachableError
+from bridge.errors import AttachError, ManifestError, ServerUnreachableError, UsageError
 from bridge.modes.mode import Mode, RunContext
 from bridge.modes.none import InPlace
 from bridge.modes.shared_vllm import SharedVllm
@@ -61,6 +61,26 @@ def test_the_version_is_known_from_start_to_end(tmp_path: Path) -> None:
         mode.close()
     assert paths(server) == ["lease", "pause", "publish", "lease"]
     assert server.requests[1].body["in_flight"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("choice", "reported", "replayed"),
+    [(None, (4, 2), (4, 2)), (True, (4, 2), (4, 2)), (False, (4, 2), None), (None, None, None)],
+)
+def test_experts_are_replayed_where_the_server_reports_them(
+    tmp_path: Path, choice: bool | None, reported: tuple[int, int] | None, replayed: tuple[int, int] | None
+) -> None:
+    with serving(FakeRoutes(experts=reported)) as server:
+        mode = SharedVllm(config(server, tmp_path, router_replay=choice), RUN)
+        assert mode.replayed_experts == replayed
+        assert mode.endpoint.reports_experts == (replayed is not None)
+        mode.close()
+
+
+def test_router_replay_without_a_server_that_reports_experts_is_refused(tmp_path: Path) -> None:
+    with serving(FakeRoutes()) as server, pytest.raises(UsageError, match="does not report the experts of a token"):
+        SharedVllm(config(server, tmp_path, router_replay=True), RUN)
+    assert paths(server) == ["lease", "lease"], "it was given back"
 
 
 def test_an_interrupt_in_the_fence_waits_for_the_version(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI
@@ -22,6 +23,7 @@ from bridge_patches import completions as completions_route
 from bridge_patches import routes
 from bridge_patches.engine_outputs import FILTERED
 from bridge_patches.generate import CLIENT_GONE
+from bridge_patches.routed_experts import ROUTED
 from bridge_patches.server_fence import ServerFence
 from bridge_patches.thresholds import COUNT_BITS, KEEP_ALL, pack
 from tests.unit.checks_sample import manifest
@@ -44,7 +46,12 @@ def output(index: int, finish_reason: str, logprobs: list[float], stop_reason: i
     flat = SimpleNamespace(logprobs=[logprobs[0], -0.01, *logprobs[1:]], ranks=[3, 1, 3, 4], start_indices=starts)
     ids = tuple(10 * (position + 1) + index for position in range(len(logprobs)))
     return SimpleNamespace(
-        index=index, token_ids=ids, logprobs=flat, finish_reason=finish_reason, stop_reason=stop_reason
+        index=index,
+        token_ids=ids,
+        logprobs=flat,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        routed_experts=None,
     )
 
 
@@ -126,6 +133,34 @@ def test_the_engine_samples_everything_and_decodes_nothing(http: TestClient, eng
         "flat_logprobs": True, "detokenize": False, "output_kind": "final only",
     }  # fmt: skip
     assert first != second
+
+
+def test_experts_come_back_for_all_tokens_but_the_last(http: TestClient, engine: FakeEngine) -> None:
+    rows = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
+    engine.outputs[0].routed_experts = engine.outputs[1].routed_experts = rows  # the engine was a step ahead
+    answer = http.post(COMPLETIONS, json={**BODY, "experts": True})
+    first, _ = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
+    made = openai_api.completion("url", first, "3", None, 2)
+    assert np.array_equal(np.frombuffer(made.experts, "<i2").reshape(4, 2, 3), rows[:4])
+    assert ROUTED in engine.calls[0][2]
+    without = http.post(COMPLETIONS, json=BODY)
+    assert "experts" not in without.json()["choices"][0]
+    assert ROUTED not in engine.calls[1][2]
+
+
+def test_experts_that_are_not_reported_are_refused_but_for_an_aborted_request(
+    http: TestClient, engine: FakeEngine
+) -> None:
+    engine.outputs[0].routed_experts = np.zeros((3, 2, 3), np.uint8)
+    engine.outputs[0].finish_reason = engine.outputs[1].finish_reason = "abort"
+    answer = http.post(COMPLETIONS, json={**BODY, "experts": True})
+    assert answer.status_code == 200
+    assert "experts" not in answer.json()["choices"][1]
+    engine.outputs[0].finish_reason = "length"
+    answer = http.post(COMPLETIONS, json={**BODY, "experts": True})
+    assert answer.status_code == 409
+    assert "reported the experts of 3 tokens, expected 4" in answer.json()["error"]
+    assert "--no-router-replay" in answer.json()["remedy"]
 
 
 def test_filters_reach_the_engine_and_what_they_kept_comes_back(

@@ -1,11 +1,13 @@
 """Sampling from a real HTTP server: the request, the parsed answer, and every bad answer in one line."""
 
+import base64
 import random
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from bridge.config import SamplingConfig
@@ -299,6 +301,38 @@ def test_filters_are_sent_where_what_they_kept_comes_back() -> None:
 def cut(document: dict[str, Any]) -> dict[str, Any]:
     document["choices"][1]["kept"].pop()
     return document
+
+
+def test_experts_are_requested_of_a_server_that_reports_them() -> None:
+    """Of all tokens but the last, in two layers with two experts each."""
+
+    def rows(body: dict[str, Any]) -> Any:
+        return np.arange(4 * (len(body["prompt"]) + 3 - 1), dtype=np.uint8)
+
+    def bend(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
+        content = base64.b64encode(rows(request.body).tobytes()).decode()
+        for choice in document["choices"]:
+            if request.body["experts"]:
+                choice["experts"] = {"kind": "uint8", "content": content}
+        return document
+
+    with serving(openai(bend, is_bridge=True)) as server:
+        groups = sampled(Endpoint(url=server.url, reports_experts=True))
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        assert group[0].experts == rows({"prompt": prompt}).astype("<i2").tobytes()
+    CompletionsRequest.model_validate(server.requests[1].body)
+    with serving(openai(is_bridge=True)) as server:
+        assert sampled(Endpoint(url=server.url))[0][0].experts == b""
+    assert "experts" not in server.requests[1].body
+
+
+def test_experts_that_do_not_fit_the_tokens_are_refused() -> None:
+    def bend(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
+        for choice in document["choices"]:
+            choice["experts"] = {"kind": "int16", "content": base64.b64encode(bytes(2 * 7)).decode()}
+        return document
+
+    assert "7 experts for" in error_of(openai(bend, is_bridge=True)).message
 
 
 def test_a_version_known_to_the_caller_overrides_the_servers() -> None:
