@@ -58,7 +58,7 @@ class Written:
         self.versions += completion.versions or [None] * len(completion.token_ids)
         self.sampled += [True] * len(completion.token_ids)
         self.kept += completion.kept
-        self.experts += completion.experts[len(self.experts) :]
+        self.experts = self.experts + completion.experts[len(self.experts) :] if completion.experts else b""
         self.transcript.append({**as_turn(completion.text, calls), "tokens": len(completion.token_ids)})
         self.last = completion.text
         self.finish_reason = completion.finish_reason

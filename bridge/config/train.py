@@ -253,8 +253,8 @@ class TrainConfig(Config):
 
     def _rules_of_publishing(self) -> dict[str, bool]:
         return {
-            "--router-replay needs rollouts of --rollouts environment: others do not say which experts were chosen": (
-                self.compute.router_replay is True and not self.rollouts.samples_here
+            "--router-replay needs --rollouts environment, and no --lora-handover disk: nothing else reports experts": (
+                self.compute.router_replay is True and not (self.rollouts.samples_here and self.trains_in_server)
             ),
             "--kv-sleep always: with --lora-handover disk the server generates while the adapter is trained": (
                 self.publishing.kv_sleep == "always" and self.mode == "lora_only" and not self.trains_in_server

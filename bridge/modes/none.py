@@ -145,7 +145,7 @@ class InPlace(OwnCopy):
 
     @property
     def endpoint(self) -> Endpoint:
-        return self._server.endpoint
+        return replace(self._server.endpoint, reports_experts=False)
 
     def open(self) -> OpenedModel:
         """Load the model, attach to the server, and reload it if an earlier run has trained it."""

@@ -65,13 +65,24 @@ def use(model: PreTrainedModel, shape: tuple[int, int]) -> None:
     Raises:
         UnsupportedModelError: its routers choose in a way that is not known, or as many in other numbers.
     """
-    routed, name = _blocks(model), type(model).__name__
+    routed = _blocks(model)
     for block in routed:
         block.chosen_TK = None
         block.own_TK = None
         block.num_rerouted = torch.zeros(2, dtype=torch.int64, device=model.device)
         block.forward = MethodType(partial(_replayed, block.forward), block)
-    plain_TH = _hidden(model)
+    try:
+        _prove(model, routed, shape)
+    except UnsupportedModelError:
+        _routed.pop(model, None)
+        for block in routed:
+            del block.forward
+        raise
+
+
+def _prove(model: PreTrainedModel, routed: list[Any], shape: tuple[int, int]) -> None:
+    """Check on an example that the blocks choose as many experts as the server, and compute with given ones."""
+    plain_TH, name = _hidden(model), type(model).__name__
     own = [block.own_TK for block in routed if block.own_TK is not None]
     if (len(own), *{own_TK.shape[1] for own_TK in own}) != shape:
         sizes = sorted({own_TK.shape[1] for own_TK in own})
@@ -101,7 +112,7 @@ def choose(model: PreTrainedModel, experts_TX: Tensor | None, num_tokens: int) -
         if experts_TX is None:  # of the same form as a choice: compiled layers then have one
             block.chosen_TK = block.num_rerouted.new_full((num_tokens, num_chosen), UNKNOWN, dtype=torch.int16)
         else:
-            block.chosen_TK = experts_TX.view(num_tokens, len(routed), num_chosen)[:, number].short()
+            block.chosen_TK = experts_TX.view(num_tokens, len(routed), num_chosen)[:, number].short().contiguous()
 
 
 def rerouted(model: PreTrainedModel) -> Tensor:

@@ -31,6 +31,7 @@ from bridge.passes import attention, routing
 from bridge.passes.attention import Attended, Spans
 from bridge.passes.packing import Kept, MicroBatch
 from bridge.passes.recurrence import is_stateful
+from bridge.passes.routing import UNKNOWN
 from bridge.ranks.world import Ranks
 
 gather: Callable[..., Any] = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -173,7 +174,8 @@ def own_hidden(
             remedy=REMEDY,
         )
     spans = slices.padded(spans, len(tokens_T))
-    routing.choose(model, None if experts_TX is None else slices.own(experts_TX), slices.length(len(tokens_T)))
+    own_LX = None if experts_TX is None else slices.own(experts_TX - UNKNOWN) + UNKNOWN  # of the padding, too
+    routing.choose(model, own_LX, slices.length(len(tokens_T)))
     return attention.packed_hidden(model, slices.own(tokens_T), slices.own(positions_T), spans, slices)
 
 

@@ -106,10 +106,9 @@ def collect() -> None:
         routes.take(scheduler, scheduler_output, model_runner_output)
         by_client = original(scheduler, scheduler_output, model_runner_output)
         for outputs in by_client.values():
-            routes.report(outputs.outputs)
+            routes.report(outputs.outputs, at_once=AT_ONCE)
             outputs.outputs = outbox.due(outputs.outputs)
         outbox.forget(scheduler.requests)
-        routes.forget(scheduler.requests)
         return by_client
 
     @wrap(EngineCoreProc, "_send_finish_outputs_to_client")

@@ -13,7 +13,7 @@ Not covered: speculation, whose rejected tokens would have to be left out, and m
 Seen in vLLM 0.26 to 0.33: `vllm/model_executor/layers/fused_moe/router/base_router.py`, `vllm/v1/core/sched/output.py`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -44,9 +44,13 @@ vllm.v1.kv_cache_interface
     KVCacheGroupSpec: kv_cache_spec
     FullAttentionSpec: block_size
 vllm.v1.core.sched.scheduler: Scheduler: kv_cache_config
+vllm.config.vllm: VllmConfig: speculative_config, kv_transfer_config, parallel_config, scheduler_config
+vllm.config.parallel: ParallelConfig: pipeline_parallel_size
 """
 ROWS = "bridge_experts"
 """Attribute of a step's output."""
+DIVIDING = "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"
+"""Numbers of ranks that hold some layers, or some tokens of the KV cache."""
 ROUTED = "routed-"
 """Part of the ids of rollouts whose experts are reported."""
 
@@ -124,12 +128,17 @@ def patch() -> None:
 
 
 def watch(model: nn.Module, vllm_config: Any) -> None:
-    """Record the choices of a model that was just loaded, if it has experts."""
+    """Record the choices of a model that was just loaded, if it has experts.
+
+    Not with a KV connector, which brings tokens whose experts are unknown, nor where the cache or the layers are
+    divided among ranks.
+    """
     global _recorder  # noqa: PLW0603  a process has one model at most
     routers: list[Any] = [getattr(module, "router", None) for module in model.modules()]
     own = list(dict.fromkeys(router for router in routers if hasattr(router, "set_capture_fn")))
     is_uniform = len({(router.top_k, router.global_num_experts) for router in own}) == 1
-    if is_uniform and vllm_config.speculative_config is None:
+    is_divided = any(getattr(vllm_config.parallel_config, name, 1) > 1 for name in DIVIDING)
+    if is_uniform and not is_divided and not vllm_config.speculative_config and not vllm_config.kv_transfer_config:
         num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         _recorder = Recorder(own, num_tokens, next(model.parameters()).device)
 
@@ -164,6 +173,8 @@ class Route:
     """Tokens of its prompt."""
     known: bytearray = field(default_factory=bytearray)
     """The rows of its first tokens, if they are to be reported."""
+    num_reported: int = 0
+    """How many bytes of them were."""
 
 
 class Routes:
@@ -178,18 +189,20 @@ class Routes:
         """By request."""
 
     def take(self, scheduler: Any, scheduled: Any, output: Any) -> None:
-        """Keep the experts of a step."""
+        """Keep the experts of a step, and forget requests that had ended when it was scheduled."""
         rows = getattr(output, ROWS, None)
-        if rows is None:
+        if rows is None or (self._store is None and not self._allocate(scheduler.kv_cache_config, rows)):
             return
-        if self._store is None:
-            self._allocate(scheduler.kv_cache_config, rows)
+        for request_id in scheduled.finished_req_ids:
+            self._routes.pop(request_id, None)
         starts = self._follow(scheduled)
         counts = [scheduled.num_scheduled_tokens[request_id] for request_id in output.req_ids]
         ends = np.cumsum(counts)
         assert len(rows) == ends[-1], (len(rows), counts)
-        slots = [self._slots(id_, starts[id_], count) for id_, count in zip(output.req_ids, counts, strict=True)]
-        self._store[np.concatenate(slots)] = rows
+        slots = list[int]()
+        for request_id, count in zip(output.req_ids, counts, strict=True):
+            slots += self._slots(request_id, starts[request_id], count)
+        self._store[slots] = rows
         for request_id, count, end in zip(output.req_ids, counts, ends, strict=True):
             if ROUTED not in request_id:
                 continue
@@ -200,25 +213,28 @@ class Routes:
             assert num_before >= 0, (request_id, start, len(known))
             known += rows[end - count + num_before : end].tobytes()
 
-    def report(self, outputs: Iterable[Any]) -> None:
-        """Give each finished request its experts: of all of its tokens, maybe but the last, [T, L, K]."""
+    def report(self, outputs: Iterable[Any], *, at_once: str) -> None:
+        """Give finished requests the experts of their tokens, maybe but for the last: [T, L, K].
+
+        Those with `at_once` in their id report new ones in every output: vLLM may end them outside of the engine.
+        """
         for output in outputs:
-            route = self._routes.get(output.request_id) if ROUTED in output.request_id else None
-            if output.finish_reason is not None and route is not None and self._store is not None:
-                rows = np.frombuffer(bytes(route.known), self._store.dtype)
+            request_id = output.request_id
+            route = self._routes.get(request_id) if ROUTED in request_id else None
+            if route is not None and (output.finish_reason is not None or at_once in request_id):
+                rows = np.frombuffer(bytes(route.known[route.num_reported :]), self._store.dtype)
                 output.routed_experts = rows.reshape(-1, *self._store.shape[1:])
+                route.num_reported = len(route.known)
 
-    def forget(self, living: Mapping[str, Any]) -> None:
-        """Discard finished requests once there are more than are living."""
-        if len(self._routes) > len(living):
-            self._routes = {request_id: route for request_id, route in self._routes.items() if request_id in living}
-
-    def _allocate(self, kv_cache_config: Any, rows: Any) -> None:
+    def _allocate(self, kv_cache_config: Any, rows: Any) -> bool:
+        """Allocate the store; return whether a group of the cache has a place for every token."""
         self._group = _attention_group(kv_cache_config)
-        assert self._group is not None, "reported to nobody"
+        if self._group is None:
+            return False
         self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         num_slots = kv_cache_config.num_blocks * self._block_size
         self._store = np.empty((num_slots, *rows.shape[1:]), rows.dtype)  # memory once it is written
+        return True
 
     def _follow(self, scheduled: Any) -> dict[str, int]:
         """Note the blocks of a step's requests; return how many tokens of each were computed before."""
@@ -245,14 +261,12 @@ class Routes:
         The tokens that sampled another one keep their experts; a step whose sampled token was discarded is not kept.
         """
         before = self._routes.get(request_id)
-        known = bytearray() if before is None or not num_sampled else before.known
-        del known[(num_prompt + num_sampled - 1) * self._store[0].nbytes :]
-        self._routes[request_id] = Route([*blocks[self._group]], num_prompt, known)
+        self._routes[request_id] = route = Route([*blocks[self._group]], num_prompt)
+        if before is not None and num_sampled:
+            route.known += before.known[: (num_prompt + num_sampled - 1) * self._store[0].nbytes]
+            route.num_reported = before.num_reported
 
-    def _slots(self, request_id: str, start: int, count: int) -> Any:
-        """Return the places in the KV cache of `count` tokens from `start` on: [count]."""
+    def _slots(self, request_id: str, start: int, count: int) -> list[int]:
+        """Return the places in the KV cache of `count` tokens from `start` on."""
         blocks, size = self._routes[request_id].blocks, self._block_size
-        if count == 1:
-            return np.array([blocks[start // size] * size + start % size])
-        positions = np.arange(start, start + count)
-        return np.array(blocks, dtype=np.int64)[positions // size] * size + positions % size
+        return [blocks[position // size] * size + position % size for position in range(start, start + count)]

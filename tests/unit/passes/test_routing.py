@@ -238,5 +238,8 @@ def test_other_routers_are_refused_by_name() -> None:
     model = model_of(FAMILIES["mixtral"])
     for layer in model.get_decoder().layers:
         layer.mlp.experts.forward = lambda hidden_states, *_: hidden_states
+    pack = pack_of(samples(chosen(FAMILIES["mixtral"])))
+    before_N, _ = model_logprobs(model, pack, 1.0)
     with pytest.raises(UnsupportedModelError, match="does not compute with the experts"):
         routing.use(model, (2, NUM_CHOSEN))
+    assert model_logprobs(model, pack, 1.0)[0].equal(before_N), "its own routers choose"

@@ -1,5 +1,6 @@
 """The experts that a server reports: of cached prefixes, requests that restart, and steps that end in any order."""
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,7 @@ class Engine:
         cached: dict[str, tuple[list[int] | None, int, int]] | None = None,
         resumed: dict[str, tuple[list[int], int, int]] | None = None,
         num_output_tokens: int = 1,
+        finished: Collection[str] = (),
     ) -> None:
         """Compute a step: of each request its (new) blocks, how many tokens were computed before, and how many are.
 
@@ -74,15 +76,16 @@ class Engine:
                 num_output_tokens=[num_output_tokens] * len(all_cached),
             ),
             num_scheduled_tokens={id_: count for id_, (_, _, count) in every},
+            finished_req_ids=set(finished),
         )
         order = sorted(every, key=lambda item: item[1][2])  # as a worker may put them
         rows = np.concatenate([self.rows(start, start + count) for _, (_, start, count) in order])
         output = SimpleNamespace(req_ids=[id_ for id_, _ in order], **{ROWS: rows})
         self.routes.take(self._scheduler, scheduled, output)
 
-    def reported(self, request_id: str) -> Any:
-        output = SimpleNamespace(request_id=request_id, finish_reason="stop", routed_experts=None)
-        self.routes.report([output])
+    def reported(self, request_id: str, finish_reason: str | None = "stop") -> Any:
+        output = SimpleNamespace(request_id=request_id, finish_reason=finish_reason, routed_experts=None)
+        self.routes.report([output], at_once="at-once-")
         return output.routed_experts
 
 
@@ -153,14 +156,35 @@ def test_a_prompt_that_restarts_before_any_token_is_of_one_version(routes: Route
     assert np.array_equal(engine.reported(ONE), engine.rows(0, 4))
 
 
-def test_finished_requests_are_forgotten_and_dense_models_report_nothing(routes: Routes) -> None:
+def test_a_finished_request_is_forgotten_after_the_step_that_was_scheduled_with_it(routes: Routes) -> None:
+    """As with asynchronous scheduling."""
     engine = Engine(routes)
     engine.step(new={ONE: ([3], 0, 2), TWO: ([4], 0, 2)})
-    routes.forget({TWO: None})
+    assert len(engine.reported(ONE)) == 2
+    engine.step(cached={ONE: (None, 2, 1), TWO: (None, 2, 1)})
+    engine.step(cached={TWO: (None, 3, 1)}, finished={ONE})
     assert engine.reported(ONE) is None
-    assert engine.reported(TWO) is not None
-    routes.take(None, None, SimpleNamespace(req_ids=[ONE]))
-    routes.take(None, None, None)
+    assert np.array_equal(engine.reported(TWO), engine.rows(0, 4))
+
+
+def test_a_request_that_vllm_may_end_later_reports_in_every_output(routes: Routes) -> None:
+    engine, early = Engine(routes), f"{ONE}at-once-"
+    engine.step(new={early: ([3], 0, 3)})
+    first = engine.reported(early, finish_reason=None)
+    engine.step(cached={early: (None, 3, 1)})
+    assert np.array_equal(first, engine.rows(0, 3))
+    assert np.array_equal(engine.reported(early, finish_reason=None), engine.rows(3, 4))
+    engine.step(new={TWO: ([4], 0, 3)})
+    assert engine.reported(TWO, finish_reason=None) is None
+
+
+def test_models_without_experts_or_without_full_attention_report_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed_experts, "_attention_group", lambda _: None)
+    engine = Engine(Routes())
+    engine.step(new={ONE: ([3], 0, 2)})
+    assert engine.reported(ONE) is None
+    engine.routes.take(None, None, SimpleNamespace(req_ids=[ONE]))
+    engine.routes.take(None, None, None)
 
 
 class Router:
@@ -196,21 +220,27 @@ def model(*routers: Router) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("routers", "speculation", "is_watched"),
+    ("routers", "speculation", "num_stages", "is_watched"),
     [
-        ([Router(), Router()], None, True),
-        ([], None, False),
-        ([Router(), Router(top_k=2)], None, False),
-        ([Router()], object(), False),
+        ([Router(), Router()], None, 1, True),
+        ([], None, 1, False),
+        ([Router(), Router(top_k=2)], None, 1, False),
+        ([Router()], object(), 1, False),
+        ([Router()], None, 2, False),
     ],
 )
 def test_models_whose_layers_choose_alike_are_watched(
-    routers: list[Router], speculation: Any, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+    routers: list[Router], speculation: Any, num_stages: int, is_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routed_experts, "_recorder", None)
     monkeypatch.setattr(routed_experts, "_attention_group", lambda _: 0)
-    scheduler = SimpleNamespace(max_num_batched_tokens=16)
-    routed_experts.watch(model(*routers), SimpleNamespace(speculative_config=speculation, scheduler_config=scheduler))
+    config = SimpleNamespace(
+        speculative_config=speculation,
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
+    )
+    routed_experts.watch(model(*routers), config)
     assert routed_experts.reported(None) == ((2, NUM_CHOSEN) if is_watched else None)
     monkeypatch.setattr(routed_experts, "_attention_group", lambda _: None)
     assert routed_experts.reported(None) is None, "no group of the cache holds every token"
