@@ -4,11 +4,13 @@ import math
 import random
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
+from bridge.passes.routing import UNKNOWN
 
 CPU = torch.device("cpu")
 
@@ -63,6 +65,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
         "advantages_N": [1.0, 1.0, -0.5],
         "weights_N": [0.5, 0.5, 0.25],
         "kept": None,
+        "experts_TX": None,
     }
     assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
     assert len(batch.tokens_T) == 7
@@ -86,9 +89,27 @@ def test_a_shared_prompt_is_packed_once() -> None:
         "advantages_N": [1.0, 1.0, 1.0, -0.5],
         "weights_N": [0.5, 0.5, 0.5, 0.25],
         "kept": None,
+        "experts_TX": None,
     }
     assert num_tokens(given, share_prompts=True) == len(batch.tokens_T) == 8
     assert num_tokens(given, share_prompts=False) == 11
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_experts_follow_their_tokens(share_prompts: bool) -> None:
+    """Of one layer with one expert: as many as the token's position, and unknown for the last token."""
+    known = [
+        replace(sample(prompt, *tokens), experts=np.arange(len(prompt) + len(tokens) - 1).astype("<i2").tobytes())
+        for prompt, tokens in (((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((7,), (8, 9)))
+    ]
+    (batch,) = packs([*known, sample((7, 8), 9)], max_tokens=100, device=CPU, share_prompts=share_prompts)
+    assert batch.experts_TX is not None
+    ends = {tuple(one.prompt_token_ids + one.token_ids)[-1] for one in known}
+    for token, position, expert in zip(
+        batch.tokens_T.tolist(), batch.positions_T.tolist(), batch.experts_TX[:, 0].tolist(), strict=True
+    ):
+        assert expert in ((UNKNOWN,) if token in ends else (position, UNKNOWN))
+    assert (batch.experts_TX == UNKNOWN).sum() == len(known) + 3, "the last tokens, and a sample without"
 
 
 def test_what_filters_kept_follows_the_rows() -> None:
