@@ -31,10 +31,8 @@ vllm.model_executor.layers.fused_moe.experts.cpu_moe
     if CPUUnquantizedExperts.finalize_weight_and_reduce_impl: wrap CPUUnquantizedExperts.apply(output,
         hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input)
 vllm.model_executor.layers.mamba.ops.cpu.gdn_attention
-    if _causal_conv1d_fwd_cpu: wrap _causal_conv1d_fwd_cpu(x, weight, bias, conv_states, query_start_loc,
-        cache_indices, has_initial_state, silu_activation, is_weight_packed)
-    if _causal_conv1d_update_cpu: wrap _causal_conv1d_update_cpu(x, conv_states, weight, bias, silu_activation,
-        conv_state_indices, is_weight_packed)
+    if _causal_conv1d_fwd_cpu: wrap _causal_conv1d_fwd_cpu(weight)
+    if _causal_conv1d_update_cpu: wrap _causal_conv1d_update_cpu(weight)
 vllm._custom_ops: if causal_conv1d_weight_pack: call causal_conv1d_weight_pack(weight)
 vllm.lora.ops.torch_ops.lora_ops
     wrap bgmv_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
