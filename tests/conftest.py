@@ -17,7 +17,7 @@ from bridge.server import discovery
 TESTS = Path(__file__).parent
 MARKED_FOLDERS = ("cpu", "gpu", "contract")
 SLOW_TIMEOUT_S = 900
-"""Of a test with a real vLLM or a compiler of its own, beside others on few cores."""
+"""Limit of a test that starts a vLLM or compiles, while others use the same few cores."""
 ENOUGH_CORES = 4
 """For tests marked `several`."""
 

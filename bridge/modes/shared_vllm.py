@@ -130,8 +130,8 @@ class PatchedServer(Mode):
             if self._config.compute.router_replay and self._status.experts is None:
                 raise UsageError(
                     "--router-replay: the server does not report the experts of a token",
-                    remedy="leave it out; only mixtures of experts are reported, without --speculative-config, and on a"
-                    " CPU from vLLM 0.30 on",
+                    remedy="leave it out; a server of a mixture of experts reports them, without --speculative-config"
+                    " or a KV connector, and on a CPU from vLLM 0.30 on",
                 )
         except BaseException:
             self.close()

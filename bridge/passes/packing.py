@@ -266,9 +266,10 @@ def _experts(sample: Sample) -> Any:
 
 def _no_experts(groups: Sequence[Sequence[Sample]]) -> Tensor | None:
     """Return room for the experts of all tokens, which are unknown so far; None: those of every sample are."""
-    width = next((_experts(sample).shape[1] for group in groups for sample in group if sample.experts), None)
-    if width is None:
+    known = next((sample for group in groups for sample in group if sample.experts), None)
+    if known is None:
         return None
+    width = len(known.experts) // (2 * (known.num_tokens - 1))
     num_tokens = sum(len(group[0].prompt_token_ids) for group in groups)
     num_tokens += sum(len(sample.token_ids) for group in groups for sample in group)
     return torch.full((num_tokens, width), UNKNOWN, dtype=torch.int16)

@@ -15,6 +15,6 @@ class Endpoint:
     kv_tokens: int | None = None
     """Tokens that its KV cache holds; None: unknown."""
     reports_experts: bool = False
-    """Whether it is to report which experts each token was sent to."""
+    """Whether requests ask it for the experts that each token was sent to."""
     starts: int = 0
     """How often this run has started the server again: what was in flight before is lost."""

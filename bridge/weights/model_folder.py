@@ -220,7 +220,7 @@ def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) 
 
 
 def _on_meta(model: PreTrainedModel, parts: Parts | None) -> dict[str, Tensor]:
-    """Return all that the files hold as it is when whole, without memory."""
+    """Return whole tensors of the shapes that the files hold, on the meta device."""
     return {
         name: torch.empty(tensor.shape if parts is None else parts.own[name].shape, dtype=tensor.dtype, device="meta")
         for name, tensor in state(model).items()

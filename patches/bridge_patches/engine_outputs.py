@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge_patches import wrap
-from bridge_patches.routed_experts import Routes
+from bridge_patches.routed_experts import ExpertsInCache
 from bridge_patches.thresholds import COUNT_BITS, KEPT_MASK, RANK_SHIFT, unpack
 
 PINS = """
@@ -89,7 +89,7 @@ def collect() -> None:
     from vllm.v1.outputs import LogprobsLists
 
     step: Step | None = None
-    routes = Routes()
+    experts = ExpertsInCache()
     outbox = Outbox()
 
     def slice_request(lists: Any, req_idx: int, num_positions: int) -> Part:
@@ -103,10 +103,10 @@ def collect() -> None:
     def update_from_output(
         original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
     ) -> Any:
-        routes.take(scheduler, scheduler_output, model_runner_output)
+        experts.take(scheduler, scheduler_output, model_runner_output)
         by_client = original(scheduler, scheduler_output, model_runner_output)
         for outputs in by_client.values():
-            routes.report(outputs.outputs, at_once=AT_ONCE)
+            experts.report(outputs.outputs, at_once=AT_ONCE)
             outputs.outputs = outbox.due(outputs.outputs)
         outbox.forget(scheduler.requests)
         return by_client

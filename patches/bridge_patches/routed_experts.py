@@ -165,7 +165,7 @@ def _with_rows(output: Any, rows: Callable[[], Any]) -> Any:
 
 
 @dataclass
-class Route:
+class RequestExperts:
     """Where a request's tokens are in the KV cache, and the experts of those that were computed."""
 
     blocks: list[int]
@@ -177,7 +177,7 @@ class Route:
     """How many bytes of them were."""
 
 
-class Routes:
+class ExpertsInCache:
     """In the engine: the experts of all tokens in the KV cache, and those of each request."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class Routes:
         self._block_size = 0
         self._store: Any = None
         """By place in the KV cache; none before the first step of a model with experts."""
-        self._routes: dict[str, Route] = {}
+        self._requests: dict[str, RequestExperts] = {}
         """By request."""
 
     def take(self, scheduler: Any, scheduled: Any, output: Any) -> None:
@@ -194,7 +194,7 @@ class Routes:
         if rows is None or (self._store is None and not self._allocate(scheduler.kv_cache_config, rows)):
             return
         for request_id in scheduled.finished_req_ids:
-            self._routes.pop(request_id, None)
+            self._requests.pop(request_id, None)
         starts = self._follow(scheduled)
         counts = [scheduled.num_scheduled_tokens[request_id] for request_id in output.req_ids]
         ends = np.cumsum(counts)
@@ -206,7 +206,7 @@ class Routes:
         for request_id, count, end in zip(output.req_ids, counts, ends, strict=True):
             if ROUTED not in request_id:
                 continue
-            known, start = self._routes[request_id].known, starts[request_id]
+            known, start = self._requests[request_id].known, starts[request_id]
             if not known:  # a prefix from the cache, which another request may have computed in this step
                 known += self._store[self._slots(request_id, 0, start)].tobytes()
             num_before = len(known) // rows[0].nbytes - start  # computed once more
@@ -220,11 +220,11 @@ class Routes:
         """
         for output in outputs:
             request_id = output.request_id
-            route = self._routes.get(request_id) if ROUTED in request_id else None
-            if route is not None and (output.finish_reason is not None or at_once in request_id):
-                rows = np.frombuffer(bytes(route.known[route.num_reported :]), self._store.dtype)
+            request = self._requests.get(request_id) if ROUTED in request_id else None
+            if request is not None and (output.finish_reason is not None or at_once in request_id):
+                rows = np.frombuffer(bytes(request.known[request.num_reported :]), self._store.dtype)
                 output.routed_experts = rows.reshape(-1, *self._store.shape[1:])
-                route.num_reported = len(route.known)
+                request.num_reported = len(request.known)
 
     def _allocate(self, kv_cache_config: Any, rows: Any) -> bool:
         """Allocate the store; return whether a group of the cache has a place for every token."""
@@ -248,10 +248,10 @@ class Routes:
         for number, request_id in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[number]
             if request_id in cached.resumed_req_ids:
-                num_prompt = self._routes[request_id].num_prompt
+                num_prompt = self._requests[request_id].num_prompt
                 self._begin(request_id, blocks, num_prompt, cached.num_output_tokens[number])
             elif blocks is not None:
-                self._routes[request_id].blocks += blocks[self._group]
+                self._requests[request_id].blocks += blocks[self._group]
             starts[request_id] = cached.num_computed_tokens[number]
         return starts
 
@@ -260,13 +260,13 @@ class Routes:
 
         The tokens that sampled another one keep their experts; a step whose sampled token was discarded is not kept.
         """
-        before = self._routes.get(request_id)
-        self._routes[request_id] = route = Route([*blocks[self._group]], num_prompt)
+        before = self._requests.get(request_id)
+        self._requests[request_id] = request = RequestExperts([*blocks[self._group]], num_prompt)
         if before is not None and num_sampled:
-            route.known += before.known[: (num_prompt + num_sampled - 1) * self._store[0].nbytes]
-            route.num_reported = before.num_reported
+            request.known += before.known[: (num_prompt + num_sampled - 1) * self._store[0].nbytes]
+            request.num_reported = before.num_reported
 
     def _slots(self, request_id: str, start: int, count: int) -> list[int]:
         """Return the places in the KV cache of `count` tokens from `start` on."""
-        blocks, size = self._routes[request_id].blocks, self._block_size
+        blocks, size = self._requests[request_id].blocks, self._block_size
         return [blocks[position // size] * size + position % size for position in range(start, start + count)]

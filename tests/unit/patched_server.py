@@ -76,7 +76,7 @@ class Engine:
         """Answer like vLLM after a short delay, and only while not paused."""
         await asyncio.sleep(0.01 * (1 + body.prompt[-1] % 3))
         await self._running.wait()
-        word = 50 + len(body.prompt) % (tiny.VOCABULARY - 50)  # a longer prompt has no token of its own
+        word = 50 + len(body.prompt) % (tiny.VOCABULARY - 50)  # longer prompts stay within the vocabulary
         choices = [choice(index, 40 + index, word, 2) for index in range(body.n)]
         return {"choices": choices}
 

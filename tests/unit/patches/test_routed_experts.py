@@ -11,7 +11,7 @@ from torch import nn
 
 from bridge_patches import routed_experts
 from bridge_patches.engine_outputs import ROLLOUT
-from bridge_patches.routed_experts import ROUTED, ROWS, Recorder, Routes
+from bridge_patches.routed_experts import ROUTED, ROWS, ExpertsInCache, Recorder
 
 BLOCK_SIZE = 4
 NUM_LAYERS, NUM_CHOSEN = 2, 3
@@ -19,17 +19,17 @@ ONE, TWO, OTHER = f"0_{ROLLOUT}{ROUTED}one", f"0_{ROLLOUT}{ROUTED}two", f"0_{ROL
 
 
 @pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> Routes:
-    """Routes of a model whose cache has two groups, of which the second holds every token."""
+def in_cache(monkeypatch: pytest.MonkeyPatch) -> ExpertsInCache:
+    """The experts of a model whose cache has two groups, of which the second holds every token."""
     monkeypatch.setattr(routed_experts, "_attention_group", lambda _: 1)
-    return Routes()
+    return ExpertsInCache()
 
 
 class Engine:
     """A scheduler and a worker: the experts of a token are made of its position and a version."""
 
-    def __init__(self, routes: Routes) -> None:
-        self.routes = routes
+    def __init__(self, in_cache: ExpertsInCache) -> None:
+        self.in_cache = in_cache
         self.version = 0
         spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK_SIZE))
         self._scheduler = SimpleNamespace(
@@ -81,16 +81,16 @@ class Engine:
         order = sorted(every, key=lambda item: item[1][2])  # as a worker may put them
         rows = np.concatenate([self.rows(start, start + count) for _, (_, start, count) in order])
         output = SimpleNamespace(req_ids=[id_ for id_, _ in order], **{ROWS: rows})
-        self.routes.take(self._scheduler, scheduled, output)
+        self.in_cache.take(self._scheduler, scheduled, output)
 
     def reported(self, request_id: str, finish_reason: str | None = "stop") -> Any:
         output = SimpleNamespace(request_id=request_id, finish_reason=finish_reason, routed_experts=None)
-        self.routes.report([output], at_once="at-once-")
+        self.in_cache.report([output], at_once="at-once-")
         return output.routed_experts
 
 
-def test_a_request_reports_its_prompt_and_every_token(routes: Routes) -> None:
-    engine = Engine(routes)
+def test_a_request_reports_its_prompt_and_every_token(in_cache: ExpertsInCache) -> None:
+    engine = Engine(in_cache)
     engine.step(new={ONE: ([3, 5], 0, 4), OTHER: ([7], 0, 3)})  # the rest of its prompt follows
     engine.step(cached={OTHER: (None, 3, 1), ONE: (None, 4, 3)})
     engine.step(cached={ONE: (None, 7, 1), OTHER: ([8], 4, 1)})
@@ -99,8 +99,8 @@ def test_a_request_reports_its_prompt_and_every_token(routes: Routes) -> None:
     assert engine.reported(OTHER) is None, "it did not ask"
 
 
-def test_a_prefix_in_the_cache_is_reported_as_it_was_computed(routes: Routes) -> None:
-    engine = Engine(routes)
+def test_a_prefix_in_the_cache_is_reported_as_it_was_computed(in_cache: ExpertsInCache) -> None:
+    engine = Engine(in_cache)
     engine.step(new={OTHER: ([3, 5], 0, 8)})
     engine.version = 1
     engine.step(new={ONE: ([3, 5, 9], 8, 2), TWO: ([3, 10], 4, 1)})
@@ -108,14 +108,14 @@ def test_a_prefix_in_the_cache_is_reported_as_it_was_computed(routes: Routes) ->
     assert np.array_equal(engine.reported(TWO), np.concatenate([engine.rows(0, 4, 0), engine.rows(4, 5)]))
 
 
-def test_a_prefix_that_another_request_computes_in_the_same_step_is_reported(routes: Routes) -> None:
-    engine = Engine(routes)
+def test_a_prefix_that_another_request_computes_in_the_same_step_is_reported(in_cache: ExpertsInCache) -> None:
+    engine = Engine(in_cache)
     engine.step(new={ONE: ([3, 5], 0, 6), TWO: ([3, 6], 4, 2)})
     assert np.array_equal(engine.reported(TWO), engine.rows(0, 6))
 
 
-def test_a_block_that_is_used_again_has_its_new_tokens(routes: Routes) -> None:
-    engine = Engine(routes)
+def test_a_block_that_is_used_again_has_its_new_tokens(in_cache: ExpertsInCache) -> None:
+    engine = Engine(in_cache)
     engine.step(new={OTHER: ([3], 0, 4)})
     engine.version = 1
     engine.step(new={TWO: ([3], 0, 4)})
@@ -123,9 +123,9 @@ def test_a_block_that_is_used_again_has_its_new_tokens(routes: Routes) -> None:
     assert np.array_equal(engine.reported(ONE), engine.rows(0, 5))
 
 
-def test_sampled_tokens_keep_the_experts_that_sampled_them(routes: Routes) -> None:
+def test_sampled_tokens_keep_the_experts_that_sampled_them(in_cache: ExpertsInCache) -> None:
     """A preempted request computes its tokens again, elsewhere and maybe by newer weights."""
-    engine = Engine(routes)
+    engine = Engine(in_cache)
     engine.step(new={ONE: ([3], 0, 3)})
     engine.step(cached={ONE: (None, 3, 1)})
     engine.version = 1
@@ -137,9 +137,9 @@ def test_sampled_tokens_keep_the_experts_that_sampled_them(routes: Routes) -> No
     assert np.array_equal(engine.reported(TWO), engine.rows(0, 5)), "what finds its tokens finds what is in the cache"
 
 
-def test_a_step_whose_token_was_discarded_is_not_kept(routes: Routes) -> None:
+def test_a_step_whose_token_was_discarded_is_not_kept(in_cache: ExpertsInCache) -> None:
     """As for a step that was computed while the request was preempted: its token is sampled again."""
-    engine = Engine(routes)
+    engine = Engine(in_cache)
     engine.step(new={ONE: ([3], 0, 3)})
     engine.step(cached={ONE: (None, 3, 1)})
     engine.version = 1
@@ -148,17 +148,17 @@ def test_a_step_whose_token_was_discarded_is_not_kept(routes: Routes) -> None:
 
 
 @pytest.mark.parametrize("how", ["resumed", "new"])
-def test_a_prompt_that_restarts_before_any_token_is_of_one_version(routes: Routes, how: str) -> None:
-    engine = Engine(routes)
+def test_a_prompt_that_restarts_before_any_token_is_of_one_version(in_cache: ExpertsInCache, how: str) -> None:
+    engine = Engine(in_cache)
     engine.step(new={ONE: ([3], 0, 2)})
     engine.version = 1
     engine.step(**{how: {ONE: ([6], 0, 4)}}, num_output_tokens=0)  # type: ignore[arg-type]
     assert np.array_equal(engine.reported(ONE), engine.rows(0, 4))
 
 
-def test_a_finished_request_is_forgotten_after_the_step_that_was_scheduled_with_it(routes: Routes) -> None:
+def test_a_finished_request_is_forgotten_after_the_step_that_was_scheduled_with_it(in_cache: ExpertsInCache) -> None:
     """As with asynchronous scheduling."""
-    engine = Engine(routes)
+    engine = Engine(in_cache)
     engine.step(new={ONE: ([3], 0, 2), TWO: ([4], 0, 2)})
     assert len(engine.reported(ONE)) == 2
     engine.step(cached={ONE: (None, 2, 1), TWO: (None, 2, 1)})
@@ -167,8 +167,8 @@ def test_a_finished_request_is_forgotten_after_the_step_that_was_scheduled_with_
     assert np.array_equal(engine.reported(TWO), engine.rows(0, 4))
 
 
-def test_a_request_that_vllm_may_end_later_reports_in_every_output(routes: Routes) -> None:
-    engine, early = Engine(routes), f"{ONE}at-once-"
+def test_a_request_that_vllm_may_end_later_reports_in_every_output(in_cache: ExpertsInCache) -> None:
+    engine, early = Engine(in_cache), f"{ONE}at-once-"
     engine.step(new={early: ([3], 0, 3)})
     first = engine.reported(early, finish_reason=None)
     engine.step(cached={early: (None, 3, 1)})
@@ -180,11 +180,11 @@ def test_a_request_that_vllm_may_end_later_reports_in_every_output(routes: Route
 
 def test_models_without_experts_or_without_full_attention_report_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_experts, "_attention_group", lambda _: None)
-    engine = Engine(Routes())
+    engine = Engine(ExpertsInCache())
     engine.step(new={ONE: ([3], 0, 2)})
     assert engine.reported(ONE) is None
-    engine.routes.take(None, None, SimpleNamespace(req_ids=[ONE]))
-    engine.routes.take(None, None, None)
+    engine.in_cache.take(None, None, SimpleNamespace(req_ids=[ONE]))
+    engine.in_cache.take(None, None, None)
 
 
 class Router:
