@@ -98,9 +98,9 @@ class LiveServer:
             return client.status()
 
 
-def sampled(url: str, name: str | None = None) -> list[Group]:
+def sampled(url: str, name: str | None = None, *, experts: bool = False) -> list[Group]:
     """Sample from the server at `url` as training does, from the model or from the adapter `name`."""
-    endpoint = Endpoint(url=url, model=name)
+    endpoint = Endpoint(url=url, model=name, reports_experts=experts)
     with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=120)) as sampler:
         return sample(sampler, endpoint, 301)
 

@@ -95,19 +95,22 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
     context = RunContext(name="test", scratch=folder / "scratch", note=lambda _: None, ranks=ranks)
     mode: Any = WAYS[config.way](config, context)
     opened = mode.open()
-    learner = learner_of(config, opened, lambda _: None, max_model_len=mode.max_model_len, ranks=ranks)
+    replayed = mode.replayed_experts
+    learner = learner_of(config, opened, lambda _: None, mode.max_model_len, replayed, ranks=ranks)
 
     def sampled() -> list[Group]:
-        return ranks.run_on_rank_zero(lambda: scored(scenarios.sampled(mode.endpoint.url, mode.endpoint.model)))
+        url, name = mode.endpoint.url, mode.endpoint.model
+        return ranks.run_on_rank_zero(lambda: scored(scenarios.sampled(url, name, experts=replayed is not None)))
 
     before = logprob_diffs(opened.model, sampled()).mean().item()
-    figures = []
+    figures, learnt = [], list[dict[str, Any]]()
     for step in range(1, STEPS + 1):
         learner.take(sampled(), step=step)
         learner.prepare()
         with mode.publish(Update()):
             learner.write()
-        figures.append((learner.learnt()["grad_norm"], learner.optimizer.changed_weight_share, mode.version))
+        learnt.append(learner.learnt())
+        figures.append((learnt[-1]["grad_norm"], learner.optimizer.changed_weight_share, mode.version))
     after = logprob_diffs(opened.model, sampled()).mean().item()
     if ranks.is_rank_zero:
         (folder / "saved").mkdir()
@@ -118,6 +121,8 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
     mode.close()
     return {
         "before": before, "after": after, "figures": figures, "weight_bytes": opened.weight_bytes,
+        "rerouted": [step["rerouted_share"] for step in learnt],
+        "mismatch": [step["logprob_diff_mean"] for step in learnt],
         "is_served": served == {name: digest(t) for name, t in mode._attached.server_tensors.items()},
     }  # fmt: skip
 
@@ -148,7 +153,13 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
         assert mine["weight_bytes"] == 0
         assert mine["is_served"]
         assert mine["figures"] == results[0]["figures"]
+        assert mine["rerouted"] == results[0]["rerouted"]
+        assert max(mine["mismatch"]) < limit, results
         assert all(share > 0.5 for _, share, _ in mine["figures"])
+    if family == "experts":
+        assert all(share is not None and share < 0.05 for share in results[0]["rerouted"]), results
+    else:
+        assert results[0]["rerouted"] == [None] * STEPS
     saved, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", dtype=torch.bfloat16, output_loading_info=True
     )
