@@ -51,7 +51,7 @@ LENGTHS = "lognormal:600:0.6:4096"
 LARGE: Mapping[str, tuple[str, int, int, int, str]] = {
     "14b": ("14b", 2, 2, 64, "adamw"),
     "32b": ("32b", 2, 2, 32, "adamw-8bit --kv-sleep always"),
-    "32b-exact": ("32b", 4, 4, 32, "adamw"),
+    "32b-exact": ("32b", 4, 4, 32, "adamw --kv-sleep always"),
     "72b": ("72b", 4, 8, 16, "adamw-4bit"),
 }
 """Model, parts at least and at most, completions for each GPU, and choices."""

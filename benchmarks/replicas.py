@@ -41,6 +41,8 @@ FAULT_STEPS = 60
 KILL_SERVER_AT, KILL_RANK_AT = 10, 30
 WARM_UP = 50
 """Steps before memory is looked at."""
+LOOK_EVERY = 25
+"""Steps: the memory of a GPU's processes takes seconds to read."""
 MIB = 2**20
 
 
@@ -160,8 +162,9 @@ def stays_equal(model: Path, folder: Path, gpus: int, parts: int) -> dict[str, A
     at: list[int] = []
 
     def look(step: int) -> None:
-        if step % 5 or step < WARM_UP:
+        if step % LOOK_EVERY or step < WARM_UP:
             return
+        say(f"step {step}")
         at.append(step)
         mib["processes"].append(sum(map(_unique_bytes, run.descendants())) / MIB)
         if gpu_bytes is not None:
