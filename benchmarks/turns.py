@@ -33,9 +33,9 @@ from bridge.agents.conversation import Conversation
 from bridge.agents.tool_calls import Call
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.core.together import together
-from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
+from bridge.rollouts.stream import EnvironmentStream
 from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint

@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 from bridge.optimizers import slabs
 from bridge.optimizers.slabs import Piece
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.stream import EnvironmentStream
 from bridge.run import optimizer_state
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status

@@ -21,8 +21,8 @@ from bridge.agents.trajectories import TrajectorySampler, Written, pinned
 from bridge.config.choices import flag
 from bridge.core.foreign_code import reason_of
 from bridge.errors import UsageError
+from bridge.rollouts.groups import Servers
 from bridge.rollouts.sampler import Sampler
-from bridge.rollouts.stream import Servers
 from bridge.scoring.score import FailedScore, Score, failed
 from bridge.scoring.scorer import Scorer, Trajectory
 from bridge.types import Completion, Problem

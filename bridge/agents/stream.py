@@ -20,10 +20,10 @@ from bridge.config import SamplingConfig, TaskConfig, TrainConfig
 from bridge.core import private
 from bridge.errors import RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
-from bridge.rollouts.environment import EnvironmentStream
+from bridge.rollouts.groups import Completions, GroupSampler, Notes
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler
-from bridge.rollouts.stream import Completions, GroupSampler, Notes
+from bridge.rollouts.stream import EnvironmentStream
 from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
 from bridge.types import Environment, Problem, Task

@@ -16,10 +16,10 @@ from bridge.agents.conversation import Conversation, encodable
 from bridge.agents.tool_calls import Call
 from bridge.core.together import together
 from bridge.errors import RewardError, UsageError
+from bridge.rollouts.groups import Sampled, Servers
 from bridge.rollouts.problems import encode
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
-from bridge.rollouts.stream import Sampled, Servers
 from bridge.scoring.score import FailedScore, Score, failed
 from bridge.scoring.scorer import Scorer, Trajectory
 from bridge.types import Completion, FinishReason, Problem

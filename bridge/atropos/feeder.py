@@ -25,10 +25,10 @@ from bridge.atropos.groups import scored_group
 from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
 from bridge.rollouts import problems
+from bridge.rollouts.groups import Notes
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
 from bridge.rollouts.servers import Server
-from bridge.rollouts.stream import Notes
 from bridge.scoring.score import FailedScore, FailedScores, Score, Scores
 from bridge.scoring.scorer import Scorer
 from bridge.server.client import VllmClient, max_model_len

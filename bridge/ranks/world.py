@@ -186,7 +186,7 @@ class Ranks(Tensors):
             what = "is out of memory" if is_memory else "stopped in a pass"
             reported = RankError(
                 f"rank {self.rank} of {self.world_size} {what}: {str(error).strip().partition(chr(10))[0]}",
-                remedy="continue with --resume and --kv-sleep always, --gradient-checkpointing or fewer --micro-batch-tokens"
+                remedy="--resume with --kv-sleep always, --gradient-checkpointing or a lower --micro-batch-tokens"
                 if is_memory
                 else "continue with --resume; the rank that ended first says why",
             )

@@ -1,216 +1,294 @@
-"""What the trainer takes its groups from, and how a problem becomes a group.
+"""The stream of a run's own environment: samples its problems in order, and scores the completions.
 
-Streams are in `environment.py` and `bridge/atropos/stream.py`; `SOURCES` in `bridge/config/rollouts.py` lists the
-modules that open one, by a function `open_stream`. A problem becomes a group by a `GroupSampler`; the simplest is
-`Completions`, with one completion for each sample. Others are in `bridge/agents`.
+Without staleness a step's groups are sampled together, and none is in flight between two steps. With it, groups begin
+whenever there is room, a step takes those that are done, and the others continue under new weights. In
+both cases each is scored as soon as it arrives, while others are still being sampled.
+
+The sampler's event loop has its own thread, which keeps running while a step is computed. Only `take`, `evaluate` and
+`served` start, take or drop groups; what a group notes meanwhile is logged by the next of them.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, TypeVar
 
-from transformers import PreTrainedTokenizerBase
-
-from bridge.config import RolloutConfig
-from bridge.rollouts import problems
-from bridge.rollouts.sampler import Sampler
-from bridge.rollouts.servers import Server
-from bridge.scoring.score import FailedScore, Score, failed
+from bridge.config import TrainConfig
+from bridge.core.together import together
+from bridge.errors import BridgeError
+from bridge.ranks.world import ALONE, Ranks
+from bridge.rollouts import problems, staleness
+from bridge.rollouts.groups import GroupSampler, Notes, Servers, checked, penalized, scored_group
+from bridge.rollouts.sampler import Sampler, seed_of
+from bridge.rollouts.staleness import InFlight
+from bridge.scoring.score import FailedScores
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint
-from bridge.types import Completion, Group, Problem, TrainedProblems, Unscored
+from bridge.types import Group, Problem, Task, TrainedProblems
+
+Result = TypeVar("Result")
+EVALUATION = 2**31
+"""Takes the place of the step in an evaluation's seed: larger than any step, so that no rollout is repeated."""
 
 
-class Stream(Protocol):
-    """Groups to train on, in the order in which they are trained on."""
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """What one replica brings to a step."""
 
+    groups: list[Group]
+    skipped: list[Group]
     num_retries: int
-    """Requests that were sent again for the last step."""
-
-    @property
-    def skipped(self) -> Sequence[Group]:
-        """Groups without signal that others took the place of in the last step."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """Groups that have begun, and that no step has taken yet."""
-
-    def served(self, endpoint: Endpoint, version: int) -> None:
-        """Announce that `endpoint` serves `version` of the weights from now on.
-
-        Called before the first `take`, after each publication, and after each restart of the server.
-        """
-
-    def resume(self, trained: TrainedProblems) -> None:
-        """Skip the problems in `trained`; called before the first `take`."""
-
-    def take(self, count: int, *, step: int) -> list[Group]:
-        """Wait for the `count` groups of a step; if that fails, a repeated call returns groups of the same problems."""
-
-    def evaluate(self, *, step: int) -> list[Group] | None:
-        """Return groups of the held-out problems, sampled after `step`; None if the run evaluates nothing."""
-
-    def close(self) -> None: ...
+    num_in_flight: int
 
 
-class Notes:
-    """Lines for the person who started the run, each once; a thread that samples adds them, the trainer's logs them."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
-        self._waiting = deque[str]()
-        self.noted = set[str]()
-
-    def __call__(self, line: str) -> None:
-        if line not in self.noted:
-            self.noted.add(line)
-            self.add(line)
-
-    def add(self, line: str) -> None:
-        self._waiting.append(line)
-
-    def flush(self) -> None:
-        while self._waiting:
-            self._note(self._waiting.popleft())
-
-
-Servers = Callable[[], Sequence[Server]]
-"""Returns the servers for the next request."""
-
-
-class Sampled(NamedTuple):
-    """The completions of one problem, and what came of scoring each."""
-
-    prompt: tuple[int, ...]
-    """What all of their sequences begin with."""
-    completions: Sequence[Completion]
-    results: Sequence[Score | FailedScore]
-
-
-class GroupSampler(Protocol):
-    """How the completions of a problem come about."""
-
-    is_chat: bool
-    """Whether a prompt becomes chat messages even if it is text."""
-
-    def check_prompt(self, problem: Problem) -> None:
-        """Raise a RewardError if the problem's prompt cannot be encoded."""
-
-    async def group(
-        self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
-    ) -> Sampled:
-        """Sample and score `num_samples` completions; `index` is the problem's place among those that share `seed`.
-
-        `params` are sampling parameters in place of the run's.
-        """
-
-    async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
-        """Score the made-up completion `text`, with no server."""
-
-    async def close(self) -> None:
-        """Close what was opened for the groups."""
-
-
-class Completions:
-    """Samples a completion of one turn for each sample."""
-
-    is_chat = False
+class EnvironmentStream:
+    """Samples and scores the problems of one environment."""
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        config: TrainConfig,
+        task: Task,
+        group_sampler: GroupSampler,
         sampler: Sampler,
         scorer: Scorer,
-        template: Mapping[str, Any],
+        notes: Notes,
+        *,
+        progress: Callable[[int, int], None] = lambda *_: None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`template` is given to the chat template."""
-        self._tokenizer = tokenizer
+        """Prepare everything that needs no server; `sampler` and `scorer` are closed with the stream.
+
+        Of several `ranks`, each that talks to a server samples a share of every step. `progress` gets the number of
+        groups scored so far and in all.
+        """
+        self.num_retries = 0
+        self.num_in_flight = 0
+        self.skipped: list[Group] = []
+        self._ranks = ranks
+        self._config = config
+        self._group_sampler = group_sampler
         self._sampler = sampler
         self._scorer = scorer
-        self._template = template
+        self._notes = notes
+        self._progress = progress
+        self._held_out = problems.held_out(task) if config.evaluation.samples else []
+        self._order = enumerate(problems.endless(task, config.seed))
+        self._trained = TrainedProblems()
+        self._step = 0
+        self._in_flight: list[InFlight] = []
+        self._endpoint: Endpoint
+        self._own_skipped: list[Group] = []
+        self._requeued: list[InFlight] = []
+        """What was in flight when a server was lost or a step failed."""
+        self._counted_retries = 0
+        """Requests that were sent again up to the last step taken, and in evaluations since."""
+        self._earlier_retries = 0
+        """The same before this step."""
+        self._failures: FailedScores
+        self._counted_step = 0
+        """The step whose failures are counted; 0: none."""
 
-    def check_prompt(self, problem: Problem) -> None:
-        problems.encode(self._tokenizer, problem, **self._template)
+    def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
+        if self._in_flight and endpoint.starts != self._endpoint.starts:
+            self._run(self._requeue(keep_sampled=True))
+        self._endpoint = endpoint
+        self._servers = self._sampler.servers_at([endpoint])
+        self._endpoints = self._ranks.one_per_replica(self._ranks.all_gather_object(endpoint))
 
-    async def group(
-        self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
-    ) -> Sampled:
-        prompt = problems.encode(self._tokenizer, problem, **self._template)
-        completions = await self._sampler.one(
-            servers(), prompt, num_samples=num_samples, seed=seed, index=index, **params
+    def resume(self, trained: TrainedProblems) -> None:
+        self._trained = trained
+
+    def take(self, count: int, *, step: int) -> list[Group]:
+        """Return `count` groups, as soon as so many are sampled and no other one would become too old.
+
+        A step that failed may be taken again, and gets groups of the same problems with the same seeds.
+        """
+        if step != self._step:
+            self._step = step
+            self._own_skipped = []
+            self._earlier_retries = self._counted_retries
+        own = count // self._ranks.dp_size
+        shares = self._ranks.one_per_replica(self._ranks.run_and_gather(lambda: self._share(own, step)))
+        self.skipped = [group for share in shares for group in share.skipped]
+        self.num_retries = sum(share.num_retries for share in shares)
+        self.num_in_flight = sum(share.num_in_flight for share in shares)
+        if len(shares) == 1:
+            return shares[0].groups
+        return sorted((group for share in shares for group in share.groups), key=lambda group: group.number or 0)
+
+    def _share(self, count: int, step: int) -> "_Share":
+        if not self._ranks.is_tp_rank_zero:
+            return _Share(groups=[], skipped=[], num_retries=0, num_in_flight=0)
+        groups = self._run(self._taken(count, step))
+        self._counted_retries = self._sampler.num_retries
+        return _Share(
+            groups=groups, skipped=self._own_skipped, num_in_flight=len(self._in_flight),
+            num_retries=self._counted_retries - self._earlier_retries,
+        )  # fmt: skip
+
+    def evaluate(self, *, step: int) -> list[Group] | None:
+        """Sample and score the held-out problems, with the same seeds each time."""
+        if not self._held_out:
+            return None
+        total, num_samples = len(self._held_out), self._config.evaluation.samples
+        temperature = self._config.evaluation.temperature
+        params = {} if temperature is None else {"temperature": temperature}
+        failures = self._failures_of(f"evaluation after step {step}", total, num_samples)
+        num_scored = count(1)
+
+        async def evaluated(servers: Servers, index: int, problem: Problem) -> Group:
+            group = await self._scored(
+                servers, None, problem, failures,
+                num_samples=num_samples, seed=seed_of(self._config.seed, EVALUATION), index=index, **params,
+            )  # fmt: skip
+            self._progress(next(num_scored), total)
+            return group
+
+        def all_groups() -> list[Group]:
+            servers = self._sampler.servers_at(self._endpoints)
+            groups = (evaluated(lambda: servers, index, problem) for index, problem in enumerate(self._held_out))
+            before = self._sampler.num_retries
+            evaluation = self._run(together(groups))
+            self._counted_retries += self._sampler.num_retries - before
+            self._report(failures)
+            self._notes.flush()
+            return evaluation
+
+        return self._ranks.run_on_rank_zero(all_groups)
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        try:
+            return self._sampler.run(coroutine)
+        finally:
+            self._notes.flush()
+
+    def close(self) -> None:
+        try:
+            self._sampler.close(self._group_sampler.close)
+        finally:
+            self._scorer.close()
+
+    async def _taken(self, count: int, step: int) -> list[Group]:
+        max_staleness = self._config.rollouts.max_staleness
+        if self._counted_step != step:
+            self._begin_failures(count, step)
+        try:
+            while True:
+                self._start_groups(count, step, num_steps=max_staleness + 1)
+                if taken := staleness.ready(self._in_flight, count, step=step, max_staleness=max_staleness):
+                    break
+                pending = [group.task for group in self._in_flight if not group.is_sampled]
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                self._progress(min(count, sum(group.is_sampled for group in self._in_flight)), count)
+                self._skip(count)
+        except BaseException as error:
+            self._counted_step = 0
+            await self._requeue(keep_sampled=bool(max_staleness) and isinstance(error, BridgeError))
+            raise
+        self._in_flight = [group for group in self._in_flight if group not in taken]
+        self._report(self._failures)
+        self._begin_failures(count, step + 1)  # groups go on, and are scored, while this step is computed
+        self._start_groups(count, step, num_steps=max_staleness)
+        return [group.task.result() for group in taken]
+
+    def _start_groups(self, count: int, step: int, *, num_steps: int) -> None:
+        """Start as many further groups as there is room for."""
+        most = self._most_in_flight(count)
+        room = staleness.room(self._in_flight, count, num_steps=num_steps, most_in_flight=most)
+        if room <= 0:
+            return
+        in_order = not self._in_flight or bool(self._requeued)
+        started, self._requeued = self._requeued[:room], self._requeued[room:]
+        replica, num_replicas = self._ranks.dp_rank, self._ranks.dp_size
+        untrained = (pair for pair in self._order if pair[0] % num_replicas == replica and pair[0] not in self._trained)
+        fresh = islice(untrained, room - len(started))
+        started += [InFlight(number=number, problem=problem, begun=step) for number, problem in fresh]
+        for group in started:
+            group.begun = step
+            group.in_order = in_order
+            group.task = asyncio.create_task(self._sampled(group, count))
+            self._in_flight.append(group)
+
+    def _most_in_flight(self, count: int) -> int:
+        """Return how many groups to sample at once: as chosen, or as many as may wait and fit into the KV cache.
+
+        They fit if completions are half as long as the longest on average.
+        """
+        rollouts, sampling, kv_tokens = self._config.rollouts, self._config.sampling, self._endpoint.kv_tokens
+        if rollouts.groups_in_flight is not None:
+            return max(1, rollouts.groups_in_flight // self._ranks.dp_size)
+        most = count * (rollouts.max_staleness + 1)
+        fitting = most if kv_tokens is None else 2 * kv_tokens // (sampling.group_size * sampling.longest)
+        most_in_flight = min(most, max(count, fitting))
+        if rollouts.max_staleness:
+            self._notes(f"up to {most_in_flight} groups in flight (--groups-in-flight)")
+        return most_in_flight
+
+    async def _sampled(self, started: InFlight, count: int) -> Group:
+        step, index = divmod(started.number, count * self._ranks.dp_size)  # the same whatever their number
+        group = await self._scored(
+            lambda: self._servers, started.number, started.problem, None,
+            num_samples=self._config.sampling.group_size, seed=seed_of(self._config.seed, step + 1), index=index,
+        )  # fmt: skip
+        return penalized(group, self._config.rollouts, self._config.sampling.longest)
+
+    async def _scored(
+        self,
+        servers: Servers,
+        number: int | None,
+        problem: Problem,
+        failures: FailedScores | None,
+        *,
+        num_samples: int,
+        seed: int,
+        index: int,
+        **params: float,
+    ) -> Group:
+        """Return a group; `failures` counts completions without a reward, else those of the step that is next then."""
+        sampled = await self._group_sampler.group(
+            servers, problem, num_samples=num_samples, seed=seed, index=index, **params
         )
-        results = await self._scorer.score(problem, [completion.text for completion in completions])
-        return Sampled(prompt, completions, results)
+        pairs = zip(sampled.completions, sampled.results, strict=True)
+        results = [checked(problem, completion, result) for completion, result in pairs]
+        (failures or self._failures).add(results)
+        return scored_group(number, problem, sampled._replace(results=results))
 
-    async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
-        (result,) = await self._scorer.score(problem, [text])
-        return result
+    def _skip(self, count: int) -> None:
+        """Let other groups take the place of those whose rewards are all equal, within the bound."""
+        rollouts = self._config.rollouts
+        if not rollouts.skip_without_signal:
+            return
+        for sampled in [started for started in self._in_flight if started.is_sampled]:
+            group = sampled.task.result()
+            if (
+                len(set(group.turn_rewards or group.rewards)) < 2
+                and len(self._own_skipped) < (rollouts.max_oversampling - 1) * count
+            ):
+                self._in_flight.remove(sampled)
+                self._own_skipped.append(group)
 
-    async def close(self) -> None:
-        """Close nothing: the sampler and the scorer are the stream's."""
+    async def _requeue(self, *, keep_sampled: bool) -> None:
+        """Cancel the groups in flight and requeue them, except those kept."""
+        ended = [group for group in self._in_flight if not (keep_sampled and group.is_sampled)]
+        for group in ended:
+            group.task.cancel()
+        await asyncio.gather(*(group.task for group in ended), return_exceptions=True)
+        self._in_flight = [group for group in self._in_flight if group not in ended]
+        self._requeued = [*ended, *self._requeued]
 
+    def _begin_failures(self, count: int, step: int) -> None:
+        self._counted_step = step
+        self._failures = self._failures_of(f"step {step}", count, self._config.sampling.group_size)
 
-def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:
-    """Lower the rewards of completions that end in the buffer before the longest length, or reach that.
-
-    Source: DAPO (arXiv 2503.14476), equation 13.
-    """
-    buffer, penalty = rollouts.overlong_buffer, rollouts.overlong_penalty
-    if not buffer:
-        return group
-    begin = longest - buffer
-    parts = tuple(-min(max(_length(completion) - begin, 0) / buffer, 1.0) for completion in group.completions)
-    added = [penalty * part for part in parts]
-    return replace(
-        group,
-        rewards=tuple(reward + more for reward, more in zip(group.rewards, added, strict=True)),
-        turn_rewards=tuple(
-            (*turns, last + more) for (*turns, last), more in zip(group.turn_rewards, added, strict=True)
+    def _failures_of(self, batch: str, num_groups: int, num_samples: int) -> FailedScores:
+        return FailedScores(
+            batch, num_completions=num_groups * num_samples, max_share=self._config.task.max_unscored_share
         )
-        if group.turn_rewards
-        else (),
-        reward_parts={**group.reward_parts, "overlong": parts},
-    )
 
-
-def _length(completion: Completion) -> int:
-    """Return the tokens from the first sampled one on, of the longest sequence."""
-    return max(len(part.token_ids) - (part.sampled or (True,)).index(True) for part in completion.sequences)
-
-
-def checked(problem: Problem, completion: Completion, result: Score | FailedScore) -> Score | FailedScore:
-    """Return `result`, or why its rewards cannot be those of the completion's turns."""
-    if isinstance(result, FailedScore) or not result.turns:
-        return result
-    if completion.others:
-        what = f"a reward per turn for a run of {len(completion.sequences)} token sequences, expected one sequence"
-        return failed(problem, completion.text, "a reward per turn for a run of several token sequences", what)
-    if len(result.turns) == completion.num_turns:
-        return result
-    what = f"{len(result.turns)} rewards for {completion.num_turns} turns, expected one for each turn of the model"
-    return failed(problem, completion.text, "another number of rewards than of turns", what)
-
-
-def scored_group(number: int | None, problem: Problem, sampled: Sampled) -> Group:
-    """Return the completions that have a reward as a group, and the others beside it."""
-    both = list(zip(sampled.completions, sampled.results, strict=True))
-    scored = [(completion, result) for completion, result in both if isinstance(result, Score)]
-    failures = [(completion, result) for completion, result in both if isinstance(result, FailedScore)]
-    names = dict.fromkeys(name for _, score in scored for name in score.parts)
-    by_turn = any(score.turns for _, score in scored) and not any(completion.others for completion, _ in scored)
-    return Group(
-        problem=problem,
-        number=number,
-        prompt_token_ids=sampled.prompt,
-        completions=tuple(completion for completion, _ in scored),
-        rewards=tuple(score.reward for _, score in scored),
-        turn_rewards=tuple(_of_turns(completion, score) for completion, score in scored) if by_turn else (),
-        reward_parts={name: tuple(score.parts.get(name, 0.0) for _, score in scored) for name in names},
-        unscored=tuple(Unscored(completion=completion, fault=failure.line) for completion, failure in failures),
-    )
-
-
-def _of_turns(completion: Completion, score: Score) -> tuple[float, ...]:
-    """Return one reward per turn; a reward for the whole completion is that of its last turn."""
-    return tuple(score.turns) or (*(0.0,) * (completion.num_turns - 1), score.reward)
+    def _report(self, failures: FailedScores) -> None:
+        failures.note(self._notes.add, self._notes.noted)
+        for line in self._sampler.lacks:
+            self._notes(line)

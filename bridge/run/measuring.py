@@ -19,7 +19,7 @@ from bridge.learn.mismatch import alarm as mismatch_alarm
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal, mean
 from bridge.passes.flops import peak_flops
-from bridge.rollouts.stream import Stream
+from bridge.rollouts.groups import Stream
 from bridge.run.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group

@@ -25,8 +25,8 @@ from bridge.learn.opening import learner_of
 from bridge.modes import WAYS
 from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.ranks.world import ALONE, Ranks
+from bridge.rollouts.groups import Stream
 from bridge.rollouts.sampler import fit_completions
-from bridge.rollouts.stream import Stream
 from bridge.run import checkpoint, measuring
 from bridge.run.checkpoint import SavedCheckpoint
 from bridge.run.measuring import Alarms

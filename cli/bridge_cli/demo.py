@@ -16,10 +16,10 @@ from bridge.errors import UsageError
 from bridge.processes.server_command import prepare
 from bridge.processes.start_checks import check_software, free_port
 from bridge.run.run_directory import RunDirectory, write_json
-from bridge_cli import console, layout, rank, ranks, report
+from bridge_cli import console, layout, rank, rank_run, report
 from bridge_cli.options import Json
-from bridge_cli.ranks import Job, Opened, trained
-from bridge_cli.steps import duration
+from bridge_cli.rank_run import Job, Opened, trained
+from bridge_cli.step_lines import duration
 from bridge_cli.training import load_environment
 from bridge_cli.verify import FAILED_EXIT_CODE, proof
 
@@ -95,13 +95,13 @@ def demo(
     check_software(device)
     serve, train = _choices(out, steps, device, gpus, model)
     planned = None if rank.OWN_RANK.get() else layout.of(train, serve)
-    with ranks.preloaded(planned) as preloaded, ranks.joined(planned) as world:
+    with rank_run.preloaded(planned) as preloaded, rank_run.joined(planned) as world:
         environment = load_environment(train.task, train.rollouts, evaluates=True)
         job = Job(serve=serve, chosen=train, environment=environment, start_limit_s=START_LIMIT_S, preloaded=preloaded)
         opened = Opened(train=train, run_dir=out, resume=None)
         run = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
         if run is None:
-            ranks.take_part(world, job, opened)
+            rank_run.take_part(world, job, opened)
             return
         world.barrier()
         summary, checks = _train_and_verify(world, job, opened, run)

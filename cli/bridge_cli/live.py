@@ -28,7 +28,7 @@ from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Phase, Sample
 from bridge.types import Group as Rollouts
 from bridge_cli import console
-from bridge_cli.steps import Lines, duration
+from bridge_cli.step_lines import Lines, duration
 
 PERIOD_S = 0.25
 """Between two refreshes of the terminal."""

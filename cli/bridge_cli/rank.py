@@ -1,6 +1,6 @@
 """One rank of a run, as the launcher starts it: a process with the command line that a person gave.
 
-Not covered: how ranks are started and restarted (`launcher.py`), what each does (`ranks.py`).
+Not covered: how ranks are started and restarted (`launcher.py`), what each does (`rank_run.py`).
 """
 
 import ctypes

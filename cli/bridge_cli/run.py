@@ -14,9 +14,9 @@ from bridge.processes.server_command import ServerCommand, prepare
 from bridge.processes.server_process import START_LIMIT_S
 from bridge.processes.vllm_flags import names
 from bridge.run.run_directory import RunDirectory, write_json
-from bridge_cli import consistency, console, ending, layout, rank, ranks
+from bridge_cli import consistency, console, ending, layout, rank, rank_run
 from bridge_cli.options import Json, from_config
-from bridge_cli.ranks import Job, Opened, send_key, trained
+from bridge_cli.rank_run import Job, Opened, send_key, trained
 from bridge_cli.resume import open_run
 from bridge_cli.serve import VllmFlags
 from bridge_cli.training import load_environment
@@ -75,7 +75,7 @@ def run(
     check_host(train)
     flags = vllm_flags or []
     planned = None if rank.OWN_RANK.get() else layout.of(train, serve)
-    with ranks.preloaded(planned) as preloaded, ranks.joined(planned) as world:
+    with rank_run.preloaded(planned) as preloaded, rank_run.joined(planned) as world:
         if train.hosts > 1:
             consistency.check(world, (train, serve), flags)
         evaluates = bool(train.evaluation.samples)
@@ -132,11 +132,11 @@ def _train(world: "Ranks", first: FirstRank) -> None:
     folder = opened.train.checkpoints.save_path
     assert folder is not None, "derived from the run directory"
     if job.chosen.hosts > 1 and job.chosen.restarts:
-        ranks.check_shared(world, folder)
+        rank_run.check_shared(world, folder)
     if opened.resume is not None:
         checkpoint.check_on_all_hosts(opened.resume.folder, world)
     if not world.is_rank_zero:
-        ranks.take_part(world, job, opened)
+        rank_run.take_part(world, job, opened)
         return
     assert first.directory is not None, "it was opened"
     world.barrier()  # other hosts make the run directory

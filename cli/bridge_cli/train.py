@@ -15,9 +15,9 @@ from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Environment
-from bridge_cli import console, ending, layout, rank, ranks, servers
+from bridge_cli import console, ending, layout, rank, rank_run, servers
 from bridge_cli.options import Json, from_config
-from bridge_cli.ranks import Opened
+from bridge_cli.rank_run import Opened
 from bridge_cli.resume import open_run
 from bridge_cli.servers import Running
 from bridge_cli.training import load_environment, train_in
@@ -56,7 +56,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     config.dp_size(planned.tp_size)  # refuses a batch that cannot be divided
     if rank.OWN_RANK.get() is None and len(planned.gpus) > 1:  # before ranks start; a single process asks by itself
         servers.check_free(replicas, config.sampling.request_timeout_s, resumes=config.resume)
-    with ranks.joined(None if rank.OWN_RANK.get() else planned) as world:
+    with rank_run.joined(None if rank.OWN_RANK.get() else planned) as world:
         evaluates = bool(config.evaluation.samples)
         environment = world.run_on_all(lambda: load_environment(config.task, config.rollouts, evaluates=evaluates))
         first = _FirstRank(config, environment, command)
@@ -101,7 +101,7 @@ def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as
     if replicas:
         config = config.changed(vllm_config_path=replicas[world.dp_rank].path)
     if not world.is_rank_zero:
-        run = ranks.join_run_of(world, opened)
+        run = rank_run.join_run_of(world, opened)
         train_in(run, config, first.environment, as_json=as_json, resume=opened.resume, ranks=world)
         return
     assert first.directory is not None, "it was opened"

@@ -1,6 +1,6 @@
 """Load what a run trains on, and train: what `bridge run`, `bridge train` and `bridge demo` have in common.
 
-Not covered: the training itself (`bridge/run/trainer.py`), where a server comes from (`ranks.py`, `servers.py`).
+Not covered: the training itself (`bridge/run/trainer.py`), where a server comes from (`rank_run.py`, `servers.py`).
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from bridge.errors import UsageError
 from bridge.run.run_directory import RunDirectory, labelled_json
 from bridge.types import Environment, Task
 from bridge_cli import console, live
-from bridge_cli.steps import summary_line
+from bridge_cli.step_lines import summary_line
 
 if TYPE_CHECKING:
     from bridge.modes.mode import ServerProcess

@@ -23,8 +23,8 @@ from bridge.run import checkpoint
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Holder, Lease, Status
-from bridge_cli import consistency, ranks, verify
-from bridge_cli.ranks import check_shared
+from bridge_cli import consistency, rank_run, verify
+from bridge_cli.rank_run import check_shared
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.http_server import as_json, serving
@@ -104,11 +104,11 @@ def test_hosts_that_differ_end_in_the_same_line(tmp_path: Path) -> None:
 
 def test_another_host_makes_a_run_directory_unless_it_sees_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
-    assert not ranks.join_run(folder).is_writer
+    assert not rank_run.join_run(folder).is_writer
     assert claim.is_claimed(folder)
     assert mark.kind_of(folder) == "run"
     monkeypatch.setattr(claim, "make", None)  # it is claimed
-    assert ranks.join_run(folder).path == folder
+    assert rank_run.join_run(folder).path == folder
 
 
 @contextmanager

@@ -41,14 +41,14 @@ RANK = """
 import os, signal, socket, sys, time
 from pathlib import Path
 from bridge.errors import BridgeError, RankError, UsageError
-from bridge_cli import console, main, rank, ranks
+from bridge_cli import console, main, rank, rank_run
 
 def answer(arguments):
     own_rank = rank.OWN_RANK.get()
     folder = Path(arguments[arguments.index("--note") + 1])
     resumes = "--resume" in arguments
     try:
-        with ranks.joined(None) as world:
+        with rank_run.joined(None) as world:
             world.run_on_rank_zero(lambda: own_rank.keep(folder))
             (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
             act(world, folder, resumes, arguments)

@@ -25,7 +25,7 @@ from rich.console import Console, ConsoleDimensions
 
 from bridge.run.metrics import StepMetrics
 from bridge.types import Message
-from bridge_cli import console, live, steps
+from bridge_cli import console, live, step_lines
 from tests.cli.test_run_directory import evaluation, group, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -130,12 +130,12 @@ def test_bars_rise_with_the_values(values: list[float], width: int, height: int,
 
 
 def test_step_line_is_cut_between_figures() -> None:
-    full = steps.step_line(step(3), 60)
-    assert steps.step_line(step(3), 60, width=len(full)) == full
+    full = step_lines.step_line(step(3), 60)
+    assert step_lines.step_line(step(3), 60, width=len(full)) == full
     for width in range(60, len(full)):
-        cut = steps.step_line(step(3), 60, width=width)
+        cut = step_lines.step_line(step(3), 60, width=width)
         assert len(cut) <= width
-        assert full.startswith(f"{cut}{steps.GAP}")
+        assert full.startswith(f"{cut}{step_lines.GAP}")
 
 
 class Tty(io.StringIO):
@@ -178,7 +178,7 @@ def test_without_a_terminal_each_step_and_evaluation_is_a_line(capfd: pytest.Cap
             reporter.step(step(number), [group("4")])
     out, err = capfd.readouterr()
     expected = ["run directory: r", "held-out reward 0.500 after step 0  8 problems  1.0 s"]
-    assert err.splitlines() == [*expected, *(steps.step_line(step(number), 2) for number in (1, 2))]
+    assert err.splitlines() == [*expected, *(step_lines.step_line(step(number), 2) for number in (1, 2))]
     assert out == ""
     first, *rest = [json.loads(line) for line in documents]
     assert (first["evaluation"]["step"], first["evaluation"]["reward_mean"]) == (0, 0.5)

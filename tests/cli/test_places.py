@@ -12,9 +12,9 @@ from bridge.errors import UsageError
 from bridge.processes import accelerator
 from bridge.processes.server_command import ServerCommand
 from bridge.ranks.world import Ranks
-from bridge_cli import layout, ranks
+from bridge_cli import layout, rank_run
 from bridge_cli.layout import VISIBLE, Layout
-from bridge_cli.ranks import Job, Opened
+from bridge_cli.rank_run import Job, Opened
 
 
 @pytest.fixture
@@ -128,12 +128,12 @@ def test_a_rank_starts_the_server_that_its_mode_needs(
         started.append((serve.port, shares_weights))
         return ServerCommand.of(serve, [], shares_weights=shares_weights, trainer=trainer)
 
-    monkeypatch.setattr(ranks, "prepare", prepare)
+    monkeypatch.setattr(rank_run, "prepare", prepare)
     train = TrainConfig.of(model_name="m", gpus=4, batch_size=32, **choices)
     job = Job(serve=ServeConfig(model="m", port=9001), chosen=train, environment=None, start_limit_s=1)
     opened = Opened(train=train, run_dir=tmp_path, resume=None)
     path = tmp_path / "2" / "manifest"
-    assert ranks._command(Ranks(2, 4), job, opened, path).manifest == path
+    assert rank_run._command(Ranks(2, 4), job, opened, path).manifest == path
     ((port, shares),) = started
     assert shares is is_patched
     assert (port == 9003) is is_known

@@ -17,7 +17,7 @@ from bridge.run.metrics import Summary
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import api_key
-from bridge_cli import demo, rank, ranks, run, steps, training, verify
+from bridge_cli import demo, rank, rank_run, run, step_lines, training, verify
 from bridge_cli.layout import Layout
 from tests.cli.test_run_directory import evaluation, metrics
 
@@ -98,8 +98,8 @@ def test_vllm_is_imported_where_a_server_will_start(
             rank=own, world_size=4, local_rank=own, tp_size=2, device="cpu", address="", port=0, scratch=tmp_path
         )
         token = rank.OWN_RANK.set(of_this_process)
-    monkeypatch.setattr(ranks, "preloading", lambda: nullcontext(Preloaded(None)))
-    with ranks.preloaded(planned) as process:
+    monkeypatch.setattr(rank_run, "preloading", lambda: nullcontext(Preloaded(None)))
+    with rank_run.preloaded(planned) as process:
         assert isinstance(process, Preloaded) is starts
     if own is not None:
         rank.OWN_RANK.reset(token)
@@ -113,18 +113,18 @@ def test_the_trainer_sends_the_key_that_vllm_is_started_with(
     monkeypatch: pytest.MonkeyPatch, flags: list[str], key: str
 ) -> None:
     monkeypatch.setenv(api_key.VARIABLE, "exported")
-    ranks.send_key(["--enforce-eager", *flags])
+    rank_run.send_key(["--enforce-eager", *flags])
     assert api_key.headers() == {"authorization": f"Bearer {key}"}
     monkeypatch.setenv(api_key.VARIABLE, "broken\n")
     if not flags:
         with pytest.raises(UsageError, match="line break"):
-            ranks.send_key([])
+            rank_run.send_key([])
 
 
 def test_a_step_is_one_line() -> None:
     step = metrics(3, rollout_s=2.0, fence_pause_s=0.004, fence_write_s=0.002, fence_publish_s=0.001,
                    tokens_generated=4000)  # fmt: skip
-    line = steps.step_line(step, 60)
+    line = step_lines.step_line(step, 60)
     assert "\n" not in line
     for part in ("step  3/60", "reward  0.500", "fence   7.0 ms", "2,000 tok/s"):
         assert part in line

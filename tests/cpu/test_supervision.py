@@ -40,8 +40,8 @@ INTO_THE_NEXT_BATCH_S = 0.3
 COMMAND = "from bridge_cli.main import main; main()"
 LOW_LIMIT = f"""
 import functools
-from bridge_cli import main, ranks
-ranks.StartedServer = functools.partial(ranks.StartedServer, hang_limit_s={HANG_LIMIT_S})
+from bridge_cli import main, rank_run
+rank_run.StartedServer = functools.partial(rank_run.StartedServer, hang_limit_s={HANG_LIMIT_S})
 main.main()
 """
 """The same command, with shorter time limits."""

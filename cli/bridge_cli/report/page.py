@@ -22,7 +22,7 @@ from bridge.core.private import cleaned
 from bridge.run.metric_table import METRICS, Metric, PerSecond
 from bridge_cli.report.charts import Artist, Drawing, charts
 from bridge_cli.report.record import Column, Run
-from bridge_cli.steps import duration
+from bridge_cli.step_lines import duration
 
 TEMPLATE = Path(__file__).parent / "template"
 MOST_EVENTS = 200

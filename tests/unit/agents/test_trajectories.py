@@ -25,9 +25,9 @@ from bridge.config import TrainConfig
 from bridge.learn import samples
 from bridge.learn.policy_loss import LossSpec
 from bridge.ranks.world import ALONE, Ranks
-from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.problems import endless
 from bridge.rollouts.sampler import CALL_SEEDS
+from bridge.rollouts.stream import EnvironmentStream
 from bridge.run import measuring
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint

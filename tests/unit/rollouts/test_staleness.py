@@ -1,6 +1,6 @@
 """A stream with staleness: what a step takes, what goes on meanwhile, and what becomes of it when a server is lost.
 
-Not covered: a stream without staleness (`test_environment.py`), a real server (`tests/cpu/test_staleness.py`).
+Not covered: a stream without staleness (`test_stream.py`), a real server (`tests/cpu/test_staleness.py`).
 """
 
 import math
@@ -22,7 +22,7 @@ from bridge.rollouts import staleness
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group
 from tests.unit.http_server import HttpRequest
-from tests.unit.rollouts.test_environment import Sampled, Task, model, sampled, saying
+from tests.unit.rollouts.test_stream import Sampled, Task, model, sampled, saying
 from tests.unit.scores_sample import Several
 
 __all__ = ["model"]  # the fixture

@@ -9,7 +9,7 @@ import torch
 
 from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.rollouts.environment import EnvironmentStream
+from bridge.rollouts.stream import EnvironmentStream
 from bridge.run import checkpoint, optimizer_state, trainer
 from bridge.run.metrics import StepMetrics
 from bridge.server.endpoint import Endpoint

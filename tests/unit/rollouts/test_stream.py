@@ -21,8 +21,8 @@ from bridge.agents.stream import open_stream
 from bridge.config import TrainConfig
 from bridge.errors import RewardError, ServerUnreachableError
 from bridge.learn.samples import with_advantages
-from bridge.rollouts.environment import EnvironmentStream
 from bridge.rollouts.problems import endless
+from bridge.rollouts.stream import EnvironmentStream
 from bridge.run import measuring
 from bridge.scoring.score import Scores
 from bridge.server.endpoint import Endpoint
@@ -148,7 +148,7 @@ def test_too_many_unscored_name_the_commonest_fault(model: Path) -> None:
     message = caught.value.message
     known = "step 7: at least (6|12|18) of 24 completions without a reward, more than a share of 0.2; (5|10|15) of "
     assert re.match(known, message), message  # by how many groups were scored at once
-    assert "of them: Task.score returned nan, expected a finite number (test_environment.py line " in message
+    assert "of them: Task.score returned nan, expected a finite number (test_stream.py line " in message
     assert message.endswith(" and completion 'is_nan'")
     assert "\n" not in message
 

@@ -1,0 +1,216 @@
+"""What the trainer takes its groups from, and how a problem becomes a group.
+
+Streams are in `stream.py` and `bridge/atropos/stream.py`; `SOURCES` in `bridge/config/rollouts.py` lists the
+modules that open one, by a function `open_stream`. A problem becomes a group by a `GroupSampler`; the simplest is
+`Completions`, with one completion for each sample. Others are in `bridge/agents`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from bridge.config import RolloutConfig
+from bridge.rollouts import problems
+from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.servers import Server
+from bridge.scoring.score import FailedScore, Score, failed
+from bridge.scoring.scorer import Scorer
+from bridge.server.endpoint import Endpoint
+from bridge.types import Completion, Group, Problem, TrainedProblems, Unscored
+
+
+class Stream(Protocol):
+    """Groups to train on, in the order in which they are trained on."""
+
+    num_retries: int
+    """Requests that were sent again for the last step."""
+
+    @property
+    def skipped(self) -> Sequence[Group]:
+        """Groups without signal that others took the place of in the last step."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups that have begun, and that no step has taken yet."""
+
+    def served(self, endpoint: Endpoint, version: int) -> None:
+        """Announce that `endpoint` serves `version` of the weights from now on.
+
+        Called before the first `take`, after each publication, and after each restart of the server.
+        """
+
+    def resume(self, trained: TrainedProblems) -> None:
+        """Skip the problems in `trained`; called before the first `take`."""
+
+    def take(self, count: int, *, step: int) -> list[Group]:
+        """Wait for the `count` groups of a step; if that fails, a repeated call returns groups of the same problems."""
+
+    def evaluate(self, *, step: int) -> list[Group] | None:
+        """Return groups of the held-out problems, sampled after `step`; None if the run evaluates nothing."""
+
+    def close(self) -> None: ...
+
+
+class Notes:
+    """Lines for the person who started the run, each once; a thread that samples adds them, the trainer's logs them."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._waiting = deque[str]()
+        self.noted = set[str]()
+
+    def __call__(self, line: str) -> None:
+        if line not in self.noted:
+            self.noted.add(line)
+            self.add(line)
+
+    def add(self, line: str) -> None:
+        self._waiting.append(line)
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._note(self._waiting.popleft())
+
+
+Servers = Callable[[], Sequence[Server]]
+"""Returns the servers for the next request."""
+
+
+class Sampled(NamedTuple):
+    """The completions of one problem, and what came of scoring each."""
+
+    prompt: tuple[int, ...]
+    """What all of their sequences begin with."""
+    completions: Sequence[Completion]
+    results: Sequence[Score | FailedScore]
+
+
+class GroupSampler(Protocol):
+    """How the completions of a problem come about."""
+
+    is_chat: bool
+    """Whether a prompt becomes chat messages even if it is text."""
+
+    def check_prompt(self, problem: Problem) -> None:
+        """Raise a RewardError if the problem's prompt cannot be encoded."""
+
+    async def group(
+        self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
+    ) -> Sampled:
+        """Sample and score `num_samples` completions; `index` is the problem's place among those that share `seed`.
+
+        `params` are sampling parameters in place of the run's.
+        """
+
+    async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
+        """Score the made-up completion `text`, with no server."""
+
+    async def close(self) -> None:
+        """Close what was opened for the groups."""
+
+
+class Completions:
+    """Samples a completion of one turn for each sample."""
+
+    is_chat = False
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        scorer: Scorer,
+        template: Mapping[str, Any],
+    ) -> None:
+        """`template` is given to the chat template."""
+        self._tokenizer = tokenizer
+        self._sampler = sampler
+        self._scorer = scorer
+        self._template = template
+
+    def check_prompt(self, problem: Problem) -> None:
+        problems.encode(self._tokenizer, problem, **self._template)
+
+    async def group(
+        self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
+    ) -> Sampled:
+        prompt = problems.encode(self._tokenizer, problem, **self._template)
+        completions = await self._sampler.one(
+            servers(), prompt, num_samples=num_samples, seed=seed, index=index, **params
+        )
+        results = await self._scorer.score(problem, [completion.text for completion in completions])
+        return Sampled(prompt, completions, results)
+
+    async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
+        (result,) = await self._scorer.score(problem, [text])
+        return result
+
+    async def close(self) -> None:
+        """Close nothing: the sampler and the scorer are the stream's."""
+
+
+def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:
+    """Lower the rewards of completions that end in the buffer before the longest length, or reach that.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    """
+    buffer, penalty = rollouts.overlong_buffer, rollouts.overlong_penalty
+    if not buffer:
+        return group
+    begin = longest - buffer
+    parts = tuple(-min(max(_length(completion) - begin, 0) / buffer, 1.0) for completion in group.completions)
+    added = [penalty * part for part in parts]
+    return replace(
+        group,
+        rewards=tuple(reward + more for reward, more in zip(group.rewards, added, strict=True)),
+        turn_rewards=tuple(
+            (*turns, last + more) for (*turns, last), more in zip(group.turn_rewards, added, strict=True)
+        )
+        if group.turn_rewards
+        else (),
+        reward_parts={**group.reward_parts, "overlong": parts},
+    )
+
+
+def _length(completion: Completion) -> int:
+    """Return the tokens from the first sampled one on, of the longest sequence."""
+    return max(len(part.token_ids) - (part.sampled or (True,)).index(True) for part in completion.sequences)
+
+
+def checked(problem: Problem, completion: Completion, result: Score | FailedScore) -> Score | FailedScore:
+    """Return `result`, or why its rewards cannot be those of the completion's turns."""
+    if isinstance(result, FailedScore) or not result.turns:
+        return result
+    if completion.others:
+        what = f"a reward per turn for a run of {len(completion.sequences)} token sequences, expected one sequence"
+        return failed(problem, completion.text, "a reward per turn for a run of several token sequences", what)
+    if len(result.turns) == completion.num_turns:
+        return result
+    what = f"{len(result.turns)} rewards for {completion.num_turns} turns, expected one for each turn of the model"
+    return failed(problem, completion.text, "another number of rewards than of turns", what)
+
+
+def scored_group(number: int | None, problem: Problem, sampled: Sampled) -> Group:
+    """Return the completions that have a reward as a group, and the others beside it."""
+    both = list(zip(sampled.completions, sampled.results, strict=True))
+    scored = [(completion, result) for completion, result in both if isinstance(result, Score)]
+    failures = [(completion, result) for completion, result in both if isinstance(result, FailedScore)]
+    names = dict.fromkeys(name for _, score in scored for name in score.parts)
+    by_turn = any(score.turns for _, score in scored) and not any(completion.others for completion, _ in scored)
+    return Group(
+        problem=problem,
+        number=number,
+        prompt_token_ids=sampled.prompt,
+        completions=tuple(completion for completion, _ in scored),
+        rewards=tuple(score.reward for _, score in scored),
+        turn_rewards=tuple(_of_turns(completion, score) for completion, score in scored) if by_turn else (),
+        reward_parts={name: tuple(score.parts.get(name, 0.0) for _, score in scored) for name in names},
+        unscored=tuple(Unscored(completion=completion, fault=failure.line) for completion, failure in failures),
+    )
+
+
+def _of_turns(completion: Completion, score: Score) -> tuple[float, ...]:
+    """Return one reward per turn; a reward for the whole completion is that of its last turn."""
+    return tuple(score.turns) or (*(0.0,) * (completion.num_turns - 1), score.reward)
