@@ -101,7 +101,7 @@ def main() -> None:
         host = Host(gpus=options.gpus, size=options.size, models=Path(scratch), out=options.out)
         wanted = [run for kind in options.runs for run in KINDS[kind](host)]
         missing = [run for run in wanted if run.result(options.out) is None]
-        for size in {argument for run in missing for argument in run.argv if argument in _models.SIZES}:
+        for size in {argument for run in wanted for argument in run.argv if argument in _models.SIZES}:
             _models.make_dummy_model(size, host.models / f"{size}-{DUMMY}")
         side_by_side(missing, options.gpus, options.out, deadline=time.monotonic() + options.limit_s)
         results = {run.name: row for run in wanted if (row := run.result(options.out)) is not None}
