@@ -5,7 +5,8 @@ its log-probability differs by far more than rounding explains. With replay ever
 computes how much these experts count itself, and its router gets the gradient of that.
 
 A router, whatever its family, chooses by `torch.topk` over its experts. In a block with experts that call returns the
-given choice with the scores that the router has computed for it. Which call that is, a forward pass shows beforehand.
+given choice, in the server's order, with the scores that the router has computed for it. Which call that is, a forward
+pass shows beforehand.
 
 Not covered: how the server reports its choice (`bridge_patches/routed_experts.py`).
 Source: "Rollout Routing Replay" (arXiv 2510.11370).
@@ -46,14 +47,14 @@ class Replay(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result, block = func(*args, **(kwargs or {})), self._block
-        if func not in CHOICES or args[0].dim() != 2:
+        scores_TE = _scores(*args, **(kwargs or {})) if func in CHOICES else None
+        if scores_TE is None:
             return result
-        scores_TE, own_TK = args[0], result[1]
         if block.chosen_TK is None:
             block.num_experts = scores_TE.shape[1]  # a router that first chooses among groups does this last
-            block.own_TK = own_TK
-        elif block.num_experts == scores_TE.shape[1] and block.chosen_TK.shape == own_TK.shape:
-            return _taken(block, scores_TE, *result)
+            block.own_TK = result.indices
+        elif block.num_experts == scores_TE.shape[1] and block.chosen_TK.shape == result.indices.shape:
+            return torch.return_types.topk(_taken(block, scores_TE, *result))
         return result
 
 
@@ -135,6 +136,11 @@ def _blocks(model: PreTrainedModel) -> list[Any]:
 def _replayed(forward: Callable[..., Any], block: nn.Module, *args: Any, **options: Any) -> Any:
     with Replay(block):
         return forward(*args, **options)
+
+
+def _scores(input: Tensor, k: int, dim: int = -1, *_: bool, **__: bool) -> Tensor | None:  # noqa: A002, ARG001  torch's
+    """Return what `torch.topk` chooses from if that may be experts for each token; it takes the same arguments."""
+    return input if input.dim() == 2 and dim in {-1, 1} else None
 
 
 def _taken(block: Any, scores_TE: Tensor, own_scores_TK: Tensor, own_TK: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Router replay: given experts are computed with, in every family, alone, packed, sliced, recomputed and compiled."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV4Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
@@ -211,6 +214,42 @@ def test_the_choice_lasts_for_the_backward_pass(how: str, monkeypatch: pytest.Mo
     assert not sum(torch._dynamo.utils.counters["graph_break"].values())
     rerouted, known = routing.rerouted(model).tolist()
     assert rerouted / known == pytest.approx(np.divide(*routing.rerouted(plain).tolist()), abs=0.05)
+
+
+WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "a function": lambda scores: torch.topk(scores, NUM_CHOSEN),
+    "a method": lambda scores: scores.topk(NUM_CHOSEN, dim=-1),
+    "places": lambda scores: torch.topk(scores, NUM_CHOSEN, 1, True, False),
+    "names": lambda scores: torch.topk(input=scores, k=NUM_CHOSEN, dim=1, sorted=False),
+}
+"""Ways of writing a router's choice."""
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_choice_is_what_topk_returns_however_it_is_written(way: str, compiles: bool) -> None:
+    def both(scores: Tensor) -> tuple[Any, Any]:
+        with routing.Replay(block):
+            of_experts = WAYS[way](scores)
+            of_tokens = torch.topk(scores, NUM_CHOSEN, dim=0)
+        return of_experts, of_tokens
+
+    given = torch.tensor([[0, 5], [3, 1], [2, 4], [5, 3]], dtype=torch.int16)
+    block = SimpleNamespace(num_experts=NUM_EXPERTS, chosen_TK=given, num_rerouted=torch.zeros(2, dtype=torch.int64))
+    scores = torch.rand(4, NUM_EXPERTS, generator=torch.Generator().manual_seed(5))
+    run = torch.compile(both, backend="eager", fullgraph=True) if compiles else both
+    with torch.no_grad():
+        choice, of_tokens = run(scores)
+    assert choice[0].equal(choice.values)
+    assert choice.indices.equal(given.long())
+    assert choice.values.equal(scores.gather(1, given.long()))
+    assert of_tokens.indices.equal(scores.topk(NUM_CHOSEN, dim=0).indices), "no choice among experts"
+
+
+def test_routers_that_read_a_choice_by_name_take_given_experts() -> None:
+    latent = {"q_lora_rank": 16, "head_dim": 16, "partial_rotary_factor": 0.5, "o_groups": 2, "o_lora_rank": 8}
+    kinds = {"mlp_layer_types": ["moe", "moe"], "layer_types": ["sliding_attention", "sliding_attention"]}
+    routing.use(model_of(DeepseekV4Config(**ROUTED | latent | kinds | {"num_key_value_heads": 1})), (2, NUM_CHOSEN))
 
 
 def sliced(ranks: Ranks) -> tuple[float, list[int]]:
