@@ -111,7 +111,7 @@ class Computed:
 
         Those of the policy and of the mismatch are from before the first update.
         """
-        num_rerouted, num_replayed = ranks.all_reduce_shares(routing.rerouted(model).double()).tolist()
+        num_rerouted, num_replayed = ranks.all_reduce(routing.rerouted(model).double()).tolist()  # also of slices
         num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
         losses = ranks.all_reduce_shares(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))

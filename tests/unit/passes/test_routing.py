@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from bridge.errors import UnsupportedModelError
+from bridge.learn.replica_batch import Batch, Computed
 from bridge.passes import attention, layers, routing, slices
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
@@ -252,21 +253,23 @@ def test_routers_that_read_a_choice_by_name_take_given_experts() -> None:
     routing.use(model_of(DeepseekV4Config(**ROUTED | latent | kinds | {"num_key_value_heads": 1})), (2, NUM_CHOSEN))
 
 
-def sliced(ranks: Ranks) -> tuple[float, list[int]]:
+def sliced(ranks: Ranks) -> tuple[float, float, float]:
+    """Return how far log-probabilities are from those of a whole pack, and the share of rerouted tokens of both."""
     config = FAMILIES["mixtral"]
     pack, model = pack_of(samples(chosen(config)), share_prompts=True), model_of(config)
     routing.use(model, (2, NUM_CHOSEN))
     whole_N, _ = computed(model, pack)
-    routing.rerouted(model)
+    rerouted, known = routing.rerouted(model).tolist()
     slices.cut(model, ranks.cp_group)
     own_N, _ = computed(model, pack)
-    return float((own_N - whole_N).abs().max()), routing.rerouted(model).tolist()
+    figures = Computed.nothing(CPU, 0).figures(Batch(), ranks, 0.0, [], model)
+    return float((own_N - whole_N).abs().max()), figures["rerouted_share"], rerouted / known
 
 
 def test_slices_take_the_experts_of_their_tokens() -> None:
-    results = on_ranks(2, sliced, cp_size=2, limit_s=110)
-    assert all(difference < 1e-4 for difference, _ in results), results
-    assert all(known for _, (_, known) in results)
+    for difference, rerouted_share, expected_share in on_ranks(2, sliced, cp_size=2, limit_s=110):
+        assert difference < 1e-4
+        assert rerouted_share == pytest.approx(expected_share)
 
 
 def test_other_routers_are_refused_by_name() -> None:
