@@ -89,13 +89,13 @@ class Tally:
     """Sums over the tokens of micro-batches, on their device."""
 
     sums_K: Tensor
-    """float64: tokens, differences, weights, squared weights, changed tokens, tokens at or above each edge."""
+    """float64: tokens, differences, KL, weights, squared weights, changed tokens, tokens at or above each edge."""
     max: Tensor
     """float64: the largest difference."""
 
     @classmethod
     def zero(cls, device: torch.device) -> Self:
-        empty = torch.zeros(5 + len(LOGPROB_DIFF_EDGES), dtype=torch.float64, device=device)
+        empty = torch.zeros(6 + len(LOGPROB_DIFF_EDGES), dtype=torch.float64, device=device)
         return cls(empty, empty[0])
 
     def cpu(self) -> "Tally":
@@ -107,12 +107,13 @@ class Tally:
     def metrics(self) -> dict[str, Any]:
         """Wait for the device, and return the metrics by name; NaN if the server reported no log-probability."""
         *sums, largest = torch.cat([self.sums_K, self.max.unsqueeze(0)]).tolist()
-        num_tokens, difference, weight, squared_weight, changed, *at_or_above = sums
+        num_tokens, difference, kl, weight, squared_weight, changed, *at_or_above = sums
         in_bins = [above - beyond for above, beyond in pairwise([num_tokens, *at_or_above, 0.0])]
         return {
             "logprob_diff_mean": share(difference, num_tokens),
             "logprob_diff_max": largest if num_tokens else math.nan,
             "logprob_diff_histogram": tuple(share(count, num_tokens) for count in in_bins),
+            "mismatch_kl": share(kl, num_tokens),
             "corrected_share": share(changed, num_tokens),
             "importance_weight": share(weight, num_tokens),
             "effective_share": share(weight * weight, num_tokens * squared_weight),
@@ -126,14 +127,17 @@ def measure(
     """Compare the trainer's log-probabilities with the server's, without waiting for the device.
 
     Shapes: [N], [N] float32, [N] int64.
+    Source: the KL divergence by the estimator k3, Schulman 2020, "Approximating KL Divergence".
     """
     known_N = ~sampled_logprobs_N.isnan()
     differ_N = known_N & (old_logprobs_N != sampled_logprobs_N)  # both may be -inf
-    differences_N = torch.where(differ_N, old_logprobs_N - sampled_logprobs_N, 0.0).abs()
+    log_ratios_N = torch.where(differ_N, old_logprobs_N - sampled_logprobs_N, 0.0)
+    differences_N = log_ratios_N.abs()
     weights_N = correction.weights(old_logprobs_N, sampled_logprobs_N, sequences_N) * known_N
     terms = (
         known_N,
         differences_N,
+        log_ratios_N.double().expm1() - log_ratios_N.clamp(max=MOST_NATS),
         weights_N,
         weights_N.square(),
         correction.changed(old_logprobs_N, sampled_logprobs_N, sequences_N) & known_N,

@@ -204,6 +204,8 @@ CHARTS = (
         Metric(name="logprob_diff_max", title="|Δ log-probability|, max", unit="nats", label="max",
                over_run="largest", curve="mismatch/logprob_diff_max", live=True,
                about="Largest of the same differences."),
+        Metric(name="mismatch_kl", title="Mismatch KL", unit="nats", label="KL", over_run="median", curve="mismatch/kl",
+               about="KL divergence of the trainer from vLLM on the same tokens, by Schulman's estimator k3."),
     ), "log"),
     Chart(ENGINES, "Tokens by |Δ log-probability|", "Share of the tokens in each range.", (
         Metric(name="logprob_diff_large_share", title="Tokens of a large mismatch", unit="%",

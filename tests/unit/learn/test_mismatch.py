@@ -115,6 +115,8 @@ def test_the_measure_is_what_a_person_would_count() -> None:
     assert metrics["logprob_diff_max"] == pytest.approx(2.0)
     assert len(metrics["logprob_diff_histogram"]) == len(LOGPROB_DIFF_EDGES) + 1 == 8
     assert metrics["logprob_diff_histogram"] == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
+    ratios_N = (differences_N * signs_N).double()
+    assert metrics["mismatch_kl"] == pytest.approx((ratios_N.exp() - 1 - ratios_N).mean().item(), rel=1e-5)
     # + 0, 0.002, 0.02, 0.2 and 1; - 0.0005, 0.004, 0.05, 0.5 and 2; e is truncated to 2
     weights = [1, math.exp(0.002), math.exp(0.02), math.exp(0.2), 2]
     weights += [math.exp(-0.0005), math.exp(-0.004), math.exp(-0.05), math.exp(-0.5), math.exp(-2)]
@@ -122,6 +124,13 @@ def test_the_measure_is_what_a_person_would_count() -> None:
     assert metrics["importance_weight"] == pytest.approx(sum(weights) / 10, rel=1e-5)
     squares = sum(weight * weight for weight in weights)
     assert metrics["effective_share"] == pytest.approx(sum(weights) ** 2 / (10 * squares), rel=1e-5)
+
+
+def test_impossible_tokens_have_an_infinite_kl() -> None:
+    impossible, possible = torch.tensor([-math.inf]), torch.tensor([-1.0])
+    for old_N, sampled_N in ((impossible, possible), (possible, impossible)):
+        assert measure(old_N, sampled_N, correction()).metrics()["mismatch_kl"] == math.inf
+    assert measure(impossible, impossible, correction()).metrics()["mismatch_kl"] == 0
 
 
 @pytest.mark.parametrize(
@@ -140,7 +149,7 @@ def test_without_a_correction_nothing_counts_as_corrected() -> None:
 def test_engines_that_agree_are_measured_as_such() -> None:
     assert measure(SAMPLED_N, SAMPLED_N, correction()).metrics() == {
         "logprob_diff_mean": 0, "logprob_diff_max": 0, "logprob_diff_histogram": (1.0, 0, 0, 0, 0, 0, 0, 0),
-        "corrected_share": 0, "importance_weight": 1, "effective_share": 1,
+        "mismatch_kl": 0, "corrected_share": 0, "importance_weight": 1, "effective_share": 1,
     }  # fmt: skip
 
 
@@ -155,7 +164,7 @@ def test_parts_of_a_batch_add_up_to_the_whole(cut: int) -> None:
     assert summed["logprob_diff_max"] == whole["logprob_diff_max"]
     assert summed["logprob_diff_histogram"] == whole["logprob_diff_histogram"]
     assert summed["corrected_share"] == whole["corrected_share"]
-    for name in ("logprob_diff_mean", "importance_weight", "effective_share"):
+    for name in ("logprob_diff_mean", "mismatch_kl", "importance_weight", "effective_share"):
         assert summed[name] == pytest.approx(whole[name], rel=1e-12)
 
 
