@@ -377,7 +377,7 @@ class _Requests:
 
     def _answers(self, http: httpx.Client, prompt: list[int], seed: int) -> Iterator[Answer]:
         body = {"model": self._model, "prompt": prompt, "n": self._load.num_samples, "seed": seed}
-        body |= {"max_tokens": self._load.max_tokens, "temperature": 1.0, "experts": self._shape is not None}
+        body |= {"max_tokens": self._load.max_tokens, "temperature": 1.0, "experts": self._shape and 0}
         response = http.post(COMPLETIONS, json=body).raise_for_status()
         for choice in response.json()["choices"]:
             tokens, runs = (*prompt, *choice["token_ids"]), tuple(map(tuple, choice["versions"]))

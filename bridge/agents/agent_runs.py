@@ -90,7 +90,8 @@ class AgentRuns(TrajectorySampler):
             with trajectory.held():
                 return await self._turn(
                     servers, request.token_ids, seed=seed, number=number, turn=turn, stop=request.chat.stop,
-                    max_tokens=max_tokens, **params,
+                    max_tokens=max_tokens, experts=request.before.completion.experts if request.before else b"",
+                    num_routed=len(request.token_ids) - len(request.added) - 1, **params,
                 )  # fmt: skip
 
         async with self._scorer.trajectory(problem) as trajectory:

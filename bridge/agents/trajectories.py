@@ -44,7 +44,7 @@ class Written:
     kept: list[tuple[float, int]] = field(default_factory=list)
     """Empty without filters."""
     experts: bytes = b""
-    """Of all tokens but the last, prompt included; of a token that several turns report, as in the first of them."""
+    """Of all tokens but the last, prompt included, as the last turn has them."""
     transcript: list[dict[str, Any]] = field(default_factory=list)
     """Each turn and each answer, as in `Completion`."""
     last: str = ""
@@ -58,7 +58,7 @@ class Written:
         self.versions += completion.versions or [None] * len(completion.token_ids)
         self.sampled += [True] * len(completion.token_ids)
         self.kept += completion.kept
-        self.experts = self.experts + completion.experts[len(self.experts) :] if completion.experts else b""
+        self.experts = completion.experts
         self.transcript.append({**as_turn(completion.text, calls), "tokens": len(completion.token_ids)})
         self.last = completion.text
         self.finish_reason = completion.finish_reason
@@ -125,18 +125,31 @@ class TrajectorySampler:
         raise NotImplementedError
 
     async def _turn(
-        self, servers: Servers, token_ids: Sequence[int], *, seed: int, number: int, turn: int, **params: Any
+        self,
+        servers: Servers,
+        token_ids: Sequence[int],
+        *,
+        seed: int,
+        number: int,
+        turn: int,
+        experts: bytes,
+        num_routed: int,
+        **params: Any,
     ) -> Completion:
-        """Sample a turn of the trajectory `number`."""
+        """Sample a turn of the trajectory `number`.
+
+        `experts` are those of its first `num_routed` tokens; the server reports others only. Empty: it reports all.
+        """
         (completion,) = await self._sampler.one(
             [pinned(servers, number)],
             tuple(token_ids),
             num_samples=1,
             seed=seed,
             index=number * self._max_turns + turn,
+            **({"experts": num_routed} if experts else {}),
             **params,
         )
-        return completion
+        return replace(completion, experts=experts + completion.experts) if completion.experts else completion
 
 
 def pinned(servers: Servers, number: int) -> Server:
@@ -181,14 +194,16 @@ class Trajectories(TrajectorySampler):
             except RewardError as error:
                 fault = failed(problem, "", "what reset returned does not fit into the prompt", error.message)
                 return [written], fault
-            longest = self._sampler.config.longest
+            longest, num_routed = self._sampler.config.longest, 0
             for turn in range(self._max_turns):
                 completion = await self._turn(
                     servers, (*written.prompt, *written.token_ids), seed=seed, number=number, turn=turn,
-                    max_tokens=longest - len(written.token_ids), **params,
+                    max_tokens=longest - len(written.token_ids), experts=written.experts, num_routed=num_routed,
+                    **params,
                 )  # fmt: skip
                 calls = self._conversation.calls(completion.token_ids) if completion.finish_reason == "stop" else ()
                 written.add_turn(completion, calls)
+                num_routed = len(written.prompt) + len(written.token_ids) - 1
                 added = await self._answered(problem, written, completion, calls, tools)
                 if isinstance(added, FailedScore):
                     return [written], added

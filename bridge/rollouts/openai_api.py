@@ -66,7 +66,7 @@ class Logprobs(BaseModel):
 
 
 class Experts(BaseModel):
-    """The experts that each token of prompt and completion but the last was sent to."""
+    """The experts that each token of prompt and completion but the last was sent to, from the first one requested."""
 
     kind: Literal["uint8", "int16"]
     """The type of a number."""
@@ -148,7 +148,10 @@ def in_order(answer: Completions, num_samples: int) -> list[Choice]:
 
 
 def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None, num_prompt: int) -> Completion:
-    """Return a choice as a completion of `num_prompt` tokens; `version` is the server's version header.
+    """Return a choice as a completion; `version` is the server's version header.
+
+    If there are experts, they are of the last `num_prompt` tokens of the prompt, and of the completion.
+
 
     Without versions per token, a header such as `3-4`, of a request that was in flight during a publication, says
     nothing of a single one.

@@ -233,11 +233,11 @@ class Sampler:
             )
         fields = openai_api.request(server.dialect, self.config, has_stop="stop" in body)
         if server.endpoint.reports_experts:
-            fields["experts"] = True
+            fields["experts"] = 0
         name = server.endpoint.model or models[0].id
         answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url
-        num_prompt = len(body["prompt"])
+        num_prompt = len(body["prompt"]) - body.get("experts", 0)
         return tuple(openai_api.completion(url, choice, version, self._ids_of, num_prompt) for choice in choices)
 
 

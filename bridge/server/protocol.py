@@ -283,17 +283,19 @@ class CompletionsRequest(Record):
     """Keep the fewest of the likeliest tokens that have this probability together."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Keep the tokens that are at least this times as likely as the likeliest one."""
-    experts: bool = False
-    """Report which experts each token was sent to."""
+    experts: int | None = Field(default=None, ge=0)
+    """Report which experts each token was sent to, but for so many first ones of the prompt; None: of no token."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, and stay part of it."""
     seed: int | None = Field(default=None, ge=0)
     """Seed of the first completion, incremented for each other one; None: a random one."""
 
     @model_validator(mode="after")
-    def _fit_seeds(self) -> Self:
+    def _fit(self) -> Self:
         if self.seed is not None and self.seed + self.n > SEED_LIMIT:
             raise ValueError(f"the seeds {self.seed} to seed + n - 1 must be below {SEED_LIMIT}")
+        if (self.experts or 0) >= len(self.prompt):
+            raise ValueError(f"experts: {self.experts}, and the prompt has {len(self.prompt)} tokens")
         return self
 
 

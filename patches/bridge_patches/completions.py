@@ -66,7 +66,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         wanted = f"a prompt of {num_tokens} tokens and max_tokens={body.max_tokens}"
         raise HTTPException(400, f"{wanted} exceed the server's --max-model-len {longest}")
     kept_by = _filters(body, engine)
-    marks = (AT_ONCE if body.stop else "") + (ROUTED if body.experts else "")
+    marks = (AT_ONCE if body.stop else "") + ("" if body.experts is None else f"{ROUTED}{body.experts}-")
     request_id = f"{FILTERED if kept_by else ROLLOUT}{marks}{uuid.uuid4().hex}"
     prompt = {"prompt_token_ids": list(body.prompt)}
     answers = engine.generate(prompt, _params(body, kept_by), request_id, lora_request=adapter)
@@ -96,7 +96,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
             "token_ids": list(output.token_ids),
             "logprobs": {"token_logprobs": token_logprobs},
             **_origins(output.logprobs, version, is_filtered=bool(kept_by)),
-            **(_experts(output, num_tokens) if body.experts else {}),
+            **({} if body.experts is None else _experts(output, num_tokens - body.experts)),
         }
         for output, token_logprobs, text in zip(outputs, logprobs, texts, strict=True)
     ]
@@ -141,7 +141,10 @@ def _origins(logprobs: Any, version: int, *, is_filtered: bool) -> dict[str, Any
 
 
 def _experts(output: Any, num_prompt: int) -> dict[str, Any]:
-    """Return the experts of prompt and completion but the last token; AttachError if they are not reported."""
+    """Return the experts of the last tokens of the prompt, and of the completion but for its last one.
+
+    AttachError if they are not reported.
+    """
     if output.finish_reason == "abort":  # they ended before their experts were known
         return {}
     rows, num_rows = output.routed_experts, num_prompt + len(output.token_ids) - 1

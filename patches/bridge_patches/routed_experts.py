@@ -52,7 +52,7 @@ ROWS = "bridge_experts"
 DIVIDING = "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"
 """Numbers of ranks that hold some layers, or some tokens of the KV cache."""
 ROUTED = "routed-"
-"""Part of the ids of rollouts whose experts are reported."""
+"""Part of the ids of rollouts whose experts are reported; a number follows, of the first tokens that are left out."""
 
 
 class Recorder:
@@ -174,7 +174,7 @@ class RequestExperts:
     known: bytearray = field(default_factory=bytearray)
     """The rows of its first tokens, if they are to be reported."""
     num_reported: int = 0
-    """How many bytes of them were."""
+    """How many bytes of them were, or need not be."""
 
 
 class ExpertsInCache:
@@ -261,9 +261,12 @@ class ExpertsInCache:
         The tokens that sampled another one keep their experts; a step whose sampled token was discarded is not kept.
         """
         before = self._requests.get(request_id)
-        self._requests[request_id] = request = RequestExperts([*blocks[self._group]], num_prompt)
+        size, num_left_out = self._store[0].nbytes, int(request_id.partition(ROUTED)[2].partition("-")[0] or 0)
+        self._requests[request_id] = request = RequestExperts(
+            [*blocks[self._group]], num_prompt, num_reported=num_left_out * size
+        )
         if before is not None and num_sampled:
-            request.known += before.known[: (num_prompt + num_sampled - 1) * self._store[0].nbytes]
+            request.known += before.known[: (num_prompt + num_sampled - 1) * size]
             request.num_reported = before.num_reported
 
     def _slots(self, request_id: str, start: int, count: int) -> list[int]:

@@ -24,7 +24,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group
 from tests.models import chat
 from tests.unit import agents_sample
-from tests.unit.agents.test_trajectories import ANSWERED, FORMS, Rolled, sleepers, spoken
+from tests.unit.agents.test_trajectories import ANSWERED, FORMS, Rolled, check_experts, sleepers, spoken
 from tests.unit.several_ranks import on_ranks
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "environments.md"
@@ -193,6 +193,15 @@ def test_sequences_of_a_run_share_a_reward_and_count_once(tmp_path: Path) -> Non
     assert [turn["messages"] for turn in turns if turn["role"] == "repeated"] == [3]
     assert sum(turn["text"] == "And then?" for turn in turns) == 2
     assert written["text"] == turns[-1]["text"] == TEXT
+
+
+def test_every_sequence_of_a_run_has_the_experts_of_all_its_tokens(tmp_path: Path) -> None:
+    choices: dict[str, Any] = {"environment": f"{FILE}:Branching", "max_new_tokens": 4000, "reports_experts": True}
+    with spoken(tmp_path, saying("qwen2_5"), **choices) as ours:
+        groups = ours.stream.take(2, step=1)
+    for group in groups:
+        for sequence in (one for completion in group.completions for one in completion.sequences):
+            check_experts(ours, sequence, len(group.prompt_token_ids))
 
 
 def test_a_run_may_send_several_requests_at_once(tmp_path: Path) -> None:

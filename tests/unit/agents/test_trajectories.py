@@ -121,7 +121,7 @@ def spoken(
         if "top_p" in request.body:
             one["kept"] = [(0.001 * index, index + 1) for index in range(len(ids))]
         if "experts" in request.body:  # the number of tokens in the prompt, which grows from turn to turn
-            rows = np.full(len(prompt) + len(ids) - 1, len(prompt), "<i2")
+            rows = np.full(len(prompt) + len(ids) - 1 - request.body["experts"], len(prompt), "<i2")
             one["experts"] = {"kind": "int16", "content": base64.b64encode(rows.tobytes()).decode()}
         return document
 
@@ -275,14 +275,24 @@ def test_what_filters_kept_stays_with_its_tokens(tmp_path: Path) -> None:
         assert all(threshold == pytest.approx(-0.5 - logprob) for logprob, threshold in sampled), "of the same token"
 
 
+def check_experts(ours: Rolled, sequence: Completion, num_prompt: int) -> list[int]:
+    """Check that each token's experts were reported once; return how long the prompt of the turn that did it was."""
+    rows: list[int] = np.frombuffer(sequence.experts, "<i2").tolist()
+    assert len(rows) == num_prompt + len(sequence.token_ids) - 1
+    assert rows == sorted(rows), "the last token of a turn has its experts in the next one"
+    known = [[*prompt, *ids] for prompt, ids in ours.answers]
+    for body in (request.body for request in ours.requests if request.body):
+        lengths = [len(tokens) - 1 for tokens in known if body["prompt"][: len(tokens)] == tokens]
+        assert body["experts"] == max(lengths, default=0)
+    return rows
+
+
 def test_each_token_keeps_the_experts_of_the_turn_that_first_reported_them(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add"), reports_experts=True) as ours:
         (group, *_) = ours.stream.take(2, step=1)
     for one in group.completions:
-        rows = np.frombuffer(one.experts, "<i2").tolist()
-        assert len(rows) == len(group.prompt_token_ids) + len(one.token_ids) - 1
+        rows = check_experts(ours, one, len(group.prompt_token_ids))
         first_turn = (one.sampled or ()).index(False)
-        assert rows == sorted(rows), "the last token of a turn has its experts in the next one"
         assert rows.count(rows[0]) == rows[0] + first_turn - 1
         assert len(set(rows)) == one.num_turns == 2
 

@@ -138,14 +138,19 @@ def test_the_engine_samples_everything_and_decodes_nothing(http: TestClient, eng
 def test_experts_come_back_for_all_tokens_but_the_last(http: TestClient, engine: FakeEngine) -> None:
     rows = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
     engine.outputs[0].routed_experts = engine.outputs[1].routed_experts = rows  # the engine was a step ahead
-    answer = http.post(COMPLETIONS, json={**BODY, "experts": True})
+    answer = http.post(COMPLETIONS, json={**BODY, "experts": 0})
     first, _ = openai_api.in_order(Completions.model_validate_json(answer.content), 2)
     made = openai_api.completion("url", first, "3", None, 2)
     assert np.array_equal(np.frombuffer(made.experts, "<i2").reshape(4, 2, 3), rows[:4])
     assert ROUTED in engine.calls[0][2]
+    rest, _ = http.post(COMPLETIONS, json={**BODY, "experts": 1}).json()["choices"]
+    assert openai_api.Experts.model_validate(rest["experts"]).widened() == rows[:3].astype("<i2").tobytes()
+    assert f"{ROUTED}1-" in engine.calls[1][2], "the engine leaves the first one out"
+    refusal = http.post(COMPLETIONS, json={**BODY, "experts": 2})
+    assert refusal.status_code == 422
     without = http.post(COMPLETIONS, json=BODY)
     assert "experts" not in without.json()["choices"][0]
-    assert ROUTED not in engine.calls[1][2]
+    assert ROUTED not in engine.calls[2][2]
 
 
 def test_experts_that_are_not_reported_are_refused_but_for_an_aborted_request(
@@ -153,11 +158,11 @@ def test_experts_that_are_not_reported_are_refused_but_for_an_aborted_request(
 ) -> None:
     engine.outputs[0].routed_experts = np.zeros((3, 2, 3), np.uint8)
     engine.outputs[0].finish_reason = engine.outputs[1].finish_reason = "abort"
-    answer = http.post(COMPLETIONS, json={**BODY, "experts": True})
+    answer = http.post(COMPLETIONS, json={**BODY, "experts": 0})
     assert answer.status_code == 200
     assert "experts" not in answer.json()["choices"][1]
     engine.outputs[0].finish_reason = "length"
-    answer = http.post(COMPLETIONS, json={**BODY, "experts": True})
+    answer = http.post(COMPLETIONS, json={**BODY, "experts": 0})
     assert answer.status_code == 409
     assert "reported the experts of 3 tokens, expected 4" in answer.json()["error"]
     assert "--no-router-replay" in answer.json()["remedy"]

@@ -15,7 +15,7 @@ from bridge_patches.routed_experts import ROUTED, ROWS, ExpertsInCache, Recorder
 
 BLOCK_SIZE = 4
 NUM_LAYERS, NUM_CHOSEN = 2, 3
-ONE, TWO, OTHER = f"0_{ROLLOUT}{ROUTED}one", f"0_{ROLLOUT}{ROUTED}two", f"0_{ROLLOUT}other"
+ONE, TWO, OTHER = f"0_{ROLLOUT}{ROUTED}0-one", f"0_{ROLLOUT}{ROUTED}0-two", f"0_{ROLLOUT}other"
 
 
 @pytest.fixture
@@ -176,6 +176,18 @@ def test_a_request_that_vllm_may_end_later_reports_in_every_output(in_cache: Exp
     assert np.array_equal(engine.reported(early, finish_reason=None), engine.rows(3, 4))
     engine.step(new={TWO: ([4], 0, 3)})
     assert engine.reported(TWO, finish_reason=None) is None
+
+
+def test_a_later_turn_reports_what_no_turn_before_has(in_cache: ExpertsInCache) -> None:
+    engine, turn = Engine(in_cache), f"0_{ROLLOUT}{ROUTED}5-turn"
+    engine.step(new={OTHER: ([3, 5], 0, 6)})
+    engine.version = 1
+    engine.step(new={turn: ([3, 6], 4, 3)})
+    engine.step(resumed={turn: ([7, 8], 0, 7)}, num_output_tokens=0)
+    engine.step(cached={turn: (None, 7, 1)})
+    assert np.array_equal(engine.reported(turn), engine.rows(5, 8))
+    engine.step(new={TWO: ([7, 9], 4, 1)})
+    assert np.array_equal(engine.reported(TWO), engine.rows(0, 5)), "all tokens are known"
 
 
 def test_models_without_experts_or_without_full_attention_report_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
