@@ -1,5 +1,8 @@
 """The proof of one family: a tiny model is served, trained in place, compared with its checkpoint, and verified.
 
+Experts are those that the server reports, in training and in plain transformers: one that rounding exchanges differs by
+more than a wrong weight, and in a layer with a state for all tokens that follow.
+
 Not covered: the families (`models/families.py`), and their results (`family_results.py`).
 """
 
@@ -11,6 +14,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from bridge.checks.verify import logprob_diffs
+from bridge.passes import routing
 from bridge.server.manifest import Shard
 from bridge.types import Group
 from bridge.weights import skeleton
@@ -41,12 +45,13 @@ def prove(config: PretrainedConfig, folder: Path, *, engine: Sequence[str] = (),
 def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Result:
     """Train three steps, and compare the server with plain transformers before and after."""
     assert attach(server.manifest).weight_bytes() == 0  # refused unless all parameters have counterparts
-    device = scenarios.device_of(server)
-    plain, saved = _load(model, device), folder / "saved" / "step_3"
+    device, experts = scenarios.device_of(server), server.status().experts
+    plain, saved = _load(model, device, experts), folder / "saved" / "step_3"
     before = _mean(plain, server.sample())
     scenarios.trained(server, folder, "--lr", str(lr))
+    scenarios.check_replay(folder / "run", is_on=experts is not None)
     after_steps = server.sample()
-    trained = _load(saved, device)
+    trained = _load(saved, device, experts)
     after, moved = _mean(trained, after_steps), _mean(plain, after_steps)
     assert {path.name for path in model.iterdir()} <= {path.name for path in saved.iterdir()}
     was, now = plain.state_dict(), trained.state_dict()
@@ -76,8 +81,10 @@ def together(shard: Shard) -> tuple[str, ...]:
     return (*sorted(fused), *(["padded vocabulary"] if shard.padding else []))
 
 
-def _load(folder: Path, device: str) -> PreTrainedModel:
+def _load(folder: Path, device: str, experts: tuple[int, int] | None) -> PreTrainedModel:
     """Load it with plain transformers, using the long factors of longrope at every length, as vLLM does.
+
+    Of a mixture of experts it computes with those of the samples; `experts` are as in `routing.use`.
 
     vLLM applies the long factors to all sequences as soon as the maximum length allows long ones; transformers only
     applies them to long sequences.
@@ -88,6 +95,8 @@ def _load(folder: Path, device: str) -> PreTrainedModel:
         config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
     kind = skeleton.auto_class(config)
     loaded: PreTrainedModel = kind.from_pretrained(folder, config=config, dtype=torch.bfloat16).to(device)
+    if experts is not None:
+        routing.use(loaded, experts)
     return loaded
 
 

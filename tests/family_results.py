@@ -30,14 +30,18 @@ sequence if `--max-model-len` exceeds `original_max_position_embeddings`, and th
 does the same, while plain transformers chooses by the longest sequence of a batch. `dynamic` RoPE is trained up to
 `max_position_embeddings`, where vLLM's frequencies end.
 
-Qwen3.5 and Qwen3-Next have layers with a state, GatedDeltaNet. The trainer runs them on each packed sequence by
-itself, as rows padded at their end, and completions do not share their prompt there. `A_log` is float32 on both sides,
-as vLLM keeps it. With CUDA, install `flash-linear-attention` and `causal-conv1d`: without them transformers uses its
-much slower reference code. These layers are proved on CPUs alone.
+Qwen3.5, Qwen3.5-MoE and Qwen3-Next have layers with a state, GatedDeltaNet. The trainer runs them on each packed
+sequence by itself, as rows padded at their end, and completions do not share their prompt there. `A_log` is float32 on
+both sides, as vLLM keeps it. With CUDA, install `flash-linear-attention` and `causal-conv1d`: without them transformers
+uses its much slower reference code. These layers are proved on CPUs alone.
 
 Buffers that a model's files hold, such as the router's bias of DeepSeek-V3 and GLM-4.5, or Gemma 4's `layer_scalar`,
 lie in the server's memory like weights. They are never trained, and every checkpoint holds them unchanged. Gemma 4 is
 proved on CPUs alone, as its smaller models are: layers share keys and values, and tokens have an embedding per layer.
+
+Mixtures of experts are proved with router replay: the trainer and plain transformers compute with the experts that the
+server reported (`rerouted_share` below 5 %). Without it an expert that rounding exchanges would differ by more than a
+wrong weight, and in Qwen3.5-MoE and Qwen3-Next for all tokens that follow.
 
 Of a language model inside something larger (`...ForConditionalGeneration`), the language model is trained in place, on
 text. The other parts stay unchanged in the server's memory. They cost the trainer nothing, and every checkpoint holds

@@ -42,6 +42,8 @@ PARITY_LIMIT = 0.03
 """Nats. Before any training, two bf16 engines differ by about half of it on models of this size."""
 FAMILY_PARITY_LIMIT = 0.05
 """Nats, mean. Higher because rounding sometimes routes a token to other experts, which changes its log-probability."""
+REROUTED_LIMIT = 0.05
+"""Share of the choices of experts that rounding changes. Those of other tokens, layers or weights differ far more."""
 ADAPTER_PARITY_LIMIT = 0.06
 """Nats, largest. PEFT rounds the products of A and of B to bf16, vLLM only their sum."""
 EAGER = ("--enforce-eager",)
@@ -89,8 +91,11 @@ class LiveServer:
     child: children.Child
 
     def sample(self, name: str | None = None) -> list[Group]:
-        """Sample completions of a fixed set of random prompts, from the model or from the named adapter."""
-        return sampled(self.manifest.url, name)
+        """Sample completions of a fixed set of random prompts, from the model or from the named adapter.
+
+        With the experts of each token, where the server reports them.
+        """
+        return sampled(self.manifest.url, name, experts=self.status().experts is not None)
 
     def status(self) -> Status:
         """Return the version and the state of the fence."""
@@ -262,6 +267,16 @@ def check_metrics(run: Path, *, steps: int = 3, parity_limit: float = PARITY_LIM
     assert all(step["changed_weight_share"] > 0.01 for step in rows), rows
     assert all(step["logprob_diff_mean"] < parity_limit for step in rows), rows
     assert [step["weight_version"] - rows[0]["weight_version"] for step in rows] == [*range(steps)]
+
+
+def check_replay(run: Path, *, is_on: bool) -> None:
+    """Check that each step replayed the server's experts, or none did; the trainer's routers rarely choose others."""
+    shares = [step["rerouted_share"] for step in metrics(run) if step["tokens_trained"]]
+    assert shares
+    if is_on:
+        assert all(share is not None and 0 <= share < REROUTED_LIMIT for share in shares), shares
+    else:
+        assert not any(share is not None for share in shares), shares
 
 
 def device_of(server: LiveServer) -> str:

@@ -226,6 +226,7 @@ def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
             sampled_logprobs=completion.logprobs,
             advantages=(0.0,) * len(completion.token_ids),
             weight=0.0,
+            experts=completion.experts,
         )
         for group in groups
         for completion in group.completions

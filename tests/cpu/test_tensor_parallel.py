@@ -157,7 +157,7 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
         assert max(mine["mismatch"]) < limit, results
         assert all(share > 0.5 for _, share, _ in mine["figures"])
     if family == "experts":
-        assert all(share is not None and share < 0.05 for share in results[0]["rerouted"]), results
+        assert all(share is not None and share < scenarios.REROUTED_LIMIT for share in results[0]["rerouted"]), results
     else:
         assert results[0]["rerouted"] == [None] * STEPS
     saved, report = AutoModelForCausalLM.from_pretrained(

@@ -29,6 +29,8 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -63,6 +65,9 @@ LARGE: dict[str, Any] = {
 }
 """Sizes that give a family more than 100 million parameters, without latent attention or small experts."""
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 
 
 def minimax_m2() -> PretrainedConfig:
@@ -221,10 +226,7 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
         **SMALL, **EXPERTS, head_dim=64, num_experts=4, moe_intermediate_size=64, norm_topk_prob=True
     ),
     "Qwen3.5 (text)": lambda: _hybrid(Qwen3_5TextConfig, tie_word_embeddings=True),
-    "Qwen3-Next": lambda: _hybrid(
-        Qwen3NextConfig, num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-        num_experts_per_tok=4,  # all: states carry the first token's choice to every other, and rounding may flip it
-    ),
+    "Qwen3-Next": lambda: _hybrid(Qwen3NextConfig, **SHARED_EXPERT),
     "OLMo 2": lambda: Olmo2Config(**SMALL, tie_word_embeddings=False),
     "OLMo 3": lambda: Olmo3Config(**SMALL, sliding_window=512, tie_word_embeddings=False),
     "GLM-4": lambda: Glm4Config(**SMALL, head_dim=64, tie_word_embeddings=False),
@@ -238,6 +240,9 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
         residual_multiplier=0.22, attention_multiplier=0.0156,
     ),
     "Qwen3.5": lambda: _seeing(Qwen3_5Config, _hybrid(Qwen3_5TextConfig, tie_word_embeddings=True)),
+    "Qwen3.5-MoE": lambda: _seeing(
+        Qwen3_5MoeConfig, _hybrid(Qwen3_5MoeTextConfig, **SHARED_EXPERT, tie_word_embeddings=True)
+    ),
     "Qwen3-VL": lambda: _seeing(
         Qwen3VLConfig,
         Qwen3VLTextConfig(
@@ -249,7 +254,7 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Mistral 3": _mistral3,
 }  # fmt: skip
 """Family name -> its configuration."""
-INSIDE = {"Qwen3.5", "Qwen3-VL", "Mistral 3"}
+INSIDE = {"Qwen3.5", "Qwen3.5-MoE", "Qwen3-VL", "Mistral 3"}
 """Families whose language model is one part of several."""
 
 
