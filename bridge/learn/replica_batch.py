@@ -112,6 +112,7 @@ class Computed:
         Those of the policy and of the mismatch are from before the first update.
         """
         num_rerouted, num_replayed = ranks.all_reduce(routing.rerouted(model).double()).tolist()  # also of slices
+        tokens_LE = routing.expert_tokens(model).double()
         num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
         losses = ranks.all_reduce_shares(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))
@@ -125,6 +126,7 @@ class Computed:
             "entropy": share(ranks.all_reduce_shares(self.entropy).item(), batch.num_tokens),
             **sum(tallies, Tally.zero(torch.device("cpu"))).metrics(),
             "rerouted_share": num_rerouted / num_replayed if num_replayed else None,
+            **routing.balance(ranks.all_reduce(tokens_LE) if num_replayed else tokens_LE[:0]),
             **means(dict(zip(loss_metrics, ranks.all_reduce_shares(self.loss_sums), strict=True))),
             "tokens_trained": batch.num_tokens,
             "train_flops": sum(of_rank for _, of_rank in of_ranks) / ranks.cp_size,  # each counts all slices

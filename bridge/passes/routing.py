@@ -92,6 +92,8 @@ def _prove(model: PreTrainedModel, routed: list[Any], shape: tuple[int, int]) ->
             remedy=REMEDY,
         )
     _routed[model] = routed
+    for block in routed:
+        block.tokens_E = torch.zeros(block.num_experts, dtype=torch.int64, device=model.device)
     own_TLK = torch.stack(own, dim=1)
     choose(model, own_TLK, NUM_TOKENS)
     same_TH = _hidden(model)
@@ -125,6 +127,27 @@ def rerouted(model: PreTrainedModel) -> Tensor:
     return total
 
 
+def expert_tokens(model: PreTrainedModel) -> Tensor:
+    """Return how many tokens were given to each expert since the last call: [L, E] int64; empty without `use`."""
+    routed = _routed.get(model, [])
+    tokens_LE = torch.stack([block.tokens_E for block in routed]) if routed else torch.zeros(0, 0, dtype=torch.int64)
+    for block in routed:
+        block.tokens_E.zero_()
+    return tokens_LE
+
+
+def balance(tokens_LE: Tensor) -> dict[str, float | None]:
+    """Return, by name, the metrics of how evenly tokens are spread over experts; None if there are no experts.
+
+    Source of `max_vio`: "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664).
+    """
+    if not tokens_LE.numel():
+        return {"max_vio": None, "dead_experts": None}
+    loads_LE = tokens_LE / tokens_LE.mean(1, keepdim=True)
+    is_dead_LE = tokens_LE == 0
+    return {"max_vio": (loads_LE.amax(1) - 1).mean().item(), "dead_experts": is_dead_LE.double().mean().item()}
+
+
 _routed: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """The blocks of a model that take given experts, layer by layer."""
 
@@ -151,6 +174,7 @@ def _taken(block: Any, scores_TE: Tensor, own_scores_TK: Tensor, own_TK: Tensor)
     if torch.is_grad_enabled():  # a reference counts nothing
         differs_T = scores_TK.detach().amin(1) < own_scores_TK.detach().amin(1)
         block.num_rerouted += torch.stack([differs_T.sum(), is_known_T1.sum()])
+        block.tokens_E.scatter_add_(0, indices_TK.flatten(), is_known_T1.expand_as(indices_TK).flatten().long())
     return scores_TK, indices_TK
 
 

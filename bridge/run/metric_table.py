@@ -230,6 +230,13 @@ CHARTS = (
                about="With router replay, share of a token's choices of experts, one per layer, that the trainer's"
                " routers would have made otherwise; null without."),
     )),
+    Chart(ENGINES, "Balance of experts", "Tokens of the busiest expert, and experts without any.", (
+        Metric(name="max_vio", title="Busiest expert", unit="%", label="over the mean", curve="experts/max_vio",
+               about="With router replay, tokens of a layer's busiest expert over the mean of its experts, minus 1: the"
+               " mean over the layers. 0 is even; null without replay."),
+        Metric(name="dead_experts", title="Dead experts", unit="%", label="dead", curve="experts/dead",
+               about="With router replay, share of the experts of all layers that no token of the step was sent to."),
+    )),
     Chart(ENGINES, "Staleness", "Age of the weights that sampled the tokens.", (
         Metric(name="staleness", title="Staleness", unit="versions", label="oldest", curve="rollout/staleness",
                live=True,

@@ -166,6 +166,10 @@ def test_given_experts_are_computed_with(family: str, share_prompts: bool) -> No
     assert known == num_layers(config) * (len(pack.tokens_T) - len(made))
     assert 0 < rerouted < known
     assert routing.rerouted(model).tolist() == [0, 0]
+    tokens_LE = routing.expert_tokens(model)
+    assert tokens_LE.shape == (num_layers(config), NUM_EXPERTS)
+    assert tokens_LE.sum() == NUM_CHOSEN * known
+    assert not routing.expert_tokens(model).any()
 
 
 def test_without_given_experts_nothing_changes() -> None:
@@ -176,6 +180,12 @@ def test_without_given_experts_nothing_changes() -> None:
     assert same_N.equal(plain_N)
     assert all(same[name].equal(gradient) for name, gradient in plain.items())
     assert routing.rerouted(model).tolist() == [0, 0]
+
+
+def test_balance_shows_the_busiest_expert_and_dead_ones() -> None:
+    tokens_LE = torch.tensor([[4.0, 0, 2, 2], [1, 1, 1, 5]])
+    assert routing.balance(tokens_LE) == {"max_vio": 1.25, "dead_experts": 0.125}
+    assert routing.balance(tokens_LE[:0]) == {"max_vio": None, "dead_experts": None}
 
 
 def test_samples_with_and_without_experts_share_a_pack() -> None:
@@ -236,7 +246,8 @@ def test_a_choice_is_what_topk_returns_however_it_is_written(way: str, compiles:
         return of_experts, of_tokens
 
     given = torch.tensor([[0, 5], [3, 1], [2, 4], [5, 3]], dtype=torch.int16)
-    block = SimpleNamespace(num_experts=NUM_EXPERTS, chosen_TK=given, num_rerouted=torch.zeros(2, dtype=torch.int64))
+    none = {"num_rerouted": torch.zeros(2, dtype=torch.int64), "tokens_E": torch.zeros(NUM_EXPERTS, dtype=torch.int64)}
+    block = SimpleNamespace(num_experts=NUM_EXPERTS, chosen_TK=given, **none)
     scores = torch.rand(4, NUM_EXPERTS, generator=torch.Generator().manual_seed(5))
     run = torch.compile(both, backend="eager", fullgraph=True) if compiles else both
     with torch.no_grad():
