@@ -202,4 +202,6 @@ def _notes(config: Config, mode: str) -> str:
         notes.append(f"CUDA graphs leave attention out, unless --max-model-len is {windowed:,} or less")
     if mode == LORA and has_experts(config):
         notes.append("experts get no adapter")
+    if language.get("output_router_logits"):
+        notes.append("the auxiliary loss of its routers is not trained: max_vio and dead_experts show their balance")
     return "".join(f"; {note}" for note in notes)

@@ -112,12 +112,15 @@ def test_odd_values_are_no_obstacle(odd: dict[str, Any]) -> None:
 def test_notes_name_the_limits_of_a_mode() -> None:
     notes = {
         check.name: check.found
-        for check in model.modes("m", {"dtype": "float16", "kv_lora_rank": 64, "n_routed_experts": 4})
+        for check in model.modes(
+            "m", {"dtype": "float16", "kv_lora_rank": 64, "n_routed_experts": 4, "output_router_logits": True}
+        )
     }
     assert "VLLM_MLA_DISABLE=1" in notes[f"Model, {SHARED}"]
     assert "VLLM_MLA_DISABLE" not in notes[f"Model, {NONE}"]
     assert "experts get no adapter" in notes[f"Model, {LORA}"]
     assert all("--dtype bfloat16" in text for text in notes.values())
+    assert all("auxiliary loss" in text for text in notes.values())
 
 
 @pytest.mark.parametrize(
