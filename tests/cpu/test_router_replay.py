@@ -7,6 +7,9 @@ Not covered: which experts a token names while weights change (`test_torn_tokens
 from pathlib import Path
 from statistics import fmean
 
+from bridge.config import SamplingConfig
+from bridge.rollouts.sampler import Sampler
+from bridge.server.endpoint import Endpoint
 from tests import scenarios
 from tests.models import tiny
 from tests.models.families import FAMILIES
@@ -20,8 +23,24 @@ def test_replay_removes_what_other_experts_do_to_log_probabilities(tmp_path: Pat
     model = tiny.write(FAMILIES["Qwen3-MoE"](), tmp_path / "model")
     with scenarios.served(model, tmp_path / "server") as server:
         assert server.status().experts == (2, 2)
+        a_later_turn_reports_its_new_tokens_alone(server)
         removes_the_mismatch_of_other_experts(server, tmp_path)
         scenarios.verifies(server, tmp_path)
+
+
+def a_later_turn_reports_its_new_tokens_alone(server: LiveServer) -> None:
+    """Sample a turn after 150 tokens, of which some are in the cache, and one that continues it in two ways."""
+    endpoint, prompt = Endpoint(url=server.manifest.url, reports_experts=True), tuple(range(3, 153))
+    with Sampler(SamplingConfig(max_new_tokens=8)) as sampler:
+        servers = sampler.servers_at([endpoint])
+        (turn,) = sampler.run(sampler.one(servers, prompt, num_samples=1, seed=1))
+        num_routed, longer = len(prompt) + len(turn.token_ids) - 1, (*prompt, *turn.token_ids, 5, 6, 7)
+        (rest,) = sampler.run(sampler.one(servers, longer, num_samples=1, seed=2, experts=num_routed))
+        (whole,) = sampler.run(sampler.one(servers, longer, num_samples=1, seed=2))
+    assert rest.token_ids == whole.token_ids
+    assert len(turn.experts) == 2 * 2 * 2 * num_routed
+    assert rest.experts == whole.experts[len(turn.experts) :]
+    assert len(rest.experts) == 2 * 2 * 2 * (1 + 3 + len(rest.token_ids) - 1)
 
 
 def removes_the_mismatch_of_other_experts(server: LiveServer, folder: Path, *, at_least: float = 3) -> None:
