@@ -210,8 +210,9 @@ class PublishingConfig(
     with --max-staleness)."""
     restart_interval: int = Field(default=1, ge=1)
     """Steps between two reloads of the server."""
-    reload: Literal["restart", "in-place"] = "restart"
-    """How the server loads a checkpoint: by a restart, or in place if it shares its weights."""
+    reload: Literal["restart", "in-place", "transfer"] = "restart"
+    """How the server gets new weights: it loads a checkpoint by a restart, or in place if it shares its weights;
+    servers on other GPUs receive them by vLLM's weight transfer."""
     start_command: str | None = None
     """Command that starts the server, with `{model}` for the model's folder; Bridge starts, restarts and stops it."""
 
@@ -227,7 +228,7 @@ class ServerConfig(Section, panel="Server", prefix="vllm_", renamed={"servers": 
     """Path of the manifest (default: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge)."""
     servers: Names = ()
     """Train on several running servers, a replica on each: their manifests or addresses, separated by commas (default:
-    the one of the manifest)."""
+    the one of the manifest); with --reload transfer, send to all of these addresses."""
 
     def url(self, exported: str | None = None) -> str:
         """Return the server's URL: the manifest's, with the parts that were chosen replaced."""

@@ -7,6 +7,7 @@ from bridge.modes.lora import LoraDisk, LoraMemory
 from bridge.modes.mode import Mode
 from bridge.modes.none import InPlace, Restart
 from bridge.modes.shared_vllm import SharedVllm
+from bridge.modes.transfer import Transfer
 
 WAYS: dict[tuple[str, str], type[Mode]] = {
     ("shared_vllm", ""): SharedVllm,
@@ -14,5 +15,6 @@ WAYS: dict[tuple[str, str], type[Mode]] = {
     ("lora_only", "disk"): LoraDisk,
     ("none", "restart"): Restart,
     ("none", "in-place"): InPlace,
+    ("none", "transfer"): Transfer,
 }
 """`TrainConfig.way` -> the class that implements it."""

@@ -14,7 +14,9 @@ from bridge.checks import model as model_checks
 from bridge.checks.software import Device
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import UsageError
+from bridge.planning.memory import SERVERS_GPU
 from bridge.processes import accelerator
+from bridge.server.protocol import TRANSFER_FLAG
 
 SHORT_NAMES: Mapping[str, str] = {
     "-q": "--quantization", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
@@ -75,7 +77,6 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
     ("--load-format",): Refusal("this loader maps or repacks the weights differently", PLAIN_FORMATS.__contains__),
     ("--worker-extension-cls",): Refusal("Bridge's own worker extension goes there, and vLLM takes one"),
     ("--worker-cls",): Refusal("Bridge's patches fit only vLLM's own workers"),
-    ("--weight-transfer-config",): Refusal("a second way of writing weights would race with the fence"),
     ("--pipeline-parallel-size",): Refusal("a pipeline stage holds only some layers; a trainer needs all", _at_most(1)),
     ("--data-parallel-size", "--data-parallel-size-local"): Refusal(
         "every data-parallel replica has its own weights, and a trainer would train one", _at_most(1)
@@ -210,6 +211,7 @@ def added(
         extra.argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
         if START_METHOD[0] not in outer and given.isdisjoint(NEEDS_SPAWN):
             extra.environment |= dict([START_METHOD])
+    _add_transfer(extra, trainer, given, on_gpu=on_gpu)
     why = "it changes what is sampled, which the trainer cannot reproduce: importance weights and KL are off"
     extra.notes += [f"{flag}: {why}" for flag in RESHAPING if flag in given]
     window = model_checks.window(model, config.max_model_len)
@@ -222,6 +224,24 @@ def added(
     if not on_gpu:
         _add_cpu(extra, config, outer)
     return extra
+
+
+def _add_transfer(extra: Added, trainer: TrainConfig, given: set[str], *, on_gpu: bool) -> None:
+    """Let the server take weights from a trainer on another GPU, if it sends them."""
+    if trainer.publishing.reload != "transfer":
+        return
+    if trainer.replicas > 1:
+        raise UsageError(
+            f"--reload transfer sends from one trainer, found --gpus {trainer.gpus} on {trainer.hosts} hosts",
+            remedy="leave out --gpus and --hosts; one trainer feeds several servers with bridge train --servers",
+        )
+    if on_gpu and trainer.trainer_device in SERVERS_GPU:
+        raise UsageError(
+            f"--reload transfer sends to another GPU, found the server's: --trainer-device {trainer.trainer_device}",
+            remedy="--trainer-device cuda:N, a GPU that the server does not use",
+        )
+    extra.argv += TRANSFER_FLAG if TRANSFER_FLAG[0] not in given else ()
+    extra.environment["VLLM_SERVER_DEV_MODE"] = "1"
 
 
 def _add_adapters(extra: Added, rank: int, given: set[str]) -> None:

@@ -154,12 +154,11 @@ class VllmClient:
                 " environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
             )
 
-    def _send(
-        self, method: str, route: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None
-    ) -> httpx.Response:
-        """Return the response. Requests to `/bridge/*` are idempotent, and retried once if the connection is lost."""
+    def _send(self, method: str, route: str, body: Any = None, *, limit_s: float | None = None) -> httpx.Response:
+        """Return the response. Idempotent requests to `/bridge/*` are retried once if the connection is lost."""
         limit = httpx.USE_CLIENT_DEFAULT if limit_s is None else httpx.Timeout(limit_s)
-        lost = (httpx.NetworkError, httpx.RemoteProtocolError) if route.startswith(BRIDGE_ROUTES) else ()
+        is_idempotent = route.startswith(BRIDGE_ROUTES) and route != protocol.TRANSFER
+        lost = (httpx.NetworkError, httpx.RemoteProtocolError) if is_idempotent else ()
         try:
             try:
                 response = self._http.request(method, route, json=body, timeout=limit)

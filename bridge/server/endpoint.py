@@ -18,3 +18,9 @@ class Endpoint:
     """Whether requests ask it for the experts that each token was sent to."""
     starts: int = 0
     """How often this run has started the server again: what was in flight before is lost."""
+    others: "tuple[Endpoint, ...]" = ()
+    """Other servers with the same weights."""
+
+    @property
+    def all(self) -> "tuple[Endpoint, ...]":
+        return (self, *self.others)

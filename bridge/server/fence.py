@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -74,13 +75,22 @@ class FenceTimes:
     """Seconds until the server generated again."""
 
 
+class Pausable(Protocol):
+    """What an update pauses: one server, or several that get the same weights."""
+
+    def pause(self) -> None: ...
+
+    def resume(self, error: BaseException | None = None) -> None:
+        """Serve the same weights again; `error` ended the update before anything was written."""
+
+
 class Window:
     """An open fence: the block may write, and an error in it leaves the server torn."""
 
     times: FenceTimes
     """Known once the update is published."""
 
-    def __init__(self, paused: float, server: "_Server | None", ranks: Ranks) -> None:
+    def __init__(self, paused: float, server: Pausable | None, ranks: Ranks) -> None:
         self.paused = paused
         self.prepared = paused
         self._server = server
@@ -152,7 +162,7 @@ class _Server:
 
     def pause(self) -> None:
         if self.client is not None and self.send_pause is not None:
-            _pause(self.client, self.send_pause)
+            pause_when_free(self.client, self.send_pause)
 
     def publish(self) -> int:
         return 0 if self.client is None else self.client.publish(self.update.version).version
@@ -170,7 +180,7 @@ class _Server:
 
 @contextmanager
 def run(
-    update: Update, publish: Callable[[], int], *, server: _Server | None = None, ranks: Ranks = ALONE
+    update: Update, publish: Callable[[], int], *, server: Pausable | None = None, ranks: Ranks = ALONE
 ) -> Iterator[Window]:
     """Run and time the block between the pause of `server` and `publish`, which returns the new version.
 
@@ -223,7 +233,7 @@ def frozen(client: BridgeClient) -> Iterator[bool]:
             return client.pause("keep", writes="nothing")
 
     with deferred_interrupt():
-        paused = _pause(client, pause)
+        paused = pause_when_free(client, pause)
         try:
             yield paused.writes != "nothing"
         finally:
@@ -254,7 +264,8 @@ def _retry(
             time.sleep(BUSY_POLL_S)
 
 
-def _pause(client: BridgeClient, pause: Callable[[], Status]) -> Status:
+def pause_when_free(client: BridgeClient, pause: Callable[[], Status]) -> Status:
+    """Make the call `pause` as soon as no other process holds the fence; a failed call leaves the server serving."""
     try:
         return when_free(pause)
     except AttachError:  # refused

@@ -16,6 +16,10 @@ TOKEN_HEADER = "x-bridge-token"  # noqa: S105  a name
 """Request header for the manifest's token on vLLM's own routes, where `authorization` carries the server's key."""
 BRIDGE_ROUTES = "/bridge/"
 """Routes that take the manifest's token instead of the API key."""
+TRANSFER_FLAG = ("--weight-transfer-config", '{"backend": "nccl"}')
+"""Lets vLLM receive weights by its NCCL engine."""
+TRANSFER = "/bridge/transfer"
+"""The only one of them whose requests are not idempotent."""
 COMPLETIONS = "/v1/bridge/completions"
 """The route for rollouts. vLLM's `--api-key` guards everything under `/v1`."""
 ADAPTER = "bridge-adapter"
@@ -94,6 +98,8 @@ class Capabilities(Record):
     """Whether in-flight requests may keep their keys and values during an update."""
     experts: tuple[int, int] | None = None
     """In how many layers it reports the experts of a token, and how many there are; None: in none."""
+    can_be_fed: bool = False
+    """Whether it was started with vLLM's weight transfer by NCCL."""
 
 
 class Status(Capabilities):

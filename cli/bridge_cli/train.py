@@ -43,7 +43,9 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     check_host(config)
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
-    replicas = servers.running(config.server, config.mode, attaches=config.needs_patched_server)
+    replicas = []
+    if config.publishing.reload != "transfer":
+        replicas = servers.running(config.server, config.mode, attaches=config.needs_patched_server)
     layout.check_cuts(config.model_name, config.context_parallel_size)
     planned = replace(servers.layout(replicas, config.tp_size, config.restarts), cp_size=config.context_parallel_size)
     if config.restarts and len(planned.gpus) == 1:

@@ -18,7 +18,7 @@ from starlette.datastructures import State
 from bridge.core.intake import limit_connections
 from bridge.errors import BridgeError, FenceBusyError
 from bridge.server import manifest as manifests
-from bridge.server import protocol
+from bridge.server import protocol, receiver
 from bridge.server.protocol import BRIDGE_ROUTES, HolderRequest, Status
 from bridge_patches import completions, exporter, generate
 from bridge_patches.adapter import Adapters
@@ -34,9 +34,16 @@ vllm.plugins.endpoint_plugins.interface
     replace EndpointPlugin.attach_router(app)
     replace async EndpointPlugin.init_state(engine_client, state, args)
 vllm.v1.engine.async_llm: AsyncLLM: model_config, vllm_config
-vllm.config.vllm: VllmConfig: kv_transfer_config, cache_config
+vllm.config.vllm: VllmConfig: kv_transfer_config, cache_config, weight_transfer_config
 vllm.config.model: ModelConfig: enable_sleep_mode, sleep_mode_backend
 vllm.config.cache: CacheConfig: num_gpu_blocks, block_size
+vllm.config.weight_transfer: WeightTransferConfig: backend
+# What `/bridge/transfer` calls.
+vllm.v1.worker.gpu_worker
+    call Worker.init_weight_transfer_engine(init_info)
+    call Worker.start_weight_update()
+    call Worker.update_weights(update_info)
+    call Worker.finish_weight_update()
 """
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
 """Environment variable: where the manifest is written, if not at the default place."""
@@ -85,6 +92,7 @@ def capabilities(engine_client: Any, experts: tuple[int, int] | None = None) -> 
         can_keep_kv=engine_client.vllm_config.kv_transfer_config is None,
         kv_tokens=(cache_config.num_gpu_blocks or 0) * cache_config.block_size or None,
         experts=experts,
+        can_be_fed=getattr(engine_client.vllm_config.weight_transfer_config, "backend", None) == receiver.ENGINE,
     )
 
 
@@ -162,6 +170,13 @@ async def _read(body: protocol.ReadRequest, state: AppState) -> Response:
 async def _write(body: protocol.WriteRequest, state: AppState, fence: Fence) -> Status:
     fence.refuse_unless_writing(body.holder)
     await exporter.write(state.bridge_engine, body.elements, body.values, state.bridge_manifest)
+    return fence.status()
+
+
+@router.post("/transfer")
+async def _transfer(body: receiver.TransferRequest, state: AppState, fence: Fence) -> Status:
+    fence.refuse_unless_writing(body.holder)
+    await state.bridge_engine.collective_rpc(body.call, kwargs=body.arguments)
     return fence.status()
 
 

@@ -1,0 +1,257 @@
+"""`none --reload transfer`: the trainer's own weights are sent to running servers on other GPUs, by vLLM's NCCL engine.
+
+    pause     all servers; if one cannot be paused, the others resume
+    send      vLLM's sender broadcasts to all workers of all servers, which load layer by layer
+    publish   the version goes up, all resume
+
+A transfer that does not end leaves the servers paused, and they have to be restarted: vLLM keeps the pieces that it has
+received of a layer, and would load them together with those of the next transfer.
+"""
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from bridge.errors import AttachError, BridgeError, UsageError
+from bridge.modes.none import OwnCopy
+from bridge.server import discovery, fence
+from bridge.server.client import CONNECT_LIMIT_S, max_model_len
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import Update
+from bridge.server.protocol import InFlight
+from bridge.server.receiver import PatchedReceiver, Receiver, StockReceiver
+from bridge.weights import model_folder
+from bridge.weights.attach import OpenedModel
+
+SENDER = "bridge_patches.sender"
+"""Imports vLLM, so it is imported when weights are first sent."""
+LOOPBACK = "127.0.0.1"
+
+
+class Receivers:
+    """All servers of a run, which get the same weights: paused as one, and called by vLLM's sender as one."""
+
+    def __init__(self, servers: Sequence[Receiver], in_flight: InFlight) -> None:
+        self._servers = servers
+        self._in_flight: InFlight = in_flight
+        self.num_workers: Sequence[int] = ()
+        """Of each server."""
+        self.give_up: Callable[[], None] = lambda: None
+        """Ends a broadcast that some worker will not join."""
+
+    def check(self, model: str, vllm: str) -> None:
+        """Refuse servers that cannot be fed, before any of them changes."""
+        self.num_workers = [server.check(model, vllm) for server in self._servers]
+
+    def pause(self) -> None:
+        try:
+            self._all(lambda server: server.pause(self._in_flight))
+        except BridgeError:
+            for server in self._servers:
+                with suppress(BridgeError):  # it is dead, or was not paused
+                    server.resume()
+            raise
+
+    def resume(self, error: BaseException | None = None) -> None:  # noqa: ARG002  they hold no memory of the trainer
+        self._all(lambda server: server.resume())
+
+    def publish(self, version: int) -> int:
+        """Let all serve `version`, and return it."""
+        self._all(lambda server: server.publish(version))
+        return version
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let the workers of all servers join, each under a rank of its own."""
+        offsets = {
+            server: init_info["rank_offset"] + sum(self.num_workers[:index])
+            for index, server in enumerate(self._servers)
+        }
+
+        def join(server: Receiver) -> None:
+            info = {**init_info, "rank_offset": offsets[server]}
+            server.transfer("init_weight_transfer_engine", {"init_info": info})
+
+        self._all(join, is_exchange=True)
+
+    def start_weight_update(self) -> None:
+        self._all(lambda server: server.transfer("start_weight_update", {}))
+
+    def update_weights(self, update_info: Any) -> None:
+        try:
+            self._all(lambda server: server.transfer("update_weights", {"update_info": update_info}), is_exchange=True)
+        except BridgeError:
+            self.give_up()
+            raise
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002  vLLM's own count
+        self._all(lambda server: server.transfer("finish_weight_update", {}))
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+    def _all(self, call: Callable[[Receiver], None], *, is_exchange: bool = False) -> None:
+        """Make a call to all servers at the same time, and raise the first error.
+
+        In an exchange it is raised at once, because the other servers wait for the one that failed.
+        """
+        errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run(server: Receiver) -> None:
+            try:
+                call(server)
+            except BaseException as error:  # noqa: BLE001  raised by the caller
+                errors.put(error)
+            else:
+                errors.put(None)
+
+        for server in self._servers:
+            threading.Thread(target=run, args=(server,), daemon=True).start()
+        first = None
+        for _ in self._servers:
+            first = first or errors.get()
+            if first is not None and is_exchange:
+                break
+        if first is not None:
+            raise first
+
+
+class Transfer(OwnCopy):
+    """`--reload transfer`: servers that share nothing with the trainer, and that somebody else may have started."""
+
+    version = -1
+    """Nothing is sent yet."""
+
+    def _connect(self) -> None:
+        self._sender: Any = None
+        sender = import_module(SENDER)
+        vllm = sender.version()
+        self._servers = self._find_servers()
+        self._receivers = Receivers(self._servers, self._config.publishing.in_flight)
+        try:
+            self._receivers.check(self._config.model_name, vllm)
+        except BaseException:
+            self._receivers.close()
+            raise
+        self.version = max(self.version, *(server.version or -1 for server in self._servers))
+        lengths = [length for server in self._servers if (length := max_model_len(server.url)) is not None]
+        self.max_model_len = min(lengths, default=None)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        first, *others = [
+            Endpoint(
+                url=server.url,
+                version=self.version if server.version is None else None,
+                starts=self._num_starts,
+            )
+            for server in self._servers
+        ]
+        return replace(first, others=tuple(others))
+
+    def open(self) -> OpenedModel:
+        """Load the model, meet the workers of all servers, and send it: an earlier run may have trained theirs."""
+        opened = super().open()
+        expected = import_module(SENDER).DEVICE
+        if opened.device.type != expected:
+            raise UsageError(
+                f"--reload transfer sends from a GPU, and the trainer's weights are on {opened.device}",
+                remedy="--trainer-device cuda:N, or --reload restart",
+            )
+        self._device = opened.device
+        self._reload()
+        return opened
+
+    def restore(self, checkpoint: Path, *, version: int) -> None:
+        model_folder.load_into(self._model, checkpoint)
+        self.version = max(version - 1, self.version)
+        self._reload()
+
+    def revive(self, checkpoint: Path | None) -> None:  # noqa: ARG002  the trainer has them
+        """Restart the dead server, which this run started, and send it the weights."""
+        self.close()
+        self._run.restart_server(self._config.model_name)
+        self._num_starts += 1
+        self._connect()
+        self._reload()
+
+    def close(self) -> None:
+        """Leave the servers as they are."""
+        self._give_up()
+        self._receivers.close()
+
+    def _find_servers(self) -> list[Receiver]:
+        """Return the servers of --servers, or the one of --vllm-port; Bridge's own on this host by their manifests."""
+        server, timeout_s = self._config.server, self._config.sampling.request_timeout_s
+        own = {} if self._run.process else {exported.url: exported for exported in discovery.running().values()}
+        names = server.servers or (server.url(),)
+        urls = [url if "://" in url else f"http://{url if ':' in url else f'{LOOPBACK}:{url}'}" for url in names]
+        return [
+            PatchedReceiver(own[url], self._run.name, timeout_s=timeout_s)
+            if url in own
+            else StockReceiver(url, timeout_s=timeout_s)
+            for url in urls
+        ]
+
+    def _reload(self) -> float:
+        with (
+            fence.run(Update(), self._publish, server=self._receivers, ranks=self._run.ranks) as window,
+            torch.accelerator.device_index(self._device.index),
+        ):
+            self._send()
+        self.version = window.times.version
+        self._num_behind = 0
+        return window.times.pause_s
+
+    def _publish(self) -> int:
+        return self._receivers.publish(self.version + 1)
+
+    def _send(self) -> None:
+        if self._sender is None:
+            address = _address_seen_by([server.url for server in self._servers])
+            tensors = model_folder.saved_form(self._model, model_folder.state(self._model))
+            workers = sum(self._receivers.num_workers)
+            self._sender = import_module(SENDER).open_sender(
+                tensors, self._receivers, address, _free_port(address), workers
+            )
+            self._receivers.give_up = self._give_up
+        try:
+            self._sender.send_weights()
+        except BridgeError:
+            raise
+        except RuntimeError as error:
+            raise AttachError(
+                f"the weights could not be sent: {str(error).strip().splitlines()[0]}",
+                remedy="the trainer and each server need GPUs of their own that reach each other by NCCL"
+                " (NCCL_DEBUG=INFO says more); restart the servers, which are paused",
+            ) from error
+
+    def _give_up(self) -> None:
+        """End the broadcast, if there is one, and the group that it is in."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.model_update_group.destroy()
+
+
+def _address_seen_by(urls: Sequence[str]) -> str:
+    """Return this host's address as the servers see it; ServerUnreachableError if one does not answer."""
+    addresses = []
+    for url in urls:
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_LIMIT_S) as connection:
+            addresses.append(connection.getsockname()[0])
+    return next((address for address in addresses if address != LOOPBACK), LOOPBACK)
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,200 @@
+"""Servers that receive a trainer's weights by vLLM's weight transfer: a stock vLLM, or a patched one on this host.
+
+Both are paused, called and resumed in the same way. A stock vLLM has the routes with `VLLM_SERVER_DEV_MODE=1`, and has
+neither a lease nor versions. A patched one refuses that mode, and takes the calls from the holder of its fence.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import httpx
+from pydantic import AliasPath, BaseModel, Field
+
+from bridge.errors import AttachError, BridgeError, IncompatibleVersionError
+from bridge.server import fence, protocol
+from bridge.server.client import BridgeClient, VllmClient, unreachable, words_of
+from bridge.server.manifest import Manifest
+from bridge.server.protocol import TRANSFER_FLAG, HolderRequest, InFlight, Status
+
+ENGINE = "nccl"
+"""vLLM's engine that broadcasts whole weights from one GPU to others."""
+FLAGS = f"{TRANSFER_FLAG[0]} '{TRANSFER_FLAG[1]}'"
+STOCK = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL {FLAGS}"
+"""How a stock vLLM is started that can be fed."""
+TransferCall = Literal["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+"""vLLM's names of the calls by which its workers receive weights."""
+
+
+class TransferRequest(HolderRequest):
+    """`POST /bridge/transfer`: make one of these calls; only for the holder of the fence."""
+
+    call: TransferCall
+    """The workers' method."""
+    arguments: dict[str, Any]
+    """Its arguments, by name."""
+
+
+class Receiver(Protocol):
+    """One server that is fed."""
+
+    url: str
+    version: int | None
+    """Version of the weights, if it reports one with each token."""
+
+    def check(self, model: str, vllm: str) -> int:
+        """Return its number of workers; refuse a server that cannot be fed `model` by this `vllm`, and change nothing.
+
+        Raises:
+            AttachError: it is another model or vLLM, has no such engine, or an earlier transfer did not end.
+        """
+
+    def pause(self, in_flight: InFlight) -> None:
+        """Stop generating, and drop cached keys and values."""
+
+    def resume(self) -> None:
+        """Generate with the same weights, because none were sent."""
+
+    def publish(self, version: int) -> None:
+        """Generate with the weights that it received."""
+
+    def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
+        """Make a call of vLLM's weight transfer in all of its workers."""
+
+    def close(self) -> None:
+        """Disconnect."""
+
+
+class _ServerInfo(BaseModel):
+    """What is used of the answer of `GET /server_info`."""
+
+    served: str = Field(validation_alias=AliasPath("vllm_config", "model_config", "model"))
+    num_workers: int = Field(validation_alias=AliasPath("vllm_config", "parallel_config", "world_size"))
+    engine: str | None = Field(None, validation_alias=AliasPath("vllm_config", "weight_transfer_config", "backend"))
+
+
+class _Version(BaseModel):
+    version: str
+
+
+class _Pause(BaseModel):
+    is_paused: bool
+
+
+class _Reset(BaseModel):
+    success: bool
+
+
+class StockReceiver(VllmClient):
+    """A vLLM without Bridge's patches, on any host."""
+
+    version: int | None = None
+
+    def check(self, model: str, vllm: str) -> int:
+        if self._send("GET", "/is_paused", limit_s=self._control_limit_s).status_code == httpx.codes.NOT_FOUND:
+            raise AttachError(f"the server at {self.url} cannot be fed: it has no route /is_paused", remedy=STOCK)
+        info = self._answer("GET", "/server_info?config_format=json", _ServerInfo)
+        _refuse_misfit(self.url, model, info.served, vllm, self._answer("GET", "/version", _Version).version)
+        if info.engine != ENGINE:
+            raise AttachError(
+                f"the server at {self.url} has the weight-transfer engine {info.engine}, expected {ENGINE}",
+                remedy=STOCK,
+            )
+        if self._answer("GET", "/is_paused", _Pause).is_paused:
+            raise AttachError(
+                f"the server at {self.url} is paused: another trainer is feeding it, or ended while it did",
+                remedy="wait for that trainer; if it has ended, restart the server, whose weights may be half-written",
+            )
+        return info.num_workers
+
+    def pause(self, in_flight: InFlight) -> None:
+        limit_s = None if in_flight == "wait" else self._control_limit_s
+        try:
+            self._call(f"/pause?mode={in_flight}", limit_s=limit_s)
+            reset = self._answer("POST", "/reset_prefix_cache?reset_running_requests=true", _Reset)
+            if not reset.success:
+                raise AttachError(
+                    f"the server at {self.url} refuses to drop its prefix cache, so stale keys and values would be"
+                    " served; nothing was sent",
+                    remedy="retry when no other request runs, or restart the server",
+                )
+        except BridgeError:
+            with suppress(BridgeError):  # it may be dead
+                self.resume()
+            raise
+
+    def resume(self) -> None:
+        self._call("/resume", limit_s=self._control_limit_s)
+
+    def publish(self, version: int) -> None:  # noqa: ARG002  the trainer counts
+        self.resume()
+
+    def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
+        self._call(f"/{call}", dict(arguments))
+
+    def _call(self, route: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> None:
+        response = self._send("POST", route, body, limit_s=limit_s)
+        if not response.is_success:
+            raise unreachable(self.url, f"{route} answered {response.status_code}: {words_of(response)}")
+
+
+class _FeedingClient(BridgeClient):
+    """The client of a trainer that sends weights."""
+
+    def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
+        body = TransferRequest(holder=self._holder, call=call, arguments=dict(arguments))
+        self._answer("POST", protocol.TRANSFER, Status, body)
+
+
+class PatchedReceiver:
+    """A server of Bridge on this host, whose lease this process takes."""
+
+    def __init__(self, exported: Manifest, run: str, *, timeout_s: float) -> None:
+        self.url = exported.url
+        self.version: int | None = None
+        self._client = _FeedingClient(exported, timeout_s=timeout_s)
+        self._exported = exported
+        self._run = run
+
+    def check(self, model: str, vllm: str) -> int:
+        exported = self._exported
+        _refuse_misfit(self.url, model, exported.model, vllm, exported.versions.get("vllm", "unknown"))
+        status = fence.when_free(lambda: self._client.take_lease(self._run))
+        status.refuse_torn()
+        if not status.can_be_fed:
+            raise AttachError(
+                f"the server at {self.url} has no weight-transfer engine {ENGINE}",
+                remedy=f"bridge serve-vllm --model {exported.model} -- {FLAGS}",
+            )
+        self.version = status.version
+        return exported.tp_degree
+
+    def pause(self, in_flight: InFlight) -> None:
+        fence.pause_when_free(self._client, lambda: self._client.pause(in_flight, version=self.version))
+
+    def resume(self) -> None:
+        self._client.resume()
+
+    def publish(self, version: int) -> None:
+        self.version = self._client.publish(version).version
+
+    def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
+        self._client.transfer(call, arguments)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _refuse_misfit(url: str, model: str, served: str, ours: str, theirs: str) -> None:
+    """Refuse a server of another model, or of a vLLM that may send and receive in another way."""
+    if served not in (model, str(Path(model).absolute())):
+        raise AttachError(
+            f"the server at {url} serves {served}, expected {model} (--model-name)",
+            remedy="serve the model that is trained, or train the one that is served",
+        )
+    if ours.partition("+")[0] != theirs.partition("+")[0]:
+        raise IncompatibleVersionError(
+            f"the server at {url} runs vLLM {theirs}, and the trainer sends with vLLM {ours}, expected the same",
+            remedy=f"pip install vllm=={theirs} for the trainer, or serve with {ours}",
+        )

@@ -1,0 +1,146 @@
+"""The trainer's end of vLLM's weight transfer: vLLM's own sender, in a process that serves nothing.
+
+Nothing is patched. Since 0.28 vLLM has a sender that makes every call of an update; before, it has the parts of one,
+which `_Parts` calls in the same order.
+
+Not covered: the servers (`bridge/server/receiver.py`), and who is paused meanwhile (`bridge/modes/transfer.py`).
+"""
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from bridge_patches import compatibility
+
+PINS = """
+vllm.distributed.weight_transfer.nccl_engine
+    NCCLWeightTransferUpdateInfo: names, dtype_names, shapes
+    NCCLWeightTransferEngine: init_info_cls, update_info_cls
+    # Since 0.28.
+    if NCCLTrainerInitInfo: NCCLTrainerInitInfo: master_address, master_port, world_size
+    if NCCLTrainerInitInfo: call NCCLTrainerWeightTransferEngine.trainer_init(cls, init_info, client, source)
+    if NCCLTrainerInitInfo: call NCCLTrainerWeightTransferEngine.send_weights()
+    if NCCLTrainerInitInfo: NCCLTrainerWeightTransferEngine: model_update_group
+    # Before.
+    if NCCLTrainerSendWeightsArgs: NCCLTrainerSendWeightsArgs: group, packed
+    if NCCLTrainerSendWeightsArgs: call NCCLWeightTransferEngine.trainer_send_weights(iterator, trainer_args)
+    if NCCLTrainerSendWeightsArgs: NCCLWeightTransferUpdateInfo: packed
+vllm.distributed.weight_transfer.nccl_common
+    NCCLWeightTransferInitInfo: master_address, master_port, rank_offset, world_size
+    call trainer_init(init_info)
+vllm.distributed.weight_transfer.base: call ModuleSource.__init__(module)  # calls module.named_parameters alone
+vllm.distributed.device_communicators.pynccl: call PyNcclCommunicator.destroy()  # ends a broadcast that hangs
+# The development routes of a stock server: the first module since 0.32, the second before.
+vllm.entrypoints.rl.online.api_router
+    if update_weights: call async pause_generation(raw_request, mode)
+    if update_weights: call async is_paused(raw_request)
+    if update_weights: call async resume_generation(raw_request)
+    if update_weights: call async init_weight_transfer_engine(raw_request, init_info)
+    if update_weights: call async start_weight_update(raw_request)
+    if update_weights: call async update_weights(raw_request, update_info)
+    if update_weights: call async finish_weight_update(raw_request)
+vllm.entrypoints.serve.dev.rlhf.api_router
+    if update_weights: call async pause_generation(raw_request, mode)
+    if update_weights: call async is_paused(raw_request)
+    if update_weights: call async resume_generation(raw_request)
+    if update_weights: call async init_weight_transfer_engine(raw_request)
+    if update_weights: call async start_weight_update(raw_request)
+    if update_weights: call async update_weights(raw_request)
+    if update_weights: call async finish_weight_update(raw_request)
+vllm.entrypoints.serve.dev.cache.api_router: call async reset_prefix_cache(raw_request, reset_running_requests)
+vllm.entrypoints.serve.dev.server_info.api_router: call async show_server_info(raw_request, config_format)
+vllm.config.parallel: ParallelConfig: world_size
+"""
+DEVICE = "cuda"
+"""What NCCL sends from."""
+
+
+class Client(Protocol):
+    """What vLLM calls to reach the servers: its `VLLMWeightSyncClient`."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class Sender(Protocol):
+    """Sends to all workers of all servers at once."""
+
+    model_update_group: Any
+    """vLLM's NCCL communicator; `destroy` ends a broadcast that hangs."""
+
+    def send_weights(self) -> None:
+        """Send every tensor, and wait until all workers have loaded it."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What is sent, under the names in the model's files; for vLLM it is a module."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def named_parameters(self) -> Any:
+        return self.tensors.items()
+
+
+def version() -> str:
+    """Return the version of the installed vLLM; IncompatibleVersionError if it does not fit."""
+    return compatibility.check_installed()
+
+
+def open_sender(tensors: Mapping[str, torch.Tensor], client: Client, address: str, port: int, workers: int) -> Sender:
+    """Meet all `workers` of the servers, which `client` calls, at `address`, and return what sends `tensors` to them.
+
+    The sender keeps the current device.
+    """
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for data
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm.distributed.weight_transfer import base, nccl_engine
+
+    meeting = {"master_address": address, "master_port": port, "world_size": workers + 1}
+    if not hasattr(nccl_engine, "NCCLTrainerInitInfo"):
+        return _Parts(tensors, client, meeting)
+    sender: Sender = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
+        nccl_engine.NCCLTrainerInitInfo(rank=0, **meeting), client=client, source=base.ModuleSource(Tensors(tensors))
+    )
+    return sender
+
+
+class _Parts:
+    """The sender of vLLM before 0.28."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], client: Client, meeting: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer import nccl_common
+
+        self._tensors = tensors
+        self._client = client
+        with ThreadPoolExecutor(1) as pool:  # both ends wait for each other
+            joined = pool.submit(client.init_weight_transfer_engine, {**meeting, "rank_offset": 1})
+            self.model_update_group = nccl_common.trainer_init(meeting)
+            joined.result()
+
+    def send_weights(self) -> None:
+        from vllm.distributed.weight_transfer import nccl_engine
+
+        update = {
+            "names": [*self._tensors],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in self._tensors.values()],
+            "shapes": [[*tensor.shape] for tensor in self._tensors.values()],
+            "packed": True,
+        }
+        self._client.start_weight_update()
+        pool = ThreadPoolExecutor(1)
+        received = pool.submit(self._client.update_weights, update)
+        pool.shutdown(wait=False)
+        chosen = nccl_engine.NCCLTrainerSendWeightsArgs(group=self.model_update_group, packed=True)
+        nccl_engine.NCCLWeightTransferEngine.trainer_send_weights(iter(self._tensors.items()), chosen)
+        received.result()
+        self._client.finish_weight_update()
