@@ -45,8 +45,8 @@ class Receivers:
         self._in_flight: InFlight = in_flight
         self.num_workers: Sequence[int] = ()
         """Of each server."""
-        self.give_up: Callable[[], None] = lambda: None
-        """Ends a broadcast that some worker will not join."""
+        self.on_failure: Callable[[BridgeError], object] = lambda _: None
+        """Called if some worker will not join an exchange, for which the trainer would wait."""
 
     def check(self, model: str, vllm: str) -> None:
         """Refuse servers that cannot be fed, before any of them changes."""
@@ -80,17 +80,13 @@ class Receivers:
             info = {**init_info, "rank_offset": offsets[server]}
             server.transfer("init_weight_transfer_engine", {"init_info": info})
 
-        self._all(join, is_exchange=True)
+        self._exchange(join)
 
     def start_weight_update(self) -> None:
         self._all(lambda server: server.transfer("start_weight_update", {}))
 
     def update_weights(self, update_info: Any) -> None:
-        try:
-            self._all(lambda server: server.transfer("update_weights", {"update_info": update_info}), is_exchange=True)
-        except BridgeError:
-            self.give_up()
-            raise
+        self._exchange(lambda server: server.transfer("update_weights", {"update_info": update_info}))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002  vLLM's own count
         self._all(lambda server: server.transfer("finish_weight_update", {}))
@@ -98,6 +94,13 @@ class Receivers:
     def close(self) -> None:
         for server in self._servers:
             server.close()
+
+    def _exchange(self, call: Callable[[Receiver], None]) -> None:
+        try:
+            self._all(call, is_exchange=True)
+        except BridgeError as error:
+            self.on_failure(error)
+            raise
 
     def _all(self, call: Callable[[Receiver], None], *, is_exchange: bool = False) -> None:
         """Make a call to all servers at the same time, and raise the first error.
@@ -142,7 +145,7 @@ class Transfer(OwnCopy):
         except BaseException:
             self._receivers.close()
             raise
-        self.version = max(self.version, *(server.version or -1 for server in self._servers))
+        self.version = max(self.version, *(-1 if server.version is None else server.version for server in self._servers))
         lengths = [length for server in self._servers if (length := max_model_len(server.url)) is not None]
         self.max_model_len = min(lengths, default=None)
 
@@ -216,15 +219,10 @@ class Transfer(OwnCopy):
         return self._receivers.publish(self.version + 1)
 
     def _send(self) -> None:
-        if self._sender is None:
-            address = _address_seen_by([server.url for server in self._servers])
-            tensors = model_folder.saved_form(self._model, model_folder.state(self._model))
-            workers = sum(self._receivers.num_workers)
-            self._sender = import_module(SENDER).open_sender(
-                tensors, self._receivers, address, _free_port(address), workers
-            )
-            self._receivers.give_up = self._give_up
         try:
+            if self._sender is None:
+                self._sender = self._open_sender()
+            self._receivers.on_failure = lambda _: self._give_up()
             self._sender.send_weights()
         except BridgeError:
             raise
@@ -234,6 +232,27 @@ class Transfer(OwnCopy):
                 remedy="the trainer and each server need GPUs of their own that reach each other by NCCL"
                 " (NCCL_DEBUG=INFO says more); restart the servers, which are paused",
             ) from error
+
+    def _open_sender(self) -> Any:
+        """Return the sender once all workers have joined; a worker that cannot join is not waited for."""
+        address = _address_seen_by([server.url for server in self._servers])
+        tensors = model_folder.saved_form(self._model, model_folder.state(self._model))
+        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._receivers.on_failure = outcome.put
+
+        def open_in_thread() -> None:
+            try:
+                with torch.accelerator.device_index(self._device.index):
+                    workers = sum(self._receivers.num_workers)
+                    port = _free_port(address)
+                    outcome.put(import_module(SENDER).open_sender(tensors, self._receivers, address, port, workers))
+            except BaseException as error:  # noqa: BLE001  raised below
+                outcome.put(error)
+
+        threading.Thread(target=open_in_thread, daemon=True).start()
+        if isinstance(sender := outcome.get(), BaseException):
+            raise sender
+        return sender
 
     def _give_up(self) -> None:
         """End the broadcast, if there is one, and the group that it is in."""

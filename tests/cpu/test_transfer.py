@@ -57,6 +57,7 @@ def trained(url: str, folder: Path, **choices: Any) -> list[dict[str, Any]]:
 def fed_server(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shares_weights: bool) -> Iterator[str]:
     """Run a vLLM that receives over gloo, and yield its address."""
     gloo_transfer.install(folder / "site")
+    monkeypatch.syspath_prepend(folder / "site")  # a patched server loads the plugins that this process finds
     monkeypatch.setenv("PYTHONPATH", f"{folder / 'site'}{os.pathsep}{ROOT}")
     if not shares_weights:
         monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
@@ -105,7 +106,8 @@ def test_a_patched_server_reports_the_version_of_each_token(tmp_path: Path, monk
         scenarios.equals_the_samples_after(
             tmp_path / "first" / "saved" / "step_3", before, scenarios.sampled(url), device="cpu"
         )
-        assert [step["weight_version"] for step in steps] == [1, 2, 3]
+        assert [step["weight_version"] for step in steps] == [2, 3, 4]
+        assert [step["staleness"] for step in steps] == [0, 0, 0]
 
 
 def served_checksums(url: str) -> dict[str, str]:
