@@ -145,7 +145,8 @@ class Transfer(OwnCopy):
         except BaseException:
             self._receivers.close()
             raise
-        self.version = max(self.version, *(-1 if server.version is None else server.version for server in self._servers))
+        reported = [server.version for server in self._servers if server.version is not None]
+        self.version = max([self.version, *reported])
         lengths = [length for server in self._servers if (length := max_model_len(server.url)) is not None]
         self.max_model_len = min(lengths, default=None)
 
