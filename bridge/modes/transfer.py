@@ -226,8 +226,10 @@ class Transfer(OwnCopy):
             self._receivers.on_failure = lambda _: self._give_up()
             self._sender.send_weights()
         except BridgeError:
+            self._give_up()
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
+            self._give_up()
             raise AttachError(
                 f"the weights could not be sent: {str(error).strip().splitlines()[0]}",
                 remedy="the trainer and each server need GPUs of their own that reach each other by NCCL"

@@ -64,8 +64,13 @@ class FakeEngine:
     async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
         return self.drops
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [*(getattr(self, method)(*args) for _ in range(self.num_ranks)), *self.more]
+    async def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        return [*(getattr(self, method)(*args, **(kwargs or {})) for _ in range(self.num_ranks)), *self.more]
+
+    def update_weights(self, update_info: dict[str, float]) -> None:
+        self.weights[3] = update_info["value"]
 
     def bridge_settle(self) -> list[str]:
         return []
@@ -319,6 +324,18 @@ def test_writing_is_for_the_holder_of_the_fence_alone(http: TestClient, app: Fas
     assert weights == {3: 2.5}
 
 
+def test_weights_are_received_by_the_holder_of_the_fence_alone(http: TestClient, app: FastAPI) -> None:
+    body = {**HOLDER, "call": "update_weights", "arguments": {"update_info": {"value": 2.5}}}
+    assert http.post("/bridge/transfer", json=body).status_code == 409
+    http.post("/bridge/pause", json=HOLDER)
+    stranger = {"holder": holder_of(1).model_dump(mode="json")}
+    assert http.post("/bridge/transfer", json={**body, **stranger}).status_code == 409
+    assert http.post("/bridge/transfer", json={**body, "call": "reset_weights"}).status_code == 422
+    assert app.state.bridge_engine.weights == {3: 1.5}
+    assert http.post("/bridge/transfer", json=body).status_code == 200
+    assert app.state.bridge_engine.weights == {3: 2.5}
+
+
 @pytest.mark.parametrize(
     ("element", "status", "words"),
     [
@@ -460,19 +477,27 @@ def test_an_unwritable_manifest_ends_the_server_with_one_line(
 
 
 @pytest.mark.parametrize(
-    ("sleep_mode", "backend", "num_blocks", "connector", "expected"),
+    ("sleep_mode", "backend", "num_blocks", "connector", "engine", "expected"),
     [
-        (True, "cumem", 8, None, Capabilities(can_sleep=True, kv_tokens=128, can_keep_kv=True)),
-        (False, "cumem", 8, "connector", Capabilities(can_sleep=False, kv_tokens=128, can_keep_kv=False)),
-        (True, "cuda_checkpoint", None, None, Capabilities(can_sleep=False, kv_tokens=None, can_keep_kv=True)),
+        (True, "cumem", 8, None, None, Capabilities(can_sleep=True, kv_tokens=128, can_keep_kv=True)),
+        (False, "cumem", 8, "connector", "ipc", Capabilities(can_sleep=False, kv_tokens=128, can_keep_kv=False)),
+        (True, "cuda_checkpoint", None, None, "nccl", Capabilities(can_be_fed=True)),
     ],
 )
 def test_the_capabilities_are_those_of_vllms_config(
-    sleep_mode: bool, backend: str, num_blocks: int | None, connector: str | None, expected: Capabilities
+    sleep_mode: bool,
+    backend: str,
+    num_blocks: int | None,
+    connector: str | None,
+    engine: str | None,
+    expected: Capabilities,
 ) -> None:
     cache_config = SimpleNamespace(num_gpu_blocks=num_blocks, block_size=16)
-    engine = SimpleNamespace(
+    transfer = None if engine is None else SimpleNamespace(backend=engine)
+    client = SimpleNamespace(
         model_config=SimpleNamespace(enable_sleep_mode=sleep_mode, sleep_mode_backend=backend),
-        vllm_config=SimpleNamespace(cache_config=cache_config, kv_transfer_config=connector),
+        vllm_config=SimpleNamespace(
+            cache_config=cache_config, kv_transfer_config=connector, weight_transfer_config=transfer
+        ),
     )
-    assert routes.capabilities(engine) == expected
+    assert routes.capabilities(client) == expected

@@ -1,0 +1,136 @@
+"""A server that can be fed, without vLLM: it records what is called in which order, and fails as a test wants it to.
+
+`FakeSender` stands in for vLLM's sender. It makes the same calls in the same order, and its broadcast hangs like NCCL's
+until every worker has joined.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tests.unit.http_server import Answer, HttpRequest, as_json, serving
+
+DEVICE = "cpu"
+VLLM = "0.32.0"
+LATE_S = 20.0
+"""A broadcast that hangs for so long fails the test."""
+
+
+@dataclass
+class FedServer:
+    """One stock server."""
+
+    model: str
+    num_workers: int = 1
+    vllm: str = VLLM
+    engine: str | None = "nccl"
+    is_paused: bool = False
+    has_dev_routes: bool = True
+    dies_at: str = ""
+    """Route at which it stops to answer."""
+    fails_at: str = ""
+    """Route that answers 500."""
+    drops_prefixes: bool = True
+    calls: list[str] = field(default_factory=list)
+    """Routes that change something, in the order of their calls."""
+    infos: list[dict[str, Any]] = field(default_factory=list)
+    """What came with a handshake."""
+    url: str = ""
+
+    def answer(self, request: HttpRequest) -> Answer | None:
+        route = request.path.partition("?")[0].lstrip("/")
+        if request.method == "POST":
+            self.calls.append(request.path.lstrip("/"))
+        if route == self.dies_at or (self.dies_at and self.dies_at in map(_route, self.calls)):
+            return None
+        if route == self.fails_at:
+            return as_json({"error": {"message": "size mismatch for q_proj"}}, 500)
+        if route == "v1/models":
+            return as_json({"data": [{"id": self.model, "owned_by": "vllm", "max_model_len": 2048}]})
+        return self._dev(route, request) if self.has_dev_routes else Answer("Not Found", 404)
+
+    def _dev(self, route: str, request: HttpRequest) -> Answer:
+        if route == "init_weight_transfer_engine":
+            self.infos.append(request.body["init_info"])
+        self.is_paused = {"pause": True, "resume": False}.get(route, self.is_paused)
+        transfer = None if self.engine is None else {"backend": self.engine}
+        config = {
+            "model_config": {"model": self.model},
+            "parallel_config": {"world_size": self.num_workers},
+            "weight_transfer_config": transfer,
+        }
+        documents = {
+            "is_paused": {"is_paused": self.is_paused},
+            "version": {"version": f"{self.vllm}+cpu"},
+            "server_info": {"vllm_config": config},
+            "reset_prefix_cache": {"success": self.drops_prefixes},
+        }
+        return as_json(documents.get(route, {}))
+
+
+def _route(call: str) -> str:
+    return call.partition("?")[0]
+
+
+@contextmanager
+def running(*servers: FedServer) -> Iterator[None]:
+    """Serve all of them."""
+    if not servers:
+        yield
+        return
+    first, *others = servers
+    with serving(first.answer) as http, running(*others):
+        first.url = http.url
+        yield
+
+
+class FakeSender:
+    """Calls like vLLM's sender; `sent` holds a copy of the tensors of each transfer."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], client: Any) -> None:
+        self.model_update_group = self
+        self.sent: list[dict[str, Tensor]] = []
+        self._tensors = tensors
+        self._client = client
+        self._ended = threading.Event()
+        """All workers have received, or the group is destroyed."""
+
+    def send_weights(self) -> None:
+        self._client.start_weight_update()
+        with ThreadPoolExecutor(1) as pool:
+            received = pool.submit(self._receive)
+            assert self._ended.wait(LATE_S), "the broadcast hangs"
+            received.result()
+        self._ended.clear()
+        self._client.finish_weight_update()
+        self.sent.append({name: tensor.clone() for name, tensor in self._tensors.items()})
+
+    def _receive(self) -> None:
+        self._client.update_weights({"names": [*self._tensors]})
+        self._ended.set()
+
+    def destroy(self) -> None:
+        self._ended.set()
+
+
+SENDERS: list[FakeSender] = []
+"""All that were opened."""
+
+
+def version() -> str:
+    return VLLM
+
+
+def open_sender(tensors: Mapping[str, Tensor], client: Any, address: str, port: int, workers: int) -> FakeSender:
+    """Meet like vLLM's sender: a worker that does not join is waited for."""
+    info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": workers + 1}
+    with ThreadPoolExecutor(1) as pool:
+        if pool.submit(client.init_weight_transfer_engine, info).exception() is not None:
+            threading.Event().wait(LATE_S)
+    SENDERS.append(FakeSender(tensors, client))
+    return SENDERS[-1]

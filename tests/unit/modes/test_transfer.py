@@ -1,0 +1,251 @@
+"""`none --reload transfer`: what is called in which order, what is refused before, and what a failure leaves."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bridge.config import TrainConfig
+from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
+from bridge.modes import transfer
+from bridge.modes.mode import RunContext
+from bridge.modes.transfer import Transfer
+from bridge.server.fence import Update
+from tests.fenced import publish
+from tests.models import tiny
+from tests.unit.modes import fed_server
+from tests.unit.modes.fed_server import FedServer
+
+NORM = "model.norm.weight"
+PAUSE = ["pause?mode=keep", "reset_prefix_cache?reset_running_requests=true"]
+SEND = ["start_weight_update", "update_weights", "finish_weight_update", "resume"]
+FIRST = [*PAUSE, "init_weight_transfer_engine", *SEND]
+SOON_S = 10.0
+
+
+@dataclass
+class FakeProcess:
+    """A server that can be restarted: a dead one answers again."""
+
+    server: FedServer
+    started: list[str] = field(default_factory=list)
+
+    def restart(self, model: str | Path) -> None:
+        self.started.append(str(model))
+        self.server.dies_at = ""
+        self.server.is_paused = False
+        self.server.calls.clear()
+
+
+@dataclass
+class Fed:
+    """A trainer and its servers."""
+
+    mode: Transfer
+    servers: tuple[FedServer, ...]
+
+    def write(self) -> None:
+        with torch.no_grad():
+            self.mode._model.get_parameter(NORM).add_(1)
+
+    def publish(self) -> int:
+        return publish(self.mode.publish(Update()), self.write).version
+
+    def calls(self) -> list[list[str]]:
+        """Return what was called since the last time."""
+        calls = [[*server.calls] for server in self.servers]
+        for server in self.servers:
+            server.calls.clear()
+        return calls
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.write(tiny.llama(), tmp_path / "model")
+
+
+@pytest.fixture
+def feeding(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fed]]:
+    """Connect a trainer to servers of that model."""
+    monkeypatch.setattr(transfer, "SENDER", fed_server.__name__)
+    monkeypatch.setattr(fed_server, "SENDERS", [])
+    with ExitStack() as stack:
+
+        def connect(*servers: FedServer, is_ours: bool = False, **choices: Any) -> Fed:
+            stack.enter_context(fed_server.running(*servers))
+            config = TrainConfig.of(
+                model_name=str(folder), mode="none", reload="transfer",
+                **{"servers": ",".join(server.url for server in servers)} | choices,
+            )  # fmt: skip
+            process = FakeProcess(servers[0]) if is_ours else None
+            context = RunContext(name="ours", scratch=tmp_path / "served", note=lambda _: None, process=process)
+            mode = Transfer(config, context)
+            stack.callback(mode.close)
+            return Fed(mode, servers)
+
+        yield connect
+
+
+@pytest.fixture
+def opened(feeding: Callable[..., Fed], folder: Path) -> Callable[..., Fed]:
+    """Connect to two servers, the first with two workers, and send the model."""
+
+    def open_both(**choices: Any) -> Fed:
+        fed = feeding(FedServer(str(folder), num_workers=2), FedServer(str(folder)), **choices)
+        fed.mode.open()
+        fed.calls()
+        return fed
+
+    return open_both
+
+
+def test_all_servers_are_paused_fed_and_resumed_together(feeding: Callable[..., Fed], folder: Path) -> None:
+    fed = feeding(FedServer(str(folder), num_workers=2), FedServer(str(folder)))
+    assert fed.calls() == [[], []]
+    fed.mode.open()
+    assert fed.calls() == [FIRST, FIRST]
+    assert fed.mode.version == 0
+    assert [fed.publish(), fed.publish()] == [1, 2]
+    assert fed.calls() == [[*PAUSE, *SEND] * 2] * 2
+    (sender,) = fed_server.SENDERS
+    assert [sent[NORM][0].item() for sent in sender.sent] == [1, 2, 3]
+
+
+def test_each_worker_joins_under_a_rank_of_its_own(opened: Callable[..., Fed]) -> None:
+    infos = [info for server in opened().servers for info in server.infos]
+    assert [info["rank_offset"] for info in infos] == [1, 3]
+    assert {info["world_size"] for info in infos} == {4}
+    assert {info["master_address"] for info in infos} == {"127.0.0.1"}
+
+
+def test_rollouts_come_from_all_servers_with_the_version_of_the_request(opened: Callable[..., Fed]) -> None:
+    fed = opened()
+    fed.publish()
+    assert [(server.url, server.version) for server in fed.mode.endpoint.all] == [
+        (server.url, 1) for server in fed.servers
+    ]
+    assert fed.mode.max_model_len == 2048
+
+
+def test_an_interval_leaves_servers_behind_until_the_run_catches_up(opened: Callable[..., Fed]) -> None:
+    fed = opened(vllm_restart_interval=2, in_flight="abort")
+    assert fed.publish() == 0
+    assert fed.calls() == [[], []]
+    fed.mode.catch_up()
+    assert fed.calls() == [["pause?mode=abort", PAUSE[1], *SEND]] * 2
+    assert fed.mode.version == 1
+
+
+def test_a_checkpoint_is_sent_under_its_version(opened: Callable[..., Fed], tmp_path: Path) -> None:
+    fed = opened()
+    (tmp_path / "saved").mkdir()
+    fed.mode.save(tmp_path / "saved")
+    fed.write()
+    fed.mode.restore(tmp_path / "saved", version=7)
+    assert fed.mode.version == 7
+    assert fed_server.SENDERS[0].sent[-1][NORM][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"model": "/another/model"}, "serves /another/model, expected "),
+        ({"vllm": "0.31.0"}, "runs vLLM 0.31.0.*, and the trainer sends with vLLM 0.32.0"),
+        ({"engine": None}, "engine None, expected nccl"),
+        ({"engine": "ipc"}, "engine ipc, expected nccl"),
+        ({"has_dev_routes": False}, "no route /is_paused"),
+        ({"is_paused": True}, "is paused: another trainer is feeding it, or ended while it did"),
+    ],
+)
+def test_what_cannot_be_fed_is_refused_and_not_touched(
+    feeding: Callable[..., Fed], folder: Path, fault: dict[str, Any], words: str
+) -> None:
+    servers = FedServer(str(folder)), FedServer(**{"model": str(folder)} | fault)
+    with pytest.raises(AttachError, match=words) as caught:
+        feeding(*servers)
+    assert "\n" not in caught.value.message + caught.value.remedy
+    assert [server.calls for server in servers] == [[], []]
+
+
+def test_a_trainer_on_a_cpu_is_refused(
+    feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fed_server, "DEVICE", "cuda")
+    fed = feeding(FedServer(str(folder)))
+    with pytest.raises(UsageError, match="sends from a GPU, and the trainer's weights are on cpu"):
+        fed.mode.open()
+    assert fed.calls() == [[]]
+
+
+@pytest.mark.parametrize("fault", [{"dies_at": "pause"}, {"fails_at": "pause"}, {"drops_prefixes": False}])
+def test_if_one_cannot_pause_the_others_keep_the_last_version(
+    opened: Callable[..., Fed], fault: dict[str, Any]
+) -> None:
+    fed = opened()
+    for name, value in fault.items():
+        setattr(fed.servers[1], name, value)
+    with pytest.raises(BridgeError) as caught:
+        fed.publish()
+    assert fed.servers[1].url in caught.value.message
+    assert fed.calls()[0] == [*PAUSE, "resume"]
+    assert not fed.servers[0].is_paused
+    assert len(fed_server.SENDERS[0].sent) == 1
+
+
+@pytest.mark.parametrize("route", ["start_weight_update", "update_weights", "finish_weight_update"])
+@pytest.mark.parametrize("way", ["dies_at", "fails_at"])
+def test_a_receiver_that_fails_inside_ends_the_run_and_none_resumes(
+    opened: Callable[..., Fed], route: str, way: str
+) -> None:
+    fed = opened()
+    setattr(fed.servers[1], way, route)
+    start = time.perf_counter()
+    with pytest.raises(ServerUnreachableError, match=fed.servers[1].url) as caught:
+        fed.publish()
+    assert time.perf_counter() - start < SOON_S
+    assert "\n" not in caught.value.message
+    assert "resume" not in fed.calls()[0]
+    assert fed.servers[0].is_paused
+    assert fed.mode.version == 0
+
+
+def test_a_worker_that_cannot_join_is_not_waited_for(feeding: Callable[..., Fed], folder: Path) -> None:
+    fed = feeding(FedServer(str(folder)), FedServer(str(folder), fails_at="init_weight_transfer_engine"))
+    start = time.perf_counter()
+    with pytest.raises(ServerUnreachableError, match="size mismatch"):
+        fed.mode.open()
+    assert time.perf_counter() - start < SOON_S
+    assert "resume" not in fed.calls()[0]
+
+
+def test_an_error_of_nccl_is_one_line(opened: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = opened()
+
+    def fails() -> None:
+        raise RuntimeError("NCCL error: invalid usage\nDuplicate GPU detected")
+
+    monkeypatch.setattr(fed_server.SENDERS[0], "send_weights", fails)
+    with pytest.raises(AttachError) as caught:
+        fed.publish()
+    assert caught.value.message == "the weights could not be sent: NCCL error: invalid usage"
+    assert fed.servers[0].is_paused
+
+
+def test_a_server_of_our_own_that_died_is_restarted_and_fed_again(feeding: Callable[..., Fed], folder: Path) -> None:
+    fed = feeding(FedServer(str(folder)), is_ours=True)
+    fed.mode.open()
+    fed.publish()
+    fed.servers[0].dies_at = "update_weights"
+    with pytest.raises(ServerUnreachableError):
+        fed.publish()
+    fed.calls()
+    fed.mode.revive(None)
+    assert fed.calls() == [FIRST]
+    assert fed.mode.version == 2
+    assert fed.mode.endpoint.starts == 1
+    assert fed_server.SENDERS[-1].sent[-1][NORM][0] == 3
