@@ -190,6 +190,8 @@ def added(
 ) -> Added:
     """Return what lets `trainer` use the server: its log-probabilities, its weights and its memory."""
     given, on_gpu, extra = names(flags), device == "cuda", Added()
+    beside = trainer.trainer_device if on_gpu else ""
+    _add_transfer(extra, given, trainer.publishing.reload, replicas=trainer.replicas, beside=beside)
     model = model_checks.read(config.model) if on_gpu else None
     if config.gpu_memory_utilization:
         extra.argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
@@ -211,7 +213,6 @@ def added(
         extra.argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
         if START_METHOD[0] not in outer and given.isdisjoint(NEEDS_SPAWN):
             extra.environment |= dict([START_METHOD])
-    _add_transfer(extra, trainer, given, on_gpu=on_gpu)
     why = "it changes what is sampled, which the trainer cannot reproduce: importance weights and KL are off"
     extra.notes += [f"{flag}: {why}" for flag in RESHAPING if flag in given]
     window = model_checks.window(model, config.max_model_len)
@@ -226,18 +227,18 @@ def added(
     return extra
 
 
-def _add_transfer(extra: Added, trainer: TrainConfig, given: set[str], *, on_gpu: bool) -> None:
-    """Let the server take weights from a trainer on another GPU, if it sends them."""
-    if trainer.publishing.reload != "transfer":
+def _add_transfer(extra: Added, given: set[str], reload: str, *, replicas: int, beside: str) -> None:
+    """Let the server take weights, if they are sent from another GPU than its own; `beside` is the trainer's device."""
+    if reload != "transfer":
         return
-    if trainer.replicas > 1:
+    if replicas > 1:
         raise UsageError(
-            f"--reload transfer sends from one trainer, found --gpus {trainer.gpus} on {trainer.hosts} hosts",
+            f"--reload transfer sends from one trainer, found {replicas} (--gpus, --hosts)",
             remedy="leave out --gpus and --hosts; one trainer feeds several servers with bridge train --servers",
         )
-    if on_gpu and trainer.trainer_device in SERVERS_GPU:
+    if beside in SERVERS_GPU:
         raise UsageError(
-            f"--reload transfer sends to another GPU, found the server's: --trainer-device {trainer.trainer_device}",
+            f"--reload transfer sends to another GPU, found the server's: --trainer-device {beside}",
             remedy="--trainer-device cuda:N, a GPU that the server does not use",
         )
     extra.argv += TRANSFER_FLAG if TRANSFER_FLAG[0] not in given else ()

@@ -93,9 +93,9 @@ class EnvironmentStream:
         if self._in_flight and endpoint.starts != self._endpoint.starts:
             self._run(self._requeue(keep_sampled=True))
         self._endpoint = endpoint
-        self._servers = self._sampler.servers_at(endpoint.all)
+        self._servers = self._sampler.servers_at([endpoint, *endpoint.others])
         replicas = self._ranks.one_per_replica(self._ranks.all_gather_object(endpoint))
-        self._endpoints = [server for replica in replicas for server in replica.all]
+        self._endpoints = [server for replica in replicas for server in (replica, *replica.others)]
 
     def resume(self, trained: TrainedProblems) -> None:
         self._trained = trained

