@@ -45,7 +45,7 @@ class Receivers:
         self._in_flight: InFlight = in_flight
         self.num_workers: Sequence[int] = ()
         """Of each server."""
-        self.on_failure: Callable[[BridgeError], object] = lambda _: None
+        self.on_failure: Callable[[BaseException], object] = lambda _: None
         """Called if some worker will not join an exchange, for which the trainer would wait."""
 
     def check(self, model: str, vllm: str) -> None:
@@ -80,13 +80,13 @@ class Receivers:
             info = {**init_info, "rank_offset": offsets[server]}
             server.transfer("init_weight_transfer_engine", {"init_info": info})
 
-        self._exchange(join)
+        self._all(join, is_exchange=True)
 
     def start_weight_update(self) -> None:
         self._all(lambda server: server.transfer("start_weight_update", {}))
 
     def update_weights(self, update_info: Any) -> None:
-        self._exchange(lambda server: server.transfer("update_weights", {"update_info": update_info}))
+        self._all(lambda server: server.transfer("update_weights", {"update_info": update_info}), is_exchange=True)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002  vLLM's own count
         self._all(lambda server: server.transfer("finish_weight_update", {}))
@@ -94,13 +94,6 @@ class Receivers:
     def close(self) -> None:
         for server in self._servers:
             server.close()
-
-    def _exchange(self, call: Callable[[Receiver], None]) -> None:
-        try:
-            self._all(call, is_exchange=True)
-        except BridgeError as error:
-            self.on_failure(error)
-            raise
 
     def _all(self, call: Callable[[Receiver], None], *, is_exchange: bool = False) -> None:
         """Make a call to all servers at the same time, and raise the first error.
@@ -121,8 +114,10 @@ class Receivers:
             threading.Thread(target=run, args=(server,), daemon=True).start()
         first = None
         for _ in self._servers:
-            first = first or errors.get()
+            error = errors.get()
+            first = first or error
             if first is not None and is_exchange:
+                self.on_failure(first)
                 break
         if first is not None:
             raise first

@@ -79,6 +79,8 @@ def plan_rows(
         if _can_train(choices, config.replicas, num_parts, config.context_parallel_size)
         and all(_agree(choices, *item) for item in given.items())
     ]
+    if config.publishing.reload == "transfer":
+        agreeing = [choices for choices in agreeing if choices["trainer_device"] not in SERVERS_GPU]
     if config.replicas > 1:
         agreeing = [choices for choices in agreeing if choices.get("trainer_device") != ANOTHER_GPU]
     if not agreeing:

@@ -7,7 +7,7 @@ neither a lease nor versions. A patched one refuses that mode, and takes the cal
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import httpx
 from pydantic import AliasPath, BaseModel, Field
@@ -36,36 +36,6 @@ class TransferRequest(HolderRequest):
     """Its arguments, by name."""
 
 
-class Receiver(Protocol):
-    """One server that is fed."""
-
-    url: str
-    version: int | None
-    """Version of the weights, if it reports one with each token."""
-
-    def check(self, model: str, vllm: str) -> int:
-        """Return its number of workers; refuse a server that cannot be fed `model` by this `vllm`, and change nothing.
-
-        Raises:
-            AttachError: it is another model or vLLM, has no such engine, or an earlier transfer did not end.
-        """
-
-    def pause(self, in_flight: InFlight) -> None:
-        """Stop generating, and drop cached keys and values."""
-
-    def resume(self) -> None:
-        """Generate with the same weights, because none were sent."""
-
-    def publish(self, version: int) -> None:
-        """Generate with the weights that it received."""
-
-    def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
-        """Make a call of vLLM's weight transfer in all of its workers."""
-
-    def close(self) -> None:
-        """Disconnect."""
-
-
 class _ServerInfo(BaseModel):
     """What is used of the answer of `GET /server_info`."""
 
@@ -90,8 +60,14 @@ class StockReceiver(VllmClient):
     """A vLLM without Bridge's patches, on any host."""
 
     version: int | None = None
+    """Version of the weights, if the server reports one with each token."""
 
     def check(self, model: str, vllm: str) -> int:
+        """Return its number of workers; refuse a server that cannot be fed `model` by this `vllm`, and change nothing.
+
+        Raises:
+            AttachError: it is another model or vLLM, has no such engine, or an earlier transfer did not end.
+        """
         if self._send("GET", "/is_paused", limit_s=self._control_limit_s).status_code == httpx.codes.NOT_FOUND:
             raise AttachError(f"the server at {self.url} cannot be fed: it has no route /is_paused", remedy=STOCK)
         info = self._answer("GET", "/server_info?config_format=json", _ServerInfo)
@@ -109,6 +85,7 @@ class StockReceiver(VllmClient):
         return info.num_workers
 
     def pause(self, in_flight: InFlight) -> None:
+        """Stop generating, and drop cached keys and values; a failed call leaves the server serving."""
         limit_s = None if in_flight == "wait" else self._control_limit_s
         try:
             self._call(f"/pause?mode={in_flight}", limit_s=limit_s)
@@ -125,12 +102,15 @@ class StockReceiver(VllmClient):
             raise
 
     def resume(self) -> None:
+        """Generate with the same weights, because none were sent."""
         self._call("/resume", limit_s=self._control_limit_s)
 
     def publish(self, version: int) -> None:  # noqa: ARG002  the trainer counts
+        """Generate with the weights that it received."""
         self.resume()
 
     def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
+        """Make a call of vLLM's weight transfer in all of its workers."""
         self._call(f"/{call}", dict(arguments))
 
     def _call(self, route: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> None:
@@ -148,7 +128,7 @@ class _FeedingClient(BridgeClient):
 
 
 class PatchedReceiver:
-    """A server of Bridge on this host, whose lease this process takes."""
+    """The same of a server of Bridge on this host, whose lease this process takes."""
 
     def __init__(self, exported: Manifest, run: str, *, timeout_s: float) -> None:
         self.url = exported.url
@@ -184,6 +164,10 @@ class PatchedReceiver:
 
     def close(self) -> None:
         self._client.close()
+
+
+Receiver = StockReceiver | PatchedReceiver
+"""One server that is fed."""
 
 
 def _refuse_misfit(url: str, model: str, served: str, ours: str, theirs: str) -> None:

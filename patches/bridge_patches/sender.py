@@ -9,8 +9,8 @@ Not covered: the servers (`bridge/server/receiver.py`), and who is paused meanwh
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -59,47 +59,15 @@ DEVICE = "cuda"
 """What NCCL sends from."""
 
 
-class Client(Protocol):
-    """What vLLM calls to reach the servers: its `VLLMWeightSyncClient`."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: Any) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+version = compatibility.check_installed
 
 
-class Sender(Protocol):
-    """Sends to all workers of all servers at once."""
+def open_sender(tensors: Mapping[str, torch.Tensor], client: Any, address: str, port: int, workers: int) -> Any:
+    """Meet all `workers` of the servers at `address`, and return what sends `tensors` to them, from the current device.
 
-    model_update_group: Any
-    """vLLM's NCCL communicator; `destroy` ends a broadcast that hangs."""
-
-    def send_weights(self) -> None:
-        """Send every tensor, and wait until all workers have loaded it."""
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """What is sent, under the names in the model's files; for vLLM it is a module."""
-
-    tensors: Mapping[str, torch.Tensor]
-
-    def named_parameters(self) -> Any:
-        return self.tensors.items()
-
-
-def version() -> str:
-    """Return the version of the installed vLLM; IncompatibleVersionError if it does not fit."""
-    return compatibility.check_installed()
-
-
-def open_sender(tensors: Mapping[str, torch.Tensor], client: Client, address: str, port: int, workers: int) -> Sender:
-    """Meet all `workers` of the servers, which `client` calls, at `address`, and return what sends `tensors` to them.
-
-    The sender keeps the current device.
+    `tensors` have the names of the model's files. vLLM calls `client`, its `VLLMWeightSyncClient`, to reach servers.
+    The sender has `send_weights`, which returns once every worker has loaded every tensor, and `model_update_group`,
+    whose `destroy` ends a broadcast that hangs.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for data
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -108,16 +76,17 @@ def open_sender(tensors: Mapping[str, torch.Tensor], client: Client, address: st
     meeting = {"master_address": address, "master_port": port, "world_size": workers + 1}
     if not hasattr(nccl_engine, "NCCLTrainerInitInfo"):
         return _Parts(tensors, client, meeting)
-    sender: Sender = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
-        nccl_engine.NCCLTrainerInitInfo(rank=0, **meeting), client=client, source=base.ModuleSource(Tensors(tensors))
+    module: Any = SimpleNamespace(named_parameters=tensors.items)
+    info = nccl_engine.NCCLTrainerInitInfo(rank=0, **meeting)
+    return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
+        info, client=client, source=base.ModuleSource(module)
     )
-    return sender
 
 
 class _Parts:
     """The sender of vLLM before 0.28."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], client: Client, meeting: dict[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], client: Any, meeting: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer import nccl_common
 
         self._tensors = tensors

@@ -5,6 +5,7 @@ until every worker has joined.
 """
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from tests.unit.http_server import Answer, HttpRequest, as_json, serving
 
 DEVICE = "cpu"
 VLLM = "0.32.0"
+SLOW_S = 0.3
 LATE_S = 20.0
 """A broadcast that hangs for so long fails the test."""
 
@@ -33,8 +35,11 @@ class FedServer:
     has_dev_routes: bool = True
     dies_at: str = ""
     """Route at which it stops to answer."""
+    is_dead: bool = False
     fails_at: str = ""
     """Route that answers 500."""
+    slow_at: str = ""
+    """Route that takes `SLOW_S`."""
     drops_prefixes: bool = True
     calls: list[str] = field(default_factory=list)
     """Routes that change something, in the order of their calls."""
@@ -44,10 +49,13 @@ class FedServer:
 
     def answer(self, request: HttpRequest) -> Answer | None:
         route = request.path.partition("?")[0].lstrip("/")
+        self.is_dead = self.is_dead or route == self.dies_at
+        if self.is_dead:
+            return None
+        if route == self.slow_at:
+            time.sleep(SLOW_S)
         if request.method == "POST":
             self.calls.append(request.path.lstrip("/"))
-        if route == self.dies_at or (self.dies_at and self.dies_at in map(_route, self.calls)):
-            return None
         if route == self.fails_at:
             return as_json({"error": {"message": "size mismatch for q_proj"}}, 500)
         if route == "v1/models":
@@ -71,10 +79,6 @@ class FedServer:
             "reset_prefix_cache": {"success": self.drops_prefixes},
         }
         return as_json(documents.get(route, {}))
-
-
-def _route(call: str) -> str:
-    return call.partition("?")[0]
 
 
 @contextmanager

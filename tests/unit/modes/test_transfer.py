@@ -38,6 +38,7 @@ class FakeProcess:
     def restart(self, model: str | Path) -> None:
         self.started.append(str(model))
         self.server.dies_at = ""
+        self.server.is_dead = False
         self.server.is_paused = False
         self.server.calls.clear()
 
@@ -187,6 +188,7 @@ def test_if_one_cannot_pause_the_others_keep_the_last_version(
     opened: Callable[..., Fed], fault: dict[str, Any]
 ) -> None:
     fed = opened()
+    fed.servers[0].slow_at = "pause"
     for name, value in fault.items():
         setattr(fed.servers[1], name, value)
     with pytest.raises(BridgeError) as caught:
