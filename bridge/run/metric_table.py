@@ -16,8 +16,6 @@ from bridge.types import LOGPROB_DIFF_EDGES
 
 SCALES = {"%": 100.0, "ms": 1e3}
 """Unit -> factor from the recorded number to the displayed one; 1 for other units."""
-
-
 Derive = Callable[[Mapping[str, Any]], float]
 """Computes a metric from a record."""
 
@@ -222,20 +220,15 @@ CHARTS = (
                curve="mismatch/effective_share",
                about="Effective sample size of the importance weights over the number of tokens."),
     )),
-    Chart(ENGINES, "Corrected tokens", "Importance weight truncated, or token masked; experts replayed.", (
-        Metric(name="corrected_share", title="Tokens corrected", unit="%", label="tokens",
-               curve="mismatch/corrected_share",
+    Chart(ENGINES, "Corrections", "Tokens corrected; of experts, with router replay: what it changes, and balance.", (
+        Metric(name="corrected_share", title="Tokens corrected", unit="%", curve="mismatch/corrected_share",
                about="Share of the tokens whose importance weight was truncated, or that were masked."),
-        Metric(name="rerouted_share", title="Other experts", unit="%", label="experts", curve="mismatch/rerouted_share",
-               about="With router replay, share of a token's choices of experts, one per layer, that the trainer's"
-               " routers would have made otherwise; null without."),
-    )),
-    Chart(ENGINES, "Balance of experts", "Tokens of the busiest expert, and experts without any.", (
-        Metric(name="max_vio", title="Busiest expert", unit="%", label="over the mean", curve="experts/max_vio",
-               about="With router replay, tokens of a layer's busiest expert over the mean of its experts, minus 1: the"
-               " mean over the layers. 0 is even; null without replay."),
-        Metric(name="dead_experts", title="Dead experts", unit="%", label="dead", curve="experts/dead",
-               about="With router replay, share of the experts of all layers that no token of the step was sent to."),
+        Metric(name="rerouted_share", title="Other experts", unit="%", curve="mismatch/rerouted_share",
+               about="With router replay, share of the choices of experts that the trainer would have made otherwise."),
+        Metric(name="max_vio", title="Busiest expert", unit="%", curve="experts/max_vio",
+               about="Tokens of a layer's busiest expert over the mean of its experts, minus 1; mean over the layers."),
+        Metric(name="dead_experts", title="Dead experts", unit="%", curve="experts/dead",
+               about="Share of the experts of all layers that no token of the step was sent to."),
     )),
     Chart(ENGINES, "Staleness", "Age of the weights that sampled the tokens.", (
         Metric(name="staleness", title="Staleness", unit="versions", label="oldest", curve="rollout/staleness",

@@ -91,7 +91,7 @@ def test_page_of_a_whole_run_has_every_section_and_chart(tmp_path: Path) -> None
     assert {
         "Mean reward", "Parts of the reward", "Completion length, tokens", "Truncated completions, %", "Entropy, nats",
         "Clipped tokens, %", "Gradient norm", "Policy loss", "Changed weights, %", "|Δ log-probability|, nats",
-        "Tokens by |Δ log-probability|, %", "Importance weights", "Corrected tokens, %",
+        "Tokens by |Δ log-probability|, %", "Importance weights", "Corrections, %",
         "Where a step's time goes, s", "The fence, ms", "Tokens per second", "Tokens per step",
         "Peak memory of the trainer, GiB", "my_ratio", "scores: a",
     } <= set(page.charts)  # fmt: skip
