@@ -123,6 +123,9 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
             "tests/cpu/test_context_parallel.py"
         ),
         "bridge serve-vllm --model MODEL --tensor-parallel-size 2": tested("tests/cpu/test_servers.py"),
+        "bridge run --model MODEL --mode none --reload transfer --trainer-device cuda:1": tested(
+            "tests/cpu/test_transfer.py"
+        ),
         "bridge run --model MODEL --gpus 8 --hosts 2 --rendezvous 10.0.0.1:29400 --batch-size 256": tested(
             "tests/cpu/test_hosts.py"
         ),

@@ -120,6 +120,13 @@ def test_every_mode_and_optimizer_has_a_row(plan: Planned) -> None:
     assert (document["num_params"], document["exact"]) == (PARAMETERS["14B"], False)
 
 
+def test_weights_are_sent_from_another_gpu_than_the_servers(plan: Planned) -> None:
+    document = plan("7B", "139.8", "--mode", "none", "--reload", "transfer")
+    assert {row["trainer_device"] for row in document["rows"]} == {"cuda:1"}
+    assert "--reload transfer" in document["recommended"]
+    assert "--trainer-device cuda:1" in document["recommended"]
+
+
 @pytest.mark.parametrize(
     ("given", "rows"),
     [
