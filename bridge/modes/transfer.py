@@ -23,7 +23,7 @@ import torch
 
 from bridge.errors import AttachError, BridgeError, UsageError
 from bridge.modes.none import OwnCopy
-from bridge.server import discovery, fence
+from bridge.server import discovery, fence, manifest
 from bridge.server.client import CONNECT_LIMIT_S, max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update
@@ -189,17 +189,19 @@ class Transfer(OwnCopy):
         self._receivers.close()
 
     def _find_servers(self) -> list[Receiver]:
-        """Return the servers of --servers, or the one of --vllm-port; Bridge's own on this host by their manifests."""
+        """Return the servers of --servers, or the one of --vllm-config-path or --vllm-port."""
         server, timeout_s = self._config.server, self._config.sampling.request_timeout_s
         own = {} if self._run.process else {exported.url: exported for exported in discovery.running().values()}
-        names = server.servers or (server.url(),)
-        urls = [url if "://" in url else f"http://{url if ':' in url else f'{LOOPBACK}:{url}'}" for url in names]
-        return [
-            PatchedReceiver(own[url], self._run.name, timeout_s=timeout_s)
-            if url in own
-            else StockReceiver(url, timeout_s=timeout_s)
-            for url in urls
-        ]
+
+        def receiver(name: str) -> Receiver:
+            url = name if "://" in name else f"http://{name if ':' in name else f'{LOOPBACK}:{name}'}"
+            exported = manifest.load(Path(name)) if Path(name).exists() else own.get(url)
+            if exported is None:
+                return StockReceiver(url, timeout_s=timeout_s)
+            return PatchedReceiver(exported, self._run.name, timeout_s=timeout_s)
+
+        named = server.servers or (str(server.config_path or server.url()),)
+        return [receiver(name) for name in named]
 
     def _reload(self) -> float:
         with (

@@ -45,7 +45,7 @@ trained(sys.argv[1], Path(sys.argv[2]), model_name=sys.argv[3])
 
 
 def trained(url: str, folder: Path, **choices: Any) -> list[dict[str, Any]]:
-    """Train on the server at `url`, and return the metrics of each step."""
+    """Train on the server at `url`, or of this manifest, and return the metrics of each step."""
     config = TrainConfig.of(**FEEDS | {"servers": url, "save_path": folder / "saved"} | choices)
     Run(
         config, registry.load(config.task), RunDirectory.create(folder / "run", environment="vowels"), Listener()
@@ -102,7 +102,7 @@ def test_a_patched_server_reports_the_version_of_each_token(tmp_path: Path, monk
     gloo_transfer.send_over_gloo()
     with fed_server(tmp_path, monkeypatch, shares_weights=True) as url:
         before = scenarios.sampled(url)
-        steps = trained(url, tmp_path / "first", model_name=str(tmp_path / "model"))
+        steps = trained(str(tmp_path / "manifest.json"), tmp_path / "first", model_name=str(tmp_path / "model"))
         scenarios.equals_the_samples_after(
             tmp_path / "first" / "saved" / "step_3", before, scenarios.sampled(url), device="cpu"
         )
