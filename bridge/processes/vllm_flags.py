@@ -190,8 +190,7 @@ def added(
 ) -> Added:
     """Return what lets `trainer` use the server: its log-probabilities, its weights and its memory."""
     given, on_gpu, extra = names(flags), device == "cuda", Added()
-    beside = trainer.trainer_device if on_gpu else ""
-    _add_transfer(extra, given, trainer.publishing.reload, replicas=trainer.replicas, beside=beside)
+    _add_transfer(extra, given, trainer, beside=trainer.trainer_device if on_gpu else "cpu")
     model = model_checks.read(config.model) if on_gpu else None
     if config.gpu_memory_utilization:
         extra.argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
@@ -227,19 +226,20 @@ def added(
     return extra
 
 
-def _add_transfer(extra: Added, given: set[str], reload: str, *, replicas: int, beside: str) -> None:
+def _add_transfer(extra: Added, given: set[str], trainer: TrainConfig, *, beside: str) -> None:
     """Let the server take weights, if they are sent from another GPU than its own; `beside` is the trainer's device."""
-    if reload != "transfer":
+    if trainer.publishing.reload != "transfer":
         return
-    if replicas > 1:
+    if trainer.replicas > 1:
         raise UsageError(
-            f"--reload transfer sends from one trainer, found {replicas} (--gpus, --hosts)",
+            f"--reload transfer sends from one trainer, found {trainer.replicas} (--gpus, --hosts)",
             remedy="leave out --gpus and --hosts; one trainer feeds several servers with bridge train --servers",
         )
-    if beside in SERVERS_GPU:
+    if beside in {*SERVERS_GPU, "cpu"}:
+        what = "a CPU" if beside == "cpu" else f"the server's: --trainer-device {beside}"
         raise UsageError(
-            f"--reload transfer sends to another GPU, found the server's: --trainer-device {beside}",
-            remedy="--trainer-device cuda:N, a GPU that the server does not use",
+            f"--reload transfer sends from one GPU to another, found {what}",
+            remedy="--trainer-device cuda:N, a GPU that the server does not use, or --reload restart",
         )
     extra.argv += TRANSFER_FLAG if TRANSFER_FLAG[0] not in given else ()
     extra.environment["VLLM_SERVER_DEV_MODE"] = "1"

