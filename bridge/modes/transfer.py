@@ -192,16 +192,21 @@ class Transfer(OwnCopy):
         """Return the servers of --servers, or the one of --vllm-config-path or --vllm-port."""
         server, timeout_s = self._config.server, self._config.sampling.request_timeout_s
         own = {} if self._run.process else {exported.url: exported for exported in discovery.running().values()}
-
-        def receiver(name: str) -> Receiver:
-            url = name if "://" in name else f"http://{name if ':' in name else f'{LOOPBACK}:{name}'}"
-            exported = manifest.load(Path(name)) if Path(name).exists() else own.get(url)
-            if exported is None:
-                return StockReceiver(url, timeout_s=timeout_s)
-            return PatchedReceiver(exported, self._run.name, timeout_s=timeout_s)
-
-        named = server.servers or (str(server.config_path or server.url()),)
-        return [receiver(name) for name in named]
+        names = server.servers or (str(server.config_path or server.url()),)
+        manifests = {name: manifest.load(Path(name)) for name in names if Path(name).exists()}
+        own |= {exported.url: exported for exported in manifests.values()}
+        urls = [manifests[name].url if name in manifests else _url(name) for name in names]
+        if first := next((index for index, url in enumerate(urls) if url in urls[:index]), None):
+            raise UsageError(
+                f"--servers: {names[urls.index(urls[first])]} and {names[first]} are the same server",
+                remedy="name each server once",
+            )
+        return [
+            PatchedReceiver(own[url], self._run.name, timeout_s=timeout_s)
+            if url in own
+            else StockReceiver(url, timeout_s=timeout_s)
+            for url in urls
+        ]
 
     def _reload(self) -> float:
         with (
@@ -259,6 +264,12 @@ class Transfer(OwnCopy):
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.model_update_group.destroy()
+
+
+def _url(name: str) -> str:
+    """Return the URL of a server that was named by its URL, its host and port, or its port alone."""
+    url = name if "://" in name else f"http://{name if ':' in name else f'{LOOPBACK}:{name}'}"
+    return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # as servers of Bridge write their own
 
 
 def _address_seen_by(urls: Sequence[str]) -> str:

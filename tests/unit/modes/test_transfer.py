@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,19 @@ class FakeProcess:
         self.server.is_dead = False
         self.server.is_paused = False
         self.server.calls.clear()
+
+
+class FakeReceiver:
+    """Stands in for a server of Bridge, which refuses."""
+
+    def __init__(self, exported: Any, run: str, *, timeout_s: float) -> None:
+        self.url = exported.url
+
+    def check(self, model: str, vllm: str) -> int:
+        raise AttachError("this one is of Bridge", remedy="")
+
+    def close(self) -> None:
+        """Close nothing."""
 
 
 @dataclass
@@ -171,6 +185,27 @@ def test_what_cannot_be_fed_is_refused_and_not_touched(
         feeding(*servers)
     assert "\n" not in caught.value.message + caught.value.remedy
     assert [server.calls for server in servers] == [[], []]
+
+
+@pytest.mark.parametrize("second", ["{url}", "{url}/", "{port}", "localhost:{port}", "http://localhost:{port}"])
+def test_a_server_that_is_named_twice_is_refused(feeding: Callable[..., Fed], folder: Path, second: str) -> None:
+    server = FedServer(str(folder))
+    with fed_server.running(server):
+        name = second.format(url=server.url, port=server.url.rpartition(":")[2])
+        with pytest.raises(UsageError, match="are the same server"):
+            feeding(servers=f"{server.url},{name}")
+    assert server.calls == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_of_bridge_is_recognized_by_any_name(
+    feeding: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    exported = SimpleNamespace(url="http://127.0.0.1:9001")
+    monkeypatch.setattr(transfer.discovery, "running", lambda: {Path("manifest"): exported})
+    monkeypatch.setattr(transfer, "PatchedReceiver", FakeReceiver)
+    with pytest.raises(AttachError, match="this one is of Bridge"):
+        feeding(servers=f"{host}:9001")
 
 
 def test_a_trainer_on_a_cpu_is_refused(
