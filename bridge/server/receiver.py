@@ -40,7 +40,9 @@ class _ServerInfo(BaseModel):
     """What is used of the answer of `GET /server_info`."""
 
     served: str = Field(validation_alias=AliasPath("vllm_config", "model_config", "model"))
-    num_workers: int = Field(validation_alias=AliasPath("vllm_config", "parallel_config", "world_size"))
+    world_size: int = Field(validation_alias=AliasPath("vllm_config", "parallel_config", "world_size"))
+    """Workers of one engine."""
+    num_engines: int = Field(1, validation_alias=AliasPath("vllm_config", "parallel_config", "data_parallel_size"))
     engine: str | None = Field(None, validation_alias=AliasPath("vllm_config", "weight_transfer_config", "backend"))
 
 
@@ -82,7 +84,7 @@ class StockReceiver(VllmClient):
                 f"the server at {self.url} is paused: another trainer is feeding it, or ended while it did",
                 remedy="wait for that trainer; if it has ended, restart the server, whose weights may be half-written",
             )
-        return info.num_workers
+        return info.world_size * info.num_engines
 
     def pause(self, in_flight: InFlight) -> None:
         """Stop generating, and drop cached keys and values; a failed call leaves the server serving."""

@@ -53,7 +53,7 @@ vllm.entrypoints.serve.dev.rlhf.api_router
     if update_weights: call async finish_weight_update(raw_request)
 vllm.entrypoints.serve.dev.cache.api_router: call async reset_prefix_cache(raw_request, reset_running_requests)
 vllm.entrypoints.serve.dev.server_info.api_router: call async show_server_info(raw_request, config_format)
-vllm.config.parallel: ParallelConfig: world_size
+vllm.config.parallel: ParallelConfig: world_size, data_parallel_size
 """
 DEVICE = "cuda"
 """What NCCL sends from."""

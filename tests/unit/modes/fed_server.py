@@ -29,6 +29,8 @@ class FedServer:
 
     model: str
     num_workers: int = 1
+    """Of each engine."""
+    num_engines: int = 1
     vllm: str = VLLM
     engine: str | None = "nccl"
     is_paused: bool = False
@@ -69,7 +71,7 @@ class FedServer:
         transfer = None if self.engine is None else {"backend": self.engine}
         config = {
             "model_config": {"model": self.model},
-            "parallel_config": {"world_size": self.num_workers},
+            "parallel_config": {"world_size": self.num_workers, "data_parallel_size": self.num_engines},
             "weight_transfer_config": transfer,
         }
         documents = {

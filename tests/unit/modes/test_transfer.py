@@ -138,6 +138,13 @@ def test_each_worker_joins_under_a_rank_of_its_own(opened: Callable[..., Fed]) -
     assert {info["master_address"] for info in infos} == {"127.0.0.1"}
 
 
+def test_workers_of_all_data_parallel_engines_join(feeding: Callable[..., Fed], folder: Path) -> None:
+    fed = feeding(FedServer(str(folder), num_workers=2, num_engines=2), FedServer(str(folder)))
+    fed.mode.open()
+    infos = [info for server in fed.servers for info in server.infos]
+    assert [(info["rank_offset"], info["world_size"]) for info in infos] == [(1, 6), (5, 6)]
+
+
 def test_rollouts_come_from_all_servers_with_the_version_of_the_request(opened: Callable[..., Fed]) -> None:
     fed = opened()
     fed.publish()
