@@ -1,6 +1,7 @@
 """`none --reload transfer`: the trainer's own weights are sent to running servers on other GPUs, by vLLM's NCCL engine.
 
     pause     all servers; if one cannot be paused, the others resume
+    meet      before the first transfer: all workers join vLLM's sender; if one cannot, all servers resume
     send      vLLM's sender broadcasts to all workers of all servers, which load layer by layer
     publish   the version goes up, all resume
 
@@ -11,8 +12,8 @@ received of a layer, and would load them together with those of the next transfe
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 from bridge.errors import AttachError, BridgeError, UsageError
 from bridge.modes.none import OwnCopy
 from bridge.server import discovery, fence, manifest
-from bridge.server.client import CONNECT_LIMIT_S, max_model_len
+from bridge.server.client import CONNECT_LIMIT_S, max_model_len, unreachable
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update
 from bridge.server.protocol import InFlight
@@ -56,13 +57,12 @@ class Receivers:
         try:
             self._all(lambda server: server.pause(self._in_flight))
         except BridgeError:
-            for server in self._servers:
-                with suppress(BridgeError):  # it is dead, or was not paused
-                    server.resume()
+            self.resume()
             raise
 
     def resume(self, error: BaseException | None = None) -> None:  # noqa: ARG002  they hold no memory of the trainer
-        self._all(lambda server: server.resume())
+        with suppress(BridgeError):  # one is dead, was not paused, or waits for others to join and resumes later
+            self._all(lambda server: server.resume())
 
     def publish(self, version: int) -> int:
         """Let all serve `version`, and return it."""
@@ -212,8 +212,13 @@ class Transfer(OwnCopy):
         with (
             fence.run(Update(), self._publish, server=self._receivers, ranks=self._run.ranks) as window,
             torch.accelerator.device_index(self._device.index),
+            self._explained(),
         ):
-            self._send()
+            if self._sender is None:
+                with window.preparing():
+                    self._sender = self._open_sender()
+            self._receivers.on_failure = lambda _: self._give_up()
+            self._sender.send_weights()
         self.version = window.times.version
         self._num_behind = 0
         return window.times.pause_s
@@ -221,12 +226,11 @@ class Transfer(OwnCopy):
     def _publish(self) -> int:
         return self._receivers.publish(self.version + 1)
 
-    def _send(self) -> None:
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """End the group if the block fails, and say what to do about an error of NCCL's."""
         try:
-            if self._sender is None:
-                self._sender = self._open_sender()
-            self._receivers.on_failure = lambda _: self._give_up()
-            self._sender.send_weights()
+            yield
         except BridgeError:
             self._give_up()
             raise
@@ -235,7 +239,7 @@ class Transfer(OwnCopy):
             raise AttachError(
                 f"the weights could not be sent: {str(error).strip().splitlines()[0]}",
                 remedy="the trainer and each server need GPUs of their own that reach each other by NCCL"
-                " (NCCL_DEBUG=INFO says more); restart the servers, which are paused",
+                " (NCCL_DEBUG=INFO says more); restart servers that stay paused",
             ) from error
 
     def _open_sender(self) -> Any:
@@ -273,11 +277,20 @@ def _url(name: str) -> str:
 
 
 def _address_seen_by(urls: Sequence[str]) -> str:
-    """Return this host's address as the servers see it; ServerUnreachableError if one does not answer."""
+    """Return this host's address as the servers see it; ServerUnreachableError if one does not answer.
+
+    Over IPv4, as both ends of vLLM's transfer meet.
+    """
     addresses = []
     for url in urls:
         parts = urlsplit(url)
-        with socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_LIMIT_S) as connection:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.socket(socket.AF_INET) as connection:
+            connection.settimeout(CONNECT_LIMIT_S)
+            try:
+                connection.connect((parts.hostname or "", port))
+            except OSError as error:
+                raise unreachable(url, f"over IPv4, where vLLM's weight transfer meets: {error}") from error
             addresses.append(connection.getsockname()[0])
     return next((address for address in addresses if address != LOOPBACK), LOOPBACK)
 

@@ -1,5 +1,8 @@
 """`none --reload transfer`: what is called in which order, what is refused before, and what a failure leaves."""
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -258,13 +261,40 @@ def test_a_receiver_that_fails_inside_ends_the_run_and_none_resumes(
     assert fed.mode.version == 0
 
 
-def test_a_worker_that_cannot_join_is_not_waited_for(feeding: Callable[..., Fed], folder: Path) -> None:
+def test_a_worker_that_cannot_join_is_not_waited_for_and_all_resume(feeding: Callable[..., Fed], folder: Path) -> None:
     fed = feeding(FedServer(str(folder)), FedServer(str(folder), fails_at="init_weight_transfer_engine"))
     start = time.perf_counter()
     with pytest.raises(ServerUnreachableError, match="size mismatch"):
         fed.mode.open()
     assert time.perf_counter() - start < SOON_S
-    assert "resume" not in fed.calls()[0]
+    assert fed.calls() == [[*PAUSE, "init_weight_transfer_engine", "resume"]] * 2
+    assert not any(server.is_paused for server in fed.servers)
+
+
+def test_ctrl_c_acts_while_workers_join_and_all_resume(
+    feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(fed_server.LATE_S)
+
+    monkeypatch.setattr(fed_server, "open_sender", interrupted)
+    fed = feeding(FedServer(str(folder)), FedServer(str(folder)))
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        fed.mode.open()
+    assert time.perf_counter() - start < SOON_S
+    assert fed.calls() == [[*PAUSE, "resume"]] * 2
+
+
+def test_a_server_that_ipv4_does_not_reach_is_named_and_all_resume(
+    feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = feeding(FedServer(str(folder)), FedServer(str(folder)))
+    monkeypatch.setattr(fed.mode._servers[1], "url", "http://[::1]:8000")
+    with pytest.raises(ServerUnreachableError, match=r"\[::1\]:8000 .*over IPv4"):
+        fed.mode.open()
+    assert fed.calls() == [[*PAUSE, "resume"]] * 2
 
 
 def test_an_error_of_nccl_is_one_line(opened: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch) -> None:
