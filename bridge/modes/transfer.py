@@ -48,6 +48,8 @@ class Receivers:
         """Of each server."""
         self.on_failure: Callable[[BaseException], object] = lambda _: None
         """Called if some worker will not join an exchange, for which the trainer would wait."""
+        self.failure: BaseException | None = None
+        """What it was called with."""
 
     def check(self, model: str, vllm: str) -> None:
         """Refuse servers that cannot be fed, before any of them changes."""
@@ -117,6 +119,7 @@ class Receivers:
             error = errors.get()
             first = first or error
             if first is not None and is_exchange:
+                self.failure = first
                 self.on_failure(first)
                 break
         if first is not None:
@@ -236,6 +239,8 @@ class Transfer(OwnCopy):
             raise
         except (RuntimeError, OSError) as error:
             self._give_up()
+            if self._receivers.failure is not None:  # the error is that its broadcast was ended
+                raise self._receivers.failure from error
             raise AttachError(
                 f"the weights could not be sent: {str(error).strip().splitlines()[0]}",
                 remedy="the trainer and each server need GPUs of their own that reach each other by NCCL"

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -308,6 +309,28 @@ def test_an_error_of_nccl_is_one_line(opened: Callable[..., Fed], monkeypatch: p
         fed.publish()
     assert caught.value.message == "the weights could not be sent: NCCL error: invalid usage"
     assert fed.servers[0].is_paused
+
+
+def test_a_server_that_failed_is_named_if_nccl_reports_that_its_broadcast_was_ended(
+    opened: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = opened()
+    sender = fed_server.SENDERS[0]
+    ended = threading.Event()
+
+    def send() -> None:
+        pool.submit(sender._client.update_weights, {})
+        assert ended.wait(SOON_S)
+        raise RuntimeError("NCCL error: the communicator was aborted")
+
+    monkeypatch.setattr(sender, "send_weights", send)
+    monkeypatch.setattr(sender, "destroy", ended.set)
+    fed.servers[1].fails_at = "update_weights"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.* size mismatch"),
+    ):
+        fed.publish()
 
 
 def test_a_server_of_our_own_that_died_is_restarted_and_fed_again(feeding: Callable[..., Fed], folder: Path) -> None:
