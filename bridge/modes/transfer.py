@@ -50,6 +50,8 @@ class Receivers:
         """Called if some worker will not join an exchange, for which the trainer would wait."""
         self.failure: BaseException | None = None
         """What it was called with."""
+        self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        """How each call to a server ended, of the last ones."""
 
     def check(self, model: str, vllm: str) -> None:
         """Refuse servers that cannot be fed, before any of them changes."""
@@ -93,6 +95,10 @@ class Receivers:
     def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002  vLLM's own count
         self._all(lambda server: server.transfer("finish_weight_update", {}))
 
+    def abandon_exchange(self) -> None:
+        """Let the caller of an exchange wait no longer: vLLM's thread, which the interpreter joins at its end."""
+        self._ends.put(AttachError("the transfer was given up", remedy="restart servers that stay paused"))
+
     def close(self) -> None:
         for server in self._servers:
             server.close()
@@ -102,7 +108,7 @@ class Receivers:
 
         In an exchange it is raised at once, because the other servers wait for the one that failed.
         """
-        errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        errors = self._ends = queue.SimpleQueue()
 
         def run(server: Receiver) -> None:
             try:
@@ -234,15 +240,15 @@ class Transfer(OwnCopy):
         """End the group if the block fails, and say what to do about an error of NCCL's."""
         try:
             yield
-        except BridgeError:
+        except BaseException as error:
+            failure = self._receivers.failure
             self._give_up()
-            raise
-        except (RuntimeError, OSError) as error:
-            self._give_up()
-            if self._receivers.failure is not None:  # the error is that its broadcast was ended
-                raise self._receivers.failure from error
+            if isinstance(error, BridgeError) or not isinstance(error, RuntimeError | OSError):
+                raise
+            if failure is not None:  # the error is that its broadcast was ended
+                raise failure from error
             raise AttachError(
-                f"the weights could not be sent: {str(error).strip().splitlines()[0]}",
+                f"the weights could not be sent: {(str(error).strip() or repr(error)).splitlines()[0]}",
                 remedy="the trainer and each server need GPUs of their own that reach each other by NCCL"
                 " (NCCL_DEBUG=INFO says more); restart servers that stay paused",
             ) from error
@@ -270,6 +276,7 @@ class Transfer(OwnCopy):
 
     def _give_up(self) -> None:
         """End the broadcast, if there is one, and the group that it is in."""
+        self._receivers.abandon_exchange()
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.model_update_group.destroy()

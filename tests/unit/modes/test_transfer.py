@@ -20,6 +20,7 @@ from bridge.errors import AttachError, BridgeError, ServerUnreachableError, Usag
 from bridge.modes import transfer
 from bridge.modes.mode import RunContext
 from bridge.modes.transfer import Transfer
+from bridge.server import discovery
 from bridge.server.fence import Update
 from tests.fenced import publish
 from tests.models import tiny
@@ -213,7 +214,7 @@ def test_a_server_of_bridge_is_recognized_by_any_name(
     feeding: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     exported = SimpleNamespace(url="http://127.0.0.1:9001")
-    monkeypatch.setattr(transfer.discovery, "running", lambda: {Path("manifest"): exported})
+    monkeypatch.setattr(discovery, "running", lambda: {Path("manifest"): exported})
     monkeypatch.setattr(transfer, "PatchedReceiver", FakeReceiver)
     with pytest.raises(AttachError, match="this one is of Bridge"):
         feeding(servers=f"{host}:9001")
@@ -309,6 +310,26 @@ def test_an_error_of_nccl_is_one_line(opened: Callable[..., Fed], monkeypatch: p
         fed.publish()
     assert caught.value.message == "the weights could not be sent: NCCL error: invalid usage"
     assert fed.servers[0].is_paused
+
+
+def test_no_thread_waits_for_a_server_after_an_error_of_nccl(
+    opened: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = opened()
+    pool = ThreadPoolExecutor(1)
+
+    def send() -> None:
+        pool.submit(fed.mode._receivers.update_weights, {})
+        raise RuntimeError("NCCL error: unhandled cuda error")
+
+    monkeypatch.setattr(fed_server.SENDERS[0], "send_weights", send)
+    monkeypatch.setattr(fed_server, "SLOW_S", 2.0)
+    fed.servers[1].slow_at = "update_weights"
+    with pytest.raises(AttachError, match="could not be sent: NCCL error"):
+        fed.publish()
+    start = time.perf_counter()
+    pool.shutdown(wait=True)  # as the interpreter does at its end
+    assert time.perf_counter() - start < 1
 
 
 def test_a_server_that_failed_is_named_if_nccl_reports_that_its_broadcast_was_ended(
