@@ -87,11 +87,12 @@ class AgentRuns(TrajectorySampler):
             return left if most is None else min(left, most - len(request.token_ids))
 
         async def sample(turn: int, request: TurnRequest, max_tokens: int) -> Completion:
+            has_experts = request.before is not None and request.before.completion.experts
             with trajectory.held():
                 return await self._turn(
                     servers, request.token_ids, seed=seed, number=number, turn=turn, stop=request.chat.stop,
-                    max_tokens=max_tokens, experts=request.before.completion.experts if request.before else b"",
-                    num_routed=len(request.token_ids) - len(request.added) - 1, **params,
+                    max_tokens=max_tokens,
+                    num_routed=len(request.token_ids) - len(request.added) - 1 if has_experts else 0, **params,
                 )  # fmt: skip
 
         async with self._scorer.trajectory(problem) as trajectory:

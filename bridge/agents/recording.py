@@ -134,6 +134,7 @@ class Recording:
             for turn in turns:
                 written.transcript += map(_read, turn.request.messages)
                 if turn in written_turns:
+                    written.add_experts(turn.completion.experts)
                     written.transcript.append(as_turn(turn.completion.text, turn.calls))
                     continue
                 if turn is not own[0]:

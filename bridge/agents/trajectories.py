@@ -44,7 +44,7 @@ class Written:
     kept: list[tuple[float, int]] = field(default_factory=list)
     """Empty without filters."""
     experts: bytes = b""
-    """Of all tokens but the last, prompt included, as the last turn has them."""
+    """Of all tokens but the last, prompt included."""
     transcript: list[dict[str, Any]] = field(default_factory=list)
     """Each turn and each answer, as in `Completion`."""
     last: str = ""
@@ -58,10 +58,14 @@ class Written:
         self.versions += completion.versions or [None] * len(completion.token_ids)
         self.sampled += [True] * len(completion.token_ids)
         self.kept += completion.kept
-        self.experts = completion.experts
+        self.add_experts(completion.experts)
         self.transcript.append({**as_turn(completion.text, calls), "tokens": len(completion.token_ids)})
         self.last = completion.text
         self.finish_reason = completion.finish_reason
+
+    def add_experts(self, experts: bytes) -> None:
+        """Add what the server reported with a turn: none, and those of the turns before are of no use either."""
+        self.experts = self.experts + experts if experts else b""
 
     def add_answers(self, token_ids: Sequence[int]) -> None:
         count = len(token_ids)
@@ -132,24 +136,20 @@ class TrajectorySampler:
         seed: int,
         number: int,
         turn: int,
-        experts: bytes,
         num_routed: int,
         **params: Any,
     ) -> Completion:
-        """Sample a turn of the trajectory `number`.
-
-        `experts` are those of its first `num_routed` tokens; the server reports others only. Empty: it reports all.
-        """
+        """Sample a turn of the trajectory `number`, with the experts of the tokens behind the first `num_routed`."""
         (completion,) = await self._sampler.one(
             [pinned(servers, number)],
             tuple(token_ids),
             num_samples=1,
             seed=seed,
             index=number * self._max_turns + turn,
-            **({"experts": num_routed} if experts else {}),
+            **({"experts": num_routed} if num_routed else {}),
             **params,
         )
-        return replace(completion, experts=experts + completion.experts) if completion.experts else completion
+        return completion
 
 
 def pinned(servers: Servers, number: int) -> Server:
@@ -198,12 +198,11 @@ class Trajectories(TrajectorySampler):
             for turn in range(self._max_turns):
                 completion = await self._turn(
                     servers, (*written.prompt, *written.token_ids), seed=seed, number=number, turn=turn,
-                    max_tokens=longest - len(written.token_ids), experts=written.experts, num_routed=num_routed,
-                    **params,
+                    max_tokens=longest - len(written.token_ids), num_routed=num_routed, **params,
                 )  # fmt: skip
                 calls = self._conversation.calls(completion.token_ids) if completion.finish_reason == "stop" else ()
                 written.add_turn(completion, calls)
-                num_routed = len(written.prompt) + len(written.token_ids) - 1
+                num_routed = len(written.prompt) + len(written.token_ids) - 1 if written.experts else 0
                 added = await self._answered(problem, written, completion, calls, tools)
                 if isinstance(added, FailedScore):
                     return [written], added

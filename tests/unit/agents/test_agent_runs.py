@@ -12,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from bridge.agents import agent_runs
+from bridge.agents.recording import Recording, Turn, TurnRequest
 from bridge.errors import ServerUnreachableError
 from bridge.learn import samples
 from bridge.learn.policy_loss import LossSpec
@@ -202,6 +205,26 @@ def test_every_sequence_of_a_run_has_the_experts_of_all_its_tokens(tmp_path: Pat
     for group in groups:
         for sequence in (one for completion in group.completions for one in completion.sequences):
             check_experts(ours, sequence, len(group.prompt_token_ids))
+
+
+def test_a_turn_keeps_the_experts_of_its_own_tokens_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = list[Turn]()
+
+    class Watched(Recording):
+        def add(self, request: TurnRequest, completion: Completion) -> dict[str, Any]:
+            message = super().add(request, completion)
+            turns.append(self.turns[-1])
+            return message
+
+    monkeypatch.setattr(agent_runs, "Recording", Watched)
+    choices: dict[str, Any] = {"environment": f"{FILE}:Branching", "max_new_tokens": 4000, "reports_experts": True}
+    with spoken(tmp_path, saying("qwen2_5"), **choices) as ours:
+        ours.stream.take(2, step=1)
+    followed = [turn for turn in turns if turn.request.before is not None and turn.completion.experts]
+    assert followed
+    for turn in followed:
+        num_own = len(turn.request.added) + len(turn.completion.token_ids)
+        assert len(np.frombuffer(turn.completion.experts, "<i2")) == num_own
 
 
 def test_a_run_may_send_several_requests_at_once(tmp_path: Path) -> None:
