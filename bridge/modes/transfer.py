@@ -284,6 +284,11 @@ class Transfer(OwnCopy):
 
 def _url(name: str) -> str:
     """Return the URL of a server that was named by its URL, its host and port, or its port alone."""
+    if "://" not in name and not name.rpartition(":")[2].isdecimal():
+        raise UsageError(
+            f"--servers {name}: expected HOST:PORT, a port of this host or a URL",
+            remedy="--reload transfer sends to addresses; vLLM's own port is 8000",
+        )
     url = name if "://" in name else f"http://{name if ':' in name else f'{LOOPBACK}:{name}'}"
     return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # as servers of Bridge write their own
 

@@ -209,6 +209,12 @@ def test_a_server_that_is_named_twice_is_refused(feeding: Callable[..., Fed], fo
     assert server.calls == []
 
 
+@pytest.mark.parametrize("name", ["host1", "/tmp/atropos_bridge/manifest.json", "host1:"])
+def test_what_is_no_address_is_refused(feeding: Callable[..., Fed], name: str) -> None:
+    with pytest.raises(UsageError, match=f"--servers {name}: expected HOST:PORT"):
+        feeding(servers=name)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_server_of_bridge_is_recognized_by_any_name(
     feeding: Callable[..., Fed], monkeypatch: pytest.MonkeyPatch, host: str
