@@ -227,6 +227,8 @@ class Transfer(OwnCopy):
                 with window.preparing():
                     self._sender = self._open_sender()
             self._receivers.on_failure = lambda _: self._give_up()
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()  # vLLM reads the weights on streams of its own
             self._sender.send_weights()
         self.version = window.times.version
         self._num_behind = 0
@@ -286,8 +288,8 @@ def _url(name: str) -> str:
     """Return the URL of a server that was named by its URL, its host and port, or its port alone."""
     if "://" not in name and not name.rpartition(":")[2].isdecimal():
         raise UsageError(
-            f"--servers {name}: expected HOST:PORT, a port of this host or a URL",
-            remedy="--reload transfer sends to addresses; vLLM's own port is 8000",
+            f"--servers {name}: expected HOST:PORT, a port of this host, a URL or a manifest",
+            remedy="vLLM's own port is 8000",
         )
     url = name if "://" in name else f"http://{name if ':' in name else f'{LOOPBACK}:{name}'}"
     return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # as servers of Bridge write their own
