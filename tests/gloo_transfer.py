@@ -6,6 +6,7 @@ by a plugin (`install`), a trainer by `send_over_gloo`.
 
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,21 @@ def _receiving() -> Any:
     return Receiving
 
 
-def send_over_gloo(dies_after: int | None = None) -> None:
-    """Let this process send over gloo, and kill it after so many tensors of its second transfer."""
+def send_over_gloo(dies_after: int | None = None, *, replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let this process send over gloo, and kill it after so many tensors of its second transfer.
+
+    `replace` is a test's `monkeypatch.setattr`, in a process that goes on.
+    """
     from vllm.distributed.weight_transfer import nccl_engine
 
     from bridge_patches import sender
 
-    sender.DEVICE = "cpu"
+    def meet(info: Any) -> Group:
+        return Group(info.master_address, info.master_port, 0, info.world_size)
+
+    replace(sender, "DEVICE", "cpu")
     nccl: Any = nccl_engine
-    nccl.open_trainer_endpoint = lambda info: Group(info.master_address, info.master_port, 0, info.world_size)
+    replace(nccl, "open_trainer_endpoint", meet)
 
     class Sending(nccl.NCCLTrainerWeightTransferEngine):
         num_transfers = 0
@@ -85,4 +92,4 @@ def send_over_gloo(dies_after: int | None = None) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 self.model_update_group.broadcast(tensor.contiguous())
 
-    nccl.NCCLTrainerWeightTransferEngine = Sending
+    replace(nccl, "NCCLTrainerWeightTransferEngine", Sending)

@@ -190,7 +190,8 @@ def added(
 ) -> Added:
     """Return what lets `trainer` use the server: its log-probabilities, its weights and its memory."""
     given, on_gpu, extra = names(flags), device == "cuda", Added()
-    _add_transfer(extra, given, trainer, beside=trainer.trainer_device if on_gpu else "cpu")
+    beside = trainer.trainer_device if on_gpu else "cpu"
+    _add_transfer(extra, given, trainer.publishing.reload, replicas=trainer.replicas, beside=beside)
     model = model_checks.read(config.model) if on_gpu else None
     if config.gpu_memory_utilization:
         extra.argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
@@ -226,13 +227,13 @@ def added(
     return extra
 
 
-def _add_transfer(extra: Added, given: set[str], trainer: TrainConfig, *, beside: str) -> None:
+def _add_transfer(extra: Added, given: set[str], reload: str, *, replicas: int, beside: str) -> None:
     """Let the server take weights, if they are sent from another GPU than its own; `beside` is the trainer's device."""
-    if trainer.publishing.reload != "transfer":
+    if reload != "transfer":
         return
-    if trainer.replicas > 1:
+    if replicas > 1:
         raise UsageError(
-            f"--reload transfer sends from one trainer, found {trainer.replicas} (--gpus, --hosts)",
+            f"--reload transfer sends from one trainer, found {replicas} (--gpus, --hosts)",
             remedy="leave out --gpus and --hosts; one trainer feeds several servers with bridge train --servers",
         )
     if beside in {*SERVERS_GPU, "cpu"}:

@@ -75,7 +75,7 @@ def fed_server(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shares_weights:
 def test_a_stock_server_serves_each_version_and_none_that_is_half_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gloo_transfer.send_over_gloo()
+    gloo_transfer.send_over_gloo(replace=monkeypatch.setattr)
     with fed_server(tmp_path, monkeypatch, shares_weights=False) as url:
         model = str(tmp_path / "model")
         before = scenarios.sampled(url)
@@ -99,7 +99,7 @@ def test_a_stock_server_serves_each_version_and_none_that_is_half_sent(
 
 @pytest.mark.slow
 def test_a_patched_server_reports_the_version_of_each_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gloo_transfer.send_over_gloo()
+    gloo_transfer.send_over_gloo(replace=monkeypatch.setattr)
     with fed_server(tmp_path, monkeypatch, shares_weights=True) as url:
         before = scenarios.sampled(url)
         steps = trained(str(tmp_path / "manifest.json"), tmp_path / "first", model_name=str(tmp_path / "model"))

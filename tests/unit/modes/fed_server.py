@@ -43,6 +43,8 @@ class FedServer:
     slow_at: str = ""
     """Route that takes `SLOW_S`."""
     drops_prefixes: bool = True
+    key: str = ""
+    """What each request has to name; empty: nothing."""
     calls: list[str] = field(default_factory=list)
     """Routes that change something, in the order of their calls."""
     infos: list[dict[str, Any]] = field(default_factory=list)
@@ -54,6 +56,8 @@ class FedServer:
         self.is_dead = self.is_dead or route == self.dies_at
         if self.is_dead:
             return None
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return as_json({"error": {"message": "no key"}}, 401)
         if route == self.slow_at:
             time.sleep(SLOW_S)
         if request.method == "POST":

@@ -20,7 +20,7 @@ from bridge.errors import AttachError, BridgeError, ServerUnreachableError, Usag
 from bridge.modes import transfer
 from bridge.modes.mode import RunContext
 from bridge.modes.transfer import Transfer
-from bridge.server import discovery
+from bridge.server import api_key, discovery
 from bridge.server.fence import Update
 from tests.fenced import publish
 from tests.models import tiny
@@ -134,6 +134,18 @@ def test_all_servers_are_paused_fed_and_resumed_together(feeding: Callable[..., 
     assert fed.calls() == [[*PAUSE, *SEND] * 2] * 2
     (sender,) = fed_server.SENDERS
     assert [sent[NORM][0].item() for sent in sender.sent] == [1, 2, 3]
+
+
+def test_every_request_names_the_key(
+    feeding: Callable[..., Fed], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(api_key.VARIABLE, "key")
+    fed = feeding(FedServer(str(folder), key="key"))
+    fed.mode.open()
+    assert fed.publish() == 1
+    monkeypatch.delenv(api_key.VARIABLE)
+    with pytest.raises(UsageError, match="rejected the request with status 401"):
+        feeding(FedServer(str(folder), key="key"))
 
 
 def test_each_worker_joins_under_a_rank_of_its_own(opened: Callable[..., Fed]) -> None:

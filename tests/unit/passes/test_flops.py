@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from bridge.passes.flops import Flops, num_pairs, peak_flops, peak_of
@@ -69,7 +70,7 @@ def unfolded(hidden_states: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tenso
 
 @pytest.fixture(autouse=True)
 def _states_in_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (modeling_qwen3_5, modeling_qwen3_next):
+    for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", token_by_token)
         monkeypatch.setattr(module, "causal_conv1d_fn", unfolded)
 

@@ -90,7 +90,11 @@ class Restarted:
         """Do nothing."""
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way).strip())
+@pytest.mark.parametrize(
+    "way",
+    [way for way in WAYS if way != ("none", "transfer")],  # tests/unit/modes/test_transfer.py
+    ids=lambda way: " ".join(way).strip(),
+)
 def test_every_mode_trains_behind_a_key(world: World, way: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(api_key.VARIABLE, KEY)
     mode, choice = way
