@@ -228,7 +228,7 @@ class ServerConfig(Section, panel="Server", prefix="vllm_", renamed={"servers": 
     """Path of the manifest (default: searched for in $LOGDIR, the current folder and /tmp/atropos_bridge)."""
     servers: Names = ()
     """Train on several running servers, a replica on each: their manifests or addresses, separated by commas (default:
-    the one of the manifest); with --reload transfer, one trainer feeds all of them."""
+    the one of the manifest); with --reload transfer, one trainer sends its weights to all of them."""
 
     def url(self, exported: str | None = None) -> str:
         """Return the server's URL: the manifest's, with the parts that were chosen replaced."""

@@ -11,10 +11,10 @@ received of a layer, and would load them together with those of the next transfe
 
 import queue
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from bridge.core.together import in_thread
 from bridge.errors import AttachError, BridgeError, UsageError
 from bridge.modes.none import OwnCopy
 from bridge.server import discovery, fence, manifest
@@ -34,7 +35,7 @@ from bridge.weights import model_folder
 from bridge.weights.attach import OpenedModel
 
 SENDER = "bridge_patches.sender"
-"""Imports vLLM, so it is imported when weights are first sent."""
+"""Module whose functions import vLLM, which `bridge` itself never does."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -50,8 +51,8 @@ class Receivers:
         """Called if some worker will not join an exchange, for which the trainer would wait."""
         self.failure: BaseException | None = None
         """What it was called with."""
-        self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        """How each call to a server ended, of the last ones."""
+        self._outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        """How the latest calls ended, one item for each server."""
 
     def check(self, model: str, vllm: str) -> None:
         """Refuse servers that cannot be fed, before any of them changes."""
@@ -74,7 +75,7 @@ class Receivers:
         return version
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let the workers of all servers join, each under a rank of its own."""
+        """Let the workers of all servers join, each with its own rank."""
         offsets = {
             server: init_info["rank_offset"] + sum(self.num_workers[:index])
             for index, server in enumerate(self._servers)
@@ -97,7 +98,7 @@ class Receivers:
 
     def abandon_exchange(self) -> None:
         """Let the caller of an exchange wait no longer: vLLM's thread, which the interpreter joins at its end."""
-        self._ends.put(AttachError("the transfer was given up", remedy="restart servers that stay paused"))
+        self._outcomes.put(AttachError("the transfer was given up", remedy="restart servers that stay paused"))
 
     def close(self) -> None:
         for server in self._servers:
@@ -108,21 +109,13 @@ class Receivers:
 
         In an exchange it is raised at once, because the other servers wait for the one that failed.
         """
-        errors = self._ends = queue.SimpleQueue()
-
-        def run(server: Receiver) -> None:
-            try:
-                call(server)
-            except BaseException as error:  # noqa: BLE001  raised by the caller
-                errors.put(error)
-            else:
-                errors.put(None)
-
+        outcomes = self._outcomes = queue.SimpleQueue()
         for server in self._servers:
-            threading.Thread(target=run, args=(server,), daemon=True).start()
+            started = in_thread(partial(call, server), "receiver")
+            started.add_done_callback(lambda ended: outcomes.put(ended.exception()))
         first = None
         for _ in self._servers:
-            error = errors.get()
+            error = outcomes.get()
             first = first or error
             if first is not None and is_exchange:
                 self.failure = first
@@ -228,7 +221,7 @@ class Transfer(OwnCopy):
                     self._sender = self._open_sender()
             self._receivers.on_failure = lambda _: self._give_up()
             if self._device.type != "cpu":
-                torch.accelerator.synchronize()  # vLLM reads the weights on streams of its own
+                torch.accelerator.synchronize()  # vLLM reads the weights on its own streams
             self._sender.send_weights()
         self.version = window.times.version
         self._num_behind = 0
@@ -259,27 +252,26 @@ class Transfer(OwnCopy):
         """Return the sender once all workers have joined; a worker that cannot join is not waited for."""
         address = _address_seen_by([server.url for server in self._servers])
         tensors = model_folder.saved_form(self._model, model_folder.state(self._model))
-        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._receivers.on_failure = outcome.put
+        outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._receivers.on_failure = outcomes.put
 
-        def open_in_thread() -> None:
-            try:
-                with torch.accelerator.device_index(self._device.index):
-                    workers = sum(self._receivers.num_workers)
-                    port = _free_port(address)
-                    outcome.put(import_module(SENDER).open_sender(tensors, self._receivers, address, port, workers))
-            except BaseException as error:  # noqa: BLE001  raised below
-                outcome.put(error)
+        def meet() -> Any:
+            with torch.accelerator.device_index(self._device.index):
+                workers = sum(self._receivers.num_workers)
+                return import_module(SENDER).open_sender(
+                    tensors, self._receivers, address, _free_port(address), workers
+                )
 
-        threading.Thread(target=open_in_thread, daemon=True).start()
-        if isinstance(sender := outcome.get(), BaseException):
-            raise sender
-        return sender
+        in_thread(meet, "sender").add_done_callback(outcomes.put)
+        if isinstance(first := outcomes.get(), BaseException):
+            raise first
+        return first.result()
 
     def _give_up(self) -> None:
         """End the broadcast, if there is one, and the group that it is in."""
         self._receivers.abandon_exchange()
-        sender, self._sender = self._sender, None
+        sender = self._sender
+        self._sender = None
         if sender is not None:
             sender.model_update_group.destroy()
 

@@ -152,7 +152,6 @@ def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None, num
 
     If there are experts, they are of the last `num_prompt` tokens of the prompt, and of the completion.
 
-
     Without versions per token, a header such as `3-4`, of a request that was in flight during a publication, says
     nothing of a single one.
     """

@@ -98,7 +98,7 @@ class Capabilities(Record):
     """Whether in-flight requests may keep their keys and values during an update."""
     experts: tuple[int, int] | None = None
     """In how many layers it reports the experts of a token, and how many there are; None: in none."""
-    can_be_fed: bool = False
+    can_receive_weights: bool = False
     """Whether it was started with vLLM's weight transfer by NCCL."""
 
 

@@ -144,7 +144,7 @@ class PatchedReceiver:
         _refuse_misfit(self.url, model, exported.model, vllm, exported.versions.get("vllm", "unknown"))
         status = fence.when_free(lambda: self._client.take_lease(self._run))
         status.refuse_torn()
-        if not status.can_be_fed:
+        if not status.can_receive_weights:
             raise AttachError(
                 f"the server at {self.url} has no weight-transfer engine {ENGINE}",
                 remedy=f"bridge serve-vllm --model {exported.model} -- {FLAGS}",

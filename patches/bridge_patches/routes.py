@@ -92,7 +92,8 @@ def capabilities(engine_client: Any, experts: tuple[int, int] | None = None) -> 
         can_keep_kv=engine_client.vllm_config.kv_transfer_config is None,
         kv_tokens=(cache_config.num_gpu_blocks or 0) * cache_config.block_size or None,
         experts=experts,
-        can_be_fed=getattr(engine_client.vllm_config.weight_transfer_config, "backend", None) == receiver.ENGINE,
+        can_receive_weights=getattr(engine_client.vllm_config.weight_transfer_config, "backend", None)
+        == receiver.ENGINE,
     )
 
 

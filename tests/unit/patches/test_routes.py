@@ -481,7 +481,7 @@ def test_an_unwritable_manifest_ends_the_server_with_one_line(
     [
         (True, "cumem", 8, None, None, Capabilities(can_sleep=True, kv_tokens=128, can_keep_kv=True)),
         (False, "cumem", 8, "connector", "ipc", Capabilities(can_sleep=False, kv_tokens=128, can_keep_kv=False)),
-        (True, "cuda_checkpoint", None, None, "nccl", Capabilities(can_be_fed=True)),
+        (True, "cuda_checkpoint", None, None, "nccl", Capabilities(can_receive_weights=True)),
     ],
 )
 def test_the_capabilities_are_those_of_vllms_config(
