@@ -1,12 +1,13 @@
 """Completions of given lengths, the same for both sides of `grpo.py`: a cap for each completion of a prompt.
 
 vLLM applies a request's limit to all of its completions. Imported by a server as `--middleware
-benchmarks._lengths.Unchanged`, this module gives each completion its own limit instead, by the prompt and the number of
-the completion.
+benchmarks._lengths.Capped`, this module gives each completion its own limit instead, by the prompt and the number of
+the completion. A client that requests each completion by itself gets the same limits, in the order of its requests.
 
 Source: `ParentRequest` in `vllm/v1/engine/parallel_sampling.py`, vLLM 0.26 to 0.33.
 """
 
+import json
 import math
 import os
 import random
@@ -18,8 +19,9 @@ from typing import Any, Self
 
 VARIABLE = "BENCHMARK_LENGTHS"
 """Environment variable with the lengths, for the server."""
-MIDDLEWARE = "benchmarks._lengths.Unchanged"
+MIDDLEWARE = "benchmarks._lengths.Capped"
 """Name by which vLLM's `--middleware` imports this module."""
+COMPLETIONS = "/v1/completions"
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,35 @@ def limit(lengths: Lognormal) -> None:
     ParentRequest.__init__, ParentRequest._get_child_sampling_params = remember, limited
 
 
-class Unchanged:
-    """Middleware that changes no request."""
+class Capped:
+    """Middleware that lowers `max_tokens` of requests for one completion of some tokens."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
+        self._numbers: Counter[tuple[int, ...]] = Counter()
 
-    async def __call__(self, *call: Any) -> None:
-        await self._app(*call)
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if VARIABLE not in os.environ or scope.get("path") != COMPLETIONS:
+            await self._app(scope, receive, send)
+            return
+        message, body = {"more_body": True}, b""
+        while message.get("more_body"):
+            message = await receive()
+            body += message.get("body", b"")
+        capped = iter([{"type": "http.request", "body": json.dumps(self._capped(json.loads(body))).encode()}])
+
+        async def receive_capped() -> Any:
+            return next(capped, None) or await receive()
+
+        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+        await self._app({**scope, "headers": headers}, receive_capped, send)
+
+    def _capped(self, request: dict[str, Any]) -> dict[str, Any]:
+        prompt = tuple(request["prompt"])
+        number = self._numbers[prompt]
+        self._numbers[prompt] += 1
+        cap = Lognormal.parse(os.environ[VARIABLE]).of(prompt, number)
+        return {**request, "max_tokens": min(request["max_tokens"], cap)}
 
 
 if VARIABLE in os.environ:

@@ -29,6 +29,10 @@ SOURCES = ("cli", "environments", "patches")
 """Folders that each hold one package, beside `bridge`."""
 SEVERAL = re.compile(r"\s*--(gpus|tensor-parallel-size)[= ](\d+)")
 """The flags of a variant for several GPUs."""
+SPLIT = {"trl": "--async", "bridge": "--trainer-device"}
+"""The flag of a variant whose trainer and vLLM have a GPU each."""
+SPLIT_SHARE = 0.85
+"""Share of GPU memory for a vLLM that has a GPU to itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,12 @@ class Side:
     @property
     def gpus(self) -> int:
         """Return the number of GPUs."""
-        return max(self.num_parts, int(dict(SEVERAL.findall(self.variant)).get("gpus", 1)))
+        return 2 if self.is_split else max(self.num_parts, int(dict(SEVERAL.findall(self.variant)).get("gpus", 1)))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the trainer and vLLM have a GPU each."""
+        return SPLIT[self.name] in self.variant.split()
 
     @property
     def on_one(self) -> "Side":
@@ -80,6 +89,8 @@ class Side:
 
     def argv(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         """Return the command that trains `steps` steps on `model`, with output in `folder`."""
+        if self.is_split:
+            work = replace(work, share=SPLIT_SHARE)
         return (self._trl if self.name == "trl" else self._bridge)(work, model, folder, steps)
 
     def parts(self, line: Mapping[str, Any]) -> dict[str, float]:
@@ -104,9 +115,10 @@ class Side:
     def _trl(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         del folder
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
+        flags = [flag for flag in shlex.split(self.on_one.variant) if flag != SPLIT["trl"]]
         return [
-            sys.executable, *(several if self.gpus > 1 else []), "-m", "benchmarks._trl",
-            *shlex.split(self.on_one.variant), "--model", str(model),
+            sys.executable, *(several if self.gpus > 1 and not self.is_split else []), "-m",
+            "benchmarks._trl_async" if self.is_split else "benchmarks._trl", *flags, "--model", str(model),
             "--steps", str(steps), "--completions", str(work.completions), "--group", str(work.group),
             "--tokens", str(work.tokens), "--share", str(work.share), "--max-model-len", str(work.max_model_len),
             *(["--lengths", work.lengths] if work.lengths else []),
@@ -114,7 +126,8 @@ class Side:
 
     def _bridge(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         share = ["--gpu-memory-utilization", str(work.share)] if torch.cuda.is_available() else []
-        engine = [*engine_flags(work.completions * self.num_parts), *lengths_flags(work.lengths)]
+        num_completions = work.completions * (self.gpus if self.is_split else self.num_parts)
+        engine = [*engine_flags(num_completions), *lengths_flags(work.lengths)]
         arguments = shlex.split(self.variant)
         separator = arguments.index("--") if "--" in arguments else len(arguments)
         return [

@@ -50,6 +50,8 @@ def main() -> None:
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     task = registry.load(TaskConfig(environment=options.task)) if options.task else None
     clock, args = Clock(task), trl.GRPOConfig(**settings(options))
+    if options.kv_gib:
+        size_kv_cache(int(options.kv_gib * 2**30))
     with stock(options) if not options.on_bridge else on_bridge(options, args) as arguments:
         trainer = trl.GRPOTrainer(
             **arguments,
@@ -96,7 +98,26 @@ def on_bridge(options: argparse.Namespace, args: Any) -> Iterator[dict[str, Any]
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common_flags(__doc__)
+    parser.add_argument("--liger", action="store_true", help="liger-kernel's layers")
+    parser.add_argument("--no-correction", action="store_true", help="no importance weights, no second forward pass")
+    parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while training")
+    parser.add_argument("--on-bridge", action="store_true", help="one copy of the weights, by bridge.for_trl")
+    parser.add_argument("--trl-optimizer", action="store_true", help="with --on-bridge: TRL's AdamW, not Bridge's")
+    parser.add_argument("--float32", action="store_true", help="float32 weights, as TRL loads a model by its name")
+    parser.add_argument("--kv-gib", type=float, help="size of the KV cache, which vLLM then does not measure")
+    parser.add_argument("--lr", type=float, default=1e-6, help="learning rate, which is constant")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling, and in the loss")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the problems, and of sampling")
+    parser.add_argument("--task", metavar="ENVIRONMENT", help="train on this one of Bridge's, and evaluate")
+    parser.add_argument("--eval-interval", type=int, default=10, help="with --task: steps between evaluations")
+    parser.add_argument("--no-vllm", action="store_true", help="sample by transformers, for a try without a GPU")
+    return parser
+
+
+def common_flags(description: str | None) -> argparse.ArgumentParser:
+    """Return the flags that `_trl_async.py` has, too."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batch", type=int, help="completions of one forward and backward pass")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -107,19 +128,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, default=1024, help="longest sequence")
     parser.add_argument("--share", type=float, default=0.3, help="share of the GPU for vLLM")
     parser.add_argument("--optim", default="adamw_torch_fused", help="TRL's `optim`; adamw_bnb_8bit: 8-bit moments")
-    parser.add_argument("--liger", action="store_true", help="liger-kernel's layers")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
-    parser.add_argument("--no-correction", action="store_true", help="no importance weights, no second forward pass")
-    parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while training")
-    parser.add_argument("--on-bridge", action="store_true", help="one copy of the weights, by bridge.for_trl")
-    parser.add_argument("--trl-optimizer", action="store_true", help="with --on-bridge: TRL's AdamW, not Bridge's")
-    parser.add_argument("--float32", action="store_true", help="float32 weights, as TRL loads a model by its name")
-    parser.add_argument("--lr", type=float, default=1e-6, help="learning rate, which is constant")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling, and in the loss")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the problems, and of sampling")
-    parser.add_argument("--task", metavar="ENVIRONMENT", help="train on this one of Bridge's, and evaluate")
-    parser.add_argument("--eval-interval", type=int, default=10, help="with --task: steps between evaluations")
-    parser.add_argument("--no-vllm", action="store_true", help="sample by transformers, for a try without a GPU")
     return parser
 
 
@@ -210,6 +219,12 @@ def watch(trainer: Any, clock: Clock) -> None:
         return (forward if torch.is_grad_enabled() else without_gradient)(*positional, **named)
 
     trainer._get_per_token_logps_and_entropies = either
+
+
+def size_kv_cache(num_bytes: int) -> None:
+    """Give TRL's engine a KV cache of so many bytes: vLLM cannot measure it while another one starts."""
+    vllm_generation: Any = importlib.import_module("trl.generation.vllm_generation")
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, kv_cache_memory_bytes=num_bytes)
 
 
 def limit(llm: Any, lengths: Lognormal) -> None:

@@ -1,7 +1,7 @@
 r"""Learning on word problems with a pretrained model: Bridge beside TRL's colocate mode, against steps and minutes.
 
     python -m benchmarks.learning --model smollm2 --seeds 0 1 2
-    python -m benchmarks.learning --model smollm2 --seeds 0 1 2 --at-once 3 --share 0.1 --limit-s 560
+    python -m benchmarks.learning --model smollm2 --seeds 0 1 2 --at-once 3 --share 0.1 --kv-gib 4 --limit-s 560
     python -m benchmarks.learning --model tiny --steps 2 --completions 16 --group 4 --tokens 8   # a try, also on a CPU
 
 Both sides train all weights of the same model, on the same problems in the same order, with as many completions a
@@ -12,8 +12,9 @@ of the minutes, which begin with the first step (`minutes`) or with the command 
 clock stamps what either side prints.
 
 A seed sets the order of the problems and the sampling. `--at-once` runs several seeds of one side side by side on the
-GPU, each with `--share` of its memory for vLLM: then both sides share it in the same way. What has a result in the
-folder `--out` is not run again, so a call that ran out of time can be repeated; other settings need another folder.
+GPU, each with `--share` of its memory for vLLM and a KV cache of `--kv-gib`, which a vLLM cannot measure while another
+one starts: then both sides share the GPU in the same way. What has a result in the folder `--out` is not run again, so
+a call that ran out of time can be repeated; other settings need another folder.
 
 Not covered: speed of large models (`grpo.py`), continuous rollouts (`staleness.py`).
 """
@@ -85,6 +86,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument("--interval", type=int, default=10, help="steps between evaluations")
     flags.add_argument("--at-once", type=int, default=1, help="seeds that run side by side")
     flags.add_argument("--share", type=float, default=0.3, help="share of the GPU for the vLLM of each run")
+    flags.add_argument("--kv-gib", type=float, help="size of the KV cache of each run; default: what its share leaves")
     flags.add_argument(
         "--ours",
         default="adamw --micro-batch-tokens 8192",
@@ -150,8 +152,10 @@ class Bench:
         common = f"--lr {options.lr} --temperature {options.temperature} --seed {seed}"
         common += f" --eval-interval {options.interval}"
         if side == "trl":
-            return f"{options.trl} --task {TASK} {common}"
-        return f"{options.ours} --environment {TASK} --eval-samples 1 --eval-temperature 0 {common}"
+            kv_cache = f" --kv-gib {options.kv_gib}" if options.kv_gib else ""
+            return f"{options.trl} --task {TASK} {common}{kv_cache}"
+        kv_cache = f" -- --kv-cache-memory-bytes {int(options.kv_gib * 2**30)}" if options.kv_gib else ""
+        return f"{options.ours} --environment {TASK} --eval-samples 1 --eval-temperature 0 {common}{kv_cache}"
 
 
 def curve(run: Run) -> Iterator[dict[str, float]]:

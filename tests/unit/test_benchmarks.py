@@ -1,6 +1,7 @@
 """The benchmarks' own parts: how runs are summarized, how a side is started and parsed, and the common workload."""
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from benchmarks import (
     _sides,
     _stamped,
     _trl,
+    _trl_async,
     _work,
     node,
     replicas,
@@ -172,6 +174,58 @@ def test_both_sides_have_as_much_work_on_each_of_several_gpus(tmp_path: Path) ->
     assert argv[argv.index("--max-num-seqs") + 1] == "64", "each server has two GPUs"
     assert (replicas.gpus, replicas.on_one.variant) == (4, "adamw -- --max-num-seqs 9")
     assert Side("bridge", "adamw --tensor-parallel-size 2").gpus == 2
+
+
+def test_a_trainer_and_its_vllm_have_a_gpu_each_on_both_sides(tmp_path: Path) -> None:
+    work = Work(completions=32, lengths="lognormal:600:0.6:4096")
+    trl, ours = Side("trl", "8 --async --optim x"), Side("bridge", "adamw --mode none --trainer-device cuda:1")
+    argv = trl.argv(work, tmp_path, tmp_path, 5)
+    assert argv[1:6] == ["-m", "benchmarks._trl_async", "8", "--optim", "x"]
+    options = _trl.common_flags(None).parse_args(argv[3:])
+    options.max_staleness = 1
+    settings = _trl_async.settings(options, "http://127.0.0.1:1")
+    assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 64
+    served = _trl_async.server_command(options, tmp_path, "0").argv
+    assert served[served.index("--max-num-seqs") + 1] == "64"
+    assert _lengths.MIDDLEWARE in served
+    ours_argv = ours.argv(work, tmp_path, tmp_path, 5)
+    assert ours_argv[ours_argv.index("--batch-size") + 1] == "64"
+    assert ours_argv[ours_argv.index("--max-num-seqs") + 1] == "64"
+    assert (trl.gpus, ours.gpus, OURS.is_split) == (2, 2, False)
+
+
+def test_the_stand_in_for_trls_attention_attends_within_spans() -> None:
+    q_TAD, k_UKD, v_UKD = (torch.randn(count, heads, 4) for count, heads in ((5, 2), (8, 1), (8, 1)))
+    starts_q, starts_k = torch.tensor([0, 2, 5]), torch.tensor([0, 5, 8])
+    packed = _trl_async.attend(q_TAD, k_UKD, v_UKD, starts_q, starts_k, 3, 5, softmax_scale=0.5, causal=True)
+    scores_K = (k_UKD[:4] * q_TAD[0, :1]).sum(-1)[:, 0] * 0.5  # the first query is the fourth of five keys
+    assert torch.allclose(packed[0, 0], scores_K.softmax(0) @ v_UKD[:4, 0], atol=1e-6)
+    assert torch.allclose(packed[2, 1], v_UKD[5, 0], atol=1e-6)
+
+
+def test_single_completions_of_a_prompt_get_the_lengths_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_lengths.VARIABLE, "lognormal:600:0.6:4096")
+    received = list[dict[str, Any]]()
+
+    async def app(scope: Any, receive: Any, _: Any) -> None:
+        received.append({"headers": scope["headers"], **json.loads((await receive())["body"])})
+
+    async def post(capped: _lengths.Capped, prompt: list[int]) -> None:
+        body = json.dumps({"prompt": prompt, "max_tokens": 4096}).encode()
+        parts = iter([body[:5], body[5:]])
+        scope = {"path": "/v1/completions", "headers": [(b"content-length", b"9"), (b"a", b"b")]}
+        await capped(scope, lambda: next_part(parts), None)
+
+    async def next_part(parts: Iterator[bytes]) -> dict[str, Any]:
+        part = next(parts)
+        return {"type": "http.request", "body": part, "more_body": not part.endswith(b"}")}
+
+    capped = _lengths.Capped(app)
+    for prompt in ([1], [2], [1]):
+        asyncio.run(post(capped, prompt))
+    lengths = Lognormal.parse("lognormal:600:0.6:4096")
+    assert [request["max_tokens"] for request in received] == lengths.of_each([[1], [2], [1]])
+    assert received[0]["headers"] == [(b"a", b"b")], "of another length now"
 
 
 def test_several_gpus_are_compared_with_as_many_and_with_one() -> None:

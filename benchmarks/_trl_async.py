@@ -1,0 +1,169 @@
+"""TRL's AsyncGRPO on the task of `_work.py`: a stock vLLM on the first GPU, and the trainer on the second.
+
+Prints one JSON object per step, as `_trl.py` does: seconds of waiting for completions, training, the optimizer, and
+sending the weights, from TRL's own metrics. TRL is not modified, but for the kernel of its attention: it downloads
+FlashAttention 3 from a hub, and here gets what Bridge trains with, FlashAttention 2 of torch. Weights are sent by
+vLLM's NCCL engine; without a GPU, for a try, they are not.
+
+Source: TRL 1.16.0, `trl/experimental/async_grpo`, for the names.
+"""
+
+import argparse
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoTokenizer, TrainerCallback
+
+from benchmarks import _servers, _sides, _trl, _work
+from benchmarks._results import say
+from bridge.config import ServeConfig
+from bridge.passes import kernels
+from bridge.processes.server_command import ServerCommand
+from bridge.processes.start_checks import free_port
+from bridge.server.manifest import MANIFEST_NAME
+from bridge.server.protocol import TRANSFER_FLAG
+
+GPUS = 2
+"""One for vLLM, and one for the trainer."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""TRL sends conversations; this makes the prompt of `_work.py` of one."""
+SCHEMA = {
+    "x-regex": r"^(?P<content>.*)$",
+    "type": "object",
+    "properties": {"role": {"const": "assistant"}, "content": {"type": "string"}},
+}
+"""By which TRL reads an answer: all of it is content."""
+
+
+def main() -> None:
+    """Train, and print one line per step."""
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
+    flags = _trl.common_flags(__doc__)
+    flags.add_argument("--max-staleness", type=int, default=4, help="updates since a completion was begun")
+    options = flags.parse_args()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = shown[-1]
+    with TemporaryDirectory(prefix="bridge-bench-") as folder:
+        command = server_command(options, Path(folder), shown[0])
+        with _servers.served(command, command.manifest.with_name("server.log")) as url:
+            say(command.manifest.with_name("server.log").read_text(errors="replace"))  # the size of its KV cache
+            train(options, url, lines)
+
+
+def server_command(options: argparse.Namespace, folder: Path, gpu: str) -> ServerCommand:
+    """Return the command of a stock server with the engine settings of both sides."""
+    engine = [*_sides.engine_flags(GPUS * options.completions), *_sides.lengths_flags(options.lengths)]
+    config = ServeConfig(
+        model=str(options.model), port=free_port("127.0.0.1"), max_model_len=options.max_model_len,
+        gpu_memory_utilization=options.share if torch.cuda.is_available() else None,
+        vllm_config_path=folder / MANIFEST_NAME,
+    )  # fmt: skip
+    logprobs = ("--logprobs-mode", "processed_logprobs")
+    stock = _servers.stock(ServerCommand.of(config, [*engine, *TRANSFER_FLAG]))
+    argv = stock.argv if "--logprobs-mode" in stock.argv else (*stock.argv, *logprobs)
+    environment = {**stock.environment, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": gpu}
+    return replace(stock, argv=argv, environment=environment)
+
+
+def train(options: argparse.Namespace, url: str, lines: TextIO) -> None:
+    trl, datasets = importlib.import_module("trl.experimental.async_grpo"), importlib.import_module("datasets")
+    packing: Any = importlib.import_module("trl.experimental.async_grpo.packing")
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer.chat_template, tokenizer.response_schema = TEMPLATE, SCHEMA
+    conversations = [[{"role": "user", "content": prompt}] for prompt in _trl.prompts()]
+    trainer = trl.AsyncGRPOTrainer(
+        model=str(options.model),
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        args=trl.AsyncGRPOConfig(**settings(options, url)),
+        train_dataset=datasets.Dataset.from_dict({"prompt": conversations}),
+        weight_transfer=None if torch.cuda.is_available() else Unsent(),
+    )
+    trainer.add_callback(Lines(trainer, lines))
+    trainer.train()
+
+
+def settings(options: argparse.Namespace, url: str) -> dict[str, Any]:
+    """Return TRL's settings: Bridge's where both have them, otherwise the fastest."""
+    return {
+        "output_dir": str(options.model.parent / "trl"), "max_steps": options.steps, "report_to": "none",
+        "save_strategy": "no", "disable_tqdm": True,
+        "per_device_train_batch_size": options.batch,
+        "gradient_accumulation_steps": GPUS * options.completions // options.batch,
+        "num_generations": options.group, "max_completion_length": options.tokens,
+        "epsilon": 0.2, "epsilon_high": 0.28, "learning_rate": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "optim": options.optim, "dtype": "bfloat16", "bf16": torch.cuda.is_available(),
+        "gradient_checkpointing": not options.no_checkpointing, "use_cpu": not torch.cuda.is_available(),
+        "token_budget": 0, "max_staleness": options.max_staleness, "vllm_server_base_url": url,
+    }  # fmt: skip
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    return [_work.reward(completion[-1]["content"]) for completion in completions]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *spans: Any, softmax_scale: float, **_: Any) -> Tensor:
+    """Compute FlashAttention 3's function, called as TRL calls it: the queries of a span are the last of its keys."""
+    starts_q, starts_k, longest_q, longest_k = spans
+    if query.is_cuda:
+        longest = int(longest_q), int(longest_k)
+        return kernels.by_varlen(query, key, value, (starts_q, starts_k), longest, scale=softmax_scale)
+    ends = zip(starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:], strict=True)
+    return torch.cat([_attend_one(query[a:b], key[c:d], value[c:d], softmax_scale) for a, b, c, d in ends])
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1)
+
+
+class Unsent:
+    """Leaves the server's weights as they are."""
+
+    def init_weight_transfer(self) -> None: ...
+    def pause(self) -> None: ...
+    def send_weights(self, iterator: Any) -> None: ...
+    def resume(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+class Lines(TrainerCallback):  # type: ignore[misc]
+    """Prints the times at the end of every step, from TRL's metrics."""
+
+    def __init__(self, trainer: Any, out: TextIO) -> None:
+        self._trainer = trainer
+        self._out = out
+
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        document = {"step": state.global_step, **parts(self._trainer._metrics["train"])}
+        self._out.write(json.dumps(document) + "\n")
+
+
+def parts(metrics: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the parts of a step; the weights are sent at its end."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "tokens": metrics["batch/trained_tokens_per_step"][-1],
+        "generation_s": metrics["perf/rollout_wait_s"][-1],
+        "training_s": metrics["perf/fwd_bwd_s"][-1],
+        "optimizer_s": metrics["perf/optimizer_s"][-1],
+        "sync_s": metrics["perf/weight_sync_s"][-1],
+        "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+    }
+
+
+if __name__ == "__main__":
+    main()
