@@ -128,6 +128,7 @@ class Side:
         share = ["--gpu-memory-utilization", str(work.share)] if torch.cuda.is_available() else []
         num_completions = work.completions * (self.gpus if self.is_split else self.num_parts)
         engine = [*engine_flags(num_completions), *lengths_flags(work.lengths)]
+        kv_cache = [] if self.is_split else ["--kv-sleep", "never"]
         arguments = shlex.split(self.variant)
         separator = arguments.index("--") if "--" in arguments else len(arguments)
         return [
@@ -136,7 +137,7 @@ class Side:
             "--batch-size", str(work.completions * self.gpus), "--group-size", str(work.group), "--max-new-tokens",
             str(work.tokens), "--max-model-len", str(work.max_model_len), "--port", str(free_port("127.0.0.1")), *share,
             "--run-dir", str(folder / "run"), "--save-path", str(folder / "saved"), "--no-save-optimizer",
-            "--vllm-config-path", str(folder / "manifest.json"), "--kv-sleep", "never", "--optimizer",
+            "--vllm-config-path", str(folder / "manifest.json"), *kv_cache, "--optimizer",
             *arguments[:separator], "--", *engine, *self.engine, *arguments[separator + 1 :],
         ]  # fmt: skip
 

@@ -37,12 +37,6 @@ GPUS = 2
 """One for vLLM, and one for the trainer."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """TRL sends conversations; this makes the prompt of `_work.py` of one."""
-SCHEMA = {
-    "x-regex": r"^(?P<content>.*)$",
-    "type": "object",
-    "properties": {"role": {"const": "assistant"}, "content": {"type": "string"}},
-}
-"""By which TRL reads an answer: all of it is content."""
 
 
 def main() -> None:
@@ -81,7 +75,8 @@ def train(options: argparse.Namespace, url: str, lines: TextIO) -> None:
     packing: Any = importlib.import_module("trl.experimental.async_grpo.packing")
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    tokenizer.chat_template, tokenizer.response_schema = TEMPLATE, SCHEMA
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = tokenizer.parse_response = plain_text  # else TRL refuses this chat template
     conversations = [[{"role": "user", "content": prompt}] for prompt in _trl.prompts()]
     trainer = trl.AsyncGRPOTrainer(
         model=str(options.model),
@@ -108,6 +103,11 @@ def settings(options: argparse.Namespace, url: str) -> dict[str, Any]:
         "gradient_checkpointing": not options.no_checkpointing, "use_cpu": not torch.cuda.is_available(),
         "token_budget": 0, "max_staleness": options.max_staleness, "vllm_server_base_url": url,
     }  # fmt: skip
+
+
+def plain_text(*_: Any, **__: Any) -> None:
+    """Refuse to parse an answer: TRL takes its text as it is then."""
+    raise ValueError
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
