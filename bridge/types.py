@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
-Message = dict[str, str]
-"""One chat message: `role` and `content`."""
+Message = dict[str, Any]
+"""One chat message: `role`, and `content`, which is text, or with images a list of parts of text and of images."""
 
 FinishReason = Literal["stop", "length", "abort", "repetition"]
 """The reasons of vLLM 0.26 to 0.33 except `error`, which becomes an HTTP status of 500."""
@@ -25,6 +26,8 @@ class Problem(TypedDict):
     """Text, or chat messages that the model's chat template renders."""
     plain_prompt: NotRequired[str]
     """Chat messages as text, for a model without a chat template."""
+    images: NotRequired[list[str]]
+    """Paths of images, in the order in which the prompt has them."""
     answer: NotRequired[Any]
     """What the environment's `score` compares with, if anything."""
 
@@ -86,6 +89,38 @@ class Task:
     @cached_property
     def _scores(self) -> Any:
         return self.recipe()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Array:
+    """A tensor that can be sent."""
+
+    name: str
+    dtype: str
+    """As torch writes it, without `torch.`."""
+    shape: tuple[int, ...]
+    content: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """The images of one prompt as the model's processor made them: server and trainer compute with the same bytes."""
+
+    arrays: tuple[Array, ...]
+    """What the model's vision tower takes, for all images one after the other."""
+    starts: tuple[int, ...]
+    """Where the tokens of each image begin in the prompt."""
+    grids: tuple[tuple[int, int, int], ...]
+    """How many tokens each image has: in time, in rows and in columns."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells images apart whose prompts have the same token ids."""
+        digest = blake2b(digest_size=16)
+        for array in self.arrays:
+            digest.update(f"{array.name} {array.dtype} {array.shape} ".encode())
+            digest.update(array.content)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +208,8 @@ class Group:
     """Index of the problem in the run's endless order; None if it is held out or comes from elsewhere."""
     prompt_token_ids: tuple[int, ...]
     """The prompt as sent to the server; for a group from elsewhere, the prefix that its sequences share."""
+    images: Images | None = None
+    """The prompt's images, as sent to the server."""
     completions: tuple[Completion, ...]
     """The sampled completions that have a reward; there may be none."""
     rewards: tuple[float, ...]

@@ -21,6 +21,7 @@ from bridge.core import private
 from bridge.errors import RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Completions, GroupSampler, Notes
+from bridge.rollouts.images import Prompts
 from bridge.rollouts.openai_api import Vocabulary
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.stream import EnvironmentStream
@@ -50,7 +51,7 @@ def group_sampler(
     """Return what samples and scores the groups of an environment; it checks the model's chat template."""
     template = chosen.chat_template_kwargs
     if task.interaction == "completion":
-        return Completions(tokenizer, sampler, scorer, template)
+        return Completions(Prompts(model_name, tokenizer, template), sampler, scorer)
     if task.interaction == "tools":
         conversation = Conversation(tokenizer, model_name, tools=task.schemas, **template)
         return Trajectories(tokenizer, sampler, scorer, max_turns, conversation)

@@ -112,7 +112,7 @@ def has_gradient(sample: Sample, spec: LossSpec) -> bool:
 def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int) -> list[Sample]:
     """Return the samples of one update as `samples` does, including those whose advantages are all zero."""
     kept = [
-        (group.prompt_token_ids, completion, advantages)
+        (group, completion, advantages)
         for group in with_advantages(groups, spec.advantage_scale)
         for completion, advantages in zip(group.completions, group.advantages or (), strict=True)
         if not (spec.mask_truncated and completion.finish_reason in TRUNCATED)
@@ -120,7 +120,7 @@ def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int)
     num_completions = sum(len(group.completions) for group in groups)
     num_tokens = sum(completion.num_sampled for _, completion, _ in kept)
     result = []
-    for prompt, completion, given in kept:
+    for group, completion, given in kept:
         divisor = {
             "token_mean": num_tokens,
             "sequence_mean": num_completions * completion.num_sampled,
@@ -130,16 +130,17 @@ def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int)
             num_given = len(sequence.token_ids)
             advantages = of_sampled(given if len(given) == num_given else given * num_given, sequence.sampled)
             if advantages:
-                result.append(_sample(prompt, sequence, advantages, 1 / divisor))
+                result.append(_sample(group, sequence, advantages, 1 / divisor))
     return result
 
 
-def _sample(prompt: tuple[int, ...], completion: Completion, advantages: tuple[float, ...], weight: float) -> Sample:
+def _sample(group: Group, completion: Completion, advantages: tuple[float, ...], weight: float) -> Sample:
     tokens, sampled = completion.token_ids, completion.sampled
     assert len(tokens) == len(completion.logprobs), (tokens, completion.logprobs)
     first = 0 if sampled is None else sampled.index(True)  # what comes before it is read like a prompt
     return Sample(
-        prompt_token_ids=prompt + tokens[:first],
+        prompt_token_ids=group.prompt_token_ids + tokens[:first],
+        images=group.images,
         token_ids=tokens[first:],
         sampled_logprobs=of_sampled(completion.logprobs, sampled),
         advantages=advantages,

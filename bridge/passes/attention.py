@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import kernels, offload
+from bridge.passes import images, kernels, offload
 
 NAME = "bridge_packed"
 """The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
@@ -95,11 +95,11 @@ def chosen(model: PreTrainedModel) -> str:
 
 
 def packed_hidden(
-    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, slices: Any = None
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, slices: Any = None, packed: Any = None
 ) -> Tensor:
     """Return the last hidden states of packed sequences, or of a slice of them, whose `spans` are the whole pack's.
 
-    `slices` are those of `slices.py`, which imports this file.
+    `slices` are those of `slices.py`, which imports this file, and `packed` are the images of the pack, if any.
 
     Other attention functions find the sequences by their positions, from which transformers makes a mask; they cannot
     share prompts, and compute no slice.
@@ -107,12 +107,8 @@ def packed_hidden(
     Shapes: [T], [T] -> [T, H].
     """
     with offload.keeping(model, len(tokens_T) * model.config.get_text_config().hidden_size):
-        output = model.get_decoder()(
-            input_ids=tokens_T.unsqueeze(0),
-            position_ids=positions_T.unsqueeze(0),
-            use_cache=False,
-            **_boundaries(model, spans, slices),
-        )
+        taken = images.inputs(model, tokens_T, positions_T, packed)
+        output = model.get_decoder()(**taken, use_cache=False, **_boundaries(model, spans, slices))
     hidden_1TH: Tensor = output.last_hidden_state
     return hidden_1TH[0]
 

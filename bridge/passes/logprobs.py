@@ -69,15 +69,14 @@ class LogitTransform:
         return gradient if divisor == 1 else gradient.div_(divisor)
 
 
-def model_logprobs(model: PreTrainedModel, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def model_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the model's log-probabilities of the sampled tokens and its entropies (without gradient), both in nats.
 
-    Shapes: -> [N] float32, [N] float32, aligned with `micro_batch.rows_N`.
+    Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`.
     """
-    tokens_T, experts_TX = micro_batch.tokens_T, micro_batch.experts_TX
-    hidden_LH = slices.own_hidden(model, tokens_T, micro_batch.positions_T, micro_batch.spans, experts_TX)
-    rows = slices.rows_of(model, micro_batch)
-    own = micro_batch if rows is None else rows.own
+    hidden_LH = slices.own_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
+    rows = slices.rows_of(model, batch)
+    own = batch if rows is None else rows.own
     head_VH, bias_V, transform = _head(model, temperature)
     hidden_NH = hidden_LH.index_select(0, own.rows_N)
     compiles, words = layers.are_compiled(model), words_of(model.get_output_embeddings())

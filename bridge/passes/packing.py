@@ -28,14 +28,16 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice, pairwise, repeat
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bridge.passes.attention import Attended, Span, Spans
+from bridge.passes.images import Gathered, PackedImages
 from bridge.passes.routing import UNKNOWN
+from bridge.types import Images
 
 Value = TypeVar("Value", int, float, tuple[float, int])
 KEEP_ALL = float(np.finfo(np.float32).min), 0
@@ -68,6 +70,13 @@ class Sample:
     """What top-k, top-p and min-p kept for each sampled token: a threshold and a number, as in `Kept`; empty: all."""
     experts: bytes = b""
     """The experts of each token of prompt and completion but the last, as in `Completion`; empty: unknown."""
+    images: Images | None = None
+    """The prompt's."""
+
+    @property
+    def prompt(self) -> tuple[tuple[int, ...], str]:
+        """Return what samples have in common that can share it: the same tokens may stand for other images."""
+        return self.prompt_token_ids, "" if self.images is None else self.images.digest
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +126,7 @@ class MicroBatch:
     """None: all words of all rows."""
     experts_TX: Tensor | None = None
     """The experts of each token, layer by layer, as in `routing.py`; None: the routers choose."""
+    images: PackedImages | None = None
 
 
 def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
@@ -138,9 +148,9 @@ def packs(
     """
     ordered = sorted(samples, key=_order, reverse=True)
     if share_prompts:
-        by_prompt: dict[tuple[int, ...], list[Sample]] = {}
+        by_prompt: dict[tuple[tuple[int, ...], str], list[Sample]] = {}
         for sample in ordered:
-            by_prompt.setdefault(sample.prompt_token_ids, []).append(sample)
+            by_prompt.setdefault(sample.prompt, []).append(sample)
         ordered = list(chain.from_iterable(by_prompt.values()))
     bins: list[_Bin] = []
     for sample in ordered:
@@ -155,7 +165,7 @@ def packs(
 
 def _order(sample: Sample) -> tuple[object, ...]:
     """Order by length, then by everything else that is trained on: no tie is left to the order of arrival."""
-    tokens = sample.prompt_token_ids, sample.token_ids, sample.sampled or ()
+    tokens = *sample.prompt, sample.token_ids, sample.sampled or ()
     logprobs = tuple(0.0 if math.isnan(value) else value for value in sample.sampled_logprobs)  # NaN has no order
     return sample.num_tokens, *tokens, logprobs, sample.advantages, sample.weight, sample.kept, sample.experts
 
@@ -177,7 +187,7 @@ class _Bin:
         self.groups.setdefault(self._key(sample), []).append(sample)
 
     def _key(self, sample: Sample) -> object:
-        return sample.prompt_token_ids if self.share_prompts else len(self.groups)
+        return sample.prompt if self.share_prompts else len(self.groups)
 
 
 class _Layout:
@@ -191,6 +201,7 @@ class _Layout:
         self._starts = [0]
         self._key_starts = [0]
         self.experts_TX = _no_experts(groups)
+        self.images = Gathered() if any(sample.images for sample in self.samples) else None
         rows = self._rows(groups)
         keys = self._keys if shares else []
         targets = [token for sample in self.samples for token in of_sampled(sample.token_ids, sample.sampled)]
@@ -229,24 +240,26 @@ class _Layout:
         shared = [self._add(group[0].prompt_token_ids) if len(group) > 1 else None for group in groups]
         for group, prompt in zip(groups, shared, strict=True):
             if prompt is not None:
-                self._take_experts(group[0], prompt, 0)
+                self._take_others(group[0], prompt, 0)
             for sample in group:
                 assert sample.prompt_token_ids, "a prompt without tokens: nothing predicts the first sampled one"
                 if prompt is None:
                     whole = self._add(sample.prompt_token_ids + sample.token_ids)
-                    self._take_experts(sample, whole, 0)
+                    self._take_others(sample, whole, 0)
                     rows += of_sampled(whole[len(sample.prompt_token_ids) - 1 : -1], sample.sampled)
                 else:
                     own = self._add(sample.token_ids, prompt)
-                    self._take_experts(sample, own, len(prompt))
+                    self._take_others(sample, own, len(prompt))
                     rows += of_sampled([prompt[-1], *own[:-1]], sample.sampled)
         return rows
 
-    def _take_experts(self, sample: Sample, indices: range, first: int) -> None:
-        """Note the experts of the sample's tokens from `first` on, which are at `indices`."""
+    def _take_others(self, sample: Sample, indices: range, first: int) -> None:
+        """Note the experts and the images of the sample's tokens from `first` on, which are at `indices`."""
+        if self.images is not None:
+            self.images.add(sample.images, indices, first)
         if sample.experts and self.experts_TX is not None:
-            of_sample_TX = _experts(sample)[first : first + len(indices)]
-            self.experts_TX[indices.start : indices.start + len(of_sample_TX)] = torch.from_numpy(of_sample_TX)
+            own_TX = np.frombuffer(sample.experts, "<i2").reshape(sample.num_tokens - 1, -1)[first:][: len(indices)]
+            self.experts_TX[indices.start : indices.start + len(own_TX)] = torch.from_numpy(own_TX.copy())
 
     def _add(self, tokens: tuple[int, ...], prompt: range = range(0)) -> range:
         """Append a span that attends to `prompt` and itself; return its places."""
@@ -259,20 +272,13 @@ class _Layout:
         return added
 
 
-def _experts(sample: Sample) -> Any:
-    """Return the experts of all tokens but the last: [T - 1, X] int16."""
-    return np.frombuffer(sample.experts, "<i2").reshape(sample.num_tokens - 1, -1).copy()
-
-
 def _no_experts(groups: Sequence[Sequence[Sample]]) -> Tensor | None:
     """Return room for the experts of all tokens, which are unknown so far; None: those of every sample are."""
     known = next((sample for group in groups for sample in group if sample.experts), None)
     if known is None:
         return None
-    width = len(known.experts) // (2 * (known.num_tokens - 1))
-    num_tokens = sum(len(group[0].prompt_token_ids) for group in groups)
-    num_tokens += sum(len(sample.token_ids) for group in groups for sample in group)
-    return torch.full((num_tokens, width), UNKNOWN, dtype=torch.int16)
+    num_tokens = sum(len(own[0].prompt_token_ids) + sum(len(sample.token_ids) for sample in own) for own in groups)
+    return torch.full((num_tokens, len(known.experts) // (2 * (known.num_tokens - 1))), UNKNOWN, dtype=torch.int16)
 
 
 def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[MicroBatch]:
@@ -298,6 +304,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
                 weights_N=weights_N,
                 kept=Kept(thresholds_N, counts_N) if len(thresholds_N) else None,
                 experts_TX=None if layout.experts_TX is None else layout.experts_TX.to(device),
+                images=None if layout.images is None else layout.images.packed(device),
             )
         )
     return batches

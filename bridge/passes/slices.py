@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, routing
 from bridge.passes.attention import Attended, Spans
+from bridge.passes.images import PackedImages
 from bridge.passes.packing import Kept, MicroBatch
 from bridge.passes.recurrence import is_stateful
 from bridge.passes.routing import UNKNOWN
@@ -155,11 +156,16 @@ def rows_of(model: PreTrainedModel, batch: MicroBatch) -> Rows | None:
 
 
 def own_hidden(
-    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, experts_TX: Tensor | None = None
+    model: PreTrainedModel,
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    spans: Spans,
+    experts_TX: Tensor | None = None,
+    images: PackedImages | None = None,
 ) -> Tensor:
     """Return the last hidden states of this rank's slice, or of the whole pack if it is not cut: [T] x 2 -> [L, H].
 
-    `experts_TX` are those of `routing.choose`.
+    `experts_TX` are those of `routing.choose`. A pack with images is never cut (`bridge/agents/stream.py`).
 
     Raises:
         UnsupportedModelError: the pack is cut, and the model's attention is not Bridge's.
@@ -167,7 +173,8 @@ def own_hidden(
     slices = of(model)
     if slices is None:
         routing.choose(model, experts_TX, len(tokens_T))
-        return attention.packed_hidden(model, tokens_T, positions_T, spans)
+        return attention.packed_hidden(model, tokens_T, positions_T, spans, packed=images)
+    assert images is None, "images cannot be cut"
     if attention.chosen(model) != attention.NAME:
         raise UnsupportedModelError(
             f"{type(model).__name__} computes attention in its own way, which --context-parallel-size cannot cut",

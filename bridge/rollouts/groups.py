@@ -6,20 +6,19 @@ modules that open one, by a function `open_stream`. A problem becomes a group by
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
 from bridge.config import RolloutConfig
-from bridge.rollouts import problems
+from bridge.rollouts import openai_api
+from bridge.rollouts.images import Prompts
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
 from bridge.scoring.score import FailedScore, Score, failed
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint
-from bridge.types import Completion, Group, Problem, TrainedProblems, Unscored
+from bridge.types import Completion, Group, Images, Problem, TrainedProblems, Unscored
 
 
 class Stream(Protocol):
@@ -86,6 +85,8 @@ class Sampled(NamedTuple):
     """What all of their sequences begin with."""
     completions: Sequence[Completion]
     results: Sequence[Score | FailedScore]
+    images: Images | None = None
+    """The prompt's."""
 
 
 class GroupSampler(Protocol):
@@ -117,31 +118,24 @@ class Completions:
 
     is_chat = False
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        sampler: Sampler,
-        scorer: Scorer,
-        template: Mapping[str, Any],
-    ) -> None:
-        """`template` is given to the chat template."""
-        self._tokenizer = tokenizer
+    def __init__(self, prompts: Prompts, sampler: Sampler, scorer: Scorer) -> None:
+        self._prompts = prompts
         self._sampler = sampler
         self._scorer = scorer
-        self._template = template
 
     def check_prompt(self, problem: Problem) -> None:
-        problems.encode(self._tokenizer, problem, **self._template)
+        self._prompts.encode(problem)
 
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
-        prompt = problems.encode(self._tokenizer, problem, **self._template)
+        prompt, images = await self._prompts.encode_beside(problem)
+        other: dict[str, Any] = {**params, **({} if images is None else {"images": openai_api.sent(images)})}
         completions = await self._sampler.one(
-            servers(), prompt, num_samples=num_samples, seed=seed, index=index, **params
+            servers(), prompt, num_samples=num_samples, seed=seed, index=index, **other
         )
         results = await self._scorer.score(problem, [completion.text for completion in completions])
-        return Sampled(prompt, completions, results)
+        return Sampled(prompt, completions, results, images)
 
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         (result,) = await self._scorer.score(problem, [text])
@@ -203,6 +197,7 @@ def scored_group(number: int | None, problem: Problem, sampled: Sampled) -> Grou
         problem=problem,
         number=number,
         prompt_token_ids=sampled.prompt,
+        images=sampled.images,
         completions=tuple(completion for completion, _ in scored),
         rewards=tuple(score.reward for _, score in scored),
         turn_rewards=tuple(_of_turns(completion, score) for completion, score in scored) if by_turn else (),

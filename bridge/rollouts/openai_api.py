@@ -7,6 +7,7 @@ string must be the text of exactly one token in the vocabulary. Text is never to
 the end token of a completion that ended by itself: the choice to end there is then not trained.
 """
 
+import base64
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from bridge.errors import ServerUnreachableError, UsageError
 from bridge.rollouts.distribution import PROTOCOL, WHOLE, filters
 from bridge.server import protocol
 from bridge.server.client import unreachable
-from bridge.types import Completion, FinishReason
+from bridge.types import Completion, FinishReason, Images
 
 Retry = Literal["anywhere", "elsewhere", "once", "never"]
 """Where to retry a failed request: at any server; at another one, because this one would take as long again; at any one
@@ -134,6 +135,12 @@ def request(dialect: Dialect, config: SamplingConfig, *, has_stop: bool = False)
     if dialect == "openai":
         return fields
     return fields | BEYOND_THE_PROTOCOL | ({"include_stop_str_in_output": True} if has_stop else {})
+
+
+def sent(images: Images) -> dict[str, Any]:
+    """Return the images of a prompt as Bridge's own route takes them."""
+    arrays = images.arrays
+    return {array.name: (array.dtype, array.shape, base64.b64encode(array.content).decode()) for array in arrays}
 
 
 def in_order(answer: Completions, num_samples: int) -> list[Choice]:

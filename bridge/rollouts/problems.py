@@ -60,8 +60,13 @@ def held_out(environment: Environment) -> list[Problem]:
 def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: Any) -> tuple[int, ...]:
     """Return the prompt's token ids; chat messages go through the model's chat template, or `plain_prompt` without one.
 
-    `template` is given to the chat template.
+    `template` is given to the chat template. Prompts with images are encoded by `images.py`.
     """
+    if problem.get("images"):
+        raise UsageError(
+            f"the prompt {described(problem['prompt'])} has images, which only completions of one turn can have",
+            remedy="train on them by bridge run or bridge train, with an environment that has neither tools nor agents",
+        )
     prompt: Any = problem["prompt"]
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
         prompt = problem.get("plain_prompt", prompt)

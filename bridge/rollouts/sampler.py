@@ -224,6 +224,11 @@ class Sampler:
 
     async def _request(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
         models = await server.list_models(self._connections)
+        if server.dialect != "bridge" and "images" in body:
+            raise UsageError(
+                f"images need a vLLM with Bridge in it, and {server.endpoint.url} is none",
+                remedy="sample from a server that Bridge started with shared weights (bridge run, bridge serve-vllm)",
+            )
         if server.dialect != "bridge" and (chosen := filters(self.config)):
             given = " ".join(f"{flag(name)} {value:g}" for name, value in chosen.items())
             raise UsageError(

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Base64Bytes, ConfigDict, Field, model_validator
 
 from bridge.core.process import ProcessIdentity
 from bridge.errors import AttachError
@@ -36,6 +36,9 @@ FenceState = Literal["serving", "paused", "torn"]
 server generates nothing until every weight is rewritten."""
 Written = Literal["weights", "adapter", "nothing"]
 """What the holder of the fence writes: weights of the model, an adapter in its slot, or nothing, because it reads."""
+
+SentArray = tuple[Literal["bfloat16", "float16", "float32", "int64"], tuple[int, ...], Base64Bytes]
+"""A tensor: the type of a number, the shape, and all numbers."""
 
 
 class Holder(Record):
@@ -276,7 +279,9 @@ class CompletionsRequest(Record):
     model: str
     """The served model, or an adapter."""
     prompt: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
-    """Token ids."""
+    """Token ids, with every token of an image."""
+    images: dict[str, SentArray] = Field(default_factory=dict)
+    """What the model's processor made of the prompt's images, by name; empty: it has none."""
     n: int = Field(ge=1)
     """Number of completions."""
     max_tokens: int = Field(ge=1)

@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from bridge.errors import AttachError
 from bridge.rollouts.distribution import filters
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest
-from bridge_patches import exporter
+from bridge_patches import exporter, images
 from bridge_patches.engine_outputs import AT_ONCE, FILTERED, ROLLOUT
 from bridge_patches.generate import CLIENT_GONE
 from bridge_patches.routed_experts import ROUTED
@@ -41,7 +41,7 @@ vllm.sampling_params
         flat_logprobs, detokenize, output_kind
     RequestOutputKind: FINAL_ONLY
 vllm.outputs
-    RequestOutput: outputs
+    RequestOutput: outputs, prompt_token_ids
     CompletionOutput: index, token_ids, logprobs, finish_reason, stop_reason, routed_experts
 vllm.logprobs: FlatLogprobs: start_indices, logprobs, ranks
 """
@@ -68,7 +68,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
     kept_by = _filters(body, engine)
     marks = (AT_ONCE if body.stop else "") + ("" if body.experts is None else f"{ROUTED}{body.experts}-")
     request_id = f"{FILTERED if kept_by else ROLLOUT}{marks}{uuid.uuid4().hex}"
-    prompt = {"prompt_token_ids": list(body.prompt)}
+    prompt = images.prompt(engine, body.prompt, body.images)
     answers = engine.generate(prompt, _params(body, kept_by), request_id, lora_request=adapter)
     try:
         answer = await _unless_disconnected(request, answers)
@@ -76,6 +76,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
         raise HTTPException(400, str(error)) from error
     if answer is None:
         return Response(status_code=CLIENT_GONE)
+    _check_same(answer.prompt_token_ids, body.prompt)
     outputs = sorted(answer.outputs, key=lambda output: output.index)
     # The first number at each place is the sampled token's.
     logprobs = [[output.logprobs.logprobs[start] for start in output.logprobs.start_indices] for output in outputs]
@@ -114,6 +115,15 @@ def _filters(body: CompletionsRequest, engine: Any) -> dict[str, float]:
             remedy="restart the server without --speculative-config, or sample from the whole distribution",
         )
     return active
+
+
+def _check_same(used: Sequence[int], sent: Sequence[int]) -> None:
+    """Check that vLLM sampled from the prompt that the trainer computes with: it must not expand image tokens."""
+    if tuple(used) != tuple(sent):
+        raise AttachError(
+            f"vLLM sampled from a prompt of {len(used)} tokens, and {len(sent)} others were sent",
+            remedy="report this, with the versions that bridge doctor shows",
+        )
 
 
 def _has_stop_token(output: Any) -> bool:

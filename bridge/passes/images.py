@@ -1,0 +1,141 @@
+"""Images in packed sequences: the server's own frozen tower computes their embeddings, in place and without gradients.
+
+The decoder gets the embeddings in place of the images' tokens, what its first layers add to them (DeepStack), and
+positions in time, rows and columns. Without an image nothing of this runs, and the tower takes no memory here.
+
+Not covered: how images become tokens and tensors (`bridge/rollouts/images.py`).
+Source: positions are those of Qwen2-VL (arXiv 2409.12191, section 2.1), `get_rope_index` in transformers 5.19.
+Shape suffixes: T tokens of a pack, P tokens of a prompt, I image tokens, H hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bridge.errors import UnsupportedModelError
+from bridge.types import Images
+
+TOLERANCE = 1 / 8
+"""Largest difference of a packed sequence from the same one alone, as a share of what other images change."""
+ROUNDINGS = 2
+"""Roundings to the model's dtype that never count as a difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedImages:
+    """The images of a pack, in the order of its tokens."""
+
+    places_I: Tensor
+    """int64: the tokens of all images, as places in T."""
+    positions_3T: Tensor
+    """int64: the positions of all tokens in time, in rows and in columns."""
+    tensors: Mapping[str, Tensor]
+    """What the tower takes, for all images one after the other."""
+
+
+class Gathered:
+    """Gathers the images of a pack from its spans, in any order, on the host."""
+
+    def __init__(self) -> None:
+        self._positions: dict[int, Any] = {}
+        """Of the tokens of each span, by the place where it starts."""
+        self._images: dict[int, Images] = {}
+        """Of the prompts, by the places where they start."""
+
+    def add(self, images: Images | None, indices: range, first: int) -> None:
+        """Add the tokens from `first` on of a sequence whose prompt has these images; they are at `indices`."""
+        self._positions[indices.start] = positions(first + len(indices), images)[:, first:]
+        if images is not None and first == 0:  # else it is a completion behind a shared prompt
+            self._images[indices.start] = images
+
+    def packed(self, device: torch.device) -> PackedImages:
+        """Return them on a device."""
+        in_order = sorted(self._images.items(), key=lambda item: item[0])
+        positions_3T = np.concatenate([self._positions[start] for start in sorted(self._positions)], axis=1)
+        return PackedImages(
+            places_I=torch.tensor([start + place for start, images in in_order for place in places(images)]).to(device),
+            positions_3T=torch.from_numpy(positions_3T).to(device),
+            tensors=tensors([images for _, images in in_order], device),
+        )
+
+
+def places(images: Images) -> list[int]:
+    """Return the tokens of a prompt's images, as places in it."""
+    ranges = [range(start, start + prod(grid)) for start, grid in zip(images.starts, images.grids, strict=True)]
+    return [place for tokens in ranges for place in tokens]
+
+
+def positions(num_tokens: int, images: Images | None) -> Any:
+    """Return the positions of a prompt's tokens in time, rows and columns: [3, P] int64.
+
+    Text counts up in all three alike. An image's tokens count from where the text before it ends, each along its own
+    axis; the text behind it begins after the largest of them.
+    """
+    result = np.empty((3, num_tokens), dtype=np.int64)
+    end, begin = 0, 0
+    for start, grid in zip(images.starts, images.grids, strict=True) if images else ():
+        result[:, end:start] = np.arange(begin, begin + start - end)
+        begin += start - end
+        end = start + prod(grid)
+        result[:, start:end] = np.indices(grid).reshape(3, -1) + begin
+        begin += max(grid)
+    result[:, end:] = np.arange(begin, begin + num_tokens - end)
+    return result
+
+
+def tensors(several: Sequence[Images], device: torch.device) -> dict[str, Tensor]:
+    """Return what the tower takes for all images of several prompts."""
+    parts: dict[str, list[Tensor]] = {}
+    for images in several:
+        for array in images.arrays:
+            tensor = torch.frombuffer(bytearray(array.content), dtype=getattr(torch, array.dtype)).view(array.shape)
+            parts.setdefault(array.name, []).append(tensor)
+    return {name: torch.cat(of_prompts).to(device) for name, of_prompts in parts.items()}
+
+
+def inputs(
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images: PackedImages | None
+) -> dict[str, Any]:
+    """Return what the decoder takes: tokens and positions, or with images embeddings and positions in three axes.
+
+    Raises:
+        UnsupportedModelError: the tower makes another number of embeddings than the images have tokens.
+    """
+    if images is None:
+        return {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
+    with torch.no_grad():
+        features: Any = model.get_image_features(**images.tensors, return_dict=True)
+    embeds_TH = model.get_input_embeddings()(tokens_T)
+    of_images_IH = torch.cat([*features.pooler_output]).to(embeds_TH.dtype)
+    if len(of_images_IH) != len(images.places_I):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} makes {len(of_images_IH)} embeddings of {len(images.places_I)} image tokens",
+            remedy="use a model and a processor of one version, of a family in docs/families.md",
+        )
+    taken: dict[str, Any] = {
+        "inputs_embeds": embeds_TH.index_copy(0, images.places_I, of_images_IH).unsqueeze(0),
+        "position_ids": torch.cat([positions_T.unsqueeze(0), images.positions_3T]).unsqueeze(1),
+    }
+    if (deep := getattr(features, "deepstack_features", None)) is not None:
+        is_image_T = torch.zeros_like(tokens_T, dtype=torch.bool).index_fill(0, images.places_I, True)
+        taken["visual_pos_masks"] = is_image_T.unsqueeze(0)
+        taken["deepstack_visual_embeds"] = [torch.cat([*of_layer]) for of_layer in deep]
+    return taken
+
+
+def plain_hidden(model: PreTrainedModel, ids: Sequence[int], images: Images) -> Tensor:
+    """Return the last hidden states of one sequence, as the model itself computes them: [T, H]."""
+    tokens_1T = torch.tensor([ids], device=model.device)
+    kinds_1T = torch.zeros_like(tokens_1T)
+    kinds_1T[0, places(images)] = 1
+    output = model.base_model(  # with positions of its own
+        input_ids=tokens_1T, mm_token_type_ids=kinds_1T, use_cache=False, **tensors([images], model.device)
+    )
+    hidden_1TH: Tensor = output.last_hidden_state
+    return hidden_1TH[0]

@@ -1,0 +1,208 @@
+"""Prompts as token ids, and their images as the model's own processor makes them, with every token of an image.
+
+What is made here is what the server and the trainer compute with: neither expands a token nor reads a pixel again.
+
+Not covered: where an image's embeddings come from (`bridge/passes/images.py`), prompts without images (`problems.py`).
+"""
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
+
+from bridge.core.foreign_code import described, reason_of
+from bridge.errors import RewardError, UnsupportedModelError, UsageError
+from bridge.planning.model_size import SEEING
+from bridge.rollouts import problems
+from bridge.types import Array, Images, Message, Problem
+
+BESIDE_TENSORS = ("input_ids", "attention_mask", "mm_token_type_ids")
+"""What a processor returns beside the tensors of the images."""
+PLACE = {"type": "image"}
+"""The part of a message that stands for an image."""
+GRIDS = "image_grid_thw"
+"""A processor's name for the patches of each image, in time, rows and columns."""
+
+
+class Encoded(NamedTuple):
+    """A prompt as token ids, and its images; None: it has none."""
+
+    prompt: tuple[int, ...]
+    images: Images | None
+
+
+class Prompts:
+    """Encodes prompts; the model's processor is loaded for the first one with images."""
+
+    def __init__(self, model_name: str, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> None:
+        """`template` is given to the chat template."""
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._template = template
+        self._in_turn = threading.Lock()
+
+    def encode(self, problem: Problem) -> Encoded:
+        """Return a problem's prompt.
+
+        Raises:
+            RewardError: it cannot be encoded, an image cannot be read, or the prompt has no place for it.
+            UnsupportedModelError: the model takes no images.
+            UsageError: its processor cannot be loaded.
+        """
+        if not problem.get("images"):
+            return Encoded(problems.encode(self._tokenizer, problem, **self._template), None)
+        with self._in_turn:  # a tokenizer can be used by one thread at a time
+            return self._with_images(problem)
+
+    async def encode_beside(self, problem: Problem) -> Encoded:
+        """Return the same, and let other requests go on while images are read."""
+        return await asyncio.to_thread(self.encode, problem) if problem.get("images") else self.encode(problem)
+
+    @cached_property
+    def _config(self) -> Any:
+        config = AutoConfig.from_pretrained(self._model_name)
+        if not hasattr(config, "vision_config"):
+            raise UnsupportedModelError(
+                f"{self._model_name} is a {config.model_type}, which has no vision model, and a prompt has images",
+                remedy="use a model that takes images, such as Qwen3-VL (docs/families.md), or leave the images out",
+            )
+        if config.model_type not in SEEING:
+            raise UnsupportedModelError(
+                f"{self._model_name} is a {config.model_type}: Bridge trains it on text alone, and a prompt has images",
+                remedy=f"use one of the models whose images are proved: {', '.join(sorted(SEEING))}",
+            )
+        return config
+
+    @cached_property
+    def _processor(self) -> Any:
+        try:
+            return AutoProcessor.from_pretrained(self._model_name)
+        except (ImportError, OSError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"the image processor of {self._model_name} cannot be loaded: {_first_line(error)}",
+                remedy="pip install torchvision pillow, and copy preprocessor_config.json and processor_config.json"
+                " into the model's folder",
+            ) from error
+
+    def _with_images(self, problem: Problem) -> Encoded:
+        config, processor = self._config, self._processor
+        text, num_images = self._text(problem), len(problem["images"])
+        num_places = text.count(processor.image_token)
+        if num_places != num_images:
+            raise RewardError(
+                f"the prompt {described(problem['prompt'])} has places for {num_places} images, and {num_images} images"
+                f" ({', '.join(problem['images'])})",
+                remedy=f"write {processor.image_token} in the text once for each image, or use chat messages, with a"
+                ' part {"type": "image"} for each',
+            )
+        made = processor(
+            text=[text], images=[_read(path) for path in problem["images"]], return_tensors="pt",
+            **({} if isinstance(self._prompt(problem), str) else {"add_special_tokens": False}),
+        )  # fmt: skip
+        ids = tuple(made["input_ids"][0].tolist())
+        dtype = getattr(config, "dtype", None) or torch.float32
+        tensors = {name: value for name, value in made.items() if name not in BESIDE_TENSORS}
+        arrays = tuple(_array(name, tensor, dtype) for name, tensor in sorted(tensors.items()))
+        merged = config.vision_config.spatial_merge_size
+        grids = tuple((t, rows // merged, columns // merged) for t, rows, columns in made[GRIDS].tolist())
+        return Encoded(ids, Images(arrays=arrays, starts=_starts(ids, config.image_token_id, grids), grids=grids))
+
+    def _prompt(self, problem: Problem) -> str | list[Message]:
+        prompt = problem["prompt"]
+        return prompt if self._chat_template is not None else problem.get("plain_prompt", prompt)
+
+    @property
+    def _chat_template(self) -> str | None:
+        template: str | None = getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
+        return template
+
+    def _text(self, problem: Problem) -> str:
+        """Return the prompt as text, with one token for each image."""
+        prompt = self._prompt(problem)
+        if isinstance(prompt, str):
+            return prompt
+        if self._chat_template is None:
+            raise RewardError(
+                "the environment's prompts are chat messages, and the model has no chat template",
+                remedy="write the prompts as text, or use a model with a chat template",
+            )
+        messages = [*_with_places(prompt, len(problem["images"]))]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, chat_template=self._chat_template, add_generation_prompt=True, tokenize=False,
+                **self._template,
+            )  # fmt: skip
+        except Exception as error:  # a template computes with the messages, and may raise anything
+            raise RewardError(
+                f"the model's chat template rejects the prompt {described(prompt)}: {type(error).__name__}"
+                f"{reason_of(error)}",
+                remedy="use the roles that the model's template supports, in the order that it expects",
+            ) from error
+        return text
+
+
+def _with_places(messages: Sequence[Message], num_images: int) -> Iterator[Message]:
+    """Yield the messages in parts; without a place for any image, all come before the first text of the user.
+
+    Source: the order is that of `prepare_multimodal_messages` in TRL 1.16.
+    """
+    parted = [{**message, "content": _parts(message["content"])} for message in messages]
+    has_places = any(part.get("type") == "image" for message in parted for part in message["content"])
+    left = 0 if has_places else num_images
+    for message in parted:
+        if left and message["role"] == "user":
+            message["content"] = [*([PLACE] * left), *message["content"]]
+            left = 0
+        yield message
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _read(path: str) -> Any:
+    """Return the image of a file, upright and in RGB."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise RewardError(
+            f"the image {path} cannot be read: {_first_line(error)}", remedy="replace the file, or leave the row out"
+        ) from error
+
+
+def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Array:
+    """Return a tensor as it is sent: pixels in the model's type, in which its tower takes them."""
+    kept = tensor.to(dtype) if tensor.is_floating_point() else tensor.to(torch.int64)
+    content = kept.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return Array(name=name, dtype=str(kept.dtype).removeprefix("torch."), shape=tuple(kept.shape), content=content)
+
+
+def _starts(ids: Sequence[int], image_token: int, grids: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return where each image's tokens begin.
+
+    Raises:
+        UnsupportedModelError: their numbers are not those of the images, as when tokens were expanded twice.
+    """
+    runs = [(token, [index for index, _ in run]) for token, run in groupby(enumerate(ids), key=lambda pair: pair[1])]
+    found = [places for token, places in runs if token == image_token]
+    if [len(places) for places in found] != [math.prod(grid) for grid in grids]:
+        lengths = ", ".join(str(len(places)) for places in found) or "no"
+        expected = ", ".join(str(math.prod(grid)) for grid in grids)
+        raise UnsupportedModelError(
+            f"the model's processor made {lengths} image tokens, expected {expected}: one for each piece of the images",
+            remedy="use a model and a processor of one version, of a family in docs/families.md",
+        )
+    return tuple(places[0] for places in found)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]

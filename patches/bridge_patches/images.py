@@ -1,0 +1,97 @@
+"""Give vLLM a prompt whose image tokens are expanded already, and the tensors of its images, as its engine takes them.
+
+vLLM's routes take images before its processor, which expands each image's token itself: ids that were expanded already
+would be expanded once more. The engine takes what comes behind the processor.
+
+vLLM's own rules for the family say which of the tokens are an image's. They have to find all of them, or the request is
+refused.
+Source: `vllm/multimodal/processing/processor.py` and `vllm/inputs/engine.py`, vLLM 0.26 to 0.33.
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+
+from bridge.server.protocol import SentArray
+
+PINS = """
+vllm.inputs.engine: call mm_input(prompt_token_ids, mm_kwargs, mm_hashes, mm_placeholders)
+vllm.v1.engine.async_llm: AsyncLLM: renderer
+vllm.renderers.base: BaseRenderer: mm_processor
+vllm.multimodal.inputs
+    call MultiModalKwargsItems.from_hf_inputs(hf_inputs, config_by_key)
+    MultiModalFieldElem: data
+vllm.multimodal.parse: MultiModalDataItems
+vllm.multimodal.processing.processor
+    call BaseMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
+    call BaseMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+    call BaseMultiModalProcessor._bind_and_group_updates(prompt_updates, mm_item_counts)
+    call BaseMultiModalProcessor._find_mm_placeholders(new_token_ids, mm_prompt_updates)
+    PlaceholderFeaturesInfo: tokens
+    call PlaceholderFeaturesInfo.to_range()
+"""
+IMAGE = "image"
+"""vLLM's name for this kind of input."""
+
+
+def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> Any:
+    """Return a prompt as the engine takes it.
+
+    Raises:
+        HTTPException: the model takes no images, or the tensors and the tokens are not of the same images.
+    """
+    if not images:
+        return {"prompt_token_ids": list(ids)}
+    processor = engine.renderer.mm_processor
+    if processor is None:
+        raise HTTPException(400, "this server takes no images: its model has no vision model, or it was turned off")
+    from transformers import BatchFeature
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+    from vllm.multimodal.parse import MultiModalDataItems
+
+    features = BatchFeature({name: _tensor(*array) for name, array in images.items()})
+    try:
+        items = MultiModalKwargsItems.from_hf_inputs(features, processor._get_mm_fields_config(features, {}))
+        updates = processor._get_prompt_updates(MultiModalDataItems({}), {}, items)
+        counts = {IMAGE: len(items[IMAGE])}
+        found = processor._find_mm_placeholders(list(ids), processor._bind_and_group_updates(updates, counts))
+    except (ValueError, LookupError, RuntimeError) as error:
+        raise HTTPException(400, f"these are no images of this model: {type(error).__name__}: {error}") from error
+    places = found.get(IMAGE, [])
+    if fault := _fault(ids, places, counts[IMAGE]):
+        raise HTTPException(400, fault)
+    return mm_input(
+        list(ids),
+        items,
+        {IMAGE: [_hash(item) for item in items[IMAGE]]},
+        {IMAGE: [place.to_range() for place in places]},
+    )
+
+
+def _fault(ids: Sequence[int], places: Sequence[Any], num_images: int) -> str:
+    """Return what is wrong with the tokens of the images; empty: vLLM finds all of them."""
+    if len(places) != num_images:
+        return f"vLLM finds the tokens of {len(places)} images in the prompt, expected those of {num_images}"
+    of_images = {token for place in places for token in place.tokens}
+    num_found, num_all = sum(len(place.tokens) for place in places), sum(token in of_images for token in ids)
+    if num_found != num_all:
+        return f"vLLM finds {num_found} image tokens in the prompt, which has {num_all}: were they expanded twice?"
+    return ""
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(shape)
+
+
+def _hash(item: Mapping[str, Any]) -> str:
+    """Return what vLLM's caches know an image by: a digest of all that it computes its embeddings from."""
+    digest = blake2b(digest_size=32)
+    for name in sorted(item):
+        tensor = item[name].data
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
