@@ -47,11 +47,15 @@ def group_sampler(
     note: Callable[[str], None],
     *,
     max_turns: int = 1,
+    pass_size: int = 1,
 ) -> GroupSampler:
-    """Return what samples and scores the groups of an environment; it checks the model's chat template."""
+    """Return what samples and scores the groups of an environment; it checks the model's chat template.
+
+    `pass_size` is how many GPUs compute a pass together.
+    """
     template = chosen.chat_template_kwargs
     if task.interaction == "completion":
-        return Completions(Prompts(model_name, tokenizer, template), sampler, scorer)
+        return Completions(Prompts(model_name, tokenizer, template, pass_size=pass_size), sampler, scorer)
     if task.interaction == "tools":
         conversation = Conversation(tokenizer, model_name, tools=task.schemas, **template)
         return Trajectories(tokenizer, sampler, scorer, max_turns, conversation)
@@ -91,8 +95,9 @@ def open_stream(
         )
         undo.callback(scorer.close)
         groups = group_sampler(
-            config.model_name, config.task, task, tokenizer, sampler, scorer, notes, max_turns=rollouts.max_turns
-        )
+            config.model_name, config.task, task, tokenizer, sampler, scorer, notes,
+            max_turns=rollouts.max_turns, pass_size=ranks.pass_size,
+        )  # fmt: skip
         stream = EnvironmentStream(config, task, groups, sampler, scorer, notes, progress=progress, ranks=ranks)
         undo.pop_all()
     return stream
@@ -104,8 +109,13 @@ def rehearse(
     sampling: SamplingConfig,
     environment: Environment,
     note: Callable[[str], None],
+    *,
+    pass_size: int = 1,
 ) -> None:
-    """Try the first problems and the first held-out ones; `note` gets problems that are not fatal."""
+    """Try the first problems and the first held-out ones; `note` gets problems that are not fatal.
+
+    `pass_size` is how many GPUs compute a pass together.
+    """
     task = Task.of(environment)
     problems = list(islice(task, NUM_PROBLEMS))
     processes = 1 if task.in_workers and chosen.reward_processes != 0 else 0
@@ -116,7 +126,7 @@ def rehearse(
         )  # fmt: skip
         closing.callback(scorer.close)
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
-        groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, note)
+        groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, note, pass_size=pass_size)
         tried = [*problems, *task.held_out()[:NUM_PROBLEMS]]
         for problem in tried:
             groups.check_prompt(problem)

@@ -22,6 +22,7 @@ from bridge.config.optimizers import FLOAT32_BYTES
 from bridge.core.memory import left_bytes
 from bridge.errors import UsageError
 from bridge.passes import attention, kernels, layers, slices
+from bridge.passes.image_proof import prove
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
@@ -111,9 +112,10 @@ class Budget:
         return self._on_gpu and self._fitting(self._free()) < self._wanted(*self._sizes(samples))
 
     def packs(self, samples: Sequence[Sample], measured: Sequence[Sample]) -> list[MicroBatch]:
-        """Pack samples into micro-batches within the budget for those that are `measured`."""
+        """Pack samples into micro-batches within the budget for those that are `measured`; prove the first images."""
         if not samples:
             return []
+        prove(self._model, samples)
         max_tokens = self.max_tokens(measured)
         return packs(samples, max_tokens=max_tokens, device=self._model.device, share_prompts=self.share_prompts)
 

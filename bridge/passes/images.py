@@ -21,11 +21,6 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError
 from bridge.types import Images
 
-TOLERANCE = 1 / 8
-"""Largest difference of a packed sequence from the same one alone, as a share of what other images change."""
-ROUNDINGS = 2
-"""Roundings to the model's dtype that never count as a difference."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackedImages:
@@ -127,15 +122,3 @@ def inputs(
         taken["visual_pos_masks"] = is_image_T.unsqueeze(0)
         taken["deepstack_visual_embeds"] = [torch.cat([*of_layer]) for of_layer in deep]
     return taken
-
-
-def plain_hidden(model: PreTrainedModel, ids: Sequence[int], images: Images) -> Tensor:
-    """Return the last hidden states of one sequence, as the model itself computes them: [T, H]."""
-    tokens_1T = torch.tensor([ids], device=model.device)
-    kinds_1T = torch.zeros_like(tokens_1T)
-    kinds_1T[0, places(images)] = 1
-    output = model.base_model(  # with positions of its own
-        input_ids=tokens_1T, mm_token_type_ids=kinds_1T, use_cache=False, **tensors([images], model.device)
-    )
-    hidden_1TH: Tensor = output.last_hidden_state
-    return hidden_1TH[0]

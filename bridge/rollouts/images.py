@@ -40,11 +40,14 @@ class Encoded(NamedTuple):
 class Prompts:
     """Encodes prompts; the model's processor is loaded for the first one with images."""
 
-    def __init__(self, model_name: str, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> None:
-        """`template` is given to the chat template."""
+    def __init__(
+        self, model_name: str, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], *, pass_size: int = 1
+    ) -> None:
+        """`template` is given to the chat template; so many GPUs compute a pass together."""
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._template = template
+        self._pass_size = pass_size
         self._in_turn = threading.Lock()
 
     def encode(self, problem: Problem) -> Encoded:
@@ -53,7 +56,7 @@ class Prompts:
         Raises:
             RewardError: it cannot be encoded, an image cannot be read, or the prompt has no place for it.
             UnsupportedModelError: the model takes no images.
-            UsageError: its processor cannot be loaded.
+            UsageError: its processor cannot be loaded, or several GPUs compute a pass together.
         """
         if not problem.get("images"):
             return Encoded(problems.encode(self._tokenizer, problem, **self._template), None)
@@ -76,6 +79,11 @@ class Prompts:
             raise UnsupportedModelError(
                 f"{self._model_name} is a {config.model_type}: Bridge trains it on text alone, and a prompt has images",
                 remedy=f"use one of the models whose images are proved: {', '.join(sorted(SEEING))}",
+            )
+        if self._pass_size > 1:
+            raise UsageError(
+                f"a prompt has images, and {self._pass_size} GPUs compute a pass together: the vision model is not cut",
+                remedy="leave out --tensor-parallel-size and --context-parallel-size; --gpus N trains on several GPUs",
             )
         return config
 

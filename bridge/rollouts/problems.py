@@ -64,8 +64,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
     """
     if problem.get("images"):
         raise UsageError(
-            f"the prompt {described(problem['prompt'])} has images, which only completions of one turn can have",
-            remedy="train on them by bridge run or bridge train, with an environment that has neither tools nor agents",
+            f"the prompt {described(problem['prompt'])} has images: bridge run and bridge train take them, for"
+            " completions of one turn",
+            remedy="use an environment without tools and agents there, or leave the images out",
         )
     prompt: Any = problem["prompt"]
     if not isinstance(prompt, str) and tokenizer.chat_template is None:

@@ -116,7 +116,10 @@ class FirstRank:
         self.command = prepare(job.serve, job.vllm_flags, shares_weights=shares, trainer=train, output=console)
         send_key(job.vllm_flags)
         if job.environment is not None:
-            stream.rehearse(train.model_name, train.task, train.sampling, job.environment, console.note)
+            stream.rehearse(
+                train.model_name, train.task, train.sampling, job.environment, console.note,
+                pass_size=job.serve.tensor_parallel_size * train.context_parallel_size,
+            )  # fmt: skip
         write_json(self.directory.server_config, job.serve.document(job.serve))
         url = train.changed(**self.command.server_choices).server.url()
         console.note(f"mode {train.mode}, vLLM at {url}, checkpoints in {train.checkpoints.save_path}")

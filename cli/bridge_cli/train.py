@@ -93,7 +93,11 @@ class _FirstRank:
         if (own_rank := rank.OWN_RANK.get()) is not None:
             own_rank.keep(self.directory.path)
         if self.environment is not None:
-            stream.rehearse(config.model_name, config.task, config.sampling, self.environment, console.note)
+            num_parts = max((running.manifest.tp_degree for running in replicas), default=1)
+            stream.rehearse(
+                config.model_name, config.task, config.sampling, self.environment, console.note,
+                pass_size=num_parts * config.context_parallel_size,
+            )  # fmt: skip
         return config, self.directory.path, checkpoint
 
 

@@ -3,7 +3,7 @@ r"""Rows of data from a JSONL file, a local folder in the hub's layout, or a Hug
 GSM8K has grade-school word problems: a question, and a worked answer that ends in `#### 42`. The 162 problems in
 `problems/` were written for this project, so that everything can be tried offline. The data set itself is
 `openai/gsm8k` on the hub (Cobbe et al. 2021, arXiv 2110.14168); they include nothing of it. JSONL has your own
-problems: a prompt (text or chat messages), and an optional answer.
+problems: a prompt (text or chat messages), an optional answer, and optional images (paths from the file's folder).
 """
 
 import json
@@ -54,13 +54,15 @@ class Rows:
     """The file, or the data set and the split, for error messages."""
     rows: Sequence[tuple[str, Any]]
     """The place of each, such as `line 7`, and its values or its line of JSON."""
+    folder: Path | None = None
+    """What paths of images are relative to; None: rows of this source have no files."""
 
     def problems(self, make: Callable[[dict[str, Any]], Problem]) -> list[Problem]:
         """Return `make` of each row's values."""
         problems, faults = [], []
         for location, content in self.rows:
             try:
-                problems.append(make(_values(content)))
+                problems.append(make(_located(_values(content), self.folder)))
             except BadRowError as error:
                 faults.append(f"{location} {error}")
         if faults:
@@ -111,7 +113,18 @@ def _file(path: Path) -> Rows:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", remedy="name a readable file") from error
     rows = [(f"line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
-    return Rows(source=str(path), rows=rows)
+    return Rows(source=str(path), rows=rows, folder=path.parent.absolute())
+
+
+def _located(values: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Return the values with absolute paths of images."""
+    images = values.get("images")
+    if not images:
+        return values
+    if folder is None:
+        raise BadRowError("has images, which are read from the files that a JSONL file names")
+    is_list = isinstance(images, list) and all(isinstance(path, str) for path in images)
+    return {**values, "images": [str(folder / path) for path in images]} if is_list else values
 
 
 def _values(content: Any) -> dict[str, Any]:

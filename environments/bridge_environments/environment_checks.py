@@ -6,6 +6,7 @@ The first problems are checked before anything starts, the others as they are re
 import inspect
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn
 
 from bridge.agents.tools import names as tool_names
@@ -123,16 +124,47 @@ def problem_fault(problem: object) -> str:
         return f"found {shortened(repr(problem))} of type {type(problem).__name__}, expected a dict with a prompt"
     if "prompt" not in problem:
         return f"no prompt, found the keys {shortened(list(problem))}"
-    prompt = problem["prompt"]
+    prompt, images = problem["prompt"], problem.get("images")
     if isinstance(prompt, str):
-        return "" if prompt else "its prompt is empty"
-    if not isinstance(prompt, list) or not prompt or not all(_is_message(message) for message in prompt):
+        return images_fault(images) if prompt else "its prompt is empty"
+    has_images = bool(images)
+    if not isinstance(prompt, list) or not prompt or not all(_is_message(message, has_images) for message in prompt):
         return f"its prompt is {shortened(repr(prompt))}, expected text or messages {{'role': text, 'content': text}}"
-    return ""
+    return images_fault(images)
 
 
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+def _is_message(message: object, has_images: bool) -> bool:
+    """Return whether it is a message; with images its content may be in parts."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return isinstance(content, str) or (has_images and isinstance(content, list) and all(map(_is_part, content)))
+
+
+def _is_part(part: object) -> bool:
+    is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return is_text or part == {"type": "image"}
+
+
+def images_fault(images: object) -> str:
+    """Return what is wrong with the images of a problem; empty if nothing is. Only the start of each file is read."""
+    if not images:
+        return ""
+    if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
+        return f"its images are {shortened(repr(images))}, expected a list of paths"
+    return next((fault for path in images if (fault := _file_fault(path))), "")
+
+
+def _file_fault(path: str) -> str:
+    from PIL import Image
+
+    if not Path(path).is_file():
+        return f"there is no image {path}"
+    try:
+        with Image.open(path):
+            return ""
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return f"the image {path} cannot be read: {shortened(error, 200)}"
 
 
 def _refuse(name: str, fault: str, remedy: str) -> NoReturn:

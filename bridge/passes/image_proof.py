@@ -1,0 +1,119 @@
+"""Prove, on the first samples with images, that the decoder gets what transformers' own model gives it.
+
+transformers places the embeddings and computes the positions of each sequence alone, up to the call of the decoder. A
+family that does it in another way than `images.py`, or gives its decoder something else, is refused before any update.
+
+Not covered: the packed decoder itself (`preparation.py`).
+Shape suffixes: T tokens, I image tokens, H hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bridge.errors import UnsupportedModelError
+from bridge.passes import images
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.types import Images
+
+NUM_PROMPTS = 2
+"""How many prompts are compared, packed together."""
+TOLERANCE = 1 / 16
+"""Largest relative difference of embeddings, which rounding explains: the tower gets all images of a pack at once.
+
+Tiny models came to 0 on a CPU, and those of two images that changed places to 0.5 and more."""
+MISFITS = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
+"""What a family raises that must be called differently from the others."""
+
+_proved: WeakSet[Any] = WeakSet()
+"""Models of this process."""
+
+
+class _Called(Exception):  # noqa: N818  not an error
+    """The decoder was called."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+
+
+@torch.no_grad()
+def prove(model: PreTrainedModel, samples: Sequence[Sample]) -> None:
+    """Compare the shortest prompts with images, packed, with each alone; once for each model.
+
+    Raises:
+        UnsupportedModelError: the model does something else with images.
+    """
+    by_prompt = {sample.prompt: sample for sample in samples if sample.images is not None}
+    if not by_prompt or model in _proved:
+        return
+    shortest = sorted(by_prompt.values(), key=lambda sample: len(sample.prompt_token_ids))[:NUM_PROMPTS]
+    tried = [_prompt_of(sample, number) for number, sample in enumerate(shortest)]
+    (batch,) = packs(tried, max_tokens=sum(sample.num_tokens for sample in tried), device=model.device)
+    if fault := _fault(model, batch, [tried[number] for number in batch.weights_N.int().tolist()]):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} treats images in another way than Bridge: {fault}",
+            remedy="use a model whose images are proved (docs/families.md), or report this one",
+        )
+    _proved.add(model)
+
+
+def _prompt_of(sample: Sample, number: int) -> Sample:
+    """Return the sample's prompt alone, as one with a single token behind it and `number` as its weight."""
+    *prompt, last = sample.prompt_token_ids
+    return Sample(
+        prompt_token_ids=tuple(prompt), token_ids=(last,), images=sample.images, sampled_logprobs=(0.0,),
+        advantages=(0.0,), weight=float(number),
+    )  # fmt: skip
+
+
+def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]) -> str:
+    """Return what differs between the decoder's inputs; empty: nothing does."""
+    try:
+        ours = images.inputs(model, batch.tokens_T, batch.positions_T, batch.images)
+        alone = [
+            given_to_decoder(model, sample.prompt_token_ids + sample.token_ids, sample.images)
+            for sample in in_order
+            if sample.images is not None
+        ]
+    except MISFITS as error:
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    theirs = {name for given in alone for name, value in given.items() if isinstance(value, Tensor | list | tuple)}
+    if theirs != ours.keys():
+        return f"its decoder takes {', '.join(sorted(theirs))}, expected {', '.join(sorted(ours))}"
+    positions_3T = torch.cat([given["position_ids"][-3:, 0] for given in alone], dim=1)
+    if not torch.equal(positions_3T, ours["position_ids"][1:, 0]):
+        return "tokens have other positions"
+    deep = [torch.cat(of_layer) for of_layer in zip(*(given.get(DEEP, ()) for given in alone), strict=True)]
+    pairs = [(torch.cat([given["inputs_embeds"][0] for given in alone]), ours["inputs_embeds"][0])]
+    pairs += zip(deep, ours.get(DEEP, ()), strict=True)
+    differs = max(float((own_XH - their_XH).norm() / their_XH.norm()) for their_XH, own_XH in pairs)
+    return "" if differs <= TOLERANCE else f"embeddings differ by {differs:.1%}"
+
+
+DEEP = "deepstack_visual_embeds"
+"""What the first layers add to the tokens of images."""
+
+
+def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Images) -> Mapping[str, Any]:
+    """Return what transformers' own model calls its decoder with, for one sequence: names and values."""
+    tokens_1T = torch.tensor([ids], device=model.device)
+    kinds_1T = torch.zeros_like(tokens_1T)
+    kinds_1T[0, images.places(of_prompt)] = 1
+    tensors = images.tensors([of_prompt], model.device)
+    handle = model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True)
+    try:
+        model(input_ids=tokens_1T, mm_token_type_ids=kinds_1T, use_cache=False, **tensors)
+    except _Called as called:
+        return called.given
+    finally:
+        handle.remove()
+    raise AttributeError("it does not call its decoder")
+
+
+def _stop(_: nn.Module, __: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    raise _Called(given)
