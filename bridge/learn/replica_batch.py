@@ -160,7 +160,7 @@ def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:
 
 def _shares(mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
     """Return the indices of each share's samples."""
-    runs = groupby(range(len(mini_batch)), key=lambda index: mini_batch[index].prompt_token_ids)
+    runs = groupby(range(len(mini_batch)), key=lambda index: mini_batch[index].prompt)
     groups = [[*run] for _, run in runs]
     shares = _longest_first(groups, mini_batch, size)
     loads = [_load(indices, mini_batch) for indices in shares]

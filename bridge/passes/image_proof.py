@@ -104,7 +104,7 @@ def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Imag
     tokens_1T = torch.tensor([ids], device=model.device)
     kinds_1T = torch.zeros_like(tokens_1T)
     kinds_1T[0, images.places(of_prompt)] = 1
-    tensors = images.tensors([of_prompt], model.device)
+    tensors = {name: tensor.to(model.device) for name, tensor in images.tensors([of_prompt]).items()}
     handle = model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True)
     try:
         model(input_ids=tokens_1T, mm_token_type_ids=kinds_1T, use_cache=False, **tensors)

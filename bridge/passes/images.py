@@ -31,7 +31,7 @@ class PackedImages:
     positions_3T: Tensor
     """int64: the positions of all tokens in time, in rows and in columns."""
     tensors: Mapping[str, Tensor]
-    """What the tower takes, for all images one after the other."""
+    """What the tower takes, for all images one after the other; in host memory until it does."""
 
 
 class Gathered:
@@ -56,7 +56,7 @@ class Gathered:
         return PackedImages(
             places_I=torch.tensor([start + place for start, images in in_order for place in places(images)]).to(device),
             positions_3T=torch.from_numpy(positions_3T).to(device),
-            tensors=tensors([images for _, images in in_order], device),
+            tensors=tensors([images for _, images in in_order]),
         )
 
 
@@ -84,14 +84,14 @@ def positions(num_tokens: int, images: Images | None) -> Any:
     return result
 
 
-def tensors(several: Sequence[Images], device: torch.device) -> dict[str, Tensor]:
-    """Return what the tower takes for all images of several prompts."""
+def tensors(several: Sequence[Images]) -> dict[str, Tensor]:
+    """Return what the tower takes for all images of several prompts, in host memory."""
     parts: dict[str, list[Tensor]] = {}
     for images in several:
         for array in images.arrays:
             tensor = torch.frombuffer(bytearray(array.content), dtype=getattr(torch, array.dtype)).view(array.shape)
             parts.setdefault(array.name, []).append(tensor)
-    return {name: torch.cat(of_prompts).to(device) for name, of_prompts in parts.items()}
+    return {name: torch.cat(of_prompts) for name, of_prompts in parts.items()}
 
 
 def inputs(
@@ -105,7 +105,8 @@ def inputs(
     if images is None:
         return {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
     with torch.no_grad():
-        features: Any = model.get_image_features(**images.tensors, return_dict=True)
+        on_device = {name: tensor.to(tokens_T.device) for name, tensor in images.tensors.items()}
+        features: Any = model.get_image_features(**on_device, return_dict=True)
     embeds_TH = model.get_input_embeddings()(tokens_T)
     of_images_IH = torch.cat([*features.pooler_output]).to(embeds_TH.dtype)
     if len(of_images_IH) != len(images.places_I):

@@ -109,10 +109,15 @@ class Prompts:
                 remedy=f"write {processor.image_token} in the text once for each image, or use chat messages, with a"
                 ' part {"type": "image"} for each',
             )
-        made = processor(
-            text=[text], images=[_read(path) for path in problem["images"]], return_tensors="pt",
-            **({} if isinstance(self._prompt(problem), str) else {"add_special_tokens": False}),
-        )  # fmt: skip
+        read = [_read(path) for path in problem["images"]]
+        own = {} if isinstance(self._prompt(problem), str) else {"add_special_tokens": False}  # a template adds them
+        try:
+            made = processor(text=[text], images=read, return_tensors="pt", **own)
+        except (ValueError, TypeError, RuntimeError, LookupError) as error:
+            raise RewardError(
+                f"the model's processor rejects {', '.join(problem['images'])}: {_first_line(error)}",
+                remedy="resize the image, or leave the row out",
+            ) from error
         ids = tuple(made["input_ids"][0].tolist())
         dtype = getattr(config, "dtype", None) or torch.float32
         tensors = {name: value for name, value in made.items() if name not in BESIDE_TENSORS}

@@ -1,0 +1,38 @@
+"""A task that only images tell apart: name the color of a square. A JSONL data set, and its reward."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+COLORS = {"red": (220, 20, 30), "green": (30, 200, 60), "blue": (20, 40, 230), "white": (250, 250, 245)}
+SIZES = ((16, 16), (24, 16), (16, 32))
+"""Pixels of images: other sizes have other numbers of tokens, and so other positions."""
+SHADES = 5
+
+
+def write(folder: Path, place: str) -> tuple[Path, Path]:
+    """Write problems to train on and others to evaluate on, with images in every size and several shades of a color.
+
+    `place` stands for the image in the text. All prompts of a size have the same token ids.
+    """
+    (folder / "images").mkdir(parents=True)
+    rows: list[dict[str, Any]] = []
+    for name, color in COLORS.items():
+        for size in SIZES:
+            for shade in range(SHADES):
+                path = f"images/{name}-{size[0]}x{size[1]}-{shade}.png"
+                Image.new("RGB", size, tuple(min(255, max(0, part + 6 * shade - 12)) for part in color)).save(
+                    folder / path
+                )
+                rows.append({"prompt": f"{place}color:", "images": [path], "answer": name})
+    kept = [row for row in rows if row["images"][0].endswith("-0.png")]
+    for name, of_split in (("train", [row for row in rows if row not in kept]), ("test", kept)):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in of_split))
+    return folder / "train.jsonl", folder / "test.jsonl"
+
+
+def names_it(problem: dict[str, Any], completion: str) -> float:
+    """Return 1 if the first character belongs to the color: every character belongs to one of the four."""
+    return float(bool(completion) and ord(completion[0]) % len(COLORS) == [*COLORS].index(problem["answer"]))

@@ -1,0 +1,204 @@
+"""Images in packed sequences: the same as in transformers' own model, for each family whose images are proved.
+
+Not covered: the processor (`tests/unit/rollouts/test_images.py`), vLLM (`tests/cpu/test_images.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from bridge.config import ComputeConfig
+from bridge.errors import UnsupportedModelError
+from bridge.passes import image_proof, images, preparation
+from bridge.passes.logprobs import model_logprobs
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.slices import own_hidden
+from bridge.planning.model_size import SEEING
+from bridge.types import Images
+from bridge.weights import skeleton
+from tests.models import pictures
+from tests.models.families import FAMILIES, INSIDE
+
+CPU = torch.device("cpu")
+NAMES = [name for name in sorted(INSIDE) if FAMILIES[name]().model_type in SEEING]
+EQUAL = 1e-4
+"""Largest difference of hidden states in float32."""
+
+
+def model_of(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    config.initializer_range = config.get_text_config().initializer_range = 0.06
+    made: PreTrainedModel = skeleton.auto_class(config).from_config(config, dtype=torch.float32).eval()
+    return made
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    made = model_of(request.param)
+    made.requires_grad_(False)
+    made.get_decoder().requires_grad_(True)
+    preparation.prepare(made, ComputeConfig(compile_layers=False), lambda _: None)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_proved() -> Iterator[None]:
+    image_proof._proved.clear()
+    yield
+    image_proof._proved.clear()
+
+
+def samples_of(model: PreTrainedModel) -> list[Sample]:
+    """Return two completions each of three prompts with images, of which two have the same tokens, and of a text."""
+    prompts: list[tuple[tuple[int, ...], Images | None]] = [
+        pictures.prompt(model.config, 5, (2, 3), 6, 7, seed=1),
+        pictures.prompt(model.config, 5, (2, 3), 6, 7, seed=2),
+        pictures.prompt(model.config, (3, 1), (1, 2), 9, 11, seed=3),
+        ((5, 6, 7, 8), None),
+    ]
+    completions = (20, 21, 22), (23, 24)
+    return [
+        Sample(
+            prompt_token_ids=ids, token_ids=tokens, images=shown, weight=float(4 * number + length),
+            sampled_logprobs=(0.0,) * len(tokens), advantages=(1.0,) * len(tokens),
+        )
+        for number, (ids, shown) in enumerate(prompts)
+        for length, tokens in enumerate(completions)
+    ]  # fmt: skip
+
+
+def alone(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
+    """Return the hidden states that predict the completion, as transformers computes them."""
+    ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
+    shown: dict[str, Any] = {}
+    if sample.images is not None:
+        kinds = torch.zeros_like(ids)
+        kinds[0, images.places(sample.images)] = 1
+        shown = {"mm_token_type_ids": kinds, **images.tensors([sample.images])}
+    hidden: torch.Tensor = model.base_model(input_ids=ids, use_cache=False, **shown).last_hidden_state[0]
+    return hidden[len(sample.prompt_token_ids) - 1 : -1]
+
+
+def pack(samples: list[Sample], *, share_prompts: bool = False) -> MicroBatch:
+    (batch,) = packs(samples, max_tokens=1000, device=CPU, share_prompts=share_prompts)
+    return batch
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@torch.no_grad()
+def test_a_pack_equals_each_sequence_alone(model: PreTrainedModel, *, share_prompts: bool) -> None:
+    if share_prompts and model.config.model_type != "qwen3_vl":
+        pytest.skip("layers with a state share no prompts")
+    samples = {sample.weight: sample for sample in samples_of(model)}
+    batch = pack([*samples.values()], share_prompts=share_prompts)
+    hidden = own_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, images=batch.images)
+    for number in range(len(samples)):
+        is_own = batch.sequences_N == number
+        expected = alone(model, samples[float(batch.weights_N[is_own][0])])
+        assert (hidden[batch.rows_N[is_own]] - expected).abs().max() < EQUAL
+
+
+def test_prompts_of_equal_tokens_and_other_images_are_not_shared(model: PreTrainedModel) -> None:
+    first, _, second, *_ = samples_of(model)
+    assert first.prompt_token_ids == second.prompt_token_ids
+    both = 2 * len(first.prompt_token_ids) + len(first.token_ids) + len(second.token_ids)
+    assert len(pack([first, second], share_prompts=True).tokens_T) == both
+    again = replace(first, token_ids=(30, 31, 32))
+    assert len(pack([first, again], share_prompts=True).tokens_T) == both - len(first.prompt_token_ids)
+
+
+def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
+    for sample in samples_of(model)[:6:2]:
+        ids = sample.prompt_token_ids + sample.token_ids
+        assert sample.images is not None
+        kinds = torch.zeros(1, len(ids), dtype=torch.int64)
+        kinds[0, images.places(sample.images)] = 1
+        grids = images.tensors([sample.images])["image_grid_thw"]
+        expected, _ = model.base_model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=grids)
+        assert images.positions(len(ids), sample.images).tolist() == expected[:, 0].tolist()
+
+
+def test_gradients_reach_the_text_and_not_the_tower(model: PreTrainedModel) -> None:
+    logprobs_N, _ = model_logprobs(model, pack(samples_of(model)), 1.0)
+    logprobs_N.sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert "model.language_model.embed_tokens.weight" in trained
+    assert not any("visual" in name for name in trained)
+    model.zero_grad()
+
+
+def test_without_an_image_the_tower_is_not_called(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "get_image_features", None)
+    batch = pack(samples_of(model)[-2:])
+    assert batch.images is None
+    model_logprobs(model, batch, 1.0)
+
+
+def test_the_proof_passes_and_is_not_repeated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    image_proof.prove(model, samples_of(model)[-2:])
+    assert model not in image_proof._proved
+    image_proof.prove(model, samples_of(model))
+    monkeypatch.setattr(model, "get_image_features", None)
+    image_proof.prove(model, samples_of(model))
+
+
+@torch.no_grad()
+def test_an_image_token_that_was_sampled_is_text(model: PreTrainedModel) -> None:
+    """In vLLM it has the embedding of the word, since no image belongs to it."""
+    first, second, *_ = samples_of(model)
+    with_token = replace(first, token_ids=(model.config.image_token_id, *first.token_ids[1:]))
+    batch = pack([with_token, second])
+    assert batch.images is not None
+    assert len(batch.images.places_I) == 2 * 6
+    hidden = own_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, images=batch.images)
+    is_second = batch.sequences_N == 1
+    assert (hidden[batch.rows_N[is_second]] - alone(model, second)).abs().max() < EQUAL
+
+
+def _text_positions(num_tokens: int, _: Images | None, *, original: Any = images.positions) -> Any:
+    return original(num_tokens, None)
+
+
+def _other_order(several: list[Images], *, original: Any = images.tensors) -> Any:
+    return original(several[::-1])
+
+
+def _without_deepstack(*args: Any, original: Any = images.inputs) -> Any:
+    taken = original(*args)
+    return {name: value for name, value in taken.items() if name in ("inputs_embeds", "position_ids")}
+
+
+FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "positions": ("positions", _text_positions, "tokens have other positions"),
+    "order": ("tensors", _other_order, "embeddings differ by"),
+    "deepstack": ("inputs", _without_deepstack, "its decoder takes deepstack_visual_embeds"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_proof_refuses(fault: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "deepstack" and model.config.model_type != "qwen3_vl":
+        pytest.skip("its tower has none")
+    name, replacement, words = FAULTS[fault]
+    monkeypatch.setattr(images, name, replacement)
+    with pytest.raises(UnsupportedModelError, match=words):
+        image_proof.prove(model, samples_of(model)[:4])
+    assert model not in image_proof._proved
+
+
+def test_the_proof_refuses_a_family_that_is_called_otherwise() -> None:
+    """Mistral 3 takes the sizes of its images, and no kinds of tokens."""
+    made = model_of("Mistral 3")
+    of_another = FAMILIES["Qwen3-VL"]()
+    ids, shown = pictures.prompt(of_another, 5, (2, 2), 6)
+    zero = (0.0,)
+    sample = Sample(
+        prompt_token_ids=ids, token_ids=(7,), images=shown, sampled_logprobs=zero, advantages=zero, weight=1.0
+    )
+    with pytest.raises(UnsupportedModelError, match="Mistral3ForConditionalGeneration treats images in another way"):
+        image_proof.prove(made, [sample])
