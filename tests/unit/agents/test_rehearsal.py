@@ -13,7 +13,7 @@ import pytest
 
 from bridge.agents import stream
 from bridge.config import SamplingConfig, TaskConfig
-from bridge.errors import RewardError, UsageError
+from bridge.errors import RewardError, UnsupportedModelError, UsageError
 from bridge.scoring.score import Scores
 from bridge.types import Problem
 from bridge.types import Task as BridgeTask
@@ -68,6 +68,24 @@ def test_messages_without_a_chat_template_are_refused(model: Path) -> None:
         with pytest.raises(RewardError, match="the model's tokenizer has no chat template"):
             tried(model, task)
         assert task.scored == []
+
+
+@dataclass
+class Pictured(Task):
+    """Problems with an image."""
+
+    path: str = ""
+
+    def __iter__(self) -> Iterator[Problem]:
+        yield {"prompt": "<|image_pad|>?", "images": [self.path], "answer": 7}
+
+
+def test_images_that_nothing_can_see_are_refused(tmp_path: Path) -> None:
+    text_only = tmp_path / "text_only"
+    tiny.llama().save_pretrained(text_only)
+    tiny.write_tokenizer(text_only, tiny.VOCABULARY)
+    with pytest.raises(UnsupportedModelError, match="is a llama, which has no vision model, and a prompt has images"):
+        tried(text_only, Pictured(path=str(tmp_path / "a.png")))
 
 
 def test_an_argument_that_no_template_uses_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

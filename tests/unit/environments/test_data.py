@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
+from PIL import Image
 from pyarrow import parquet
 
 from bridge.config import TaskConfig
@@ -305,3 +306,50 @@ def test_neither_problems_nor_rewards_load_torch(hub: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", program, str(hub)], check=True, env=environment, cwd=Path(__file__).parents[3]
     )
+
+
+def picture(folder: Path, name: str, content: bytes | None = None) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        Image.new("RGB", (8, 8)).save(folder / name)
+    else:
+        (folder / name).write_bytes(content)
+
+
+def test_images_are_relative_to_their_file(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture(tmp_path, "there/images/a.png")
+    data = write({"prompt": "p", "images": ["images/a.png"]}, {"prompt": "q"}, name="there/data.jsonl")
+    monkeypatch.chdir(tmp_path)
+    first, second = load("jsonl", data=str(data.relative_to(tmp_path)), reward="format")
+    assert first["images"] == [str(tmp_path / "there/images/a.png")]
+    assert "images" not in second
+
+
+def test_bad_images_are_reported_row_by_row(write: Write, tmp_path: Path) -> None:
+    picture(tmp_path, "broken.png", b"no image")
+    data = write(
+        {"prompt": "p", "images": ["missing.png"]},
+        {"prompt": "p", "images": ["broken.png"]},
+        {"prompt": "p", "images": "a.png"},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+    )
+    message = refusal("jsonl", data=str(data), reward="format").message
+    assert "4 of 4 rows are bad" in message
+    assert f"line 1 is not a problem: there is no image {tmp_path}/missing.png; line 2" in message
+    assert f"the image {tmp_path}/broken.png cannot be read: cannot identify image file" in message
+    assert "line 3 is not a problem: its images are 'a.png', expected a list of paths" in message
+    assert "line 4 is not a problem: its prompt is" in message
+
+
+def test_messages_may_have_places_for_images(write: Write, tmp_path: Path) -> None:
+    picture(tmp_path, "a.png")
+    content = [{"type": "text", "text": "look:"}, {"type": "image"}]
+    data = write({"prompt": [{"role": "user", "content": content}], "images": ["a.png"]})
+    (problem,) = load("jsonl", data=str(data), reward="format")
+    assert problem["prompt"][0]["content"] == content
+
+
+def test_images_of_a_data_set_without_files_are_refused() -> None:
+    rows = dataset.Rows(source="some/set, split train", rows=[("row 1", {"prompt": "p", "images": ["a.png"]})])
+    with pytest.raises(RewardError, match="row 1 has images, which are read from the files that a JSONL file names"):
+        rows.problems(lambda values: values)  # type: ignore[arg-type, return-value]

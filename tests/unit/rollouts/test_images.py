@@ -1,0 +1,209 @@
+"""Prompts with images become token ids and tensors once; what does not fit is refused in one line.
+
+The processor is a stand-in for Qwen3-VL's, which needs torchvision: it reads and expands in the same way.
+"""
+
+import asyncio
+import base64
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from bridge.errors import BridgeError, RewardError, UnsupportedModelError, UsageError
+from bridge.ranks import messages
+from bridge.rollouts import images, openai_api, problems
+from bridge.rollouts.images import Prompts
+from bridge.server.protocol import CompletionsRequest
+from bridge.types import Group, Problem
+from tests.models import tiny
+from tests.models.families import FAMILIES
+from tests.models.processors import END, FIRST_TOKEN, IMAGE, START
+
+PLACE = f"{START}{IMAGE}{END}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
+    f"{{% if part.type == 'image' %}}{PLACE}{{% else %}}{{{{ part.text }}}}{{% endif %}}{{% endfor %}};{{% endfor %}}"
+)
+PATCH = 4
+
+
+class Processor:
+    """Patches of 4 x 4 pixels, of which 2 x 2 are a token."""
+
+    image_token = IMAGE
+    chat_template: str | None = None
+    expands_twice = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, *, text: list[str], images: list[Any], return_tensors: str, **_: object) -> dict[str, Any]:
+        del return_tensors
+        (prompt,) = text
+        grids, pixels = [], []
+        for image in images:
+            if image.width > 64:
+                raise ValueError("absolute aspect ratio must be smaller than 200")
+            grids.append([1, image.height // PATCH, image.width // PATCH])
+            pixels.append(np.asarray(image, dtype=np.float32).reshape(-1, PATCH * PATCH * 3) / 255)
+            count = grids[-1][1] * grids[-1][2] // 4 * (2 if self.expands_twice else 1)
+            prompt = prompt.replace(IMAGE, "@" * count, 1)
+        ids = self._tokenizer(prompt.replace("@", IMAGE), return_tensors="pt")["input_ids"]
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "pixel_values": torch.from_numpy(np.concatenate(pixels)),
+            "image_grid_thw": torch.tensor(grids),
+        }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = FAMILIES["Qwen3-VL"]()
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    tiny.write_tokenizer(folder, tiny.VOCABULARY, (IMAGE, "<|video_pad|>", START, END))
+    return folder
+
+
+@pytest.fixture
+def processor(model: Path, monkeypatch: pytest.MonkeyPatch) -> Processor:
+    made = Processor(AutoTokenizer.from_pretrained(model))
+    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _: made))
+    return made
+
+
+def file(folder: Path, name: str, size: tuple[int, int] = (16, 8)) -> str:
+    Image.new("RGB", size, (250, 10, 20)).save(folder / name)
+    return str(folder / name)
+
+
+def encode(model: Path, prompt: Any, *paths: str, **choices: Any) -> images.Encoded:
+    problem: Any = {"prompt": prompt, "images": [*paths]}
+    return Prompts(str(model), AutoTokenizer.from_pretrained(model), {}, **choices).encode(problem)
+
+
+def refusal(model: Path, prompt: Any, *paths: str, **choices: Any) -> BridgeError:
+    with pytest.raises(BridgeError) as caught:
+        encode(model, prompt, *paths, **choices)
+    assert "\n" not in caught.value.message
+    assert caught.value.remedy
+    return caught.value
+
+
+@pytest.mark.usefixtures("processor")
+def test_image_tokens_are_expanded_once(model: Path, tmp_path: Path) -> None:
+    ids, shown = encode(model, f"a{PLACE}b{PLACE}", file(tmp_path, "a.png"), file(tmp_path, "b.png", (8, 8)))
+    assert shown is not None
+    assert (shown.starts, shown.grids) == ((2, 7), ((1, 1, 2), (1, 1, 1)))
+    assert [place for place, token in enumerate(ids) if token == FIRST_TOKEN] == [2, 3, 7]
+    arrays = {array.name: array for array in shown.arrays}
+    assert (arrays["pixel_values"].dtype, arrays["pixel_values"].shape) == ("bfloat16", (12, 48))
+    assert (arrays["image_grid_thw"].dtype, arrays["image_grid_thw"].shape) == ("int64", (2, 3))
+
+
+@pytest.mark.usefixtures("processor")
+def test_a_prompt_without_images_is_encoded_as_before(model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    problem: Problem = {"prompt": "ab", "images": []}
+    encoded = asyncio.run(Prompts(str(model), tokenizer, {}).encode_beside(problem))
+    assert encoded == (problems.encode(tokenizer, problem), None)
+
+
+def test_in_messages_images_come_first_or_where_they_stand(model: Path, tmp_path: Path, processor: Processor) -> None:
+    processor.chat_template = TEMPLATE
+    path, tokenizer = file(tmp_path, "a.png"), AutoTokenizer.from_pretrained(model)
+    system = {"role": "system", "content": "s"}
+    first, _ = encode(model, [system, {"role": "user", "content": "q"}], path)
+    parts = [{"type": "text", "text": "q"}, {"type": "image"}]
+    inside, _ = encode(model, [system, {"role": "user", "content": parts}], path)
+    expanded = f"{START}{IMAGE}{IMAGE}{END}"
+    assert [tokenizer.decode(ids) for ids in (first, inside)] == [
+        f"system:s;user:{expanded}q;",
+        f"system:s;user:q{expanded};",
+    ]
+
+
+def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path, processor: Processor) -> None:
+    path = file(tmp_path, "a.png")
+    none = refusal(model, "what?", path)
+    assert "has places for 0 images, and 1 images" in none.message
+    assert "has places for 2 images" in refusal(model, PLACE * 2, path).message
+    assert "no chat template" in refusal(model, [{"role": "user", "content": "q"}], path).message
+    Image.effect_noise((64, 64), 90).save(tmp_path / "broken.png")
+    (tmp_path / "broken.png").write_bytes((tmp_path / "broken.png").read_bytes()[:500])
+    broken = refusal(model, PLACE, str(tmp_path / "broken.png"))
+    assert isinstance(broken, RewardError)
+    assert "broken.png cannot be read: " in broken.message
+    assert "rejects" in refusal(model, PLACE, file(tmp_path, "wide.png", (128, 8))).message
+    processor.chat_template = "{{ raise_exception('no') }}"
+    assert "chat template rejects" in refusal(model, [{"role": "user", "content": "q"}], path).message
+    processor.expands_twice = True
+    twice = refusal(model, PLACE, path)
+    assert isinstance(twice, UnsupportedModelError)
+    assert "made 4 image tokens, expected 2" in twice.message
+
+
+def test_models_that_take_no_images_are_refused_by_name(tmp_path: Path) -> None:
+    path = file(tmp_path, "a.png")
+    for family, words in (("Llama 3, 3.1", "is a llama, which has no vision model"), ("Mistral 3", "on text alone")):
+        folder = tmp_path / family
+        FAMILIES[family]().save_pretrained(folder)
+        tiny.write_tokenizer(folder, tiny.VOCABULARY)
+        refused = refusal(folder, PLACE, path)
+        assert isinstance(refused, UnsupportedModelError)
+        assert words in refused.message
+
+
+def test_a_missing_processor_and_cut_passes_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file(tmp_path, "a.png")
+    assert "--tensor-parallel-size" in refusal(model, PLACE, path, pass_size=2).remedy
+
+    def missing(_: str) -> None:
+        raise ImportError("Qwen3VLVideoProcessor requires the Torchvision library\nbut it was not found")
+
+    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=missing))
+    refused = refusal(model, PLACE, path)
+    assert isinstance(refused, UsageError)
+    assert "requires the Torchvision library" in refused.message
+    assert "pip install torchvision pillow" in refused.remedy
+
+
+@pytest.mark.usefixtures("processor")
+def test_images_arrive_at_server_and_ranks_unchanged(model: Path, tmp_path: Path) -> None:
+    ids, shown = encode(model, f"a{PLACE}", file(tmp_path, "a.png"))
+    assert shown is not None
+    body = {"model": "m", "prompt": ids, "n": 1, "max_tokens": 1, "temperature": 1.0, "images": openai_api.sent(shown)}
+    request = CompletionsRequest.model_validate_json(messages.json.dumps(body))
+    assert {name: (dtype, shape, content) for name, (dtype, shape, content) in request.images.items()} == {
+        array.name: (array.dtype, array.shape, array.content) for array in shown.arrays
+    }
+    assert base64.b64decode(openai_api.sent(shown)["pixel_values"][2]) == shown.arrays[1].content
+    group = Group(problem={"prompt": "p"}, prompt_token_ids=ids, images=shown, completions=(), rewards=())
+    assert messages.loads(messages.dumps(group)) == group
+
+
+@pytest.mark.usefixtures("processor")
+def test_other_images_have_another_digest(model: Path, tmp_path: Path) -> None:
+    _, one = encode(model, PLACE, file(tmp_path, "a.png"))
+    Image.new("RGB", (16, 8), (0, 0, 0)).save(tmp_path / "b.png")
+    _, other = encode(model, PLACE, str(tmp_path / "b.png"))
+    assert one is not None
+    assert other is not None
+    assert (one.starts, one.grids) == (other.starts, other.grids)
+    assert one.digest != other.digest
+
+
+def test_other_ways_to_sample_refuse_images(model: Path) -> None:
+    problem: Problem = {"prompt": "a", "images": ["a.png"]}
+    with pytest.raises(UsageError, match="has images: bridge run and bridge train take them"):
+        problems.encode(AutoTokenizer.from_pretrained(model), problem)
