@@ -17,7 +17,7 @@ from typing import Any
 from bridge.checks import Check, failed, passed, skipped, warned
 from bridge.checks.child import run_child
 from bridge.errors import UnsupportedModelError
-from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, layer_types
+from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, SEEING, layer_types
 
 Config = Mapping[str, Any]
 SHARED, LORA, NONE = MODES = ("shared_vllm", "lora_only", "none")
@@ -191,8 +191,18 @@ def modes(model: str, config: Config | None) -> Iterator[Check]:
             yield (warned if None in first.values() else failed)(name, obstacle.reason, expected, obstacle.remedy)
 
 
+def sight(config: Config) -> str:
+    """Return what a model's vision model is used for; empty: it has none."""
+    if "vision_config" not in config:
+        return ""
+    takes_images = config.get("model_type") in SEEING
+    return "prompts may have images" if takes_images else "trained on text alone, without images"
+
+
 def _notes(config: Config, mode: str) -> str:
     notes = []
+    if mode == SHARED and (seen := sight(config)):
+        notes.append(seen)
     language = _language(config)
     if "float16" in [part.get(name) for part in (config, language) for name in ("dtype", "torch_dtype")]:
         notes.append("use --dtype bfloat16: gradients overflow in its own float16")

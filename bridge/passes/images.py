@@ -108,7 +108,7 @@ def inputs(
         on_device = {name: tensor.to(tokens_T.device) for name, tensor in images.tensors.items()}
         features: Any = model.get_image_features(**on_device, return_dict=True)
     embeds_TH = model.get_input_embeddings()(tokens_T)
-    of_images_IH = torch.cat([*features.pooler_output]).to(embeds_TH.dtype)
+    of_images_IH = _of_all(features.pooler_output).to(embeds_TH.dtype)
     if len(of_images_IH) != len(images.places_I):
         raise UnsupportedModelError(
             f"{type(model).__name__} makes {len(of_images_IH)} embeddings of {len(images.places_I)} image tokens",
@@ -121,5 +121,10 @@ def inputs(
     if (deep := getattr(features, "deepstack_features", None)) is not None:
         is_image_T = torch.zeros_like(tokens_T, dtype=torch.bool).index_fill(0, images.places_I, True)
         taken["visual_pos_masks"] = is_image_T.unsqueeze(0)
-        taken["deepstack_visual_embeds"] = [torch.cat([*of_layer]) for of_layer in deep]
+        taken["deepstack_visual_embeds"] = [_of_all(of_layer) for of_layer in deep]
     return taken
+
+
+def _of_all(embeds: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return the embeddings of all images, which transformers cuts by image or, before 5.18, leaves whole."""
+    return embeds if isinstance(embeds, Tensor) else torch.cat([*embeds])

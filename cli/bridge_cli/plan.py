@@ -68,6 +68,7 @@ class Plan:
     least_kv_tokens: int
     rows: tuple[Row, ...]
     obstacles: tuple[Obstacle, ...]
+    sight: str  # what its vision model is used for; empty: it has none
     recommended: str | None  # the command for the most precise setup that fits
     recommended_without_host: str | None  # and for one without host memory, if that one needs it
 
@@ -87,7 +88,8 @@ def plan(
     --all lists every setup with its memory; flags such as --mode and --optimizer narrow the list.
     """
     folder = folder_of(serve.model, fetch=True)
-    obstacles = model_checks.obstacles(model_checks.read(str(folder)) or {})
+    model_config = model_checks.read(str(folder)) or {}
+    obstacles = model_checks.obstacles(model_config)
     modes = _open_modes(serve.model, train.mode if train.was_given("mode") else None, obstacles)
     size = ModelSize.of(folder)
     gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
@@ -115,6 +117,7 @@ def plan(
         least_kv_tokens=limits.kv_tokens,
         rows=tuple(rows),
         obstacles=tuple(obstacles),
+        sight=model_checks.sight(model_config),
         recommended=command(best, size, serve, train) if best else None,
         recommended_without_host=command(lean, size, serve, train) if lean and best is not lean else None,
     )
@@ -141,6 +144,8 @@ def _show(plan: Plan, *, everything: bool) -> None:
     where = f" on each of {plan.num_gpus} GPUs" if plan.num_gpus > 1 else " of GPU memory"
     console.note(f"{plan.num_params / 1e9:.2f}B parameters, {counted}; {plan.gpu_gib:.1f} GiB{where}")
     console.note(f"KV cache: at least {plan.least_kv_tokens:,} tokens; all sizes in GiB")
+    if plan.sight:
+        console.note(f"{plan.sight}; its vision model stays frozen in vLLM's memory")
     for obstacle in plan.obstacles:
         console.note(f"not with {' or '.join(f'--mode {mode}' for mode in obstacle.modes)}: {obstacle.reason}")
     best = next((row for row in plan.rows if not row.lacking_gib), None)

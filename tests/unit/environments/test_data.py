@@ -345,8 +345,7 @@ def test_messages_may_have_places_for_images(write: Write, tmp_path: Path) -> No
     picture(tmp_path, "a.png")
     content = [{"type": "text", "text": "look:"}, {"type": "image"}]
     data = write({"prompt": [{"role": "user", "content": content}], "images": ["a.png"]})
-    (problem,) = load("jsonl", data=str(data), reward="format")
-    assert problem["prompt"][0]["content"] == content
+    assert prompts(load("jsonl", data=str(data), reward="format")) == [[{"role": "user", "content": content}]]
 
 
 def test_images_of_a_data_set_without_files_are_refused() -> None:

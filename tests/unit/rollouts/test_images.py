@@ -5,6 +5,7 @@ The processor is a stand-in for Qwen3-VL's, which needs torchvision: it reads an
 
 import asyncio
 import base64
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +184,7 @@ def test_images_arrive_at_server_and_ranks_unchanged(model: Path, tmp_path: Path
     ids, shown = encode(model, f"a{PLACE}", file(tmp_path, "a.png"))
     assert shown is not None
     body = {"model": "m", "prompt": ids, "n": 1, "max_tokens": 1, "temperature": 1.0, "images": openai_api.sent(shown)}
-    request = CompletionsRequest.model_validate_json(messages.json.dumps(body))
+    request = CompletionsRequest.model_validate_json(json.dumps(body))
     assert {name: (dtype, shape, content) for name, (dtype, shape, content) in request.images.items()} == {
         array.name: (array.dtype, array.shape, array.content) for array in shown.arrays
     }
