@@ -81,6 +81,12 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "bridge run --model MODEL --environment gsm8k": SLOW,
         '{"prompt": "How many days has a leap year?", "answer": "366"}': FILE,
         "bridge run --model MODEL --environment jsonl --data problems.jsonl": SLOW,
+        '{"prompt": [{"role": "user", "content": "Which color?"}], "images": ["images/1.png"], "answer": "red"}': (
+            tested("tests/cpu/test_images.py")
+        ),
+        "bridge run --model Qwen/Qwen3-VL-2B-Instruct --environment jsonl --data pictures.jsonl": tested(
+            "tests/cpu/test_images.py"
+        ),
         "bridge run --model MODEL --environment gsm8k --reward math,format=0.2,rewards.py:brief=0.1": SLOW,
         "# rewards.py": FILE,
         "# my_task.py": FILE,

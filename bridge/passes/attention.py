@@ -107,7 +107,9 @@ def packed_hidden(
     Shapes: [T], [T] -> [T, H].
     """
     with offload.keeping(model, len(tokens_T) * model.config.get_text_config().hidden_size):
-        taken = images.inputs(model, tokens_T, positions_T, packed)
+        taken = {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
+        if packed is not None:
+            taken = images.inputs(model, tokens_T, positions_T, packed)
         output = model.get_decoder()(**taken, use_cache=False, **_boundaries(model, spans, slices))
     hidden_1TH: Tensor = output.last_hidden_state
     return hidden_1TH[0]

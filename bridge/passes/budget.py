@@ -115,7 +115,8 @@ class Budget:
         """Pack samples into micro-batches within the budget for those that are `measured`; prove the first images."""
         if not samples:
             return []
-        prove(self._model, samples)
+        if any(sample.images is not None for sample in samples):
+            prove(self._model, samples)
         max_tokens = self.max_tokens(measured)
         return packs(samples, max_tokens=max_tokens, device=self._model.device, share_prompts=self.share_prompts)
 

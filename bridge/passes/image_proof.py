@@ -73,6 +73,7 @@ def _prompt_of(sample: Sample, number: int) -> Sample:
 
 def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]) -> str:
     """Return what differs between the decoder's inputs; empty: nothing does."""
+    assert batch.images is not None
     try:
         ours = images.inputs(model, batch.tokens_T, batch.positions_T, batch.images)
         alone = [
@@ -103,7 +104,7 @@ def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Imag
     """Return what transformers' own model calls its decoder with, for one sequence: names and values."""
     tokens_1T = torch.tensor([ids], device=model.device)
     kinds_1T = torch.zeros_like(tokens_1T)
-    kinds_1T[0, images.places(of_prompt)] = 1
+    kinds_1T[0, images.image_tokens(of_prompt)] = 1
     tensors = {name: tensor.to(model.device) for name, tensor in images.tensors([of_prompt]).items()}
     handle = model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True)
     try:

@@ -26,8 +26,8 @@ from bridge.types import Images
 class PackedImages:
     """The images of a pack, in the order of its tokens."""
 
-    places_I: Tensor
-    """int64: the tokens of all images, as places in T."""
+    indices_I: Tensor
+    """int64: the tokens of all images, as indices in T."""
     positions_3T: Tensor
     """int64: the positions of all tokens in time, in rows and in columns."""
     tensors: Mapping[str, Tensor]
@@ -39,9 +39,9 @@ class Gathered:
 
     def __init__(self) -> None:
         self._positions: dict[int, Any] = {}
-        """Of the tokens of each span, by the place where it starts."""
+        """Of the tokens of each span, by the index of the first."""
         self._images: dict[int, Images] = {}
-        """Of the prompts, by the places where they start."""
+        """Of the prompts, by the index of their first token."""
 
     def add(self, images: Images | None, indices: range, first: int) -> None:
         """Add the tokens from `first` on of a sequence whose prompt has these images; they are at `indices`."""
@@ -54,16 +54,18 @@ class Gathered:
         in_order = sorted(self._images.items(), key=lambda item: item[0])
         positions_3T = np.concatenate([self._positions[start] for start in sorted(self._positions)], axis=1)
         return PackedImages(
-            places_I=torch.tensor([start + place for start, images in in_order for place in places(images)]).to(device),
+            indices_I=torch.tensor([start + index for start, images in in_order for index in image_tokens(images)]).to(
+                device
+            ),
             positions_3T=torch.from_numpy(positions_3T).to(device),
             tensors=tensors([images for _, images in in_order]),
         )
 
 
-def places(images: Images) -> list[int]:
-    """Return the tokens of a prompt's images, as places in it."""
+def image_tokens(images: Images) -> list[int]:
+    """Return the indices of the tokens of a prompt's images."""
     ranges = [range(start, start + prod(grid)) for start, grid in zip(images.starts, images.grids, strict=True)]
-    return [place for tokens in ranges for place in tokens]
+    return [index for tokens in ranges for index in tokens]
 
 
 def positions(num_tokens: int, images: Images | None) -> Any:
@@ -94,32 +96,28 @@ def tensors(several: Sequence[Images]) -> dict[str, Tensor]:
     return {name: torch.cat(of_prompts) for name, of_prompts in parts.items()}
 
 
-def inputs(
-    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images: PackedImages | None
-) -> dict[str, Any]:
-    """Return what the decoder takes: tokens and positions, or with images embeddings and positions in three axes.
+def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images: PackedImages) -> dict[str, Any]:
+    """Return what the decoder takes in place of tokens and positions.
 
     Raises:
         UnsupportedModelError: the tower makes another number of embeddings than the images have tokens.
     """
-    if images is None:
-        return {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
     with torch.no_grad():
         on_device = {name: tensor.to(tokens_T.device) for name, tensor in images.tensors.items()}
         features: Any = model.get_image_features(**on_device, return_dict=True)
     embeds_TH = model.get_input_embeddings()(tokens_T)
     of_images_IH = _of_all(features.pooler_output).to(embeds_TH.dtype)
-    if len(of_images_IH) != len(images.places_I):
+    if len(of_images_IH) != len(images.indices_I):
         raise UnsupportedModelError(
-            f"{type(model).__name__} makes {len(of_images_IH)} embeddings of {len(images.places_I)} image tokens",
+            f"{type(model).__name__} makes {len(of_images_IH)} embeddings of {len(images.indices_I)} image tokens",
             remedy="use a model and a processor of one version, of a family in docs/families.md",
         )
     taken: dict[str, Any] = {
-        "inputs_embeds": embeds_TH.index_copy(0, images.places_I, of_images_IH).unsqueeze(0),
+        "inputs_embeds": embeds_TH.index_copy(0, images.indices_I, of_images_IH).unsqueeze(0),
         "position_ids": torch.cat([positions_T.unsqueeze(0), images.positions_3T]).unsqueeze(1),
     }
     if (deep := getattr(features, "deepstack_features", None)) is not None:
-        is_image_T = torch.zeros_like(tokens_T, dtype=torch.bool).index_fill(0, images.places_I, True)
+        is_image_T = torch.zeros_like(tokens_T, dtype=torch.bool).index_fill(0, images.indices_I, True)
         taken["visual_pos_masks"] = is_image_T.unsqueeze(0)
         taken["deepstack_visual_embeds"] = [_of_all(of_layer) for of_layer in deep]
     return taken

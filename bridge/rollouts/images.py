@@ -24,7 +24,7 @@ from bridge.types import Array, Images, Message, Problem
 
 BESIDE_TENSORS = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor returns beside the tensors of the images."""
-PLACE = {"type": "image"}
+PART = {"type": "image"}
 """The part of a message that stands for an image."""
 GRIDS = "image_grid_thw"
 """A processor's name for the patches of each image, in time, rows and columns."""
@@ -101,11 +101,11 @@ class Prompts:
     def _with_images(self, problem: Problem) -> Encoded:
         config, processor = self._config, self._processor
         text, num_images = self._text(problem), len(problem["images"])
-        num_places = text.count(processor.image_token)
-        if num_places != num_images:
+        num_markers = text.count(processor.image_token)
+        if num_markers != num_images:
             raise RewardError(
-                f"the prompt {described(problem['prompt'])} has places for {num_places} images, and {num_images} images"
-                f" ({', '.join(problem['images'])})",
+                f"the prompt {described(problem['prompt'])} has {num_markers} places for images, expected {num_images},"
+                f" for {', '.join(problem['images'])}",
                 remedy=f"write {processor.image_token} in the text once for each image, or use chat messages, with a"
                 ' part {"type": "image"} for each',
             )
@@ -145,7 +145,7 @@ class Prompts:
                 "the environment's prompts are chat messages, and the model has no chat template",
                 remedy="write the prompts as text, or use a model with a chat template",
             )
-        messages = [*_with_places(prompt, len(problem["images"]))]
+        messages = [*_in_parts(prompt, len(problem["images"]))]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages, chat_template=self._chat_template, add_generation_prompt=True, tokenize=False,
@@ -160,17 +160,17 @@ class Prompts:
         return text
 
 
-def _with_places(messages: Sequence[Message], num_images: int) -> Iterator[Message]:
+def _in_parts(messages: Sequence[Message], num_images: int) -> Iterator[Message]:
     """Yield the messages in parts; without a place for any image, all come before the first text of the user.
 
     Source: the order is that of `prepare_multimodal_messages` in TRL 1.16.
     """
     parted = [{**message, "content": _parts(message["content"])} for message in messages]
-    has_places = any(part.get("type") == "image" for message in parted for part in message["content"])
-    left = 0 if has_places else num_images
+    has_parts = any(part.get("type") == "image" for message in parted for part in message["content"])
+    left = 0 if has_parts else num_images
     for message in parted:
         if left and message["role"] == "user":
-            message["content"] = [*([PLACE] * left), *message["content"]]
+            message["content"] = [*([PART] * left), *message["content"]]
             left = 0
         yield message
 
@@ -206,16 +206,16 @@ def _starts(ids: Sequence[int], image_token: int, grids: Sequence[tuple[int, ...
         UnsupportedModelError: their numbers are not those of the images, as when tokens were expanded twice.
     """
     runs = [(token, [index for index, _ in run]) for token, run in groupby(enumerate(ids), key=lambda pair: pair[1])]
-    found = [places for token, places in runs if token == image_token]
-    if [len(places) for places in found] != [math.prod(grid) for grid in grids]:
-        lengths = ", ".join(str(len(places)) for places in found) or "no"
+    of_images = [indices for token, indices in runs if token == image_token]
+    if [len(indices) for indices in of_images] != [math.prod(grid) for grid in grids]:
+        lengths = ", ".join(str(len(indices)) for indices in of_images) or "no"
         expected = ", ".join(str(math.prod(grid)) for grid in grids)
         raise UnsupportedModelError(
             f"the model's processor made {lengths} image tokens, expected {expected}: one for each piece of the images",
             remedy="use a model and a processor of one version, of a family in docs/families.md",
         )
-    return tuple(places[0] for places in found)
+    return tuple(indices[0] for indices in of_images)
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]

@@ -32,8 +32,7 @@ Version = Annotated[int, Field(ge=0, lt=2**53)]
 InFlight = Literal["keep", "wait", "abort"]
 """What a pause does with in-flight requests: freeze them, drain them, or abort them."""
 FenceState = Literal["serving", "paused", "torn"]
-"""`torn`: the process that paused the server died before it published. Whether it had begun to write is unknown, so the
-server generates nothing until every weight is rewritten."""
+"""`torn`: a process died between pause and publication, and may have begun to write: every weight must be rewritten."""
 Written = Literal["weights", "adapter", "nothing"]
 """What the holder of the fence writes: weights of the model, an adapter in its slot, or nothing, because it reads."""
 
@@ -281,7 +280,7 @@ class CompletionsRequest(Record):
     prompt: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     """Token ids, with every token of an image."""
     images: dict[str, SentArray] = Field(default_factory=dict)
-    """What the model's processor made of the prompt's images, by name; empty: it has none."""
+    """What the model's processor made of the images, by name."""
     n: int = Field(ge=1)
     """Number of completions."""
     max_tokens: int = Field(ge=1)

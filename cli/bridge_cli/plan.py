@@ -88,14 +88,12 @@ def plan(
     --all lists every setup with its memory; flags such as --mode and --optimizer narrow the list.
     """
     folder = folder_of(serve.model, fetch=True)
-    model_config = model_checks.read(str(folder)) or {}
-    obstacles = model_checks.obstacles(model_config)
+    obstacles = model_checks.obstacles(model_checks.read(str(folder)) or {})
     modes = _open_modes(serve.model, train.mode if train.was_given("mode") else None, obstacles)
     size = ModelSize.of(folder)
     gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
     if not gpus:
-        remedy = "give its memory in GiB, such as --gpu-memory 80"
-        raise UsageError("this machine has no GPU to plan for", remedy=remedy)
+        raise UsageError("this machine has no GPU to plan for", remedy="give its memory in GiB: --gpu-memory 80")
     host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
     host_bytes = host_bytes if host_memory is None else host_memory * GIB
     layout.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
@@ -117,7 +115,7 @@ def plan(
         least_kv_tokens=limits.kv_tokens,
         rows=tuple(rows),
         obstacles=tuple(obstacles),
-        sight=model_checks.sight(model_config),
+        sight=model_checks.sight(model_checks.read(str(folder)) or {}),
         recommended=command(best, size, serve, train) if best else None,
         recommended_without_host=command(lean, size, serve, train) if lean and best is not lean else None,
     )

@@ -58,26 +58,26 @@ def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> 
         items = MultiModalKwargsItems.from_hf_inputs(features, processor._get_mm_fields_config(features, {}))
         updates = processor._get_prompt_updates(MultiModalDataItems({}), {}, items)
         counts = {IMAGE: len(items[IMAGE])}
-        found = processor._find_mm_placeholders(list(ids), processor._bind_and_group_updates(updates, counts))
+        placeholders = processor._find_mm_placeholders(list(ids), processor._bind_and_group_updates(updates, counts))
     except (ValueError, LookupError, RuntimeError) as error:
         raise HTTPException(400, f"these are no images of this model: {type(error).__name__}: {error}") from error
-    places = found.get(IMAGE, [])
-    if fault := _fault(ids, places, counts[IMAGE]):
+    of_images = placeholders.get(IMAGE, [])
+    if fault := _fault(ids, of_images, counts[IMAGE]):
         raise HTTPException(400, fault)
     return mm_input(
         list(ids),
         items,
         {IMAGE: [_hash(item) for item in items[IMAGE]]},
-        {IMAGE: [place.to_range() for place in places]},
+        {IMAGE: [one.to_range() for one in of_images]},
     )
 
 
-def _fault(ids: Sequence[int], places: Sequence[Any], num_images: int) -> str:
+def _fault(ids: Sequence[int], placeholders: Sequence[Any], num_images: int) -> str:
     """Return what is wrong with the tokens of the images; empty: vLLM finds all of them."""
-    if len(places) != num_images:
-        return f"vLLM finds the tokens of {len(places)} images in the prompt, expected those of {num_images}"
-    of_images = {token for place in places for token in place.tokens}
-    num_found, num_all = sum(len(place.tokens) for place in places), sum(token in of_images for token in ids)
+    if len(placeholders) != num_images:
+        return f"vLLM finds the tokens of {len(placeholders)} images in the prompt, expected those of {num_images}"
+    of_images = {token for one in placeholders for token in one.tokens}
+    num_found, num_all = sum(len(one.tokens) for one in placeholders), sum(token in of_images for token in ids)
     if num_found != num_all:
         return f"vLLM finds {num_found} image tokens in the prompt, which has {num_all}: were they expanded twice?"
     return ""

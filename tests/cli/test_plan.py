@@ -238,6 +238,15 @@ def test_mode_that_doctor_refuses_is_left_out(plan: Planned, page: Callable[...,
     assert "by --mode none: a mistral3" in page("7B", "139.8", "--mode", "none", config=INSIDE)
 
 
+def test_images_are_named_with_the_model(plan: Planned, page: Callable[..., str]) -> None:
+    assert plan("7B", "139.8")["sight"] == ""
+    seeing = {"model_type": "qwen3_vl", "vision_config": {}, "text_config": qwen2("7B")}
+    printed = page("7B", "139.8", config=seeing)
+    assert "prompts may have images; its vision model stays frozen in vLLM's memory" in printed
+    odd = plan("7B", "139.8", config={**seeing, "model_type": "odd"})
+    assert odd["sight"] == "trained on text alone, without images"
+
+
 def test_missing_configuration_is_downloaded_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

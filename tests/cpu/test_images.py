@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's modules of these families import torchvision"),
 ]
-PLACE = f"{START}{IMAGE}{END}"
+MARKER = f"{START}{IMAGE}{END}"
 NAMES = [name for name in sorted(INSIDE) if FAMILIES[name]().model_type in SEEING]
 SWAPPED_AT_LEAST = 8
 """How many times farther log-probs are if the trainer computes with another image of the same size."""
@@ -50,7 +50,7 @@ CHANCE = 1 / len(colors.COLORS)
 @pytest.mark.parametrize("family", NAMES)
 def test_server_and_trainer_see_the_same_images(family: str, tmp_path: Path) -> None:
     model = written(FAMILIES[family](), tmp_path)
-    data, _ = colors.write(tmp_path / "data", PLACE)
+    data, _ = colors.write(tmp_path / "data", MARKER)
     with scenarios.served(model, tmp_path / "server") as server:
         sees_the_same(server, data.parent)
         refuses_other_tokens(server, data.parent)
@@ -94,10 +94,10 @@ def encoded(server: LiveServer, data: Path) -> list[Encoded]:
     model = server.manifest.model
     prompts, folder = Prompts(model, skeleton.tokenizer(model), {}), data / "images"
     problems: list[Any] = [
-        {"prompt": f"{PLACE}color:", "images": [str(folder / "red-24x16-1.png")]},
-        {"prompt": f"{PLACE}color:", "images": [str(folder / "blue-24x16-1.png")]},
+        {"prompt": f"{MARKER}color:", "images": [str(folder / "red-24x16-1.png")]},
+        {"prompt": f"{MARKER}color:", "images": [str(folder / "blue-24x16-1.png")]},
         {
-            "prompt": f"{PLACE}or{PLACE}?",
+            "prompt": f"{MARKER}or{MARKER}?",
             "images": [str(folder / f"{name}.png") for name in ("white-16x32-2", "red-16x16-0")],
         },
         {"prompt": "color:"},
@@ -162,7 +162,7 @@ def refuses_other_tokens(server: LiveServer, data: Path) -> None:
 
 def learns(server: LiveServer, folder: Path, *flags: str, steps: int) -> None:
     """Train by the command line until most colors are named, including shades that were not trained on."""
-    data, kept = colors.write(folder / "data", PLACE)
+    data, kept = colors.write(folder / "data", MARKER)
     of_data = ("--environment", "jsonl", "--data", str(data), "--eval-data", str(kept), "--reward", REWARD)
     scenarios.trained(server, folder, *of_data, "--eval-samples", "4", *FLAGS, *flags, steps=steps)
     evaluations = (folder / "run" / "evaluations.jsonl").read_text().splitlines()
@@ -177,7 +177,7 @@ def tower_is_unchanged(server: LiveServer, folder: Path) -> None:
     """The checkpoint has the tower that the model had, and another language model."""
     model, (saved,) = Path(server.manifest.model), (folder / "saved").glob("step_*")
     kind = skeleton.auto_class(FAMILIES["Qwen3-VL"]())
-    was, now = (dict(kind.from_pretrained(place).named_parameters()) for place in (model, saved))
+    was, now = (dict(kind.from_pretrained(folder).named_parameters()) for folder in (model, saved))
     changed = {name for name, parameter in was.items() if not torch.equal(parameter, now[name])}
     assert changed
     assert not any(name.startswith("model.visual.") for name in changed), changed

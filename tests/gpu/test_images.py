@@ -7,11 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PretrainedConfig
 
 from bridge.weights import skeleton
 from tests import scenarios
-from tests.cpu.test_images import PLACE, learns, refuses_other_tokens, sees_the_same, tower_is_unchanged, written
+from tests.cpu.test_images import MARKER, learns, refuses_other_tokens, sees_the_same, tower_is_unchanged, written
 from tests.gpu.test_families import KV_CACHE, LEAST_PARAMETERS
 from tests.models import colors
 from tests.models.families import FAMILIES, LARGE, large
@@ -33,22 +34,13 @@ def of_size() -> PretrainedConfig:
 
 def test_a_task_with_images_is_learned(tmp_path: Path) -> None:
     config = of_size()
-    assert sum(parameter.numel() for parameter in skeleton_of(config)) > LEAST_PARAMETERS
     model = written(config, tmp_path)
-    data, _ = colors.write(tmp_path / "seen", PLACE)
+    language = skeleton.build(str(model), torch.bfloat16).get_decoder()
+    assert sum(parameter.numel() for parameter in language.parameters()) > LEAST_PARAMETERS
+    data, _ = colors.write(tmp_path / "seen", MARKER)
     with scenarios.served(model, tmp_path / "server", *KV_CACHE) as server:
         sees_the_same(server, data.parent)
         refuses_other_tokens(server, data.parent)
         learns(server, tmp_path, "--lr", LR, steps=40)
         tower_is_unchanged(server, tmp_path)
         scenarios.verifies(server, tmp_path)
-
-
-def skeleton_of(config: PretrainedConfig) -> list[object]:
-    """Return the parameters of its language model, without their weights."""
-    import torch
-    from accelerate import init_empty_weights
-
-    with init_empty_weights():
-        model = skeleton.auto_class(config).from_config(config, dtype=torch.bfloat16)
-    return [*model.get_decoder().parameters()]

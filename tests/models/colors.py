@@ -12,10 +12,10 @@ SIZES = ((16, 16), (24, 16), (16, 32))
 SHADES = 5
 
 
-def write(folder: Path, place: str) -> tuple[Path, Path]:
+def write(folder: Path, marker: str) -> tuple[Path, Path]:
     """Write problems to train on and others to evaluate on, with images in every size and several shades of a color.
 
-    `place` stands for the image in the text. All prompts of a size have the same token ids.
+    `marker` stands for the image in the text. All prompts of a size have the same token ids.
     """
     (folder / "images").mkdir(parents=True)
     rows: list[dict[str, Any]] = []
@@ -26,7 +26,7 @@ def write(folder: Path, place: str) -> tuple[Path, Path]:
                 Image.new("RGB", size, tuple(min(255, max(0, part + 6 * shade - 12)) for part in color)).save(
                     folder / path
                 )
-                rows.append({"prompt": f"{place}color:", "images": [path], "answer": name})
+                rows.append({"prompt": f"{marker}color:", "images": [path], "answer": name})
     kept = [row for row in rows if row["images"][0].endswith("-0.png")]
     for name, of_split in (("train", [row for row in rows if row not in kept]), ("test", kept)):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in of_split))

@@ -10,6 +10,7 @@ from transformers import MptConfig
 from bridge.checks import model
 from bridge.checks.child import Ended
 from bridge.checks.model import LORA, MODES, NONE, SHARED
+from bridge.planning.model_size import SEEING
 from tests.models.families import FAMILIES, INSIDE
 
 
@@ -64,6 +65,15 @@ def test_model_with_a_tower_is_trained_in_place_alone(family: str) -> None:
     config = FAMILIES[family]()
     named = {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}{model.INSIDE}"]}
     assert statuses(named) == {SHARED: "PASS", LORA: "WARN", NONE: "WARN"}
+
+
+@pytest.mark.parametrize("family", sorted(INSIDE))
+def test_doctor_names_models_that_take_images(family: str) -> None:
+    config = FAMILIES[family]().to_dict()
+    shared, *others = model.modes("a model", config)
+    expected = "prompts may have images" if config["model_type"] in SEEING else "trained on text alone, without images"
+    assert f"its configuration allows it; {expected}" in shared.found
+    assert not any("images" in check.found for check in others)
 
 
 def test_proved_types_are_those_of_the_table() -> None:

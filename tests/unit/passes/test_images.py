@@ -78,7 +78,7 @@ def alone(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
     shown: dict[str, Any] = {}
     if sample.images is not None:
         kinds = torch.zeros_like(ids)
-        kinds[0, images.places(sample.images)] = 1
+        kinds[0, images.image_tokens(sample.images)] = 1
         shown = {"mm_token_type_ids": kinds, **images.tensors([sample.images])}
     hidden: torch.Tensor = model.base_model(input_ids=ids, use_cache=False, **shown).last_hidden_state[0]
     return hidden[len(sample.prompt_token_ids) - 1 : -1]
@@ -117,7 +117,7 @@ def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
         ids = sample.prompt_token_ids + sample.token_ids
         assert sample.images is not None
         kinds = torch.zeros(1, len(ids), dtype=torch.int64)
-        kinds[0, images.places(sample.images)] = 1
+        kinds[0, images.image_tokens(sample.images)] = 1
         grids = images.tensors([sample.images])["image_grid_thw"]
         expected, _ = model.base_model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=grids)
         assert images.positions(len(ids), sample.images).tolist() == expected[:, 0].tolist()
@@ -154,7 +154,7 @@ def test_an_image_token_that_was_sampled_is_text(model: PreTrainedModel) -> None
     with_token = replace(first, token_ids=(model.config.image_token_id, *first.token_ids[1:]))
     batch = pack([with_token, second])
     assert batch.images is not None
-    assert len(batch.images.places_I) == 2 * 6
+    assert len(batch.images.indices_I) == 2 * 6
     hidden = own_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, images=batch.images)
     is_second = batch.sequences_N == 1
     assert (hidden[batch.rows_N[is_second]] - alone(model, second)).abs().max() < EQUAL

@@ -26,10 +26,10 @@ from tests.models import tiny
 from tests.models.families import FAMILIES
 from tests.models.processors import END, FIRST_TOKEN, IMAGE, START
 
-PLACE = f"{START}{IMAGE}{END}"
+MARKER = f"{START}{IMAGE}{END}"
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
-    f"{{% if part.type == 'image' %}}{PLACE}{{% else %}}{{{{ part.text }}}}{{% endif %}}{{% endfor %}};{{% endfor %}}"
+    f"{{% if part.type == 'image' %}}{MARKER}{{% else %}}{{{{ part.text }}}}{{% endif %}}{{% endfor %}};{{% endfor %}}"
 )
 PATCH = 4
 
@@ -101,10 +101,10 @@ def refusal(model: Path, prompt: Any, *paths: str, **choices: Any) -> BridgeErro
 
 @pytest.mark.usefixtures("processor")
 def test_image_tokens_are_expanded_once(model: Path, tmp_path: Path) -> None:
-    ids, shown = encode(model, f"a{PLACE}b{PLACE}", file(tmp_path, "a.png"), file(tmp_path, "b.png", (8, 8)))
+    ids, shown = encode(model, f"a{MARKER}b{MARKER}", file(tmp_path, "a.png"), file(tmp_path, "b.png", (8, 8)))
     assert shown is not None
     assert (shown.starts, shown.grids) == ((2, 7), ((1, 1, 2), (1, 1, 1)))
-    assert [place for place, token in enumerate(ids) if token == FIRST_TOKEN] == [2, 3, 7]
+    assert [index for index, token in enumerate(ids) if token == FIRST_TOKEN] == [2, 3, 7]
     arrays = {array.name: array for array in shown.arrays}
     assert (arrays["pixel_values"].dtype, arrays["pixel_values"].shape) == ("bfloat16", (12, 48))
     assert (arrays["image_grid_thw"].dtype, arrays["image_grid_thw"].shape) == ("int64", (2, 3))
@@ -135,19 +135,19 @@ def test_in_messages_images_come_first_or_where_they_stand(model: Path, tmp_path
 def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path, processor: Processor) -> None:
     path = file(tmp_path, "a.png")
     none = refusal(model, "what?", path)
-    assert "has places for 0 images, and 1 images" in none.message
-    assert "has places for 2 images" in refusal(model, PLACE * 2, path).message
+    assert "has 0 places for images, expected 1, for " in none.message
+    assert "has 2 places for images, expected 1" in refusal(model, MARKER * 2, path).message
     assert "no chat template" in refusal(model, [{"role": "user", "content": "q"}], path).message
     Image.effect_noise((64, 64), 90).save(tmp_path / "broken.png")
     (tmp_path / "broken.png").write_bytes((tmp_path / "broken.png").read_bytes()[:500])
-    broken = refusal(model, PLACE, str(tmp_path / "broken.png"))
+    broken = refusal(model, MARKER, str(tmp_path / "broken.png"))
     assert isinstance(broken, RewardError)
     assert "broken.png cannot be read: " in broken.message
-    assert "rejects" in refusal(model, PLACE, file(tmp_path, "wide.png", (128, 8))).message
+    assert "rejects" in refusal(model, MARKER, file(tmp_path, "wide.png", (128, 8))).message
     processor.chat_template = "{{ raise_exception('no') }}"
     assert "chat template rejects" in refusal(model, [{"role": "user", "content": "q"}], path).message
     processor.expands_twice = True
-    twice = refusal(model, PLACE, path)
+    twice = refusal(model, MARKER, path)
     assert isinstance(twice, UnsupportedModelError)
     assert "made 4 image tokens, expected 2" in twice.message
 
@@ -158,7 +158,7 @@ def test_models_that_take_no_images_are_refused_by_name(tmp_path: Path) -> None:
         folder = tmp_path / family
         FAMILIES[family]().save_pretrained(folder)
         tiny.write_tokenizer(folder, tiny.VOCABULARY)
-        refused = refusal(folder, PLACE, path)
+        refused = refusal(folder, MARKER, path)
         assert isinstance(refused, UnsupportedModelError)
         assert words in refused.message
 
@@ -167,13 +167,13 @@ def test_a_missing_processor_and_cut_passes_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = file(tmp_path, "a.png")
-    assert "--tensor-parallel-size" in refusal(model, PLACE, path, pass_size=2).remedy
+    assert "--tensor-parallel-size" in refusal(model, MARKER, path, pass_size=2).remedy
 
     def missing(_: str) -> None:
-        raise ImportError("Qwen3VLVideoProcessor requires the Torchvision library\nbut it was not found")
+        raise ImportError("\nQwen3VLVideoProcessor requires the Torchvision library\nbut it was not found")
 
     monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=missing))
-    refused = refusal(model, PLACE, path)
+    refused = refusal(model, MARKER, path)
     assert isinstance(refused, UsageError)
     assert "requires the Torchvision library" in refused.message
     assert "pip install torchvision pillow" in refused.remedy
@@ -181,7 +181,7 @@ def test_a_missing_processor_and_cut_passes_are_refused(
 
 @pytest.mark.usefixtures("processor")
 def test_images_arrive_at_server_and_ranks_unchanged(model: Path, tmp_path: Path) -> None:
-    ids, shown = encode(model, f"a{PLACE}", file(tmp_path, "a.png"))
+    ids, shown = encode(model, f"a{MARKER}", file(tmp_path, "a.png"))
     assert shown is not None
     body = {"model": "m", "prompt": ids, "n": 1, "max_tokens": 1, "temperature": 1.0, "images": openai_api.sent(shown)}
     request = CompletionsRequest.model_validate_json(json.dumps(body))
@@ -195,9 +195,9 @@ def test_images_arrive_at_server_and_ranks_unchanged(model: Path, tmp_path: Path
 
 @pytest.mark.usefixtures("processor")
 def test_other_images_have_another_digest(model: Path, tmp_path: Path) -> None:
-    _, one = encode(model, PLACE, file(tmp_path, "a.png"))
+    _, one = encode(model, MARKER, file(tmp_path, "a.png"))
     Image.new("RGB", (16, 8), (0, 0, 0)).save(tmp_path / "b.png")
-    _, other = encode(model, PLACE, str(tmp_path / "b.png"))
+    _, other = encode(model, MARKER, str(tmp_path / "b.png"))
     assert one is not None
     assert other is not None
     assert (one.starts, one.grids) == (other.starts, other.grids)
