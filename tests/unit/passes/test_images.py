@@ -108,8 +108,8 @@ def test_prompts_of_equal_tokens_and_other_images_are_not_shared(model: PreTrain
     assert first.prompt_token_ids == second.prompt_token_ids
     both = 2 * len(first.prompt_token_ids) + len(first.token_ids) + len(second.token_ids)
     assert len(pack([first, second], share_prompts=True).tokens_T) == both
-    again = replace(first, token_ids=(30, 31, 32))
-    assert len(pack([first, again], share_prompts=True).tokens_T) == both - len(first.prompt_token_ids)
+    another = replace(first, token_ids=(30, 31, 32))
+    assert len(pack([first, another], share_prompts=True).tokens_T) == both - len(first.prompt_token_ids)
 
 
 def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
