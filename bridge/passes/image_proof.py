@@ -25,7 +25,7 @@ NUM_PROMPTS = 2
 TOLERANCE = 1 / 16
 """Largest relative difference of embeddings, which rounding explains: the tower gets all images of a pack at once.
 
-Tiny models came to 0 on a CPU, and those of two images that changed places to 0.5 and more."""
+Tiny models came to 0 on a CPU, and those of images in another order to 0.9 and more."""
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
 """What a family raises that must be called differently from the others."""
 

@@ -12,7 +12,7 @@ from bridge.errors import UsageError
 from bridge.learn.policy_loss import LOSSES, LossSpec
 from bridge.learn.samples import has_signal, samples, with_advantages
 from bridge.passes.packing import Sample
-from bridge.types import Completion, FinishReason, Group
+from bridge.types import Array, Completion, FinishReason, Group, Images
 
 SCALES: tuple[AdvantageScale, ...] = get_args(AdvantageScale)
 
@@ -317,3 +317,16 @@ def test_the_batch_deviation_ignores_missing_completions() -> None:
     # rewards 0, 2 and 5: mean 7/3, variance (49 + 1 + 64) / 27 = 38/9
     values = advantages([group([], completions=()), group([0, 2]), group([5])], "batch")
     assert values == [[], pytest.approx([-3 / 38**0.5, 3 / 38**0.5], rel=1e-5), [0]]
+
+
+def test_samples_have_the_images_of_their_group() -> None:
+    """Two groups may have the same token ids, and other images behind them."""
+    shown = [
+        Images(arrays=(Array(name="pixels", dtype="uint8", shape=(1,), content=bytes([value])),), starts=(0,), grids=())
+        for value in range(2)
+    ]
+    first, _, second, _ = made([group([1, 0], images=images) for images in shown])
+    assert (first.images, second.images) == tuple(shown)
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert first.prompt != second.prompt
+    assert made([group([1, 0])])[0].prompt == ((1, 2), "")

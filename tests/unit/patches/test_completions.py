@@ -20,7 +20,7 @@ from bridge.rollouts import openai_api
 from bridge.rollouts.openai_api import Completions
 from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, Refusal
 from bridge_patches import completions as completions_route
-from bridge_patches import routes
+from bridge_patches import images, routes
 from bridge_patches.engine_outputs import FILTERED
 from bridge_patches.generate import CLIENT_GONE
 from bridge_patches.routed_experts import ROUTED
@@ -66,6 +66,9 @@ class FakeEngine:
         self.calls: list[tuple[Any, ...]] = []
         self.refusal: Exception | None = None
         self.waits = self.aborted = False
+        self.expanded: list[int] = []
+        """Tokens that the prompt had in the engine alone."""
+        self.renderer = SimpleNamespace(mm_processor=None)
         self.not_finite: list[str] = []
 
     async def collective_rpc(self, method: str) -> list[tuple[int, list[str]]]:
@@ -81,7 +84,8 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.aborted = True
             raise
-        yield SimpleNamespace(outputs=self.outputs)
+        used = prompt["prompt_token_ids"] + self.expanded
+        yield SimpleNamespace(outputs=self.outputs, prompt_token_ids=used)
 
 
 @pytest.fixture
@@ -371,3 +375,28 @@ def test_a_client_that_hangs_up_ends_its_request(app: FastAPI, engine: FakeEngin
     asyncio.run(app({**scope, "http_version": "1.1", "scheme": "http"}, receive, send))
     assert engine.aborted
     assert sent[0]["status"] == CLIENT_GONE
+
+
+def test_a_prompt_that_the_engine_expanded_is_refused(http: TestClient, engine: FakeEngine) -> None:
+    engine.expanded = [9, 9]
+    answer = http.post(COMPLETIONS, json=BODY)
+    assert answer.status_code == 409
+    assert (
+        "vLLM sampled from a prompt of 4 tokens, and 2 others were sent" in Refusal.model_validate(answer.json()).error
+    )
+
+
+def test_images_for_a_model_without_sight_are_refused(http: TestClient, engine: FakeEngine) -> None:
+    answer = http.post(COMPLETIONS, json={**BODY, "images": {"pixels": ["float32", [1], "AAAAAA=="]}})
+    assert answer.status_code == 400
+    assert "this server takes no images" in answer.text
+    assert engine.calls == []
+
+
+def test_all_image_tokens_must_be_found() -> None:
+    """Of an image that was expanded twice, vLLM finds the first tokens."""
+    one, other = (SimpleNamespace(tokens=[7] * count) for count in (2, 3))
+    ids = [1, 7, 7, 2, 7, 7, 7, 3]
+    assert images._fault(ids, [one, other], 2) == ""
+    assert "finds the tokens of 1 images in the prompt, expected those of 2" in images._fault(ids, [one], 2)
+    assert "finds 5 image tokens in the prompt, which has 6" in images._fault([*ids, 7], [one, other], 2)

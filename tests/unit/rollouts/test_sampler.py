@@ -396,3 +396,23 @@ def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("longest", "limit_s"), [(None, 30), (4_096, 30), (65_536, 480)])
 def test_a_long_completion_has_as_much_time_for_each_of_its_tokens(longest: int | None, limit_s: float) -> None:
     assert SamplingConfig(max_new_tokens=longest, request_timeout_s=30).answer_limit_s == limit_s
+
+
+def test_images_are_sent_once_and_to_bridge_alone() -> None:
+    images = {"pixel_values": ("float32", (1, 1), base64.b64encode(bytes(4)).decode())}
+    bodies = list[dict[str, Any]]()
+
+    def keep(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
+        bodies.append(request.body)
+        return document
+
+    with serving(openai(keep, is_bridge=True)) as server, sampler() as ours:
+        servers = ours.servers_at([Endpoint(url=server.url)])
+        completions = ours.run(ours.one(servers, (5, 6), num_samples=3, seed=0, images=images))
+    assert len(completions) == 3
+    (body,) = bodies
+    assert CompletionsRequest.model_validate(body).images["pixel_values"] == ("float32", (1, 1), bytes(4))
+    with serving(openai()) as server, sampler() as ours:
+        servers = ours.servers_at([Endpoint(url=server.url)])
+        with pytest.raises(UsageError, match="images need a vLLM with Bridge in it"):
+            ours.run(ours.one(servers, (5, 6), num_samples=3, seed=0, images=images))
