@@ -41,6 +41,6 @@ def test_a_task_with_images_is_learned(tmp_path: Path) -> None:
     with scenarios.served(model, tmp_path / "server", *KV_CACHE) as server:
         sees_the_same(server, data.parent)
         refuses_other_tokens(server, data.parent)
-        learns(server, tmp_path, "--lr", LR, steps=40)
+        learns(server, tmp_path, "--lr", LR, steps=20)
         tower_is_unchanged(server, tmp_path)
         scenarios.verifies(server, tmp_path)

@@ -66,6 +66,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
         "weights_N": [0.5, 0.5, 0.25],
         "kept": None,
         "experts_TX": None,
+        "images": None,
     }
     assert batch.tokens_T[batch.rows_N + 1].tolist() == batch.targets_N.tolist()
     assert len(batch.tokens_T) == 7
@@ -90,6 +91,7 @@ def test_a_shared_prompt_is_packed_once() -> None:
         "weights_N": [0.5, 0.5, 0.5, 0.25],
         "kept": None,
         "experts_TX": None,
+        "images": None,
     }
     assert num_tokens(given, share_prompts=True) == len(batch.tokens_T) == 8
     assert num_tokens(given, share_prompts=False) == 11
