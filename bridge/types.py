@@ -10,6 +10,9 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_check
 Message = dict[str, Any]
 """One chat message: `role`, and `content`, which is text, or with images a list of parts of text and of images."""
 
+Quantization = Literal["fp8_per_block", "fp8_per_channel"]
+"""What a server may make of its weights, in vLLM's words: FP8 with a scale for each 128 x 128 elements, or each row."""
+
 FinishReason = Literal["stop", "length", "abort", "repetition"]
 """The reasons of vLLM 0.26 to 0.33 except `error`, which becomes an HTTP status of 500."""
 

@@ -121,6 +121,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
     "docs/training.md": {
         "# my_loss.py": FILE,
         "bridge run --model Qwen/Qwen2.5-0.5B-Instruct --environment gsm8k --loss my_loss.py:plain_clip": SLOW,
+        "bridge run --model MODEL --environment arithmetic --training-steps 2 --quantization fp8_per_block": SLOW,
     },
     "docs/scaling.md": {
         "bridge run --model MODEL --gpus 4 --batch-size 256": GPUS,

@@ -31,7 +31,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Status
-from bridge.types import Completion, Group
+from bridge.types import Completion, Group, Quantization
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.parts import digest
 from tests import forked
@@ -176,6 +176,7 @@ def served(
     dtype: Literal["auto", "float16", "float32"] = "auto",
     port: int | None = None,
     num_parts: int = 1,
+    quantization: Quantization | None = None,
 ) -> Iterator[LiveServer]:
     """Run a server for `model` and wait until it can be attached to; on a GPU it is always compiled."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,6 +188,7 @@ def served(
         gpu_memory_utilization=0.2 if torch.cuda.is_available() else None,
         max_lora_rank=max_lora_rank,
         tensor_parallel_size=num_parts,
+        quantization=quantization,
         vllm_config_path=folder / manifest.MANIFEST_NAME,
     )
     eager = () if compiled or torch.cuda.is_available() else EAGER

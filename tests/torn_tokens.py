@@ -13,6 +13,7 @@ Of a mixture of experts, the experts that a token names must be those of its ver
 Not covered: bf16, whose rounding alone is 0.03 nats; adapters.
 """
 
+import copy
 import itertools
 import threading
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +36,9 @@ from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.server.protocol import COMPLETIONS, InFlight
-from bridge.weights.attach import attach
+from bridge.types import Quantization
+from bridge.weights import fp8
+from bridge.weights.attach import AttachedModel, attach
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer
@@ -49,7 +53,6 @@ PER_PARAMETER_S = 0.01
 TIED_LIMIT = 0.002
 """Largest share of tokens of which two experts have so nearly equal scores that rounding decides."""
 UNDECIDED_LIMIT = 0.05
-"""Largest share of tokens at which the two states may be too close to tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,10 @@ class Load:
     """Of the served weights and of the reference."""
     tolerance: float
     """Largest difference per token between the server and transformers, in nats."""
+    undecided: float = UNDECIDED_LIMIT
+    """Largest share of tokens at which the two states may be too close to tell apart."""
+    quantization: Quantization | None = None
+    """What the server makes of the weights; transformers computes with what that stands for."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,9 @@ class Alternation:
     server: LiveServer
     client: BridgeClient
     states: tuple[PreTrainedModel, PreTrainedModel]
+    """What the server computes with once a state is published."""
+    written: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
+    """The weights of each state."""
     parameters: Mapping[str, torch.Tensor]
     """The server's own memory."""
     published: dict[int, int]
@@ -139,7 +149,7 @@ class Alternation:
     def write(self, state: int, after_each: Callable[[], None] = lambda: None) -> None:
         """Write a state over the served one, parameter by parameter."""
         for name, parameter in self.parameters.items():
-            parameter.copy_(self.states[state].get_parameter(name))
+            parameter.copy_(self.written[state][name])
             after_each()
 
     def publish(self, in_flight: InFlight, *, keep_kv: bool = False) -> None:
@@ -267,7 +277,9 @@ def alternating(
     folders = [tiny.write(config, folder / f"state_{seed}", seed=seed, std=std) for seed in (0, 1)]
     flags = ("--enable-prefix-caching", *flags)
     with (
-        scenarios.served(folders[0], folder / "server", *flags, dtype=load.dtype) as server,
+        scenarios.served(
+            folders[0], folder / "server", *flags, dtype=load.dtype, quantization=load.quantization
+        ) as server,
         BridgeClient(server.manifest, timeout_s=TIMEOUT_S) as client,
     ):
         attached = attach(server.manifest)
@@ -275,7 +287,13 @@ def alternating(
         one, other = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(attached.device) for folder in folders
         )
-        yield Alternation(server, client, (one, other), attached.parameters, {client.status().version: 0})
+        written = dict(one.named_parameters()), dict(other.named_parameters())
+        states = one, other
+        if load.quantization is not None:
+            with fence.publish(client, Update()):
+                states = _quantized(one, attached), _quantized(other, attached)
+                _copy(attached.parameters, written[0])
+        yield Alternation(server, client, states, written, attached.parameters, {client.status().version: 0})
 
 
 def finds_no_torn_token(alternation: Alternation, load: Load, in_flight: InFlight = "keep") -> Verdict:
@@ -288,7 +306,7 @@ def finds_no_torn_token(alternation: Alternation, load: Load, in_flight: InFligh
     assert num_fences >= load.num_fences
     assert verdict.num_tokens >= load.num_tokens, verdict
     assert (verdict.neither, verdict.mislabeled) == (0, 0), verdict
-    assert verdict.undecided < UNDECIDED_LIMIT * verdict.num_tokens, verdict
+    assert verdict.undecided < load.undecided * verdict.num_tokens, verdict
     assert min(verdict.of_state) > 0.1 * verdict.num_tokens, verdict
     return verdict
 
@@ -354,6 +372,46 @@ def finds_torn_tokens_without_the_fence(alternation: Alternation, load: Load) ->
     assert verdict.mislabeled > 0, verdict
     alternation.publish("keep")
     agrees_without_fences(alternation, load)
+
+
+@torch.no_grad()
+def _copy(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(sources[name])
+
+
+@torch.no_grad()
+def _quantized(model: PreTrainedModel, attached: AttachedModel) -> PreTrainedModel:
+    """Return the model that a server computes with which serves `model` in FP8; its weights are written on the way.
+
+    vLLM's kernels round the inputs of a layer, too; only Bridge's own for blocks, on a CPU, does not.
+    """
+    _copy(attached.parameters, dict(model.named_parameters()))
+    quantized, tensors = attached.shard.quantized, attached.server_tensors
+    is_plain = attached.device.type == "cpu" and "fp8_per_block" in quantized.values()
+    wide = model.dtype if is_plain else torch.float32  # which multiplies by weights that are rounded to that dtype
+    served = copy.deepcopy(model).to(wide)
+    dequantized = {
+        name: fp8.dequantized(*fp8.quantized(tensors[name], how), how, wide) for name, how in quantized.items()
+    }
+    for name, view in attached.shard.param_mappings.items():
+        if view.parameter not in quantized or not name.endswith(".weight"):
+            continue
+        part = dequantized[view.parameter].as_strided(view.shape, view.stride, view.offset)
+        served.get_parameter(name).copy_(part)
+        if not is_plain:
+            group = fp8.BLOCK if quantized[view.parameter] == "fp8_per_block" else view.shape[1]
+            layer = served.get_submodule(name.removesuffix(".weight"))
+            layer.register_forward_pre_hook(partial(_round_inputs, group))
+    return served
+
+
+def _round_inputs(group: int, _: object, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Round a layer's inputs as vLLM does: to FP8, with a scale for each `group` of a row."""
+    groups = inputs[0].float().unflatten(-1, (-1, group))
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / fp8.LARGEST
+    rounded = (groups / scales).to(torch.float8_e4m3fn).float() * scales
+    return (rounded.flatten(-2).to(inputs[0].dtype), *inputs[1:])
 
 
 class _Requests:

@@ -3,7 +3,8 @@
 *Facts* are what a child process reports about torch and the driver (`child.py`). A *trial* is two processes that share
 memory for real.
 
-May import: `bridge`, psutil, httpx and packaging; torch only inside a child process, or in `verify.py`.
+May import: `bridge`, psutil, httpx and packaging; torch only inside a child process, or in
+`verify.py` and `quantized.py`.
 """
 
 from collections.abc import Callable, Iterable

@@ -28,6 +28,8 @@ INSIDE = "ForConditionalGeneration"
 ANOTHER = "use a plain language model, such as those in docs/families.md"
 ALTERNATING = "gemma2"
 """Has a window in every other layer; older configurations have no `layer_types`."""
+EXPANDED = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""Widths of the second layers of feed-forward parts."""
 PROVED = frozenset({
     "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "granite",
     "llama", "mistral", "mistral3", "mixtral", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "qwen3_5",
@@ -125,6 +127,26 @@ def undivided(config: Config | None, num_ranks: int) -> str:
     heads = described.get("num_key_value_heads")
     is_uneven = isinstance(heads, int) and heads % num_ranks and num_ranks % heads
     return f"{heads} key-value heads" if is_uneven else ""
+
+
+def unblocked(config: Config | None, size: int, num_ranks: int) -> str:
+    """Return a width of a model's linear layers that blocks of `size` do not divide on each of `num_ranks`.
+
+    Empty: there is none, or it is unknown. vLLM quantizes what enters a layer in groups of `size`.
+    """
+    described = _language(config)
+    heads, hidden = described.get("num_attention_heads"), described.get("hidden_size")
+    head = described.get("head_dim") or (hidden // heads if hidden and heads else None)
+    vision = (config or {}).get("vision_config") or {}
+    inputs = {
+        "hidden_size": (hidden, 1), "the width of all heads": (head and heads and head * heads, num_ranks),
+        **{name: (described.get(name), num_ranks) for name in EXPANDED},
+        **{f"the vision model's {name}": (vision.get(name), num_ranks) for name in ("hidden_size", *EXPANDED)},
+    }  # fmt: skip
+    for name, (width, parts) in inputs.items():
+        if isinstance(width, int) and width % (parts * size):
+            return f"{name} {width}"
+    return ""
 
 
 def uncut(config: Config | None, num_slices: int) -> str:

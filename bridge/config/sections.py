@@ -11,6 +11,7 @@ from bridge.config.declaration import Section, declare
 from bridge.config.optimizers import OptimizerName
 from bridge.config.rollouts import EVALUATION, Names, RolloutConfig
 from bridge.core.address import Host
+from bridge.types import Quantization
 
 DEFAULT_PORT = 9001
 MEMORY = "Memory"
@@ -40,6 +41,9 @@ class ServeConfig(Config):
     """Longest sequence, prompt plus completion, in tokens (default: the model's own limit)."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = declare("auto", panel=MEMORY)
     """Data type of the weights; `auto` takes the model configuration's."""
+    quantization: Quantization | None = declare(None, panel=MEMORY)
+    """Sample with FP8 weights, made of the trained ones at every update, beside these: half as much memory again
+    (default: with the trained weights themselves)."""
     tensor_parallel_size: int = declare(
         1, ge=1, panel=MEMORY, borrowed=("vllm_tensor_parallel_size", "tensor_model_parallel_size")
     )

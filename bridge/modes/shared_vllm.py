@@ -127,6 +127,7 @@ class PatchedServer(Mode):
             if not (self._run.resumes and self._status.writes == self.writes):
                 self._status.refuse_torn()
             self._keeps_kv = self._may_keep_kv(self._status)
+            self._note_quantization(manifest)
             if self._config.compute.router_replay and self._status.experts is None:
                 raise UsageError(
                     "--router-replay: the server does not report the experts of a token",
@@ -136,6 +137,14 @@ class PatchedServer(Mode):
         except BaseException:
             self.close()
             raise
+
+    def _note_quantization(self, manifest: Manifest) -> None:
+        how = next(iter(manifest.quantized.values()), None)
+        if how is not None and self._config.loss.mismatch == "none":
+            self._run.note(
+                f"--mismatch none: the server samples with {how} weights, and nothing corrects for the difference"
+                " (logprob_diff_mean, mismatch_kl)"
+            )
 
     def _compare_replicas(self) -> None:
         """Refuse replicas that differ, which no step would make equal, and give equal ones the same version."""

@@ -9,13 +9,14 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from bridge.core import hub
 from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UsageError
+from bridge.types import Quantization
 
 COUNTABLE = frozenset({
     "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "llama",
@@ -158,7 +159,7 @@ class ModelSize:
     exact: bool  # whether they were counted in the headers of its weights, not estimated from its dimensions
     dimensions: Dimensions
     max_tokens: int | None = None  # longest sequence, if its configuration names one
-    num_untrained: int = 0  # what its files hold beside it, such as a vision model: served, and never trained
+    num_untrained: int = 0  # held beside it and never trained, such as a vision model, in elements of its size
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
@@ -204,6 +205,14 @@ class ModelSize:
             max_tokens=config.get("max_position_embeddings"),
             num_untrained=around,
         )
+
+    def quantized(self, how: Quantization | None) -> Self:
+        """Return it with FP8 beside it, half the size, of all weights but the embedding and the head; None: without."""
+        widths = self.dimensions
+        if how is None:
+            return self
+        kept = widths.vocabulary * widths.hidden * (1 if widths.tied else 2)
+        return replace(self, num_untrained=self.num_untrained + (self.num_params + self.num_untrained - kept) // 2)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:

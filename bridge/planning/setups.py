@@ -142,6 +142,7 @@ def _row(need: Need, choices: Choices, limits: Limits, kv_sleep: str) -> Row:
 def command(row: Row, size: ModelSize, serve: ServeConfig, config: TrainConfig) -> str:
     """Return the command that trains as in `row`, with every other choice given in `config`."""
     parts = ["bridge", "run", "--model", serve.model, *row.flags]
+    parts += ["--quantization", serve.quantization] if serve.quantization else []
     in_parts = serve.tensor_parallel_size > 1
     parts += ["--tensor-parallel-size", str(serve.tensor_parallel_size)] if in_parts else []
     parts += ["--kv-sleep", "always"] if row.verdict == "fits asleep" else _flag("kv_sleep", config.publishing.kv_sleep)

@@ -1,7 +1,8 @@
 """The device of vLLM, and the share of a GPU that leaves room for training; neither torch nor vLLM is imported.
 
 Not covered: whether the GPU fits the installed vLLM (`bridge doctor`), the arithmetic (`bridge/planning/memory.py`).
-Source: `cuda.h`, the CUDA driver's API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`), which honors
+Source: `cuda.h`, the CUDA driver's API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`,
+`cuDeviceGetAttribute`), which honors
 CUDA_VISIBLE_DEVICES.
 """
 
@@ -17,9 +18,12 @@ from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.planning import memory
 from bridge.planning.memory import GIB, Need
 from bridge.planning.model_size import ModelSize
+from bridge.types import Quantization
 
 UNKNOWN_SHARE = 0.45
 """Share of the GPU for a model of unknown size."""
+CAPABILITY = (75, 76)
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
 FULL = TrainConfig.of(model_name="")
 """The default trainer: it trains the server's own weights."""
 
@@ -62,6 +66,18 @@ def gpu_memory_bytes() -> list[int]:
     return sizes
 
 
+def capability() -> tuple[int, int] | None:
+    """Return the least compute capability of the visible GPUs; None without a GPU or driver."""
+    count, least = len(gpu_memory_bytes()), list[tuple[int, int]]()
+    for index in range(count):
+        driver, device, values = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        for attribute, value in zip(CAPABILITY, values, strict=True):
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        least.append((values[0].value, values[1].value))
+    return min(least, default=None)
+
+
 class MemoryShare(NamedTuple):
     """vLLM's share of one GPU."""
 
@@ -78,10 +94,14 @@ def derive(
     tensor_parallel_size: int,
     trainer: TrainConfig = FULL,
     max_model_len: int | None = None,
+    quantization: Quantization | None = None,
 ) -> MemoryShare:
-    """Derive vLLM's share of a GPU of `gpu_bytes` from the size of `model` and the choices of its `trainer`."""
+    """Derive vLLM's share of a GPU of `gpu_bytes` from the size of `model` and the choices of its `trainer`.
+
+    With `quantization` it holds FP8 made of the weights, too.
+    """
     try:
-        size = ModelSize.of(model)
+        size = ModelSize.of(model).quantized(quantization)
     except UsageError as error:
         return MemoryShare(UNKNOWN_SHARE, f"the size of {model} is not known before it is loaded: {error.message}")
     if trainer.trains_in_server:

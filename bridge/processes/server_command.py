@@ -168,6 +168,7 @@ def prepare(
         check_plugin()
     start_checks.check_model(config.model, shares_weights=shares_weights)
     start_checks.check_length(config)
+    start_checks.check_quantization(config, shares_weights=shares_weights)
     command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
     start_checks.check_port(config.host, config.port)
     if shares_weights:
@@ -203,6 +204,7 @@ def _vllm(config: ServeConfig) -> list[str]:
         argv = [*PYTHON, "-m", module, "--model", config.model]
     argv += ["--host", config.host, "--port", str(config.port)]
     argv += ["--dtype", config.dtype] if config.dtype != "auto" else []
+    argv += ["--quantization", config.quantization] if config.quantization else []
     argv += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []
     argv += ["--tensor-parallel-size", str(config.tensor_parallel_size)] if config.tensor_parallel_size > 1 else []
     return argv

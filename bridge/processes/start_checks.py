@@ -17,7 +17,11 @@ from bridge.core.process import boot_id
 from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
 from bridge.processes import PLAIN, Output, accelerator
 from bridge.server import manifest
+from bridge.types import Quantization
 
+FP8_BLOCKS: dict[Quantization, int] = {"fp8_per_block": 128, "fp8_per_channel": 16}
+"""What divides the inputs of a layer: vLLM rounds them in such groups, or its kernels take no others."""
+FP8_CAPABILITY = (8, 9)
 PORTS = range(20000, 32768)
 """Ports below Linux's default range for outgoing connections (`net.ipv4.ip_local_port_range`)."""
 
@@ -57,6 +61,45 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
     obstacles = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
     for obstacle in obstacles or model_checks.unbuildable(model, config):
         raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
+
+
+def check_quantization(config: ServeConfig, *, shares_weights: bool = True) -> None:
+    """Check that vLLM can make FP8 of this model's weights here, and that a trainer updates them."""
+    given = f"--quantization {config.quantization}"
+    if config.quantization is None:
+        return
+    if not shares_weights:
+        raise UsageError(
+            f"{given} is made of weights that are trained in vLLM's memory, and this server shares none",
+            remedy=f"give it to vLLM itself, behind --: -- {given}",
+        )
+    if config.dtype == "float32":
+        raise UsageError(f"{given}: vLLM quantizes bfloat16 and float16, found --dtype float32", remedy="--dtype auto")
+    device, _ = accelerator.choose(config.device)
+    capability = accelerator.capability() if device == "cuda" else None
+    if capability is not None and capability < FP8_CAPABILITY:
+        version = ".".join(map(str, capability))
+        raise UsageError(
+            f"{given} needs a GPU that multiplies in FP8, of compute capability 8.9 or more, found {version}",
+            remedy="leave it out",
+        )
+    described, num_ranks = model_checks.read(config.model), config.tensor_parallel_size
+    by_row = config.quantization == "fp8_per_channel"
+    if model_checks.has_experts(described) and (by_row or device == "cpu"):
+        why = "experts are served with a scale for each block" if by_row else "on a CPU vLLM repacks experts"
+        raise UsageError(
+            f"{given}: {why}", remedy="leave it out" if device == "cpu" else "--quantization fp8_per_block"
+        )
+    if by_row and num_ranks > 1:
+        raise UsageError(
+            f"{given} has scales that several GPUs share, found --tensor-parallel-size {num_ranks}",
+            remedy="--quantization fp8_per_block",
+        )
+    block = FP8_BLOCKS[config.quantization]
+    if width := model_checks.unblocked(described, block, num_ranks):
+        where = f" on each of {num_ranks} GPUs" if num_ranks > 1 else ""
+        other = "leave it out" if by_row or num_ranks > 1 else "--quantization fp8_per_channel"
+        raise UsageError(f"{given} needs widths that {block} divides{where}, found {width}", remedy=other)
 
 
 def check_length(config: ServeConfig) -> None:

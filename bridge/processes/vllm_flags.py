@@ -7,6 +7,7 @@ Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`,
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ SHORT_NAMES: Mapping[str, str] = {
     "-sc": "--speculative-config", "-ep": "--enable-expert-parallel", "-cc": "--compilation-config",
     "-O": "--optimization-level",
 }  # fmt: skip
-SHARED_NAMES = {"--device", "--max-lora-rank"}
+SHARED_NAMES = {"--device", "--max-lora-rank", "--quantization"}
 """Flags of ours that mean the same as vLLM's: they may also come after --."""
 PLAIN_FORMATS = {
     "auto", "hf", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors", "runai_streamer"
@@ -69,7 +70,9 @@ def _drafts_without_weights(value: str) -> bool:
     return is_exact and choices.get("method") in WEIGHTLESS_DRAFTS and not choices.get("model")
 
 
-_QUANTIZED = "quantized weights are not the bytes that a trainer updates"
+_QUANTIZED = (
+    "quantized weights are not the bytes that a trainer updates; --quantization fp8_per_block before -- keeps both"
+)
 _OFFLOADED = "offloaded weights live in host memory and are copied to the GPU for each use"
 _REFUSED: Mapping[tuple[str, ...], Refusal] = {
     ("--quantization",): Refusal(_QUANTIZED, {"none", "None"}.__contains__),
@@ -127,6 +130,12 @@ START_METHOD = ("VLLM_WORKER_MULTIPROC_METHOD", "fork")
 spawns them where a fork is unsafe: once CUDA is initialized, and on the CPU."""
 NEEDS_SPAWN = {"--mm-tensor-ipc"}
 """vLLM refuses one of its values without `spawn`."""
+ROUNDED_SCALES = ("VLLM_USE_DEEP_GEMM_E8M0", "0")
+"""Else DeepGEMM quantizes FP8 once more, with scales that are powers of two; Hopper's kernels need none."""
+WITHOUT_DEEP_GEMM = ("VLLM_USE_DEEP_GEMM", "0")
+"""vLLM has CUTLASS's kernels instead. DeepGEMM's are compiled when they are first used, by nvcc."""
+CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
+"""Variables with the folder of the CUDA toolkit."""
 RESHAPING = ("--logits-processors", "--watermark-config")
 """They change what every request samples from; no request can turn them off."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -202,6 +211,7 @@ def added(
             tensor_parallel_size=config.tensor_parallel_size,
             trainer=trainer,
             max_model_len=config.max_model_len,
+            quantization=config.quantization,
         )
         extra.argv += ["--gpu-memory-utilization", str(derived.share)]
         extra.notes.append(f"--gpu-memory-utilization {derived.share}: {derived.reason}")
@@ -222,8 +232,7 @@ def added(
         extra.notes.append(f"{' '.join(PIECEWISE_GRAPHS)}: {why}")
     if config.max_lora_rank is not None:
         _add_adapters(extra, config.max_lora_rank, given)
-    if not on_gpu:
-        _add_cpu(extra, config, outer)
+    _add_kernels(extra, config, outer, on_gpu=on_gpu)
     return extra
 
 
@@ -259,6 +268,22 @@ def _add_adapters(extra: Added, rank: int, given: set[str]) -> None:
     for flag, *values in (["--enable-lora"], ["--max-lora-rank", str(size)], ["--max-loras", "1"]):
         extra.argv += [flag, *values] if flag not in given else []
     extra.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+
+
+def _add_kernels(extra: Added, config: ServeConfig, outer: Mapping[str, str], *, on_gpu: bool) -> None:
+    """Let vLLM serve FP8 as it is first made of a weight, and let it run beside a trainer on a CPU."""
+    if not on_gpu:
+        _add_cpu(extra, config, outer)
+    elif config.quantization is not None:
+        extra.environment |= _fp8_kernels(outer)
+
+
+def _fp8_kernels(outer: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep vLLM's FP8 as it is first made of a weight, unless the caller chose."""
+    homes = [f"{outer[name]}/bin" for name in CUDA_HOMES if outer.get(name)] or ["/usr/local/cuda/bin"]
+    has_compiler = shutil.which("nvcc", path=os.pathsep.join([outer.get("PATH", os.defpath), *homes]))
+    derived = dict([ROUNDED_SCALES] if has_compiler else [ROUNDED_SCALES, WITHOUT_DEEP_GEMM])
+    return {name: value for name, value in derived.items() if name not in outer}
 
 
 def _add_cpu(extra: Added, config: ServeConfig, outer: Mapping[str, str]) -> None:

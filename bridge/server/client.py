@@ -244,9 +244,9 @@ class BridgeClient(VllmClient):
         """Return whether every weight is a finite number; the server scans all of them."""
         return self._answer("GET", "/bridge/tensors/finite", protocol.Finiteness, limit_s=SCAN_LIMIT_S)
 
-    def digests(self, part: int = 0) -> dict[str, str]:
-        """Return the digest of each of vLLM's parameters on one of its ranks, computed by the server."""
-        query = f"?part={part}" if part else ""
+    def digests(self, part: int = 0, *, quantized: bool = False) -> dict[str, str]:
+        """Return digests of vLLM's parameters on one rank, or of the FP8 made of them, computed by the server."""
+        query = f"?part={part}&quantized=true" if quantized else f"?part={part}" if part else ""
         return self._answer("GET", f"/bridge/tensors/digest{query}", protocol.Digests).digests
 
     def read(self, elements: tuple[protocol.Element, ...]) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from bridge.core import atomic_file
 from bridge.core.address import Urls
 from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import ManifestError, UsageError
+from bridge.types import Quantization
 
 MANIFEST_NAME = "vllm_bridge_config.json"
 SCHEMA_VERSION: Literal[2] = 2
@@ -118,9 +119,10 @@ class Shard(Record):
     """Hugging Face parameter -> where it is."""
     padding: dict[str, Annotated[int, Field(ge=0)]]
     """vLLM's parameter -> elements at its end that no Hugging Face parameter owns (padded vocabulary)."""
+    quantized: dict[str, Quantization] = {}
+    """vLLM's parameter -> how it is served; its handle opens what that is made from."""
     lora_slots: dict[str, LoraSlot] = {}
-    """Hugging Face module, such as `model.layers.0.self_attn.q_proj` -> its slots, if their layout is the plain one.
-    Empty when the server serves no adapters."""
+    """Hugging Face module, such as `model.layers.0.self_attn.q_proj` -> its slots, if they have the plain layout."""
 
 
 class Manifest(Shard):

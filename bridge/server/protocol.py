@@ -236,7 +236,7 @@ class Digests(Record):
     """The answer of `GET /bridge/tensors/digest`."""
 
     digests: dict[str, str]
-    """vLLM's parameter -> digest of its bytes on one rank (`bridge.weights.parts.digest`)."""
+    """vLLM's parameter -> digest of its bytes on one rank (`bridge.weights.parts`), or of its FP8 (`.fp8`)."""
 
 
 class Finiteness(Record):

@@ -26,7 +26,7 @@ from bridge_cli.options import Json, from_config, option
 SHOWN = {
     "model", "mode", "optimizer", "offload_optimizer", "gradient_release", "batch_size", "max_new_tokens",
     "micro_batch_tokens", "gradient_checkpointing", "activation_offload", "kv_sleep", "max_model_len", "lora_r", "gpus",
-    "tensor_parallel_size", "context_parallel_size",
+    "tensor_parallel_size", "context_parallel_size", "quantization",
 }  # fmt: skip
 """Choices in the help text; every other choice of `bridge run` is accepted too."""
 HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.choices()} - SHOWN)
@@ -90,7 +90,7 @@ def plan(
     folder = folder_of(serve.model, fetch=True)
     obstacles = model_checks.obstacles(model_checks.read(str(folder)) or {})
     modes = _open_modes(serve.model, train.mode if train.was_given("mode") else None, obstacles)
-    size = ModelSize.of(folder)
+    size = ModelSize.of(folder).quantized(serve.quantization)
     gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
     if not gpus:
         raise UsageError("this machine has no GPU to plan for", remedy="give its memory in GiB: --gpu-memory 80")

@@ -95,7 +95,7 @@ def plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001  vLLM
     Why this is safe: torch's own linear layer, which is vLLM's fallback too, computes the same product.
     Seen in vLLM 0.26 to 0.33.
     """
-    layer.cpu_linear = _linear()
+    layer.cpu_linear = linear()
     if layer.weight.ndim == 3:
         pack_convolutions()
 
@@ -171,18 +171,18 @@ def apply_plain(
 
     Shapes: [T, H], [E, 2I, H], [E, H, I], [T, K], [T, K] -> [T, H].
     """
-    linear = _linear()
+    multiply = linear()
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
     total = torch.zeros_like(output, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
-        product = linear(ACTIVATIONS[activation](gate) * up, w2[expert])
+        gate, up = multiply(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+        product = multiply(ACTIVATIONS[activation](gate) * up, w2[expert])
         total.index_add_(0, tokens, product.float() * weights[tokens, choices].float().unsqueeze(1))
     output.copy_(total)
 
 
-def _linear() -> Callable[..., Tensor]:
+def linear() -> Callable[..., Tensor]:
     return layers.wide_linear if layers.bf16_is_emulated() else functional.linear
 
 

@@ -132,9 +132,10 @@ async def finiteness(engine: Any) -> Finiteness:
     )
 
 
-async def digests(engine: Any, part: int) -> dict[str, str]:
-    """Return the digests of one rank's parameters; HTTPException if there is no such rank."""
-    answers: list[dict[str, str]] = await engine.collective_rpc("bridge_digests")
+async def digests(engine: Any, part: int, *, quantized: bool = False) -> dict[str, str]:
+    """Return the digests of one rank's parameters, or of the FP8 made of them; HTTPException: there is no such rank."""
+    method = "bridge_quantized_digests" if quantized else "bridge_digests"
+    answers: list[dict[str, str]] = await engine.collective_rpc(method)
     if not 0 <= part < len(answers):
         raise HTTPException(404, f"this server has {len(answers)} ranks, and none of number {part}")
     return answers[part]

@@ -31,7 +31,7 @@ from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.layout import OTHER_MODES, Shape, join
 from bridge.weights.model_folder import saved_form, state, stored_buffers
 from bridge.weights.parts import digest
-from bridge_patches import routed_experts, wrap
+from bridge_patches import quantized, routed_experts, wrap
 
 PINS = """
 vllm.model_executor.model_loader.base_loader
@@ -148,7 +148,8 @@ def padding(model: nn.Module) -> dict[str, int]:
 
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Map the name that each parameter would have without LoRA to the name that it has."""
-    return {".".join(part for part in name.split(".") if part != WRAPPED): name for name, _ in model.named_parameters()}
+    names = quantized.parameters(model)
+    return {".".join(part for part in name.split(".") if part != WRAPPED): name for name in names}
 
 
 def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Module:
@@ -175,18 +176,23 @@ def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Modul
         model = load()
     finally:
         del loader.load_weights
+    weights = quantized.weights_of(model)
     digests_now = _digests(model)
     rewritten = sorted(name for name, before in digests.items() if digests_now.get(name) != before)
     new = {name for name, tensor in _tensors(model) if known.get(id(tensor), lambda: None)() is not tensor}
     with record.refusing():
         _refuse(rewritten, "rewritten by vLLM for one of its kernels")
-        _refuse(sorted(new - digests.keys()), "derived by vLLM from weights, so it would not follow an update")
+        _refuse(
+            sorted(new - digests.keys() - quantized.names_of_scales(weights)),
+            "derived by vLLM from weights, so it would not follow an update",
+        )
+        quantized.refuse_other_layouts(weights)
     RECORDS[model] = record
     return model
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    return {name: digest(parameter) for name, parameter in model.named_parameters()}
+    return {name: digest(parameter) for name, parameter in quantized.parameters(model).items()}
 
 
 def _refuse(names: list[str], why: str) -> None:

@@ -27,7 +27,7 @@ from bridge.server.manifest import View
 from bridge.weights import shared_memory
 from bridge.weights.layout import Shape
 from bridge.weights.shared_memory import SharedBlock
-from bridge_patches import cpu_backend, wrap
+from bridge_patches import cpu_backend, quantized, wrap
 
 PINS = """
 vllm.platforms: current_platform
@@ -174,11 +174,11 @@ def _load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs
 
 
 def _move_to_shared_memory(model: nn.Module) -> None:
-    """Copy every storage of `model`'s parameters and LoRA slots into one shared file, and point the tensors at it.
+    """Copy every storage of what a trainer updates and of LoRA slots into one shared file, and point the tensors at it.
 
     They stay the same objects, so vLLM's layers and their tuples of slots see the new memory.
     """
-    tensors = [*model.parameters(), *slot_tensors(model).values()]
+    tensors = [*quantized.parameters(model).values(), *slot_tensors(model).values()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     offsets: dict[int, int] = {}
     num_bytes = 0

@@ -48,6 +48,7 @@ def register() -> None:
         loading,
         placement,
         prefix_cache,
+        quantized,
         routed_experts,
         startup,
         thresholds,
@@ -59,7 +60,7 @@ def register() -> None:
     for name in VARIABLES:  # or vLLM warns at startup that it does not know them
         envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     end_with_parent()
-    for patched in (startup, loading, placement, prefix_cache, engine_outputs, thresholds, routed_experts):
+    for patched in (startup, loading, quantized, placement, prefix_cache, engine_outputs, thresholds, routed_experts):
         patched.patch()
 
 

@@ -152,8 +152,8 @@ async def _resume(body: HolderRequest, fence: Fence) -> Status:
 
 
 @router.get("/tensors/digest")
-async def _digest(state: AppState, part: int = 0) -> protocol.Digests:
-    return protocol.Digests(digests=await exporter.digests(state.bridge_engine, part))
+async def _digest(state: AppState, part: int = 0, *, quantized: bool = False) -> protocol.Digests:
+    return protocol.Digests(digests=await exporter.digests(state.bridge_engine, part, quantized=quantized))
 
 
 @router.get("/tensors/finite")

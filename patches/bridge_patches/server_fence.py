@@ -168,6 +168,8 @@ class ServerFence:
             if after is None or self._published != (holder, after):
                 self.refuse_unless_writing(holder)
                 self._refuse_other_version(after)
+                if self.writes == "weights" and any(shard.quantized for shard in self._exported.shards):
+                    await self._engine.collective_rpc("bridge_requantize")
                 await self._wake()
                 self._published = (holder, self.version)
                 self.version = max(self.version + 1, version or 0)

@@ -6,6 +6,7 @@ vLLM mixes this class into its own worker (`--worker-extension-cls`), and the AP
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from torch import nn
 from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.server.manifest import AnyHandle, LoraSlot, Shard, SharedMemoryHandle
 from bridge.server.protocol import Element
-from bridge.weights import cuda_ipc, layout
+from bridge.weights import cuda_ipc, fp8, layout
 from bridge.weights.copy_recorder import is_exact
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.parts import digest
 from bridge.weights.shared_memory import SharedBlock
-from bridge_patches import loading, placement, routed_experts
+from bridge_patches import loading, placement, quantized, routed_experts
 
 PINS = """
 vllm.config.parallel: ParallelConfig: worker_extension_cls, tensor_parallel_size, data_parallel_size
@@ -99,23 +100,36 @@ class BridgeWorker:
             return f"{needed:.2f} GiB are needed, and {free:.2f} GiB of the GPU are free ({error})"
         return None
 
+    def bridge_requantize(self) -> None:
+        """Make the FP8 that this rank serves from the weights as they are now."""
+        for weight in quantized.weights_of(self._bridge_model()).values():
+            weight.refresh()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
     def bridge_digests(self) -> dict[str, str]:
-        return {name: digest(parameter) for name, parameter in self._bridge_model().named_parameters()}
+        return {name: digest(parameter) for name, parameter in self._bridge_parameters().items()}
+
+    def bridge_quantized_digests(self) -> dict[str, str]:
+        """Return a digest of the FP8 that is served of each quantized weight, values and scales."""
+        weights = quantized.weights_of(self._bridge_model())
+        return {name: fp8.digest(weight.values, weight.scales) for name, weight in weights.items()}
 
     def bridge_finiteness(self) -> tuple[int, list[str]]:
         """Return the number of parameters and matrices of adapter slots, and which of them hold NaN or infinity."""
-        model = self._bridge_model()
-        tensors = {**dict(model.named_parameters()), **placement.slot_tensors(model)}
+        tensors = {**self._bridge_parameters(), **placement.slot_tensors(self._bridge_model())}
         return len(tensors), [name for name, tensor in tensors.items() if not _is_finite(tensor.detach())]
 
     def bridge_read(self, elements: list[dict[str, Any]]) -> list[float]:
         """Return this rank's among the elements, in their order."""
-        return [float(self._bridge_element(element)) for element in elements if element["part"] == self.rank]
+        parameters = self._bridge_parameters()
+        return [float(_element(parameters, element)) for element in elements if element["part"] == self.rank]
 
     def bridge_write(self, elements: list[dict[str, Any]], values: list[float]) -> None:
+        parameters = self._bridge_parameters()
         for element, value in zip(elements, values, strict=True):
             if element["part"] == self.rank:
-                self._bridge_element(element).fill_(value)
+                _element(parameters, element).fill_(value)
         self.bridge_settle()
 
     def bridge_adapter_slot(self, adapter_id: int) -> int | None:
@@ -127,13 +141,12 @@ class BridgeWorker:
         model: nn.Module = self.model_runner.get_model()
         return model
 
-    def _bridge_element(self, document: dict[str, Any]) -> torch.Tensor:
-        element = Element(**document)
-        return self._bridge_model().get_parameter(element.parameter).detach().view(-1)[element.index]
+    def _bridge_parameters(self) -> dict[str, torch.Tensor]:
+        return quantized.parameters(self._bridge_model())
 
     def _bridge_shard(self) -> Shard:
-        model = self._bridge_model()
-        _refuse_foreign_types(model, self.vllm_config.model_config.dtype)
+        model, parameters = self._bridge_model(), self._bridge_parameters()
+        _refuse_foreign_types(parameters, self.vllm_config.model_config.dtype)
         record = loading.record_of(model)
         names = loading.plain_names(model)
         block = placement.shared_block(model)
@@ -143,12 +156,13 @@ class BridgeWorker:
             rank=self.rank,
             gpu_uuid=cuda_ipc.gpu_uuid(device) if device.type == "cuda" else None,
             model_class=type(model).__name__,
-            ipc_handles={name: _handle(parameter.detach(), block) for name, parameter in model.named_parameters()},
+            ipc_handles={name: _handle(parameter.detach(), block) for name, parameter in parameters.items()},
             param_mappings={  # a parameter that no longer exists keeps its plain name, and is refused
                 name: view.model_copy(update={"parameter": names.get(view.parameter, view.parameter)})
                 for name, view in record.views.items()
             },
             padding=loading.padding(model),
+            quantized={name: weight.how for name, weight in quantized.weights_of(model).items()},
             lora_slots={
                 name: LoraSlot(lora_a=_handle(a, block), lora_b=_handle(b, block)) for name, (a, b) in slots.items()
             },
@@ -158,9 +172,14 @@ class BridgeWorker:
         return shard
 
 
-def _refuse_foreign_types(model: nn.Module, dtype: torch.dtype) -> None:
-    parameters = ((name, parameter.dtype) for name, parameter in model.named_parameters())
-    others = [f"{name} ({own})" for name, own in parameters if not is_exact(dtype, own)]
+def _element(parameters: Mapping[str, torch.Tensor], document: dict[str, Any]) -> torch.Tensor:
+    element = Element(**document)
+    return parameters[element.parameter].detach().view(-1)[element.index]
+
+
+def _refuse_foreign_types(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    types = {name: parameter.dtype for name, parameter in parameters.items()}
+    others = [f"{name} ({own})" for name, own in types.items() if not is_exact(dtype, own)]
     if others:
         raise UnsupportedModelError(
             f"{len(others)} weights are not {dtype}, the first: {', '.join(others[:3])}: quantized or repacked",

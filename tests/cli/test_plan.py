@@ -303,3 +303,11 @@ def test_plan_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("count", "shown"), [(999_499, "999k"), (1_000_000, "1.00M"), (52_300, "52k")])
 def test_tokens_are_short(count: int, shown: str) -> None:
     assert tokens(count) == shown
+
+
+def test_fp8_is_counted_and_kept_in_the_command(plan: Planned) -> None:
+    plain, quantized = (plan("7B", "139.8", *flags) for flags in ((), ("--quantization", "fp8_per_block")))
+    assert "--quantization fp8_per_block" in quantized["recommended"]
+    one, other = (row_of(document, "shared_vllm", "adamw-8bit") for document in (plain, quantized))
+    assert other["weights_gib"] - one["weights_gib"] == pytest.approx(6.5e9 / 2**30, rel=0.01)
+    assert quantized["num_params"] == plain["num_params"]

@@ -1,6 +1,7 @@
 """The proof must fail if there is a second copy: every check, with one copy and with two."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bridge.checks import Check, verify
+from bridge.checks import Check, quantized, verify
 from bridge.checks.verify import Served
 from bridge.config import SamplingConfig
 from bridge.core.process import ProcessIdentity
@@ -16,6 +17,8 @@ from bridge.rollouts.sampler import Sampler
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import Element, Status
+from bridge.types import Quantization
+from bridge.weights import fp8
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.parts import digest
 from tests.models import tiny
@@ -218,3 +221,33 @@ def test_replicas_are_compared_at_one_version() -> None:
     check = verify.replicas([Path("x"), Path("y")], look)
     assert check.status == "SKIP"
     assert "again and again" in check.found
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("how", ["fp8_per_block", "fp8_per_channel"])
+def test_fp8_is_compared_with_the_shared_weights(server: ToyServer, attached: AttachedModel, how: Quantization) -> None:
+    shard = attached.shard.model_copy(update={"quantized": {DOWN: how, "model.layers.0.mlp.down_proj.weight": how}})
+    attached = replace(attached, shard=shard)
+
+    def served() -> dict[str, str]:
+        return {name: fp8.digest(*fp8.quantized(server.tensors[name], how)) for name in shard.quantized}
+
+    current = served()
+    assert quantized.weights(attached, current).status == "PASS"
+    server.tensors[DOWN].view(-1)[7] += 1
+    stale = quantized.weights(attached, current)
+    assert (stale.status, stale.found) == (
+        "FAIL", f"1 of 2 served tensors are not the FP8 of the shared ones: {DOWN}",
+    )  # fmt: skip
+    assert quantized.weights(attached, served()).status == "PASS"
+    missing = {name: text for name, text in served().items() if name != DOWN}
+    assert quantized.weights(attached, missing).status == "FAIL"
+
+
+def test_fp8_may_differ_more_from_the_trainer() -> None:
+    diffs = torch.full((3,), 0.1)
+    assert verify.logprobs(diffs).status == "FAIL"
+    assert verify.logprobs(diffs, quantized.LOGPROB_MEAN_LIMIT).status == "PASS"
+    assert verify.logprobs(diffs * 3, quantized.LOGPROB_MEAN_LIMIT).status == "FAIL"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from bridge.errors import AttachError, FenceBusyError
-from bridge.server.protocol import Capabilities, Holder, InFlight, PauseRequest
+from bridge.server.manifest import Shard
+from bridge.server.protocol import Capabilities, Holder, InFlight, PauseRequest, Written
 from bridge_patches import server_fence
 from bridge_patches.engine_outputs import SERVE_VERSION
 from bridge_patches.server_fence import ServerFence
@@ -48,6 +49,7 @@ class FakeEngine:
             "bridge_settle": lambda: self._moved,
             "bridge_sleep": self._sleep,
             "bridge_wake": self._wake,
+            "bridge_requantize": lambda: [None, None],
         }
         return answers[method]()
 
@@ -639,3 +641,62 @@ def test_keys_and_values_are_kept_if_requested_and_possible(
 
     run(passage())
     assert (engine.kept_kv, engine.version) == (kept, fence.version)
+
+
+QUANTIZED = {"quantized": {"w": "fp8_per_block"}}
+
+
+def test_fp8_is_made_after_the_write_and_before_the_next_token() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest(**QUANTIZED), Capabilities(can_sleep=True))
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep", sleep=True))
+        await fence.publish(ME)
+        assert engine.calls == [*ASLEEP, "requantize", "wake", "resume"]
+        await fence.publish(ME, after=0)
+        assert engine.calls.count("requantize") == 1, "a repetition does nothing"
+
+    run(passage())
+
+
+@pytest.mark.parametrize(("writes", "published"), [("adapter", True), ("nothing", False), ("weights", False)])
+def test_fp8_stays_if_no_weight_was_written(writes: Written, *, published: bool) -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest(**QUANTIZED))
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep", writes=writes))
+        await (fence.publish(ME) if published else fence.release(ME))
+        assert engine.calls == [*PAUSED, "resume"]
+
+    run(passage())
+
+
+def test_fp8_that_cannot_be_made_is_not_published() -> None:
+    engine = FakeEngine(failing="requantize")
+    fence = ServerFence(engine, manifest(**QUANTIZED))
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep"))
+        with pytest.raises(RuntimeError, match="requantize"):
+            await fence.publish(ME)
+        assert (fence.state, fence.version, fence.holder) == ("paused", 0, ME)
+        engine.failing = ""
+        await fence.publish(ME)
+        assert (fence.state, fence.version) == ("serving", 1)
+
+    run(passage())
+
+
+def test_fp8_of_any_rank_is_made() -> None:
+    engine, first = FakeEngine(), manifest()
+    second = {**first.shard(0).model_dump(include=set(Shard.model_fields)), **QUANTIZED, "rank": 1}
+    fence = ServerFence(engine, manifest(other_shards=(second,)))
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep"))
+        await fence.publish(ME)
+        assert "requantize" in engine.calls
+
+    run(passage())

@@ -292,3 +292,13 @@ def test_a_host_without_the_room_is_not_planned_with() -> None:
     assert need_of("7B", host_bytes=enough + GIB, **choices) == on_host
     assert need_of("7B", host_bytes=enough - GIB, **choices) == on_device
     assert need_of("7B", host_bytes=enough - GIB, activation_offload=True, **choices) == on_host
+
+
+@pytest.mark.parametrize(("name", "copies"), [("7B", 1.43), ("14B", 1.45), ("0.5B", 1.36)])
+def test_fp8_takes_half_as_much_as_what_it_is_made_of(name: str, copies: float) -> None:
+    config = TrainConfig.of(model_name="m")
+    plain, quantized = (
+        Need.of(size, config, gpu_bytes=H200) for size in (size_of(name), size_of(name).quantized("fp8_per_block"))
+    )
+    assert quantized.served / plain.served == pytest.approx(copies, abs=0.01)
+    assert quantized == replace(plain, served=quantized.served), "nothing else changes"

