@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 
+from bridge.core import image_file
 from bridge.core.foreign_code import described, reason_of
 from bridge.errors import RewardError, UnsupportedModelError, UsageError
 from bridge.planning.model_size import SEEING
@@ -109,7 +110,7 @@ class Prompts:
                 remedy=f"write {processor.image_token} in the text once for each image, or use chat messages, with a"
                 ' part {"type": "image"} for each',
             )
-        read = [_read(path) for path in problem["images"]]
+        read = [image_file.read(path) for path in problem["images"]]
         own = {} if isinstance(self._prompt(problem), str) else {"add_special_tokens": False}  # a template adds them
         try:
             made = processor(text=[text], images=read, return_tensors="pt", **own)
@@ -177,19 +178,6 @@ def _in_parts(messages: Sequence[Message], num_images: int) -> Iterator[Message]
 
 def _parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _read(path: str) -> Any:
-    """Return the image of a file, upright and in RGB."""
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise RewardError(
-            f"the image {path} cannot be read: {_first_line(error)}", remedy="replace the file, or leave the row out"
-        ) from error
 
 
 def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Array:

@@ -6,10 +6,10 @@ The first problems are checked before anything starts, the others as they are re
 import inspect
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any, NoReturn
 
 from bridge.agents.tools import names as tool_names
+from bridge.core import image_file
 from bridge.core.foreign_code import foreign_code, shortened, source_file
 from bridge.errors import RewardError
 from bridge.types import Interaction, Problem
@@ -152,19 +152,7 @@ def images_fault(images: object) -> str:
         return ""
     if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
         return f"its images are {shortened(repr(images))}, expected a list of paths"
-    return next((fault for path in images if (fault := _file_fault(path))), "")
-
-
-def _file_fault(path: str) -> str:
-    from PIL import Image
-
-    if not Path(path).is_file():
-        return f"there is no image {path}"
-    try:
-        with Image.open(path):
-            return ""
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return f"the image {path} cannot be read: {shortened(error, 200)}"
+    return next((fault for path in images if (fault := image_file.fault(path))), "")
 
 
 def _refuse(name: str, fault: str, remedy: str) -> NoReturn:
