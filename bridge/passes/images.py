@@ -5,11 +5,12 @@ positions in time, rows and columns. Without an image nothing of this runs, and 
 
 Not covered: how images become tokens and tensors (`bridge/rollouts/images.py`).
 Source: positions are those of Qwen2-VL (arXiv 2409.12191, section 2.1), `get_rope_index` in transformers 5.19.
-Shape suffixes: T tokens of a pack, P tokens of a prompt, I image tokens, H hidden size.
+Shape suffixes: T tokens of a pack, P tokens of a prompt, I image tokens, D those of distinct ones, H hidden size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -30,8 +31,10 @@ class PackedImages:
     """int64: the tokens of all images, as indices in T."""
     positions_3T: Tensor
     """int64: the positions of all tokens in time, in rows and in columns."""
-    tensors: Mapping[str, Tensor]
-    """What the tower takes, for all images one after the other; in host memory until it does."""
+    distinct: Sequence[Images]
+    """The images of several sequences once; they become tensors when the tower takes them."""
+    rows_I: Tensor
+    """int64: which of the tower's embeddings each token of `indices_I` gets."""
 
 
 class Gathered:
@@ -53,13 +56,24 @@ class Gathered:
         """Return them on a device."""
         in_order = sorted(self._images.items(), key=lambda item: item[0])
         positions_3T = np.concatenate([self._positions[start] for start in sorted(self._positions)], axis=1)
+        distinct = {images.digest: images for _, images in in_order}
+        first_rows = accumulate((len(image_tokens(images)) for images in distinct.values()), initial=0)
+        first_row_of = dict(zip(distinct, first_rows, strict=False))
+        rows = [
+            first_row_of[images.digest] + number
+            for _, images in in_order
+            for number in range(len(image_tokens(images)))
+        ]
         return PackedImages(
-            indices_I=torch.tensor([start + index for start, images in in_order for index in image_tokens(images)]).to(
-                device
-            ),
+            indices_I=_indices([start + index for start, images in in_order for index in image_tokens(images)], device),
+            rows_I=_indices(rows, device),
             positions_3T=torch.from_numpy(positions_3T).to(device),
-            tensors=tensors([images for _, images in in_order]),
+            distinct=[*distinct.values()],
         )
+
+
+def _indices(indices: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(indices, dtype=torch.int64).to(device)
 
 
 def image_tokens(images: Images) -> list[int]:
@@ -103,15 +117,17 @@ def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images
         UnsupportedModelError: the tower makes another number of embeddings than the images have tokens.
     """
     with torch.no_grad():
-        on_device = {name: tensor.to(tokens_T.device) for name, tensor in images.tensors.items()}
+        on_device = {name: tensor.to(tokens_T.device) for name, tensor in tensors(images.distinct).items()}
         features: Any = model.get_image_features(**on_device, return_dict=True)
     embeds_TH = model.get_input_embeddings()(tokens_T)
-    of_images_IH = _of_all(features.pooler_output).to(embeds_TH.dtype)
-    if len(of_images_IH) != len(images.indices_I):
+    of_distinct_DH = _of_all(features.pooler_output).to(embeds_TH.dtype)
+    num_tokens = sum(len(image_tokens(of_prompt)) for of_prompt in images.distinct)
+    if len(of_distinct_DH) != num_tokens:
         raise UnsupportedModelError(
-            f"{type(model).__name__} makes {len(of_images_IH)} embeddings of {len(images.indices_I)} image tokens",
+            f"{type(model).__name__} makes {len(of_distinct_DH)} embeddings of {num_tokens} image tokens",
             remedy="use a model and a processor of one version, of a family in docs/families.md",
         )
+    of_images_IH = of_distinct_DH.index_select(0, images.rows_I)
     taken: dict[str, Any] = {
         "inputs_embeds": embeds_TH.index_copy(0, images.indices_I, of_images_IH).unsqueeze(0),
         "position_ids": torch.cat([positions_T.unsqueeze(0), images.positions_3T]).unsqueeze(1),
@@ -119,7 +135,7 @@ def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images
     if (deep := getattr(features, "deepstack_features", None)) is not None:
         is_image_T = torch.zeros_like(tokens_T, dtype=torch.bool).index_fill(0, images.indices_I, True)
         taken["visual_pos_masks"] = is_image_T.unsqueeze(0)
-        taken["deepstack_visual_embeds"] = [_of_all(of_layer) for of_layer in deep]
+        taken["deepstack_visual_embeds"] = [_of_all(of_layer).index_select(0, images.rows_I) for of_layer in deep]
     return taken
 
 

@@ -112,6 +112,24 @@ def test_prompts_of_equal_tokens_and_other_images_are_not_shared(model: PreTrain
     assert len(pack([first, another], share_prompts=True).tokens_T) == both - len(first.prompt_token_ids)
 
 
+def test_the_tower_gets_the_image_of_several_sequences_once(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    original = model.get_image_features
+
+    def counted(*, pixel_values: torch.Tensor, **others: Any) -> Any:
+        given.append(len(pixel_values))
+        return original(pixel_values=pixel_values, **others)
+
+    monkeypatch.setattr(model, "get_image_features", counted)
+    batch = pack(samples_of(model)[:4])
+    model_logprobs(model, batch, 1.0)
+    assert batch.images is not None
+    assert given == [2 * 6 * 4], "two images of 6 tokens, in four sequences"
+    assert len(batch.images.indices_I) == 4 * 6
+
+
 def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
     for sample in samples_of(model)[:6:2]:
         ids = sample.prompt_token_ids + sample.token_ids
