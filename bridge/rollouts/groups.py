@@ -5,13 +5,14 @@ modules that open one, by a function `open_stream`. A problem becomes a group by
 `Completions`, with one completion for each sample. Others are in `bridge/agents`.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from bridge.config import RolloutConfig
-from bridge.rollouts import openai_api
 from bridge.rollouts.images import Prompts
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
@@ -122,6 +123,8 @@ class Completions:
         self._prompts = prompts
         self._sampler = sampler
         self._scorer = scorer
+        self._turns = asyncio.Semaphore(sampler.config.max_concurrency)
+        """Of prompts with images: pixels are large, and an evaluation begins with all of its problems at once."""
 
     def check_prompt(self, problem: Problem) -> None:
         self._prompts.encode(problem)
@@ -129,11 +132,12 @@ class Completions:
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
-        prompt, images = await self._prompts.encode_beside(problem)
-        other: dict[str, Any] = {**params, **({} if images is None else {"images": openai_api.sent(images)})}
-        completions = await self._sampler.one(
-            servers(), prompt, num_samples=num_samples, seed=seed, index=index, **other
-        )
+        async with self._turns if problem.get("images") else nullcontext():
+            prompt, images = await self._prompts.encode_beside(problem)
+            other: dict[str, Any] = {**params, **({} if images is None else {"images": images})}
+            completions = await self._sampler.one(
+                servers(), prompt, num_samples=num_samples, seed=seed, index=index, **other
+            )
         results = await self._scorer.score(problem, [completion.text for completion in completions])
         return Sampled(prompt, completions, results, images)
 

@@ -240,7 +240,8 @@ class Sampler:
         if server.endpoint.reports_experts:
             fields["experts"] = 0
         name = server.endpoint.model or models[0].id
-        answer, version = await server.complete(self._connections, {**fields, **body, "model": name})
+        images = {"images": openai_api.sent(body["images"])} if "images" in body else {}  # a copy: not before its turn
+        answer, version = await server.complete(self._connections, {**fields, **body, **images, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url
         num_prompt = len(body["prompt"]) - body.get("experts", 0)
         return tuple(openai_api.completion(url, choice, version, self._ids_of, num_prompt) for choice in choices)

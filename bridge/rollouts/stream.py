@@ -10,7 +10,7 @@ The sampler's event loop has its own thread, which keeps running while a step is
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, TypeVar
 
@@ -144,7 +144,7 @@ class EnvironmentStream:
                 num_samples=num_samples, seed=seed_of(self._config.seed, EVALUATION), index=index, **params,
             )  # fmt: skip
             self._progress(next(num_scored), total)
-            return group
+            return replace(group, images=None)  # it is not trained on
 
         def all_groups() -> list[Group]:
             servers = self._sampler.servers_at(self._endpoints)
@@ -269,7 +269,7 @@ class EnvironmentStream:
                 and len(self._own_skipped) < (rollouts.max_oversampling - 1) * count
             ):
                 self._in_flight.remove(sampled)
-                self._own_skipped.append(group)
+                self._own_skipped.append(replace(group, images=None))
 
     async def _requeue(self, *, keep_sampled: bool) -> None:
         """Cancel the groups in flight and requeue them, except those kept."""

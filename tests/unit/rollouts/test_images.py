@@ -6,6 +6,8 @@ The processor is a stand-in for Qwen3-VL's, which needs torchvision: it reads an
 import asyncio
 import base64
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +18,23 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from bridge.agents.stream import open_stream
+from bridge.config import SamplingConfig, TrainConfig
+from bridge.core.together import together
 from bridge.errors import BridgeError, RewardError, UnsupportedModelError, UsageError
 from bridge.ranks import messages
 from bridge.rollouts import images, openai_api, problems
+from bridge.rollouts.groups import Completions
 from bridge.rollouts.images import Prompts
+from bridge.rollouts.sampler import Sampler
+from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import CompletionsRequest
-from bridge.types import Group, Problem
+from bridge.types import Completion, Group, Images, Problem
 from tests.models import tiny
 from tests.models.families import FAMILIES
 from tests.models.processors import END, FIRST_TOKEN, IMAGE, START
+from tests.unit.http_server import serving
+from tests.unit.openai_server import openai
 
 MARKER = f"{START}{IMAGE}{END}"
 TEMPLATE = (
@@ -202,6 +212,67 @@ def test_other_images_have_another_digest(model: Path, tmp_path: Path) -> None:
     assert other is not None
     assert (one.starts, one.grids) == (other.starts, other.grids)
     assert one.digest != other.digest
+
+
+def test_no_more_pixels_are_held_than_requests_may_be_in_flight() -> None:
+    """An evaluation begins with all of its problems at once."""
+    held = most_held = 0
+    shown = Images(arrays=(), starts=(), grids=())
+
+    class Counted(Prompts):
+        async def encode_beside(self, problem: Problem) -> images.Encoded:
+            nonlocal held, most_held
+            held += 1
+            most_held = max(most_held, held)
+            await asyncio.sleep(0)
+            return images.Encoded((1,), shown)
+
+    class Slow(Sampler):
+        async def one(self, *_: Any, **__: Any) -> tuple[Completion, ...]:
+            nonlocal held
+            await asyncio.sleep(0)
+            held -= 1
+            return ()
+
+    class Silent:
+        async def score(self, *_: object) -> list[Any]:
+            return []
+
+    with Slow(SamplingConfig(max_concurrency=3)) as sampler:
+        groups = Completions(Counted("", None, {}), sampler, Silent())  # type: ignore[arg-type]
+        problem: Problem = {"prompt": "p", "images": ["a.png"]}
+        run = (groups.group(list, problem, num_samples=1, seed=0, index=index) for index in range(20))
+        sampled = sampler.run(together(run))
+    assert [group.images for group in sampled] == [shown] * 20
+    assert most_held == 3
+
+
+@pytest.mark.usefixtures("processor")
+def test_groups_that_are_not_trained_on_keep_no_pixels(model: Path, tmp_path: Path) -> None:
+    problem: Problem = {"prompt": MARKER, "images": [file(tmp_path, "a.png")]}
+    config = TrainConfig.of(
+        model_name=str(model), batch_size=2, group_size=2, max_new_tokens=8, eval_samples=1,
+        skip_without_signal=True, max_oversampling=2.0,
+    )  # fmt: skip
+
+    class Constant:
+        def __iter__(self) -> Iterator[Problem]:
+            return iter([problem])
+
+        def held_out(self) -> list[Problem]:
+            return [problem]
+
+        def score(self, *_: object) -> float:
+            return 1.0
+
+    task = Constant()
+    with serving(openai(is_bridge=True)) as server, closing(open_stream(config, task, lambda _: None)) as stream:
+        stream.served(Endpoint(url=server.url), 1)
+        evaluated = stream.evaluate(step=0)
+        trained = stream.take(1, step=1)
+        assert evaluated is not None
+        assert [group.images for group in (*evaluated, *stream.skipped)] == [None] * 2
+        assert trained[0].images is not None
 
 
 def test_other_ways_to_sample_refuse_images(model: Path) -> None:

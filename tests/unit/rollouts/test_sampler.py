@@ -16,7 +16,7 @@ from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.sampler import CALL_SEEDS, NUM_CALLS, Sampler, seed_of
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest, Refusal
-from bridge.types import Completion, FinishReason
+from bridge.types import Array, Completion, FinishReason, Images
 from tests.unit.http_server import Answer, Answers, HttpRequest, as_json, serving
 from tests.unit.openai_server import Bend, openai, plain
 
@@ -399,7 +399,8 @@ def test_a_long_completion_has_as_much_time_for_each_of_its_tokens(longest: int 
 
 
 def test_images_are_sent_once_and_to_bridge_alone() -> None:
-    images = {"pixel_values": ("float32", (1, 1), base64.b64encode(bytes(4)).decode())}
+    array = Array(name="pixel_values", dtype="float32", shape=(1, 1), content=bytes(4))
+    images = Images(arrays=(array,), starts=(0,), grids=((1, 1, 1),))
     bodies = list[dict[str, Any]]()
 
     def keep(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
