@@ -8,7 +8,8 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
+from itertools import chain, islice
+from operator import length_hint
 
 from transformers import PreTrainedTokenizerBase
 
@@ -112,12 +113,13 @@ def rehearse(
     *,
     pass_size: int = 1,
 ) -> None:
-    """Try the first problems and the first held-out ones; `note` gets problems that are not fatal.
+    """Try the first problems, the first held-out ones, and of a list the first with images.
 
-    `pass_size` is how many GPUs compute a pass together.
+    `note` gets problems that are not fatal. `pass_size` is how many GPUs compute a pass together.
     """
     task = Task.of(environment)
-    problems = list(islice(task, NUM_PROBLEMS))
+    rows = iter(task)
+    problems = list(islice(rows, NUM_PROBLEMS))
     processes = 1 if task.in_workers and chosen.reward_processes != 0 else 0
     with Sampler(sampling) as sampler, ExitStack() as closing:  # the sampler opens no connection
         scorer = Scorer(
@@ -127,7 +129,9 @@ def rehearse(
         closing.callback(scorer.close)
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
         groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, note, pass_size=pass_size)
-        tried = [*problems, *task.held_out()[:NUM_PROBLEMS]]
+        known = islice(rows, length_hint(rows))  # the others of a list; of a generator none
+        with_images = (problem for problem in chain(known, task.held_out()) if problem.get("images"))
+        tried = [*problems, *task.held_out()[:NUM_PROBLEMS], *islice(with_images, 1)]
         for problem in tried:
             groups.check_prompt(problem)
         is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for problem in tried)

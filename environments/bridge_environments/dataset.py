@@ -177,6 +177,8 @@ NUMBER = re.compile(r"-?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?(?<=\d)")
 
 def gsm8k_problem(values: Mapping[str, Any], prompt_column: str, answer_column: str) -> Problem:
     """Return a problem: the question as chat messages and as text, the final number, and the worked solution."""
+    if values.get("images"):
+        raise BadRowError("has images, which only --environment jsonl reads")
     question, solution = column(values, prompt_column), str(column(values, answer_column))
     if not isinstance(question, str) or not question.strip():
         raise BadRowError(f"has the question {shortened(repr(question))}, expected text")

@@ -129,8 +129,21 @@ def problem_fault(problem: object) -> str:
         return images_fault(images) if prompt else "its prompt is empty"
     has_images = bool(images)
     if not isinstance(prompt, list) or not prompt or not all(_is_message(message, has_images) for message in prompt):
-        return f"its prompt is {shortened(repr(prompt))}, expected text or messages {{'role': text, 'content': text}}"
-    return images_fault(images)
+        parts = "; with images, content may be parts {'type': 'text', 'text': text} and {'type': 'image'}"
+        expected = f"text or messages {{'role': text, 'content': text}}{parts if has_images else ''}"
+        return f"its prompt is {shortened(repr(prompt))}, expected {expected}"
+    return images_fault(images) or (_places_fault(prompt, len(problem["images"])) if has_images else "")
+
+
+def _places_fault(messages: list[Any], num_images: int) -> str:
+    """Return what is wrong with the places of images in messages; empty if each has one, or all come first."""
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    num_places = sum(part["type"] == "image" for part in parts)
+    if num_places:
+        return "" if num_places == num_images else f"its messages have {num_places} image parts for {num_images} images"
+    if any(message["role"] == "user" for message in messages):
+        return ""
+    return "it has images, and no message of the user, with which they come, nor parts {'type': 'image'}"
 
 
 def _is_message(message: object, has_images: bool) -> bool:

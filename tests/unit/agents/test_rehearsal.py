@@ -80,6 +80,19 @@ class Pictured(Task):
         yield {"prompt": "<|image_pad|>?", "images": [self.path], "answer": 7}
 
 
+@pytest.mark.parametrize("is_held_out", [False, True])
+def test_images_far_behind_are_refused_at_the_start(tmp_path: Path, *, is_held_out: bool) -> None:
+    text_only = tmp_path / "text_only"
+    tiny.llama().save_pretrained(text_only)
+    tiny.write_tokenizer(text_only, tiny.VOCABULARY)
+    texts: list[Problem] = [{"prompt": "3+4=", "answer": 7}] * 1000
+    rows: list[Problem] = [*texts, {"prompt": "<|image_pad|>?", "images": [str(tmp_path / "a.png")], "answer": 7}]
+    training, held_out = (texts, rows) if is_held_out else (rows, texts)
+    task = BridgeTask(problems=lambda: iter(training), kept=held_out, recipe=Task)
+    with pytest.raises(UnsupportedModelError, match="has no vision model, and a prompt has images"):
+        stream.rehearse(str(text_only), TaskConfig(reward_processes=0), SamplingConfig(), task, lambda _: None)
+
+
 def test_images_that_nothing_can_see_are_refused(tmp_path: Path) -> None:
     text_only = tmp_path / "text_only"
     tiny.llama().save_pretrained(text_only)

@@ -348,6 +348,27 @@ def test_messages_may_have_places_for_images(write: Write, tmp_path: Path) -> No
     assert prompts(load("jsonl", data=str(data), reward="format")) == [[{"role": "user", "content": content}]]
 
 
+def test_places_that_do_not_fit_the_images_are_reported_row_by_row(write: Write, tmp_path: Path) -> None:
+    picture(tmp_path, "a.png")
+    place, exported = {"type": "image"}, {"type": "image", "text": None}
+    data = write(
+        {"prompt": [{"role": "user", "content": [place, place]}], "images": ["a.png"]},
+        {"prompt": [{"role": "system", "content": "look"}], "images": ["a.png"]},
+        {"prompt": [{"role": "user", "content": [exported]}], "images": ["a.png"]},
+    )
+    message = refusal("jsonl", data=str(data), reward="format").message
+    assert "line 1 is not a problem: its messages have 2 image parts for 1 images" in message
+    assert "line 2 is not a problem: it has images, and no message of the user" in message
+    assert "with images, content may be parts {'type': 'text', 'text': text} and {'type': 'image'}" in message
+
+
+def test_word_problems_with_images_are_refused(write: Write, tmp_path: Path) -> None:
+    """They would be trained on blindly: the format reads a question and an answer alone."""
+    picture(tmp_path, "a.png")
+    data = write({"question": "how many?", "answer": "two #### 2", "images": ["a.png"]})
+    assert "line 1 has images, which only --environment jsonl reads" in refusal("gsm8k", data=str(data)).message
+
+
 def test_images_of_a_data_set_without_files_are_refused() -> None:
     rows = dataset.Rows(source="some/set, split train", rows=[("row 1", {"prompt": "p", "images": ["a.png"]})])
     with pytest.raises(RewardError, match="row 1 has images, which are read from the files that a JSONL file names"):
