@@ -118,8 +118,7 @@ def rehearse(
     `note` gets problems that are not fatal. `pass_size` is how many GPUs compute a pass together.
     """
     task = Task.of(environment)
-    rows = iter(task)
-    problems = list(islice(rows, NUM_PROBLEMS))
+    problems = list(islice(task, NUM_PROBLEMS))
     processes = 1 if task.in_workers and chosen.reward_processes != 0 else 0
     with Sampler(sampling) as sampler, ExitStack() as closing:  # the sampler opens no connection
         scorer = Scorer(
@@ -129,9 +128,7 @@ def rehearse(
         closing.callback(scorer.close)
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
         groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, note, pass_size=pass_size)
-        known = islice(rows, length_hint(rows))  # the others of a list; of a generator none
-        with_images = (problem for problem in chain(known, task.held_out()) if problem.get("images"))
-        tried = [*problems, *task.held_out()[:NUM_PROBLEMS], *islice(with_images, 1)]
+        tried = [*problems, *task.held_out()[:NUM_PROBLEMS], *_first_with_images(task)]
         for problem in tried:
             groups.check_prompt(problem)
         is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for problem in tried)
@@ -156,6 +153,13 @@ def rehearse(
     if processes and (hidden := private.hidden(chosen.worker_env)):
         remedy += f"; it cannot read {', '.join(hidden)} (--worker-env NAME passes a variable on)"
     raise RewardError(what, remedy=remedy)
+
+
+def _first_with_images(task: Task) -> list[Problem]:
+    """Return the first problem with images, if a list has one: a generator may have no end."""
+    problems = iter(task)
+    listed = chain(islice(problems, length_hint(problems)), task.held_out())
+    return [*islice((problem for problem in listed if problem.get("images")), 1)]
 
 
 async def _failures(groups: GroupSampler, problems: Sequence[Problem]) -> list[FailedScore]:

@@ -350,9 +350,9 @@ def test_messages_may_have_places_for_images(write: Write, tmp_path: Path) -> No
 
 def test_places_that_do_not_fit_the_images_are_reported_row_by_row(write: Write, tmp_path: Path) -> None:
     picture(tmp_path, "a.png")
-    place, exported = {"type": "image"}, {"type": "image", "text": None}
+    part, exported = {"type": "image"}, {"type": "image", "text": None}
     data = write(
-        {"prompt": [{"role": "user", "content": [place, place]}], "images": ["a.png"]},
+        {"prompt": [{"role": "user", "content": [part, part]}], "images": ["a.png"]},
         {"prompt": [{"role": "system", "content": "look"}], "images": ["a.png"]},
         {"prompt": [{"role": "user", "content": [exported]}], "images": ["a.png"]},
     )
