@@ -117,7 +117,7 @@ def sampled(server: LiveServer, prompts: Sequence[Encoded]) -> list[tuple[Comple
                     num_samples=4,
                     seed=1,
                     index=index,
-                    **({"images": openai_api.sent(shown)} if shown else {}),
+                    **({"images": shown} if shown else {}),
                 )
             )
             for index, (ids, shown) in enumerate(prompts)
