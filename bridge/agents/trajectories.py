@@ -17,7 +17,7 @@ from bridge.agents.tool_calls import Call
 from bridge.core.together import together
 from bridge.errors import RewardError, UsageError
 from bridge.rollouts.groups import Sampled, Servers
-from bridge.rollouts.problems import encode
+from bridge.rollouts.problems import encode, refuse_images
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
 from bridge.scoring.score import FailedScore, Score, failed
@@ -253,6 +253,7 @@ def shallow(value: Any, levels: int = DEEPEST) -> Any:
 
 def as_chat(problem: Problem, added: str = "") -> Problem:
     """Return `problem` with chat messages as its prompt, and `added` at the end of the last one."""
+    refuse_images(problem)
     prompt: Any = problem["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     last = {**messages[-1], "content": messages[-1]["content"] + added}

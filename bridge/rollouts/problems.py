@@ -62,12 +62,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
 
     `template` is given to the chat template. Prompts with images are encoded by `images.py`.
     """
-    if problem.get("images"):
-        raise UsageError(
-            f"the prompt {described(problem['prompt'])} has images: bridge run and bridge train take them, for"
-            " completions of one turn",
-            remedy="use an environment without tools and agents there, or leave the images out",
-        )
+    refuse_images(problem)
     prompt: Any = problem["prompt"]
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
         prompt = problem.get("plain_prompt", prompt)
@@ -99,6 +94,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
             f"the prompt {described(prompt)} has no tokens", remedy="give every problem a prompt of at least one token"
         )
     return tuple(ids)
+
+
+def refuse_images(problem: Problem) -> None:
+    """Raise a UsageError if a problem has images."""
+    if problem.get("images"):
+        raise UsageError(
+            f"the prompt {described(problem['prompt'])} has images: bridge run and bridge train take them, for"
+            " completions of one turn",
+            remedy="use an environment without tools and agents there, or leave the images out",
+        )
 
 
 def check_prompts(prompts: object) -> None:

@@ -19,6 +19,7 @@ from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from bridge.agents.stream import open_stream
+from bridge.agents.trajectories import as_chat
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.core.together import together
 from bridge.errors import BridgeError, RewardError, UnsupportedModelError, UsageError
@@ -277,5 +278,8 @@ def test_groups_that_are_not_trained_on_keep_no_pixels(model: Path, tmp_path: Pa
 
 def test_other_ways_to_sample_refuse_images(model: Path) -> None:
     problem: Problem = {"prompt": "a", "images": ["a.png"]}
+    in_parts: Problem = {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": ["a.png"]}
     with pytest.raises(UsageError, match="has images: bridge run and bridge train take them"):
         problems.encode(AutoTokenizer.from_pretrained(model), problem)
+    with pytest.raises(UsageError, match="has images: bridge run and bridge train take them"):
+        as_chat(in_parts)
