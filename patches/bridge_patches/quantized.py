@@ -51,6 +51,7 @@ WEIGHTS = ("weight", "w13_weight", "w2_weight")
 """vLLM's names of the weights that it quantizes: of a linear layer, and of experts."""
 SCALES: dict[Quantization, str] = {"fp8_per_block": "_scale_inv", "fp8_per_channel": "_scale"}
 """vLLM's suffix of the scales of a weight."""
+NOT_QUANTIZED: tuple[Quantization, dict[str, Tensor]] = ("fp8_per_block", {})
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,15 @@ class Quantized:
     def is_current(self) -> bool:
         """Return whether the FP8 is, to the bit, the quantization of the source."""
         for ours, served in zip(fp8.quantized(self.source, self.how), (self.values, self.scales), strict=True):
-            if (ours.shape, ours.dtype, ours.stride()) != (served.shape, served.dtype, served.stride()):
+            if (ours.shape, ours.dtype) != (served.shape, served.dtype) or not served.is_contiguous():
                 return False
-            if not torch.equal(ours.view(torch.int8), served.view(torch.int8)):
+            if not torch.equal(ours.view(-1).view(torch.int8), served.view(-1).view(torch.int8)):
                 return False
         return True
 
 
-_layers: WeakKeyDictionary[nn.Module, dict[str, Quantized]] = WeakKeyDictionary()
-"""The quantized weights of each of vLLM's layers, by their names in it."""
+_layers: WeakKeyDictionary[nn.Module, tuple[Quantization, dict[str, Tensor]]] = WeakKeyDictionary()
+"""How each of vLLM's layers is quantized, and what its weights are made from, by their names in it."""
 
 
 class PlainKernel:
@@ -126,12 +127,22 @@ def patch() -> None:
 
 
 def weights_of(model: nn.Module) -> dict[str, Quantized]:
-    """Return what is served in FP8, by the names of vLLM's parameters; empty: nothing is."""
+    """Return what is served in FP8 now, by the names of vLLM's parameters; empty: nothing is."""
     return {
-        f"{prefix}.{leaf}": weight
-        for prefix, module in model.named_modules()
-        for leaf, weight in _layers.get(module, {}).items()
+        f"{prefix}.{leaf}": _served(layer, leaf, how, source)
+        for prefix, layer in model.named_modules()
+        for how, sources in [_layers.get(layer, NOT_QUANTIZED)]
+        for leaf, source in sources.items()
     }
+
+
+def _served(layer: nn.Module, leaf: str, how: Quantization, source: Tensor) -> Quantized:
+    """Return a weight as `layer` holds it at this moment: a kernel may have dropped its scales."""
+    values, scales = (layer._parameters.get(name) for name in (leaf, f"{leaf}{SCALES[how]}"))
+    if values is None or scales is None:
+        return Quantized(how, source, source.new_empty(0), source.new_empty(0))
+    in_rows = values.data.t() if how == "fp8_per_channel" else values.data  # there vLLM has columns
+    return Quantized(how, source, in_rows, scales.data)
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -181,8 +192,4 @@ def _keep_sources(how: Quantization, original: Callable[..., None], method: Any,
     # `.data`: vLLM may give the same parameter the quantized values
     sources = {leaf: parameter.data for leaf, parameter in layer.named_parameters(recurse=False) if leaf in WEIGHTS}
     original(method, layer)
-    _layers[layer] = {}
-    for leaf, source in sources.items():
-        values, scales = layer.get_parameter(leaf).data, layer.get_parameter(f"{leaf}{SCALES[how]}").data
-        in_rows = values.t() if how == "fp8_per_channel" else values  # there vLLM has columns
-        _layers[layer][leaf] = Quantized(how, source, in_rows, scales)
+    _layers[layer] = how, sources

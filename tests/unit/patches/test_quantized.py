@@ -107,6 +107,31 @@ def test_fp8_of_another_form_is_refused_by_name(harm: str, replace: Any) -> None
         quantized.refuse_other_layouts(weights)
 
 
+def test_a_kernel_that_drops_the_scales_is_refused(replace: Any) -> None:
+    model: Any = Model()
+    quantize(model, "fp8_per_block", replace)
+    del model.mlp["down_proj"].weight_scale_inv
+    with pytest.raises(UnsupportedModelError, match=f"1 of 2 weights .* fp8_per_block, the first: {DOWN}"):
+        quantized.refuse_other_layouts(quantized.weights_of(model))
+
+
+def test_fp8_is_looked_up_where_the_layer_holds_it(replace: Any) -> None:
+    model: Any = Model()
+    quantize(model, "fp8_per_block", replace)
+    served = model.mlp["down_proj"].weight
+    registered(model.mlp["down_proj"], "weight", torch.zeros_like(served))
+    assert not quantized.weights_of(model)[DOWN].is_current(), "the old tensor is checked, which no kernel reads"
+    quantized.weights_of(model)[DOWN].refresh()
+    assert torch.equal(model.mlp["down_proj"].weight.view(torch.int8), served.view(torch.int8))
+
+
+def test_strides_of_single_columns_do_not_matter() -> None:
+    source = torch.randn(256, 128).bfloat16()
+    values, scales = fp8.quantized(source, "fp8_per_block")
+    odd = scales.as_strided(scales.shape, (1, 7))
+    assert quantized.Quantized("fp8_per_block", source, values, odd).is_current()
+
+
 class Loader(test_loading.Loader):
     """Loads a model, and quantizes it when its weights are processed."""
 
