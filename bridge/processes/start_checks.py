@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from bridge.checks import software
 from bridge.config import ServeConfig
 from bridge.core.process import boot_id
 from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
-from bridge.processes import PLAIN, Output, accelerator
+from bridge.processes import PLAIN, Output, accelerator, vllm_flags
 from bridge.server import manifest
 from bridge.types import Quantization
 
@@ -63,11 +64,13 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
         raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
 
 
-def check_quantization(config: ServeConfig, *, shares_weights: bool = True) -> None:
+def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares_weights: bool = True) -> None:
     """Check that vLLM can make FP8 of this model's weights here, and that a trainer updates them."""
     given = f"--quantization {config.quantization}"
     if config.quantization is None:
         return
+    if "--quantization" in vllm_flags.names(flags):
+        raise UsageError(f"{given}, and after -- another --quantization, which vLLM would take", remedy="give one")
     if not shares_weights:
         raise UsageError(
             f"{given} is made of weights that are trained in vLLM's memory, and this server shares none",

