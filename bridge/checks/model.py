@@ -143,6 +143,9 @@ def unblocked(config: Config | None, size: int, num_ranks: int) -> str:
         **{name: (described.get(name), num_ranks) for name in EXPANDED},
         **{f"the vision model's {name}": (vision.get(name), num_ranks) for name in ("hidden_size", *EXPANDED)},
     }  # fmt: skip
+    vision = (config or {}).get("vision_config")
+    if isinstance(vision, dict):  # vLLM quantizes it, too
+        inputs |= {f"the vision model's {name}": (vision.get(name), num_ranks) for name in ("hidden_size", EXPANDED[0])}
     for name, (width, parts) in inputs.items():
         if isinstance(width, int) and width % (parts * size):
             return f"{name} {width}"

@@ -588,6 +588,9 @@ def test_fp8_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             "vision model's intermediate_size 4304",
         ),
         ({"num_experts": 8}, {"quantization": "fp8_per_channel"}, "experts are served with a scale for each block"),
+        ({"vision_config": {"hidden_size": 1152, "intermediate_size": 4304}}, {}, "the vision model's interm.* 4304"),
+        ({"vision_config": {"hidden_size": 1152, "intermediate_size": 4304}}, {"quantization": "fp8_per_channel"}, ""),
+        ({"vision_config": {"hidden_size": 1024, "intermediate_size": 4096}}, {"tensor_parallel_size": 2}, ""),
         ({}, {"dtype": "float32"}, "vLLM quantizes bfloat16 and float16, found --dtype float32"),
     ],
 )
