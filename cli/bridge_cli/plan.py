@@ -88,7 +88,7 @@ def plan(
     --all lists every setup with its memory; flags such as --mode and --optimizer narrow the list.
     """
     folder = folder_of(serve.model, fetch=True)
-    obstacles = model_checks.obstacles(model_checks.read(str(folder)) or {})
+    obstacles = [*model_checks.obstacles(model_checks.read(str(folder)) or {}), *_fp8_obstacles(serve, train)]
     modes = _open_modes(serve.model, train.mode if train.was_given("mode") else None, obstacles)
     size = ModelSize.of(folder).quantized(serve.quantization)
     gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
@@ -123,6 +123,14 @@ def plan(
         console.data(json.dumps(asdict(planned), allow_nan=False))
     else:
         _show(planned, everything=everything)
+
+
+def _fp8_obstacles(serve: ServeConfig, train: TrainConfig) -> list[Obstacle]:
+    """Return what rules out modes whose servers share no weights, of which FP8 would be made."""
+    if serve.quantization is None or train.publishing.reload == "in-place":
+        return []
+    reason = f"--quantization {serve.quantization} needs weights that are trained in vLLM's memory"
+    return [Obstacle(reason, "leave it out, or --mode shared_vllm", modes=(model_checks.NONE,))]
 
 
 def _open_modes(name: str, chosen: str | None, obstacles: Sequence[Obstacle]) -> list[str]:

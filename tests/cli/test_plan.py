@@ -311,3 +311,10 @@ def test_fp8_is_counted_and_kept_in_the_command(plan: Planned) -> None:
     one, other = (row_of(document, "shared_vllm", "adamw-8bit") for document in (plain, quantized))
     assert other["weights_gib"] - one["weights_gib"] == pytest.approx(6.5e9 / 2**30, rel=0.01)
     assert quantized["num_params"] == plain["num_params"]
+
+
+def test_fp8_is_planned_only_where_it_is_served(plan: Planned) -> None:
+    document = plan("7B", "80", "--quantization", "fp8_per_block")
+    assert {row["mode"] for row in document["rows"]} == {"shared_vllm", "lora_only"}
+    in_place = plan("7B", "80", "--quantization", "fp8_per_block", "--mode", "none", "--reload", "in-place")
+    assert "--reload in-place" in in_place["recommended"]
