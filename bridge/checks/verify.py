@@ -30,7 +30,7 @@ from bridge.rollouts.sampler import Sampler
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.protocol import Element, Status
+from bridge.server.protocol import DIGESTED, Element, Status
 from bridge.types import Group
 from bridge.weights import cuda_ipc
 from bridge.weights.attach import AttachedModel, attach
@@ -97,7 +97,7 @@ class Served:
 
     version: int
     digests: dict[str, str]
-    """Of every tensor of every rank of it."""
+    """Of every tensor of every rank of it, and of the FP8 made of them."""
 
 
 def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
@@ -105,9 +105,10 @@ def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
     exported = manifest.load(config_path)
     with BridgeClient(exported, timeout_s=timeout_s) as client, fence.frozen(client):
         checksums = {
-            f"{name}, part {part}" if part else name: text
+            f"{name}{suffix}, part {part}" if part else f"{name}{suffix}": text
             for part in range(exported.tp_degree)
-            for name, text in client.digests(part).items()
+            for suffix, of_fp8 in DIGESTED.items()
+            for name, text in client.digests(part, quantized=of_fp8).items()
         }
         return Served(client.status().version, checksums)
 

@@ -19,7 +19,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update, Window
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import ADAPTER, Holder, Status, Written
+from bridge.server.protocol import ADAPTER, DIGESTED, Holder, Status, Written
 from bridge.weights import model_folder, skeleton
 from bridge.weights.attach import OpenedModel, attach, attach_again
 from bridge.weights.parts import Parts
@@ -154,11 +154,17 @@ class PatchedServer(Mode):
 
         def digests() -> dict[tuple[int, str], str]:
             parts = range(ranks.tp_size if ranks.is_tp_rank_zero else 0)
-            return {(part, name): text for part in parts for name, text in self.client.digests(part).items()}
+            return {
+                (part, name + suffix): text
+                for part in parts
+                for suffix, of_fp8 in DIGESTED.items()
+                for name, text in self.client.digests(part, quantized=of_fp8).items()
+            }
 
         first, *others = ranks.one_per_replica(ranks.run_and_gather(digests))
         for number, other in enumerate(others, start=1):
-            if differing := [name for (part, name), text in first.items() if other.get((part, name)) != text]:
+            keys = sorted(first.keys() | other.keys())
+            if differing := [name for part, name in keys if first.get((part, name)) != other.get((part, name))]:
                 raise AttachError(
                     f"the servers of replicas 0 and {number} differ in {len(differing)} tensors, the first:"
                     f" {differing[0]}",

@@ -232,6 +232,10 @@ class Values(Record):
     """One value per requested element, in the same order; NaN and infinity as strings, since JSON has neither."""
 
 
+DIGESTED = {"": False, " in FP8": True}
+"""What messages add to a parameter's name -> whether the digest is of the FP8 made of it."""
+
+
 class Digests(Record):
     """The answer of `GET /bridge/tensors/digest`."""
 

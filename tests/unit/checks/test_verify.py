@@ -1,8 +1,10 @@
 """The proof must fail if there is a second copy: every check, with one copy and with two."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +16,7 @@ from bridge.checks.verify import Served
 from bridge.config import SamplingConfig
 from bridge.core.process import ProcessIdentity
 from bridge.rollouts.sampler import Sampler
+from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import Element, Status
@@ -204,6 +207,15 @@ def test_replicas_that_differ_are_named() -> None:
     assert check.found == "1 of 2 tensors of y differ from those of x, the first: b"
     missing = equal | {Path("z"): Served(3, {"a": "1"})}
     assert "tensors of z differ" in verify.replicas([*missing], missing.__getitem__).found
+
+
+def test_replicas_are_compared_in_their_fp8(monkeypatch: pytest.MonkeyPatch, server: ToyServer, tmp_path: Path) -> None:
+    digested = {False: {"w": "1"}, True: {"w": "f"}}
+    monkeypatch.setattr(BridgeClient, "digests", lambda *_, quantized: digested[quantized])
+    monkeypatch.setattr(BridgeClient, "status", lambda _: SimpleNamespace(version=3))
+    monkeypatch.setattr(verify.fence, "frozen", lambda _: nullcontext(False))
+    manifests.write(server.manifest, tmp_path / "m.json")
+    assert verify.served(tmp_path / "m.json") == Served(3, {"w": "1", "w in FP8": "f"})
 
 
 def test_replicas_are_compared_at_one_version() -> None:

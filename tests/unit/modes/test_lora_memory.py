@@ -301,7 +301,7 @@ def revived(ranks: Ranks, folder: Path, handover: str) -> tuple[int, int]:
     """Lose the second rank's server before it publishes; return the versions then and after the next step."""
     with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
         patched.setattr(tiny, "write", lambda _, own: own)  # transformers would write on the first rank alone
-        patched.setattr(BridgeClient, "digests", lambda *_: {})
+        patched.setattr(BridgeClient, "digests", lambda *_, **__: {})
         world = stack.enter_context(world_in(folder / str(ranks.rank), patched))
         world.ranks = ranks
         world.export()

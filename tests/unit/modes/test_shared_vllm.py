@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from tests.unit.http_server import Answer, HttpRequest, HttpServer, as_json, ser
 from tests.unit.several_ranks import on_ranks
 from tests.unit.toy_server import ToyServer
 
+PLAIN, FP8, STALE = ({"w": "1"}, {}), ({"w": "1"}, {"w": "f"}), ({"w": "1"}, {"w": "0"})
+"""Digests of a server's weights, and of the FP8 made of them."""
 RUN = RunContext(name="runs/ours", scratch=Path("/nonexistent"), note=lambda _: None)
 
 
@@ -264,3 +267,23 @@ def revived(ranks: Ranks, folder: Path) -> tuple[int, int]:
 
 def test_all_servers_serve_one_version_after_one_died(tmp_path: Path) -> None:
     assert on_ranks(2, revived, tmp_path) == [(9, 9)] * 2
+
+
+@pytest.mark.parametrize("served", [(PLAIN, FP8), (FP8, PLAIN), (FP8, STALE)])
+def test_replicas_that_serve_other_fp8_are_refused(served: tuple[Any, Any]) -> None:
+    def gathered(digests: Callable[[], object]) -> list[object]:
+        answers = []
+        for of_weights, of_fp8 in served:
+            mode.client.digests = lambda _, *, quantized, own=(of_weights, of_fp8): own[quantized]
+            answers.append(digests())
+        return answers
+
+    ranks = SimpleNamespace(
+        dp_size=2, tp_size=1, is_tp_rank_zero=True, run_and_gather=gathered, one_per_replica=lambda answers: answers,
+        all_gather_object=lambda _: [0, 0],
+    )  # fmt: skip
+    mode: Any = SimpleNamespace(_run=SimpleNamespace(ranks=ranks), client=SimpleNamespace(), version=0)
+    with pytest.raises(AttachError, match="replicas 0 and 1 differ in 1 tensors, the first: w in FP8"):
+        SharedVllm._compare_replicas(mode)
+    served = (FP8, FP8)
+    SharedVllm._compare_replicas(mode)
