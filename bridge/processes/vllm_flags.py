@@ -134,6 +134,8 @@ ROUNDED_SCALES = ("VLLM_USE_DEEP_GEMM_E8M0", "0")
 """Else DeepGEMM quantizes FP8 once more, with scales that are powers of two; Hopper's kernels need none."""
 WITHOUT_DEEP_GEMM = ("VLLM_USE_DEEP_GEMM", "0")
 """vLLM has CUTLASS's kernels instead. DeepGEMM's are compiled when they are first used, by nvcc."""
+UNPACKED = ("VLLM_DISABLED_KERNELS", "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel")
+"""They repack FP8. vLLM 0.33 prefers Marlin's to Triton's on GPUs without CUTLASS's for blocks, such as an L40."""
 CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
 """Variables with the folder of the CUDA toolkit."""
 RESHAPING = ("--logits-processors", "--watermark-config")
@@ -282,7 +284,7 @@ def _fp8_kernels(outer: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that keep vLLM's FP8 as it is first made of a weight, unless the caller chose."""
     homes = [f"{outer[name]}/bin" for name in CUDA_HOMES if outer.get(name)] or ["/usr/local/cuda/bin"]
     has_compiler = shutil.which("nvcc", path=os.pathsep.join([outer.get("PATH", os.defpath), *homes]))
-    derived = dict([ROUNDED_SCALES] if has_compiler else [ROUNDED_SCALES, WITHOUT_DEEP_GEMM])
+    derived = dict([ROUNDED_SCALES, UNPACKED] if has_compiler else [ROUNDED_SCALES, UNPACKED, WITHOUT_DEEP_GEMM])
     return {name: value for name, value in derived.items() if name not in outer}
 
 

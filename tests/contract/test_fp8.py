@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from bridge.processes.vllm_flags import UNPACKED
 from bridge.weights import fp8
 from tests.unit.weights.test_fp8 import SHAPES, random
 
@@ -29,3 +30,14 @@ def test_rows_are_vllms(shape: tuple[int, int]) -> None:
     scales = online._fp8_channel_scale(weights.abs().amax(dim=-1, keepdim=True))
     theirs = online._fp8_quant_per_channel(weights, scales)
     assert fp8.digest(*fp8.quantized(weights, "fp8_per_channel")) == fp8.digest(theirs, scales)
+
+
+def test_kernels_that_repack_fp8_have_the_names_that_are_disabled() -> None:
+    from vllm import envs
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    name, disabled = UNPACKED
+    assert name in envs.environment_variables
+    kernels = {kernel.__name__ for kernel in linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]}
+    assert {*disabled.split(",")} <= kernels
