@@ -18,6 +18,7 @@ from bridge.core.process import boot_id
 from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
 from bridge.processes import PLAIN, Output, accelerator, vllm_flags
 from bridge.server import manifest
+from bridge.server.protocol import TRANSFER_FLAG
 from bridge.types import Quantization
 
 FP8_BLOCKS: dict[Quantization, int] = {"fp8_per_block": 128, "fp8_per_channel": 16}
@@ -69,8 +70,7 @@ def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares
     given = f"--quantization {config.quantization}"
     if config.quantization is None:
         return
-    if "--quantization" in vllm_flags.names(flags):
-        raise UsageError(f"{given}, and after -- another --quantization, which vLLM would take", remedy="give one")
+    _refuse_beside_fp8(flags, given)
     if not shares_weights:
         raise UsageError(
             f"{given} is made of weights that are trained in vLLM's memory, and this server shares none",
@@ -103,6 +103,16 @@ def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares
         where = f" on each of {num_ranks} GPUs" if num_ranks > 1 else ""
         other = "leave it out" if by_row or num_ranks > 1 else "--quantization fp8_per_channel"
         raise UsageError(f"{given} needs widths that {block} divides{where}, found {width}", remedy=other)
+
+
+def _refuse_beside_fp8(flags: Sequence[str], given: str) -> None:
+    """Refuse vLLM's own flags that would leave the weights without FP8, or change the FP8 alone."""
+    if "--quantization" in vllm_flags.names(flags):
+        raise UsageError(f"{given}, and after -- another --quantization, which vLLM would take", remedy="give one")
+    if TRANSFER_FLAG[0] in vllm_flags.names(flags):
+        raise UsageError(
+            f"{given}: vLLM's transfer would write the FP8, not what it is made of", remedy=f"omit {TRANSFER_FLAG[0]}"
+        )
 
 
 def check_length(config: ServeConfig) -> None:

@@ -213,7 +213,7 @@ def test_replicas_are_compared_in_their_fp8(monkeypatch: pytest.MonkeyPatch, ser
     digested = {False: {"w": "1"}, True: {"w": "f"}}
     monkeypatch.setattr(BridgeClient, "digests", lambda *_, quantized: digested[quantized])
     monkeypatch.setattr(BridgeClient, "status", lambda _: SimpleNamespace(version=3))
-    monkeypatch.setattr(verify.fence, "frozen", lambda _: nullcontext(False))
+    monkeypatch.setattr("bridge.server.fence.frozen", lambda _: nullcontext(False))
     manifests.write(server.manifest, tmp_path / "m.json")
     assert verify.served(tmp_path / "m.json") == Served(3, {"w": "1", "w in FP8": "f"})
 

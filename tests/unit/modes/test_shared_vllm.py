@@ -28,7 +28,9 @@ from tests.unit.http_server import Answer, HttpRequest, HttpServer, as_json, ser
 from tests.unit.several_ranks import on_ranks
 from tests.unit.toy_server import ToyServer
 
-PLAIN, FP8, STALE = ({"w": "1"}, {}), ({"w": "1"}, {"w": "f"}), ({"w": "1"}, {"w": "0"})
+Digests = tuple[dict[str, str], dict[str, str]]
+PLAIN: Digests = {"w": "1"}, {}
+FP8, STALE = ({"w": "1"}, {"w": "f"}), ({"w": "1"}, {"w": "0"})
 """Digests of a server's weights, and of the FP8 made of them."""
 RUN = RunContext(name="runs/ours", scratch=Path("/nonexistent"), note=lambda _: None)
 

