@@ -30,9 +30,9 @@ from bridge.rollouts.sampler import Sampler
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
-from bridge.server.protocol import DIGESTED, Element, Status
+from bridge.server.protocol import Element, Status
 from bridge.types import Group
-from bridge.weights import cuda_ipc
+from bridge.weights import cuda_ipc, fp8
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.parts import digest
 
@@ -107,7 +107,7 @@ def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
         checksums = {
             f"{name}{suffix}, part {part}" if part else f"{name}{suffix}": text
             for part in range(exported.tp_degree)
-            for suffix, of_fp8 in DIGESTED.items()
+            for suffix, of_fp8 in fp8.DIGESTED.items()
             for name, text in client.digests(part, quantized=of_fp8).items()
         }
         return Served(client.status().version, checksums)

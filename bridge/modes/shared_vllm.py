@@ -19,8 +19,8 @@ from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update, Window
 from bridge.server.manifest import Manifest
-from bridge.server.protocol import ADAPTER, DIGESTED, Holder, Status, Written
-from bridge.weights import model_folder, skeleton
+from bridge.server.protocol import ADAPTER, Holder, Status, Written
+from bridge.weights import fp8, model_folder, skeleton
 from bridge.weights.attach import OpenedModel, attach, attach_again
 from bridge.weights.parts import Parts
 
@@ -157,7 +157,7 @@ class PatchedServer(Mode):
             return {
                 (part, name + suffix): text
                 for part in parts
-                for suffix, of_fp8 in DIGESTED.items()
+                for suffix, of_fp8 in fp8.DIGESTED.items()
                 for name, text in self.client.digests(part, quantized=of_fp8).items()
             }
 

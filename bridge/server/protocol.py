@@ -232,15 +232,11 @@ class Values(Record):
     """One value per requested element, in the same order; NaN and infinity as strings, since JSON has neither."""
 
 
-DIGESTED = {"": False, " in FP8": True}
-"""What messages add to a parameter's name -> whether the digest is of the FP8 made of it."""
-
-
 class Digests(Record):
     """The answer of `GET /bridge/tensors/digest`."""
 
     digests: dict[str, str]
-    """vLLM's parameter -> digest of its bytes on one rank (`bridge.weights.parts`), or of its FP8 (`.fp8`)."""
+    """vLLM's parameter -> digest on one rank (`bridge.weights.parts`); `?quantized=true`: of the FP8 made of it."""
 
 
 class Finiteness(Record):

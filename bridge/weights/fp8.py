@@ -23,6 +23,8 @@ LEAST = 1e-4
 """A block whose numbers are all smaller is scaled as if this were its largest."""
 LEAST_SCALE = 1 / (LARGEST * 512)
 """Of a row."""
+DIGESTED = {"": False, " in FP8": True}
+"""What messages add to a parameter's name -> whether the digest is of the FP8 made of it."""
 
 
 def scales_shape(shape: torch.Size, how: Quantization) -> tuple[int, ...]:

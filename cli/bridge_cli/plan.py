@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated
 
 from rich.table import Table
@@ -20,6 +21,7 @@ from bridge.planning.memory import GIB, SERVERS_GPU
 from bridge.planning.model_size import ModelSize, folder_of
 from bridge.planning.setups import Limits, Row, command, plan_rows
 from bridge.processes import accelerator
+from bridge.types import Quantization
 from bridge_cli import console, layout
 from bridge_cli.options import Json, from_config, option
 
@@ -88,7 +90,7 @@ def plan(
     --all lists every setup with its memory; flags such as --mode and --optimizer narrow the list.
     """
     folder = folder_of(serve.model, fetch=True)
-    obstacles = [*model_checks.obstacles(model_checks.read(str(folder)) or {}), *_fp8_obstacles(serve, train)]
+    obstacles = _obstacles(folder, serve.quantization, train.publishing.reload)
     modes = _open_modes(serve.model, train.mode if train.was_given("mode") else None, obstacles)
     size = ModelSize.of(folder).quantized(serve.quantization)
     gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
@@ -125,12 +127,13 @@ def plan(
         _show(planned, everything=everything)
 
 
-def _fp8_obstacles(serve: ServeConfig, train: TrainConfig) -> list[Obstacle]:
-    """Return what rules out modes whose servers share no weights, of which FP8 would be made."""
-    if serve.quantization is None or train.publishing.reload == "in-place":
-        return []
-    reason = f"--quantization {serve.quantization} needs weights that are trained in vLLM's memory"
-    return [Obstacle(reason, "leave it out, or --mode shared_vllm", modes=(model_checks.NONE,))]
+def _obstacles(model: Path, quantization: Quantization | None, reload: str) -> list[Obstacle]:
+    """Return what rules out modes for the model: FP8 is made only of weights that a server shares."""
+    obstacles = model_checks.obstacles(model_checks.read(str(model)) or {})
+    if quantization is not None and reload != "in-place":
+        reason = f"--quantization {quantization} needs weights that are trained in vLLM's memory"
+        obstacles.append(Obstacle(reason, "leave it out, or --mode shared_vllm", modes=(model_checks.NONE,)))
+    return obstacles
 
 
 def _open_modes(name: str, chosen: str | None, obstacles: Sequence[Obstacle]) -> list[str]:
