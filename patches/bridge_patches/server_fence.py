@@ -152,8 +152,9 @@ class ServerFence:
                     await self._resume(request.holder)
                 raise
             self._published = None  # a late repetition of a publication must not end this pause
+            has_weights = self.writes == "weights" and self._phase in {Phase.WRITING, Phase.REWRITING}
             self.enter(phase, request.holder)
-            if request.writes != "nothing":
+            if request.writes == "weights" or (request.writes == "adapter" and not has_weights):
                 kept = self.last_checkpoint if request.writes == self.writes else None
                 self.last_checkpoint = request.last_checkpoint or kept
                 self.writes = request.writes

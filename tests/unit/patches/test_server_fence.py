@@ -673,6 +673,22 @@ def test_fp8_stays_if_no_weight_was_written(writes: Written, *, published: bool)
     run(passage())
 
 
+def test_fp8_is_made_if_the_holder_pauses_again_for_its_adapter() -> None:
+    engine = FakeEngine()
+    fence = ServerFence(engine, manifest(**QUANTIZED))
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep"))
+        await fence.pause(asking(ME, "keep", writes="adapter"))
+        await fence.publish(ME)
+        assert engine.calls.count("requantize") == 1
+        await fence.pause(asking(ME, "keep", writes="adapter"))
+        await fence.publish(ME)
+        assert engine.calls.count("requantize") == 1, "nothing was written since"
+
+    run(passage())
+
+
 def test_fp8_that_cannot_be_made_is_not_published() -> None:
     engine = FakeEngine(failing="requantize")
     fence = ServerFence(engine, manifest(**QUANTIZED))
