@@ -137,15 +137,12 @@ def unblocked(config: Config | None, size: int, num_ranks: int) -> str:
     described = _language(config)
     heads, hidden = described.get("num_attention_heads"), described.get("hidden_size")
     head = described.get("head_dim") or (hidden // heads if hidden and heads else None)
-    vision = (config or {}).get("vision_config") or {}
+    vision = (config or {}).get("vision_config") or {}  # vLLM quantizes it, too
     inputs = {
         "hidden_size": (hidden, 1), "the width of all heads": (head and heads and head * heads, num_ranks),
         **{name: (described.get(name), num_ranks) for name in EXPANDED},
         **{f"the vision model's {name}": (vision.get(name), num_ranks) for name in ("hidden_size", *EXPANDED)},
     }  # fmt: skip
-    vision = (config or {}).get("vision_config")
-    if isinstance(vision, dict):  # vLLM quantizes it, too
-        inputs |= {f"the vision model's {name}": (vision.get(name), num_ranks) for name in ("hidden_size", EXPANDED[0])}
     for name, (width, parts) in inputs.items():
         if isinstance(width, int) and width % (parts * size):
             return f"{name} {width}"

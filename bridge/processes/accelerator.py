@@ -1,9 +1,8 @@
 """The device of vLLM, and the share of a GPU that leaves room for training; neither torch nor vLLM is imported.
 
 Not covered: whether the GPU fits the installed vLLM (`bridge doctor`), the arithmetic (`bridge/planning/memory.py`).
-Source: `cuda.h`, the CUDA driver's API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`,
-`cuDeviceGetAttribute`), which honors
-CUDA_VISIBLE_DEVICES.
+Source: `cuda.h`, the CUDA driver's API (`cuInit`, `cuDeviceGetCount`, `cuDeviceTotalMem_v2`, `cuDeviceGetAttribute`),
+which honors CUDA_VISIBLE_DEVICES.
 """
 
 import ctypes
