@@ -81,7 +81,8 @@ def limit(lengths: Lognormal) -> None:
         sampling.max_tokens = min(sampling.max_tokens, lengths.of(self.prompt, index))
         return sampling
 
-    ParentRequest.__init__, ParentRequest._get_child_sampling_params = remember, limited
+    ParentRequest.__init__ = remember
+    ParentRequest._get_child_sampling_params = limited
 
 
 class Capped:
@@ -95,7 +96,8 @@ class Capped:
         if VARIABLE not in os.environ or scope.get("path") != COMPLETIONS:
             await self._app(scope, receive, send)
             return
-        message, body = {"more_body": True}, b""
+        message = {"more_body": True}
+        body = b""
         while message.get("more_body"):
             message = await receive()
             body += message.get("body", b"")

@@ -245,7 +245,10 @@ class Lines(TrainerCallback):  # type: ignore[misc]
     """Prints the times at the end of every step: those of the first process, and the tokens of all."""
 
     def __init__(self, clock: Clock, out: TextIO | None, accelerator: Any) -> None:
-        self._clock, self._out, self._accelerator, self._stepped_at = clock, out, accelerator, 0.0
+        self._clock = clock
+        self._out = out
+        self._accelerator = accelerator
+        self._stepped_at = 0.0
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._stepped_at = moment()

@@ -106,7 +106,7 @@ def settings(options: argparse.Namespace, url: str) -> dict[str, Any]:
 
 
 def plain_text(*_: Any, **__: Any) -> None:
-    """Refuse to parse an answer: TRL takes its text as it is then."""
+    """Raise a ValueError, after which TRL takes the decoded text."""
     raise ValueError
 
 

@@ -273,7 +273,7 @@ def _add_adapters(extra: Added, rank: int, given: set[str]) -> None:
 
 
 def _add_kernels(extra: Added, config: ServeConfig, outer: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Let vLLM serve FP8 as it is first made of a weight, and let it run beside a trainer on a CPU."""
+    """Add what vLLM's kernels need: for FP8, that none changes it; on a CPU, room for the trainer."""
     if not on_gpu:
         _add_cpu(extra, config, outer)
     elif config.quantization is not None:
@@ -281,7 +281,7 @@ def _add_kernels(extra: Added, config: ServeConfig, outer: Mapping[str, str], *,
 
 
 def _fp8_kernels(outer: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep vLLM's FP8 as it is first made of a weight, unless the caller chose."""
+    """Return variables that stop vLLM from rounding or repacking FP8 a second time, unless the caller set them."""
     homes = [f"{outer[name]}/bin" for name in CUDA_HOMES if outer.get(name)] or ["/usr/local/cuda/bin"]
     has_compiler = shutil.which("nvcc", path=os.pathsep.join([outer.get("PATH", os.defpath), *homes]))
     derived = dict([ROUNDED_SCALES, UNPACKED] if has_compiler else [ROUNDED_SCALES, UNPACKED, WITHOUT_DEEP_GEMM])

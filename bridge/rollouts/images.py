@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 
 from bridge.core import image_file
-from bridge.core.foreign_code import described, reason_of
+from bridge.core.foreign_code import described
 from bridge.errors import RewardError, UnsupportedModelError, UsageError
 from bridge.planning.model_size import SEEING
 from bridge.rollouts import problems
@@ -147,17 +147,9 @@ class Prompts:
                 remedy="write the prompts as text, or use a model with a chat template",
             )
         messages = [*_in_parts(prompt, len(problem["images"]))]
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._chat_template, add_generation_prompt=True, tokenize=False,
-                **self._template,
-            )  # fmt: skip
-        except Exception as error:  # a template computes with the messages, and may raise anything
-            raise RewardError(
-                f"the model's chat template rejects the prompt {described(prompt)}: {type(error).__name__}"
-                f"{reason_of(error)}",
-                remedy="use the roles that the model's template supports, in the order that it expects",
-            ) from error
+        text: str = problems.apply_chat_template(
+            self._tokenizer, messages, chat_template=self._chat_template, tokenize=False, **self._template
+        )
         return text
 
 
@@ -181,7 +173,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Array:
-    """Return a tensor as it is sent: pixels in the model's type, in which its tower takes them."""
+    """Return a tensor that can be sent, with pixels in the dtype of the model, which its vision model takes."""
     kept = tensor.to(dtype) if tensor.is_floating_point() else tensor.to(torch.int64)
     content = kept.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return Array(name=name, dtype=str(kept.dtype).removeprefix("torch."), shape=tuple(kept.shape), content=content)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bridge.core.foreign_code import described, reason_of, shortened
 from bridge.errors import RewardError, UsageError
-from bridge.types import Environment, Problem
+from bridge.types import Environment, Message, Problem
 
 WINDOW = 4096
 """Size of the shuffle buffer; a list, which is in memory anyway, is shuffled as a whole."""
@@ -79,21 +79,24 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
             remedy="write the prompts as text, add their text as plain_prompt, or use a model with a chat template",
         )
     else:
-        try:
-            ids = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **template
-            )
-        except Exception as error:  # a template computes with the messages, and may raise anything
-            raise RewardError(
-                f"the model's chat template rejects the prompt {described(prompt)}: {type(error).__name__}"
-                f"{reason_of(error)}",
-                remedy="use the roles that the model's template supports, in the order that it expects",
-            ) from error
+        ids = apply_chat_template(tokenizer, prompt, tokenize=True, return_dict=False, **template)
     if not ids:
         raise RewardError(
             f"the prompt {described(prompt)} has no tokens", remedy="give every problem a prompt of at least one token"
         )
     return tuple(ids)
+
+
+def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], /, **options: Any) -> Any:
+    """Return what `tokenizer.apply_chat_template` makes of a prompt; RewardError if the template rejects it."""
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except Exception as error:  # a template computes with the messages, and may raise anything
+        raise RewardError(
+            f"the model's chat template rejects the prompt {described(messages)}: {type(error).__name__}"
+            f"{reason_of(error)}",
+            remedy="use the roles that the model's template supports, in the order that it expects",
+        ) from error
 
 
 def refuse_images(problem: Problem) -> None:

@@ -1,7 +1,7 @@
 """Serve linear layers and experts in FP8 that is made of the shared weights, which stay as they were loaded.
 
 Symptom: with `--quantization fp8_per_block` or `fp8_per_channel` there is no weight that a trainer could update.
-Cause: vLLM quantizes each layer as soon as it is loaded, and drops what it was loaded from.
+Cause: vLLM quantizes each layer right after loading it, and drops the original weight.
 What is done: the layers load as without quantization. vLLM then quantizes each by its own code, and what it was
 quantized from is kept: that is what is exported. At each publication one kernel (`bridge/weights/fp8.py`) quantizes it
 again into the tensors that vLLM's kernels and CUDA graphs hold.

@@ -1,7 +1,7 @@
 """`none --reload transfer` against the real vLLM on the CPU, whose engine sends over gloo instead of NCCL.
 
-The model has a head of its own: on CPUs that multiply bf16, a stock vLLM packs a copy of a tied one for its kernels,
-and keeps that copy when new weights are loaded (vLLM 0.32, `dispatch_cpu_unquantized_gemm`). On a GPU it packs nothing.
+The model's head is not tied: on CPUs with bf16 instructions, a stock vLLM packs a copy of a tied head for its kernels,
+and does not update it when new weights are loaded (0.32, `dispatch_cpu_unquantized_gemm`). On a GPU it packs nothing.
 
 Not covered: NCCL itself, and servers that fail (`tests/unit/modes/test_transfer.py`).
 """

@@ -79,7 +79,7 @@ from tests.unit.weights.test_fp8 import SHAPES, random
 
 for shape in SHAPES:
     weights = random(*shape)
-    wide = torch.zeros(shape)  # the interpreter rounds to FP8 in a way of its own
+    wide = torch.zeros(shape)  # the interpreter rounds to FP8 differently
     _, expected = fp8.quantized(weights, "fp8_per_channel")
     scales = torch.zeros_like(expected)
     fp8_kernel.quantize_rows[shape[0],](weights, wide, scales, shape[1], 64)
