@@ -53,6 +53,8 @@ PER_PARAMETER_S = 0.01
 TIED_LIMIT = 0.002
 """Largest share of tokens of which two experts have so nearly equal scores that rounding decides."""
 UNDECIDED_LIMIT = 0.05
+SHARE_OF_STATE = 0.1
+"""Of a load's tokens, the share that each of two alternating states has to serve before the load may end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,11 @@ class Alternation:
         self.published[times.version] = state
 
     def under_load(self, load: Load, meanwhile: Callable[[], None]) -> list[Answer]:
-        """Generate, and call `meanwhile` repeatedly, until there are enough tokens and calls."""
+        """Generate, and call `meanwhile` repeatedly, until there are enough tokens and calls, and of both states.
+
+        A busy machine may serve one state for most of a short load, so the share of each state is waited for.
+        """
+        first = max(self.published)
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(3, tiny.VOCABULARY, (NUM_PROMPTS, load.prompt_tokens), generator=generator).tolist()
         requests, enough = _Requests(self.server, load), threading.Event()
@@ -174,13 +180,23 @@ class Alternation:
                 for number in itertools.count(1):
                     meanwhile()
                     time.sleep(load.fence_every_s)
-                    if number >= load.num_fences:
+                    if number >= load.num_fences and self._has_share_of_both(requests.answers, first, load):
                         enough.set()
                     if all(future.done() for future in sent):
                         break
             finally:
                 enough.set()
-            return [answer for future in sent for answer in future.result()]
+            for future in sent:
+                future.result()
+        return requests.answers
+
+    def _has_share_of_both(self, answers: Sequence[Answer], first: int, load: Load) -> bool:
+        """Return whether each state that was published since version `first` has its share of the tokens."""
+        num_tokens = dict.fromkeys((state for version, state in self.published.items() if version >= first), 0)
+        for answer in list(answers):
+            for version, count in answer.runs:
+                num_tokens[self.published[version]] += count
+        return len(num_tokens) == 1 or min(num_tokens.values()) >= SHARE_OF_STATE * load.num_tokens
 
     def judge(self, answers: Sequence[Answer], tolerance: float) -> Verdict:
         """Match each token to a state."""
@@ -307,7 +323,7 @@ def finds_no_torn_token(alternation: Alternation, load: Load, in_flight: InFligh
     assert verdict.num_tokens >= load.num_tokens, verdict
     assert (verdict.neither, verdict.mislabeled) == (0, 0), verdict
     assert verdict.undecided < load.undecided * verdict.num_tokens, verdict
-    assert min(verdict.of_state) > 0.1 * verdict.num_tokens, verdict
+    assert min(verdict.of_state) > SHARE_OF_STATE / 2 * load.num_tokens, verdict
     return verdict
 
 
@@ -420,17 +436,19 @@ class _Requests:
     def __init__(self, server: LiveServer, load: Load) -> None:
         self._url, self._model, self._load = server.manifest.url, server.manifest.model, load
         self._shape = server.status().experts
+        self.answers = list[Answer]()
 
-    def send(self, prompt: list[int], thread: int, enough: threading.Event) -> list[Answer]:
+    def send(self, prompt: list[int], thread: int, enough: threading.Event) -> None:
         """Send one request after another until this thread has its share of the tokens and `enough` is set."""
-        load, answers, num_tokens = self._load, list[Answer](), 0
+        load, num_tokens = self._load, 0
         with httpx.Client(base_url=self._url, timeout=TIMEOUT_S, trust_env=False) as http:
             for number in itertools.count():
                 if num_tokens >= load.num_tokens / load.num_requests and enough.is_set():
-                    return answers
+                    return
                 seed = thread * 1_000_003 + number * load.num_samples
-                answers += self._answers(http, prompt, seed)
-                num_tokens = sum(len(answer.logprobs) for answer in answers)
+                answers = list(self._answers(http, prompt, seed))
+                num_tokens += sum(len(answer.logprobs) for answer in answers)
+                self.answers += answers
         raise AssertionError("unreachable")
 
     def _answers(self, http: httpx.Client, prompt: list[int], seed: int) -> Iterator[Answer]:
