@@ -74,7 +74,8 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
     recurrence.keep_apart(model)
     _choose_attention(model, expected, compute.attention, note)
     if compiles:
-        _compile(model, expected, note, recomputed=bool(compute.gradient_checkpointing))
+        recomputed = bool(compute.gradient_checkpointing or compute.activation_offload)
+        _compile(model, expected, note, recomputed=recomputed)
     shares_prompts = _may_share_prompts(model, expected, note)
     if compute.gradient_checkpointing:
         _recompute(model, note)
@@ -127,7 +128,7 @@ def _may_share_prompts(model: PreTrainedModel, expected: "Expected", note: Note)
 def _compile(model: PreTrainedModel, expected: "Expected", note: Note, *, recomputed: bool) -> None:
     """Compile the layers; undo it where torch cannot, or the result is wrong.
 
-    Compile the backward pass, too, unless activations are recomputed: `_recompute` does it then.
+    Compile the backward pass, too, unless activations are recomputed or offloaded: `_recompute` does it then.
     """
     layers.compile_layers(model, recomputed=recomputed)
     try:

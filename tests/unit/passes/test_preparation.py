@@ -256,6 +256,23 @@ def test_gradient_hooks_run_once_per_parameter(
     assert sorted(hooked) == sorted(id(parameter) for parameter in model.get_decoder().parameters())
 
 
+@pytest.mark.parametrize("offloads", [None, True])
+def test_no_backward_pass_is_compiled_before_it_is_known_what_offloaded_layers_keep(
+    offloads: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()  # what another test compiled would be used again
+    differentiated = list[bool]()
+
+    def compiled(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        differentiated.append(torch.is_grad_enabled())
+        return graph.forward
+
+    monkeypatch.setattr(layers, "COMPILER", compiled)
+    prepared(llama(), compile_layers=True, activation_offload=offloads)
+    assert differentiated
+    assert any(differentiated) == (offloads is None)
+
+
 def test_no_parameter_is_moved_or_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "eager")
     model = llama()
