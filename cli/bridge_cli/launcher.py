@@ -165,6 +165,7 @@ def launch(layout: Layout) -> int:
         return int(json.loads((scratch / "0.json").read_text())["code"])
     except SignalException as error:
         handler = None  # as torch does: other hosts may go on without this one
+        _note_interrupt(scratch)
         return 128 + error.sigval
     except RendezvousError as error:
         raise _not_met(layout, error, time.monotonic() - began) from error
@@ -173,6 +174,14 @@ def launch(layout: Layout) -> int:
             handler.shutdown()
         if all(log.is_symlink() or not log.stat().st_size for log in scratch.glob("*.log")):
             shutil.rmtree(scratch)
+
+
+def _note_interrupt(scratch: Path) -> None:
+    """Print that a signal ended the run, unless this host's first rank did: one that lost another prints nothing."""
+    report = scratch / "0.json"
+    document = json.loads(report.read_text()) if report.exists() else {}
+    if not document.get("code") or "message" in document:
+        console.note("interrupted")
 
 
 def _spec(layout: Layout, handler: Any, scratch: Path) -> WorkerSpec:

@@ -50,7 +50,6 @@ def answer(arguments):
     try:
         with rank_run.joined(None) as world:
             world.run_on_rank_zero(lambda: own_rank.keep(folder))
-            (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
             act(world, folder, resumes, arguments)
     except BridgeError as error:
         console.fault(error.message, error.remedy)
@@ -60,7 +59,8 @@ def answer(arguments):
         return 130
     return 0
 
-def hang(world):
+def hang(world, folder):
+    (folder / f"{world.rank}.waits").touch()
     while True:
         time.sleep(0.05)
         world.check_abort()
@@ -102,11 +102,21 @@ except RankError:
 (folder / f"{world.rank}.resumed").write_text(" ".join(arguments))
 """
 WAITS = """
-world.run_on_all(lambda: hang(world))
+world.run_on_all(lambda: hang(world, folder))
+"""
+WAITS_ALONE = """
+if world.rank == 1:
+    (folder / "1.waits").touch()
+    time.sleep(1000)
+world.run_on_all(lambda: hang(world, folder))
 """
 SAVES = """
+def wait():
+    (folder / f"{world.rank}.waits").touch()
+    time.sleep(1000)  # for its own signal, so that none comes later, while it saves
+
 try:
-    world.run_on_all(lambda: hang(world))
+    world.run_on_all(wait)
 except KeyboardInterrupt:
     (folder / f"{world.rank}.saving").touch()
     try:
@@ -201,7 +211,7 @@ def test_a_killed_rank_restarts_all_from_the_newest_checkpoint(tmp_path: Path) -
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     launched = Launched(tmp_path, WAITS)
-    launched.wait_for("0.pid", "1.pid")
+    launched.wait_for("0.waits", "1.waits")
     tree = launched.tree()
     launched.process.kill()
     launched.process.wait()
@@ -211,16 +221,26 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_interrupts_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
     launched = Launched(tmp_path, WAITS, restarts=1)
-    launched.wait_for("0.pid", "1.pid")
+    launched.wait_for("0.waits", "1.waits")
     launched.process.send_signal(number)
     assert launched.code() == 128 + number, launched.output
     assert launched.output.count("interrupted") == 1
     assert "Traceback" not in launched.output
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_one_rank_gets_between_phases_is_told_once(tmp_path: Path, number: signal.Signals) -> None:
+    launched = Launched(tmp_path, WAITS_ALONE)  # it leaves at once, and the first rank loses it
+    launched.wait_for("0.waits", "1.waits")
+    launched.process.send_signal(number)
+    assert launched.code() == 128 + number, launched.output
+    assert launched.output.count("interrupted") == 1, launched.output
+    assert "Traceback" not in launched.output
+
+
 def test_a_second_interrupt_reaches_ranks_that_save(tmp_path: Path) -> None:
     launched = Launched(tmp_path, SAVES)
-    launched.wait_for("0.pid", "1.pid")
+    launched.wait_for("0.waits", "1.waits")
     launched.process.send_signal(signal.SIGINT)
     launched.wait_for("0.saving", "1.saving")
     launched.process.send_signal(signal.SIGINT)
@@ -285,11 +305,11 @@ def test_a_lost_host_ends_the_other_or_is_waited_for(networks: Networks, tmp_pat
 
     for restarts in (0, 1):
         hosts = [start(number, restarts) for number in (0, 1)]
-        hosts[1].wait_for("0.pid")
-        hosts[0].wait_for("1.pid")
+        hosts[1].wait_for("0.waits")
+        hosts[0].wait_for("1.waits")
         hosts[0].process.kill()
         if restarts:
-            (tmp_path / "0" / "1.pid").unlink()
+            (tmp_path / "0" / "1.waits").unlink()
             other = start(0, restarts)
             assert hosts[1].code() == 0, hosts[1].output
             assert other.code() == 0, other.output
@@ -299,7 +319,7 @@ def test_a_lost_host_ends_the_other_or_is_waited_for(networks: Networks, tmp_pat
             assert "error: rank 0 of 2 lost another rank" in hosts[1].output or "stopped" in hosts[1].output
         assert "Traceback" not in hosts[1].output
         for number in (0, 1):
-            for path in (tmp_path / str(number)).glob("*.pid"):
+            for path in (tmp_path / str(number)).glob("*.waits"):
                 path.unlink()
 
 
