@@ -308,13 +308,15 @@ PROGRAM = """
 import sys, time
 from bridge_cli import console, live
 from tests.cli.test_live import HOSTILE, group, step
+live.LONGEST_GOODBYE_S = 60.0
 with live.reporting_to_people(3, "run directory: r") as reporter:
     for number in (1, 2, 3):
         reporter.phase("rollouts")
         reporter.progress(1, 2)
         reporter.step(step(number), [group(HOSTILE)])
         print("a stray line", file=sys.stderr)
-        time.sleep(0.4)
+        while reporter._drawn is None or reporter._drawn[-1] < number:
+            time.sleep(0.01)
 console.note("done")
 """
 

@@ -23,6 +23,7 @@ from bridge.server.protocol import VERSION_HEADER, Element, InFlight
 from bridge.types import Group
 from bridge.weights.attach import attach
 from tests import scenarios
+from tests.cpu.test_generate import metric
 from tests.fenced import publish
 from tests.models import tiny
 from tests.scenarios import LiveServer
@@ -97,8 +98,10 @@ def _fence_into_a_request(
     http = httpx.Client(base_url=server.manifest.url, timeout=120)
     with http, BridgeClient(server.manifest, timeout_s=120) as client, ThreadPoolExecutor() as background:
         before = client.status().version
+        sampled = metric(http, "vllm:generation_tokens_total")
         pending = background.submit(http.post, "/v1/completions", json=body)
-        time.sleep(0.5)
+        while metric(http, "vllm:generation_tokens_total") == sampled and not pending.done():
+            time.sleep(0.01)
         times = publish(fence.publish(client, Update(), in_flight=in_flight))
         return before, times, pending.result().raise_for_status()
 

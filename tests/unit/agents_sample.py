@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -235,13 +237,17 @@ class Misbehaving(Problems):
 
     def _leaves(self, client: OpenAI, messages: list[Any]) -> float:
         """End while a request of another thread is in flight."""
+        requested = Path(os.environ["STARTED_IN"]) / uuid.uuid4().hex  # made by the server, which answers later
 
         def ask() -> None:
             with contextlib.suppress(openai.OpenAIError):
-                client.chat.completions.create(model="m", messages=[{"role": "user", "content": "slowly"}])
+                client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": f"slowly {requested.name}"}]
+                )
 
         threading.Thread(target=ask).start()
-        time.sleep(1)
+        while not requested.exists():
+            time.sleep(0.01)
         return 1.0
 
 

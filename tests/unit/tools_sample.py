@@ -78,9 +78,8 @@ class Bench:
     def _dies(self) -> None:
         os._exit(7)
 
-    def _leaves(self) -> str:
-        subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {os.getpid()}"])
-        return "left"
+    def _names_its_process(self) -> str:
+        return f"process {os.getpid()}"
 
 
 class Halves(Bench):

@@ -504,14 +504,19 @@ def test_an_agent_that_asks_nothing_is_not_scored(tmp_path: Path) -> None:
     }
 
 
-def test_a_request_that_outlives_its_run_is_not_recorded(tmp_path: Path) -> None:
+def test_a_request_that_outlives_its_run_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARTED_IN", str(tmp_path))
+    are_over = threading.Event()
+
     def words(prompt: str) -> str:
-        if "slowly" in prompt:
-            time.sleep(2)
+        if requested := re.search(r"slowly (\w+)", prompt):
+            (tmp_path / requested[1]).touch()
+            assert are_over.wait(60)
         return "leaves<|im_end|>"
 
     with spoken(tmp_path, words, environment=f"{FILE}:Misbehaving", batch_size=4) as ours:
         (group,) = ours.stream.take(1, step=1)
+        are_over.set()
         assert len([request for request in ours.requests if request.method == "POST"]) == 8
     assert group.rewards == (1.0,) * 4
     assert {completion.num_turns for completion in group.completions} == {1}

@@ -3,11 +3,14 @@
 import base64
 import json
 import math
+import os
 import pickle
 import random
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -358,7 +361,7 @@ HARMLESS = {
     "lacks": "error: AttributeError: 'Bench' object has no attribute '_lacks'",
 }
 FATAL = {
-    "hangs": "tool misbehave took longer than 1 s (tools_sample.py line ",
+    "hangs": "tool misbehave took longer than 4 s (tools_sample.py line ",
     "dies": "tool misbehave ended its process with exit status 7",
 }
 
@@ -441,7 +444,7 @@ def test_a_tool_that_hangs_or_dies_costs_its_trajectory_alone(
     def say(number: int, turn: int) -> str:
         return calls("qwen2_5", f"misbehave {how}" if number == 1 else "add")(number, turn)
 
-    choices: dict[str, Any] = {"reward_processes": 3, "tool_timeout_s": 1.0, "batch_size": 24}
+    choices: dict[str, Any] = {"reward_processes": 3, "tool_timeout_s": 4.0, "batch_size": 24}
     with rolled(tmp_path, say, **choices) as ours:
         groups = ours.stream.take(6, step=1)
         assert not sleepers(tmp_path), "what it started has ended, too"
@@ -457,13 +460,24 @@ def test_a_tool_that_hangs_or_dies_costs_its_trajectory_alone(
     assert line.startswith(f"step 1: 4 completions left out for lack of a reward: {FATAL[how]}")
 
 
-def test_a_process_that_ends_between_two_calls_is_reported(tmp_path: Path) -> None:
-    def say(number: int, turn: int) -> str:
-        if turn:
-            time.sleep(1.0)
-        return calls("qwen2_5", "misbehave leaves", "add")(number, turn)
+def runs(pid: int) -> bool:
+    """Return whether a process has not ended with all of its threads."""
+    with suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+    return False
 
-    with rolled(tmp_path, say, reward_processes=4) as ours:
+
+def test_a_process_that_ends_between_two_calls_is_reported(tmp_path: Path) -> None:
+    def words(prompt: str) -> str:
+        pids = [*map(int, re.findall(r"process (\d+)", prompt))]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            while runs(pid):
+                time.sleep(0.01)
+        return calls("qwen2_5", "misbehave names_its_process", "add")(0, len(pids))
+
+    with spoken(tmp_path, words, environment=f"{FILE}:Bench", reward_processes=4) as ours:
         (group, *_) = ours.stream.take(1, step=1)
     assert [failure.fault.partition(",")[0] for failure in group.unscored] == [
         "the environment's process ended between two calls"

@@ -42,7 +42,7 @@ def test_hanging_child_is_killed_with_its_children(program: Path) -> None:
     program.write_text(
         "import subprocess, time; print(subprocess.Popen(['sleep', '999']).pid, flush=True); time.sleep(999)"
     )
-    ended = run_child(module=program.stem, timeout_s=2)
+    ended = run_child(module=program.stem, timeout_s=5)
     assert ended.trouble() == "no answer within the time limit"
     try:
         grandchild = ProcessIdentity.of(int(ended.stdout))

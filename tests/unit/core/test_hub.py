@@ -19,7 +19,7 @@ from bridge.checks import model
 from bridge.core import hub
 from bridge.errors import UsageError
 
-hub.REQUEST_LIMIT_S, hub.LIMIT_S = 2.0, 6.0
+hub.REQUEST_LIMIT_S, hub.LIMIT_S = (2.0, 6.0) if "slow" in sys.argv[1] else (30.0, 30.0)
 try:
     hub.fetch_config(sys.argv[1])
     print(json.dumps({"config": model.read(sys.argv[1])}))

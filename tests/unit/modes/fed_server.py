@@ -5,7 +5,6 @@ until every worker has joined.
 """
 
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,7 +40,8 @@ class FedServer:
     fails_at: str = ""
     """Route that answers 500."""
     slow_at: str = ""
-    """Route that takes `SLOW_S`."""
+    """Route that takes `SLOW_S`, or until it `answers`."""
+    answers: threading.Event = field(default_factory=threading.Event)
     drops_prefixes: bool = True
     key: str = ""
     """What each request has to name; empty: nothing."""
@@ -59,7 +59,7 @@ class FedServer:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return as_json({"error": {"message": "no key"}}, 401)
         if route == self.slow_at:
-            time.sleep(SLOW_S)
+            self.answers.wait(SLOW_S)
         if request.method == "POST":
             self.calls.append(request.path.lstrip("/"))
         if route == self.fails_at:

@@ -229,9 +229,12 @@ def test_an_abandoned_pending_pause_leaves_the_server_serving(app: FastAPI) -> N
 
     engine = Busy()
     app.state.bridge_fence = ServerFence(engine, app.state.bridge_manifest)
-    with listening(app) as url, BridgeClient(manifest(url=url), timeout_s=1) as client:
-        with pytest.raises(ServerUnreachableError, match="ReadTimeout"):
-            publish(fence.publish(client, Update(), in_flight="wait"), lambda: pytest.fail("it wrote"))
+    with listening(app) as url, BridgeClient(manifest(url=url), timeout_s=60) as client:
+        with (
+            BridgeClient(manifest(url=url), timeout_s=1) as hasty,
+            pytest.raises(ServerUnreachableError, match="ReadTimeout"),
+        ):
+            publish(fence.publish(hasty, Update(), in_flight="wait"), lambda: pytest.fail("it wrote"))
         assert publish(fence.publish(client, Update(), served=0)).version == 1
         assert client.status().state == "serving"
     assert not engine.paused

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bridge.processes.start_checks import free_port
 from bridge_patches import startup
 from tests.unit.patches.test_plugin import LIMIT_S, find, start
 
@@ -45,6 +46,11 @@ async def main():
     context.Process(target=engine, args=(writer, connected)).start()
     note("pipe", reader.recv())
     server.listen()
+    while not (Path(sys.argv[1]) / "signal").exists():
+        await asyncio.sleep(0.02)
+    for _ in range(5):  # the loop looks at what woke it, and calls its handlers
+        await asyncio.sleep(0.02)
+    note("settled", "")
     await asyncio.sleep(60)
 
 if sys.argv[3] == "patched":
@@ -55,8 +61,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return free_port("127.0.0.1")
 
 
 def is_free(port: int) -> bool:
@@ -105,7 +110,7 @@ def test_a_signal_to_the_engine_is_its_own(
     _, engine = family
     engine.send_signal(signal.SIGTERM)
     assert int(find_text(tmp_path / "signal")) == engine.pid
-    time.sleep(0.5)
+    find_text(tmp_path / "settled")
     assert (tmp_path / "parent").exists() is ("patched" not in request.node.name)
 
 

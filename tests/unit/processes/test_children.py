@@ -12,6 +12,7 @@ import pytest
 
 from bridge.processes import children, leash, server_log
 
+LIMIT_S = 60.0
 FAMILY = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -53,7 +54,7 @@ def grandchild(child: children.Child) -> int:
 
 def grandchild_line(child: children.Child) -> str:
     """Wait until the child has printed a line, and return it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S
     while not (text := child.log.read_text()).endswith("\n"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -155,17 +156,20 @@ def test_what_a_killed_child_left_in_shared_memory_is_removed(tmp_path: Path) ->
 
 
 def test_a_second_interrupt_cuts_the_grace_short(tmp_path: Path) -> None:
-    child = start(STUBBORN, tmp_path)
+    hears = "lambda *_: print('asked to end', flush=True))\nchild"
+    child = start(STUBBORN.replace("signal.SIG_IGN)\nchild", hears), tmp_path)
     pid = grandchild(child)
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt() -> None:
+        while "asked to end" not in child.log.read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    presser = threading.Thread(target=interrupt, daemon=True)
+    presser.start()
     with pytest.raises(KeyboardInterrupt):
         children.stop(child, grace_s=999)
-    signal.signal(signal.SIGALRM, before)
+    presser.join()
     assert is_gone(child.process.pid)
     assert is_gone(pid)
 

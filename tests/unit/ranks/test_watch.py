@@ -19,7 +19,7 @@ from bridge.passes.cut_layers import summed
 from bridge.ranks import watch
 from bridge.ranks.watch import FAILED, PERIOD_S, SignsOfLife, Watch
 from bridge.ranks.world import Ranks
-from tests.unit.several_ranks import on_ranks
+from tests.unit.several_ranks import LIMIT_S, on_ranks
 
 
 def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
@@ -215,7 +215,8 @@ def test_an_exchange_ends_if_another_rank_cannot_take_part(pairs: tuple[Pair, Pa
             Watch(store, torch.device("cpu"), 1, 3, lambda: 7).failed()
         if cause.startswith("ended"):
             closed.close()
-        assert broken(other, within_s=6 * PERIOD_S) is (cause in {"failed", "ended", "noise, failed"})
+        ends = cause in {"failed", "ended", "noise, failed"}
+        assert broken(other, within_s=LIMIT_S if ends else 6 * PERIOD_S) is ends
 
 
 def test_a_watch_outlives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
@@ -226,4 +227,4 @@ def test_a_watch_outlives_a_store_that_raises(pairs: tuple[Pair, Pair]) -> None:
     with exchanging(own, Endless(), (0, 1)):
         time.sleep(2 * PERIOD_S)
         Watch(store, torch.device("cpu"), 1, 3, lambda: 7).failed()
-        assert broken(other, within_s=6 * PERIOD_S)
+        assert broken(other, within_s=LIMIT_S)

@@ -31,7 +31,6 @@ async def nothing() -> None:
     await asyncio.sleep(0)
 
 
-@pytest.mark.timeout(20)
 def test_an_interrupt_that_loses_the_wake_up_call_is_raised() -> None:
     loop = EventLoop()
     calls = Interrupted()
@@ -46,7 +45,6 @@ def test_an_interrupt_that_loses_the_wake_up_call_is_raised() -> None:
     loop.close(nothing())
 
 
-@pytest.mark.timeout(20)
 def test_an_interrupt_that_loses_a_call_cancels_its_waiter() -> None:
     loop = EventLoop()
     loop._calls = Interrupted()

@@ -17,7 +17,7 @@ from bridge.run.checkpoint import Progress
 
 KILLS = 20
 FILES = {"model.safetensors": 500_000, "config.json": 200, "optimizer/optimizer-00001-of-00001.safetensors": 1_000_000}
-LONGEST_S = 0.15
+LONGEST_S = 0.05
 
 
 def progress(step: int) -> Progress:
@@ -46,12 +46,14 @@ def save_for_ever(folder: Path, first: int) -> None:
         kept = checkpoint.keep_last([*kept, folder / f"step_{step}"], 2)
 
 
-def killed(folder: Path, first: int, after_s: float) -> None:
-    """Save in a child and kill it."""
+def killed(folder: Path, first: int, num_steps: int, after_s: float) -> None:
+    """Save in a child, and kill it some seconds after it has saved `num_steps` steps."""
     child = os.fork()
     if child == 0:
         save_for_ever(folder, first)
         os._exit(1)
+    while num_steps and not (folder / f"step_{first + num_steps - 1}").exists():
+        time.sleep(0.001)
     time.sleep(after_s)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -81,7 +83,7 @@ def main() -> None:
     folder, chance = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
     first = 1
     for _ in range(KILLS):
-        killed(folder, first, chance.uniform(0, LONGEST_S))
+        killed(folder, first, chance.randint(0, 2), chance.uniform(0, LONGEST_S))
         report = left_behind(folder)
         first = int(str(report["step"])) + 1
         print(json.dumps(report), flush=True)  # noqa: T201  its report
