@@ -29,7 +29,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks import _results
 from benchmarks._results import say
 from bridge.config import ServeConfig, TrainConfig
-from bridge.core import whole_folder
+from bridge.core import atomic_folder
 from bridge.learn import learner
 from bridge.learn.policy_loss import LossSpec, Sums, policy_loss
 from bridge.passes.packing import MicroBatch
@@ -255,7 +255,7 @@ def counting_model() -> Path:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    with whole_folder.written_whole(folder, replaceable=lambda _: False) as scratch:
+    with atomic_folder.write(folder, replaceable=lambda _: False) as scratch:
         model.to(torch.bfloat16).save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
     return folder

@@ -32,7 +32,7 @@ from bridge.agents import stream as agents_stream
 from bridge.agents.conversation import Conversation
 from bridge.agents.tool_calls import Call
 from bridge.config import SamplingConfig, TrainConfig
-from bridge.core.together import together
+from bridge.core.concurrency import gather_or_cancel
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
 from bridge.rollouts.stream import EnvironmentStream
@@ -200,7 +200,7 @@ async def tools_alone(scorer: Scorer, options: argparse.Namespace) -> None:
             all_found = begun, *answers, await tools.score("")
         assert not any(isinstance(scores, FailedScore) for scores in all_found), all_found
 
-    await together(one() for _ in range(options.trajectories))
+    await gather_or_cancel(one() for _ in range(options.trajectories))
 
 
 def table(row: dict[str, Any]) -> str:

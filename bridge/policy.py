@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from bridge.checks import Check, verify
 from bridge.config import ComputeConfig, SamplingConfig
 from bridge.config.optimizers import OptimizerName
+from bridge.core import atomic_folder
 from bridge.core.interrupt import deferred_interrupt
-from bridge.core.whole_folder import written_whole
 from bridge.errors import UsageError
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clip_gradients
@@ -236,7 +236,7 @@ class Policy(ServedModel):
                 else "policy.save has an optimizer, but no step",
                 remedy="policy.save(FOLDER), or policy.save(step=STEP, optimizer=...)",
             )
-        with written_whole(target, replaceable=lambda _: False, flag="policy.save(FOLDER)") as scratch:
+        with atomic_folder.write(target, replaceable=lambda _: False, flag="policy.save(FOLDER)") as scratch:
             write(scratch)
         return target
 

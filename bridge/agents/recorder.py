@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from bridge.agents import chat_request, responses_api
 from bridge.agents.chat_request import Refusal
-from bridge.core.intake import RefusedBodyError, limit_connections, read_body
+from bridge.core.http_limits import RefusedBodyError, limit_connections, read_body
 
 KEPT_S = 3600
 """How long a connection without requests is kept: an agent's tools may take long."""

@@ -18,7 +18,7 @@ from bridge.agents.conversation import Conversation
 from bridge.agents.recorder import Recorder
 from bridge.agents.trajectories import Trajectories
 from bridge.config import SamplingConfig, TaskConfig, TrainConfig
-from bridge.core import private
+from bridge.core import redaction
 from bridge.errors import RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Completions, GroupSampler, Notes
@@ -150,7 +150,7 @@ def rehearse(
         "fix what scores; it may return 0.0 for a completion of an unexpected form (to train anyway:"
         " --max-unscored-share 1)"
     )
-    if processes and (hidden := private.hidden(chosen.worker_env)):
+    if processes and (hidden := redaction.hidden_variables(chosen.worker_env)):
         remedy += f"; it cannot read {', '.join(hidden)} (--worker-env NAME passes a variable on)"
     raise RewardError(what, remedy=remedy)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bridge.agents.conversation import Conversation, encodable
 from bridge.agents.tool_calls import Call
-from bridge.core.together import together
+from bridge.core.concurrency import gather_or_cancel
 from bridge.errors import RewardError, UsageError
 from bridge.rollouts.groups import Sampled, Servers
 from bridge.rollouts.problems import encode, refuse_images
@@ -113,7 +113,7 @@ class TrajectorySampler:
         """
         first = index * num_samples
         return joined(
-            await together(
+            await gather_or_cancel(
                 self._trajectory(servers, problem, seed=seed, number=first + sample, **params)
                 for sample in range(num_samples)
             )

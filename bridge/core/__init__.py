@@ -1,4 +1,4 @@
-"""What every package needs: processes, signals, secrets, foreign code, and files that appear whole.
+"""What every package needs: processes, signals, secrets, foreign code, and files that are written atomically.
 
 May import: `bridge.errors`, `bridge.types`.
 """

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all (a power cut may lose one), and one-line errors when a disk refuses."""
+"""Write files atomically (a power cut may lose one), and report a disk that refuses in one line."""
 
 import os
 import secrets

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from bridge.core.private import cleaned
+from bridge.core.redaction import escaped
 from bridge.errors import BridgeError, RewardError, UsageError
 
 LIBRARIES = (
@@ -58,7 +58,7 @@ def reason_of(error: BaseException) -> str:
 def shortened(value: object, limit: int = 60) -> str:
     """Return `value` as text on one line of at most `limit` characters, without control characters."""
     line = " ".join(str(value).split())
-    shown = cleaned(line[: limit + 1])
+    shown = escaped(line[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 

@@ -5,11 +5,10 @@ It also uploads what `bridge export` wrote.
 
 import os
 import shlex
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
+from bridge.core.concurrency import in_thread
 from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
 
@@ -32,7 +31,7 @@ def fetch_config(model: str) -> Path | None:
     if "://" in model or os.environ.get(ELSEWHERE, "").lower() in {"1", "true"}:
         return None
     try:
-        return _within(LIMIT_S, _downloading(model)).parent
+        return in_thread(_downloading(model), "download").result(LIMIT_S).parent
     except Exception as error:  # requests fail in ways that differ between versions of huggingface_hub
         why, remedy = _explained(error, model)
         raise UsageError(f"--model {model}: {why}", remedy=remedy) from error
@@ -78,20 +77,6 @@ def _downloading(model: str) -> Callable[[], Path]:
                 enable_progress_bars()
 
     return download
-
-
-def _within(seconds: float, action: Callable[[], Path]) -> Path:
-    """Return or raise the outcome of `action`; raise TimeoutError, and let it run on, after `seconds`."""
-    outcome = Future[Path]()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:  # noqa: BLE001  raised in the caller's thread
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()  # an executor's thread would keep the process from exiting
-    return outcome.result(seconds)
 
 
 def check_push(repo: str) -> None:

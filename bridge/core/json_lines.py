@@ -67,8 +67,8 @@ def lost(path: Path) -> Path:
     return path.with_name(f"{path.stem}_lost{path.suffix}")
 
 
-def settle(path: Path) -> None:
-    """Wait until the lines, if any, are on disk."""
+def fsync(path: Path) -> None:
+    """Flush the file, if there is one, to the disk."""
     if path.exists():
         with one_line_errors(path), path.open("rb") as file:
             os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
 from bridge.config import PublishingConfig, TrainConfig
-from bridge.core.whole_folder import written_whole
+from bridge.core import atomic_folder
 from bridge.errors import ServerUnreachableError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient
@@ -46,7 +46,7 @@ class RunContext:
         """Let `save` fill a scratch folder and return it; not durable, since no server survives the machine."""
         folder = (self.scratch / name).absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(folder, replaceable=lambda _: True, durable=False) as partial:
+        with atomic_folder.write(folder, replaceable=lambda _: True, durable=False) as partial:
             save(partial)
         return folder
 

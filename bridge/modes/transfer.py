@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from bridge.core.together import in_thread
+from bridge.core.concurrency import in_thread
 from bridge.errors import AttachError, BridgeError, UsageError
 from bridge.modes.none import OwnCopy
 from bridge.server import discovery, fence, manifest

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from bridge.core.private import cleaned
+from bridge.core.redaction import escaped
 
 
 class Output(Protocol):
@@ -27,7 +27,7 @@ class Plain:
     """Writes lines to stderr, without styles and details."""
 
     def note(self, text: str, *, style: str = "") -> None:  # noqa: ARG002
-        sys.stderr.write(cleaned(text) + "\n")
+        sys.stderr.write(escaped(text) + "\n")
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from bridge.config import FeedConfig, SamplingConfig, TrainConfig
 from bridge.config.choices import flag
 from bridge.config.rollouts import DEFAULT_NEW_TOKENS
-from bridge.core.together import together
+from bridge.core.concurrency import gather_or_cancel
 from bridge.errors import UsageError
 from bridge.rollouts import openai_api
 from bridge.rollouts.distribution import filters
@@ -189,7 +189,7 @@ class Sampler:
             completions = await self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index, **other)
             return await then(index, completions)
 
-        return await together(one(index, prompt) for index, prompt in enumerate(prompts))
+        return await gather_or_cancel(one(index, prompt) for index, prompt in enumerate(prompts))
 
     async def _completions(self, servers: Sequence[Server], body: dict[str, Any]) -> tuple[Completion, ...]:
         """Return the completions of one prompt, retrying while there are tries left."""

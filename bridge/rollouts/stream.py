@@ -15,7 +15,7 @@ from itertools import count, islice
 from typing import Any, TypeVar
 
 from bridge.config import TrainConfig
-from bridge.core.together import together
+from bridge.core.concurrency import gather_or_cancel
 from bridge.errors import BridgeError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts import problems, staleness
@@ -150,7 +150,7 @@ class EnvironmentStream:
             servers = self._sampler.servers_at(self._endpoints)
             groups = (evaluated(lambda: servers, index, problem) for index, problem in enumerate(self._held_out))
             before = self._sampler.num_retries
-            evaluation = self._run(together(groups))
+            evaluation = self._run(gather_or_cancel(groups))
             self._counted_retries += self._sampler.num_retries - before
             self._report(failures)
             self._notes.flush()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bridge.core import whole_folder
+from bridge.core import atomic_folder
 from bridge.errors import CheckpointError, UsageError
 from bridge.ranks.world import Ranks
 from bridge.server.protocol import Version
@@ -86,7 +86,7 @@ class _Marker(_Record):
 
 def save(folder: Path, write: Callable[[Path], None], progress: Progress) -> Path:
     """Let `write` fill a new folder, move it to `folder` with its marker, and return the folder."""
-    with whole_folder.written_whole(folder, replaceable=is_checkpoint) as scratch:
+    with atomic_folder.write(folder, replaceable=is_checkpoint) as scratch:
         write(scratch)
         files = _files(scratch)
         sums = dict(zip(files, _checksums(files.values()), strict=True))
@@ -173,7 +173,7 @@ def keep_last(folders: Sequence[Path], count: int) -> list[Path]:
     for folder in older:
         if is_checkpoint(folder):
             with suppress(OSError):  # it remains, and the next save tries again
-                whole_folder.remove(folder)
+                atomic_folder.remove(folder)
     return [folder for folder in folders if folder not in older or is_checkpoint(folder)]
 
 

@@ -14,7 +14,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from bridge.core import mark, whole_folder
+from bridge.core import atomic_folder, mark
 from bridge.errors import UsageError
 from bridge.run import checkpoint
 from bridge.weights import loaded, model_folder
@@ -36,7 +36,7 @@ def export(source: Path, out: Path, *, base: str | None = None) -> Path:
     is_adapter = holds_adapter(source, base=base)
     if checkpoint.is_checkpoint(source):
         checkpoint.read(source)
-    with whole_folder.written_whole(out, replaceable=_is_export, flag="--out") as scratch:
+    with atomic_folder.write(out, replaceable=_is_export, flag="--out") as scratch:
         if is_adapter:
             base = base or _base_of(source)
             tokenizer = source if model_folder.has_tokenizer(source) else base  # earlier versions saved none

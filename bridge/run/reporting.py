@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from bridge.config import TrackingConfig
-from bridge.core import atomic_file, private
+from bridge.core import atomic_file, redaction
 from bridge.core.foreign_code import reason_of
 from bridge.errors import UsageError
 from bridge.run.metrics import Evaluation, StepMetrics
@@ -230,7 +230,7 @@ def trackers_of(
         UsageError: a requested package is not installed.
     """
     check_trackers(tracking)
-    shown = private.shown(choices)
+    shown = redaction.redacted(choices)
     return Trackers(lambda: _open_all(tracking, shown, run, first_step), run.note, shows_texts=tracking.save_rollouts)
 
 

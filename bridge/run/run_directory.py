@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config import TrainConfig
-from bridge.core import atomic_file, claim, json_lines, mark, private
+from bridge.core import atomic_file, claim, json_lines, mark, redaction
 from bridge.core.atomic_file import one_line_errors
 from bridge.errors import UsageError
 from bridge.run import rollout_record
@@ -194,7 +194,7 @@ class RunDirectory:
     def record(self, line: str) -> None:
         """Append an event, with the time; control characters, which a model may write, become visible."""
         if self.is_writer:
-            shown = private.cleaned(" ".join(private.shown_line(line[:LONGEST_EVENT]).split()))
+            shown = redaction.escaped(" ".join(redaction.redact_urls(line[:LONGEST_EVENT]).split()))
             with one_line_errors(self.events), self.events.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {shown}\n")
 
@@ -202,7 +202,7 @@ class RunDirectory:
         """Append an event, and show it to the person who started the run."""
         self.record(line)
         if self.echo is not None:
-            self.echo(private.shown_line(line[:LONGEST_EVENT]))
+            self.echo(redaction.redact_urls(line[:LONGEST_EVENT]))
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step, at once; a number that is not finite becomes null."""
@@ -225,9 +225,9 @@ class RunDirectory:
             first = json.loads(file.readline() or "{}")
         return first.get("reward_mean") if first.get("step") == 0 else None
 
-    def settle(self) -> None:
+    def fsync(self) -> None:
         """Wait until the metrics are on the disk: a power cut must not leave a checkpoint without its step's line."""
-        json_lines.settle(self.metrics)
+        json_lines.fsync(self.metrics)
 
     def writable(self, path: Path) -> Path:
         """Return `path`, a file or folder of this run that is about to be written."""

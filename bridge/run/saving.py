@@ -9,7 +9,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from bridge.config import CheckpointConfig
-from bridge.core import whole_folder
+from bridge.core import atomic_folder
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RankError
 from bridge.modes.mode import Mode
@@ -142,7 +142,7 @@ class Checkpoints:
         try:
             if self._ranks.is_rank_zero:
                 folder = self._run.writable(self._folder / f"{self._mode.checkpoint_prefix}{self.step}")
-                self._run.settle()
+                self._run.fsync()
                 saved = {**self._saved, self.step: checkpoint.save(folder, fill, self._progress())}
         finally:
             for send in to_send:  # on other ranks, and here after an error: the others wait for it
@@ -156,7 +156,7 @@ class Checkpoints:
         name = f"weights_{self._mode.checkpoint_prefix}{self.step}"
         names = chain([name], (f"{name}-{number}" for number in count(2)))  # an earlier run may have ended there, too
         folder = next(path for name in names if not (path := self._run.writable(self._folder / name)).exists())
-        with whole_folder.written_whole(folder, replaceable=lambda _: False) as scratch:
+        with atomic_folder.write(folder, replaceable=lambda _: False) as scratch:
             self._mode.save(scratch)
         return folder
 

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.core import private
+from bridge.core import redaction
+from bridge.core.concurrency import gather_or_cancel, in_thread
 from bridge.core.foreign_code import foreign_code, shortened
-from bridge.core.together import in_thread, together
 from bridge.scoring.inside_worker import NotPickledError, pickled
 from bridge.scoring.score import FailedScore, Host, Reply, Score, host_of
 from bridge.scoring.worker_handle import WorkerProcess, direct_to_loopback
@@ -55,7 +55,7 @@ class Scorer:
             if self._own.runs_in_thread:
                 os.environ.update(direct_to_loopback())
             return
-        private.hide_environment()
+        redaction.hide_environment()
         recipe_bytes = pickled(recipe)
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         for _ in range(processes or min(DEFAULT_PROCESSES, len(os.sched_getaffinity(0)))):
@@ -71,7 +71,7 @@ class Scorer:
 
         if not self._workers:
             return [await scored(completion) for completion in completions]
-        return await together(scored(completion) for completion in completions)
+        return await gather_or_cancel(scored(completion) for completion in completions)
 
     @asynccontextmanager
     async def trajectory(self, problem: Problem) -> AsyncIterator["Trajectory"]:

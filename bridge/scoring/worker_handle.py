@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from bridge.core import private
+from bridge.core import redaction
 from bridge.core.foreign_code import location_in
 from bridge.errors import RewardError
 from bridge.scoring import inside_worker
@@ -64,7 +64,7 @@ class WorkerProcess:
         given = theirs.fileno(), self._last_words.fileno()
         path = json.dumps([str(folder) for folder in sys.path])
         command = [sys.executable, "-u", "-P", "-c", PROGRAM, path, *map(str, (*given, os.getpid()))]
-        environment = private.worker_environment(self._variables) | direct_to_loopback()
+        environment = redaction.worker_environment(self._variables) | direct_to_loopback()
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=given, process_group=0, env=environment
         )
@@ -118,8 +118,8 @@ class WorkerProcess:
         """Return an answer, with a hint if it failed for lack of a hidden variable: for the user, not for the model."""
         if isinstance(answer, FailedScore):
             what = answer.line.partition(", on prompt ")[0]
-            return replace(answer, line=answer.line + private.hint(what, self._variables))
-        if isinstance(answer, Reply) and answer.is_error and (hint := private.hint(answer.text, self._variables)):
+            return replace(answer, line=answer.line + redaction.env_hint(what, self._variables))
+        if isinstance(answer, Reply) and answer.is_error and (hint := redaction.env_hint(answer.text, self._variables)):
             _report(f"a tool failed{hint}")
         return answer
 
@@ -203,7 +203,9 @@ class WorkerProcess:
             line = await self._late_line()
         number, answer = inside_worker.read(line)
         if isinstance(answer, CannotScore):
-            raise RewardError(answer.message, remedy=answer.remedy + private.hint(answer.message, self._variables))
+            raise RewardError(
+                answer.message, remedy=answer.remedy + redaction.env_hint(answer.message, self._variables)
+            )
         if number != self._number or not isinstance(answer, expected):
             raise BadAnswerError("the answer to another question")
         return answer

@@ -2,7 +2,7 @@
 
 Plan, validate, then apply: no byte of a model is overwritten before every name, shape and type in the folder fits it.
 
-Not covered: writing a folder whole or not at all (`bridge/core/whole_folder.py`), adapters, quantized weights.
+Not covered: writing a folder whole or not at all (`bridge/core/atomic_folder.py`), adapters, quantized weights.
 """
 
 import json

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import bridge
 from bridge.checks import model, software
 from bridge.config.choices import Config, flag
-from bridge.core import private
+from bridge.core import redaction
 from bridge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def facts(configs: Sequence[Config], vllm_flags: Sequence[str]) -> Facts:
         **{f"the version of {name}": metadata.version(name) for name in ("torch", "transformers")},
         "the version of vLLM": " and ".join(map(" ".join, software.installed_vllm().items())),
         **{flag(key): str(value) for key, value in choices.items() if key not in OWN},
-        "vLLM's flags": " ".join(private.shown_arguments(vllm_flags)),
+        "vLLM's flags": " ".join(redaction.redacted_arguments(vllm_flags)),
         **dict(_files(choices)),
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.text import Text
 
-from bridge.core.private import cleaned
+from bridge.core.redaction import escaped
 
 people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 """Without colors if stderr is no terminal or NO_COLOR is set."""
@@ -33,7 +33,7 @@ def shared_with(say: Callable[[Text], None], wait_for: Callable[[str], None]) ->
 
 def note(text: str, *, style: str = "") -> None:
     """Print a line for a person."""
-    line = Text(cleaned(text), style=style)
+    line = Text(escaped(text), style=style)
     if _view is None:
         people.print(line)
     else:
@@ -42,7 +42,7 @@ def note(text: str, *, style: str = "") -> None:
 
 def verdict(status: str, text: str) -> None:
     """Print a line that begins with PASS, WARN, FAIL or SKIP."""
-    people.print(Text.assemble((f"{status:4}", STATUS_STYLES[status]), "  ", cleaned(text)))
+    people.print(Text.assemble((f"{status:4}", STATUS_STYLES[status]), "  ", escaped(text)))
 
 
 def fault(message: str, hint: str) -> None:
@@ -57,7 +57,7 @@ def _bounded(text: str) -> str:
     if left_out > 0:
         end = LONGEST_FAULT // 2
         text = f"{text[:end]} [... {left_out:,} characters left out ...] {text[-end:]}"
-    return cleaned(text)
+    return escaped(text)
 
 
 def data(line: str) -> None:
@@ -72,12 +72,12 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
     On a terminal this is one moving line; elsewhere `what` is printed once, without details.
     """
-    what = cleaned(what)
+    what = escaped(what)
     if _view is not None:
         wait_for = _view[1]
         wait_for(what)
         try:
-            yield lambda detail: wait_for(f"{what}  {cleaned(detail)}")
+            yield lambda detail: wait_for(f"{what}  {escaped(detail)}")
         finally:
             wait_for("")
     elif not people.is_terminal:
@@ -85,4 +85,4 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda _: None
     else:
         with people.status(Text(what), spinner="line") as status:
-            yield lambda detail: status.update(Text(f"{what}  {cleaned(detail)}"[: people.width - 4]))
+            yield lambda detail: status.update(Text(f"{what}  {escaped(detail)}"[: people.width - 4]))

@@ -23,7 +23,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from bridge.core.whole_folder import written_whole
+from bridge.core import atomic_folder
 from bridge.errors import UsageError
 from bridge.types import Problem
 from bridge.weights.model_folder import no_progress_bar
@@ -135,7 +135,7 @@ def write_tiny(
         (*SPECIAL_TOKENS, *TALKERS, *CALL, *PRINTABLE), "|".join([*map(re.escape, CALL), r"[\s\S]"]),
         model_max_length=recipe["num_positions"], additional_special_tokens=list(TALKERS), chat_template=TEMPLATE,
     )  # fmt: skip
-    with written_whole(folder, replaceable=lambda _: False, durable=False, flag="--model-only") as scratch:
+    with atomic_folder.write(folder, replaceable=lambda _: False, durable=False, flag="--model-only") as scratch:
         _build(
             scratch, "Llama", tokenizer, (recipe["copying"], recipe["guessing"]),
             lambda share: [_conversation(draw, share) for _ in range(recipe["batch_size"])], progress,

@@ -26,7 +26,7 @@ from bridge.checks.child import Facts
 from bridge.checks.software import Device
 from bridge.config import DEFAULT_PORT
 from bridge.core import memory
-from bridge.core.private import cleaned
+from bridge.core.redaction import escaped
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
 from bridge_cli import console
@@ -229,7 +229,7 @@ def lines(check: Check, width: int) -> Iterator[Text]:
         parts.append((Text(f"{label}{heading:{LABEL_WIDTH}} ", "bold"), check.remedy))
     for head, text in parts:
         wrapped = textwrap.fill(
-            cleaned(text), width, initial_indent=" " * len(head), subsequent_indent=" " * len(head),
+            escaped(text), width, initial_indent=" " * len(head), subsequent_indent=" " * len(head),
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
         yield Text.assemble(head, wrapped[len(head) :])

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.core import private
+from bridge.core import redaction
 from bridge_cli import console
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def printed(
 def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
     """Return the command that resumes the run in `run_dir`, with another number of steps if one is given."""
     more = {"run_dir": str(run_dir)} | ({"training_steps": str(training_steps)} if training_steps else {})
-    return shlex.join(["bridge", *private.shown_arguments(changed(arguments, more))])
+    return shlex.join(["bridge", *redaction.redacted_arguments(changed(arguments, more))])
 
 
 def changed(arguments: Sequence[str], choices: Mapping[str, str], *, resume: bool = True) -> list[str]:

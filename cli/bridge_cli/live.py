@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bridge.core.interrupt import deferred_interrupt
-from bridge.core.private import cleaned
+from bridge.core.redaction import escaped
 from bridge.run import reporting
 from bridge.run.metric_table import METRICS, Metric, is_number
 from bridge.run.metrics import Evaluation, StepMetrics
@@ -129,7 +129,7 @@ class View(Lines):
     def wait_for(self, what: str) -> None:
         """Show what is awaited; empty: the wait is over."""
         name = PHASES[self._phase] if self._phase else ""
-        self._bars.update(self._phase_bar, description=cleaned(what).partition("\n")[0] or name)
+        self._bars.update(self._phase_bar, description=escaped(what).partition("\n")[0] or name)
 
     def phase(self, name: Phase) -> None:
         self._phase = name
@@ -300,21 +300,21 @@ def _sample(sample: Sample, step: int, width: int, room: int) -> list[Text]:
 
 def first_lines(text: str, width: int, num_lines: int) -> list[str]:
     """Return the first lines of `text` and, if there are more, its last one."""
-    kept = list(itertools.islice(wrapped(cleaned(text[:READ_CHARACTERS]), width), num_lines + 1))
+    kept = list(itertools.islice(wrapped(escaped(text[:READ_CHARACTERS]), width), num_lines + 1))
     if len(kept) <= num_lines and len(text) <= READ_CHARACTERS:
         return kept
-    last = [*wrapped(cleaned(text.rstrip()[-READ_CHARACTERS:]), width)][-1:]
+    last = [*wrapped(escaped(text.rstrip()[-READ_CHARACTERS:]), width)][-1:]
     return [*kept[: max(num_lines - 2, 1)], "…", *last][:num_lines]
 
 
 def last_lines(text: str, width: int, num_lines: int) -> list[str]:
     """Return the last lines of `text`."""
-    kept = [*wrapped(cleaned(text.rstrip()[-READ_CHARACTERS:]), width - 2)]
+    kept = [*wrapped(escaped(text.rstrip()[-READ_CHARACTERS:]), width - 2)]
     return kept if len(kept) <= num_lines else [f"… {kept[-num_lines].lstrip()}", *kept[len(kept) - num_lines + 1 :]]
 
 
 def wrapped(text: str, width: int) -> Iterator[str]:
-    """Yield the lines of cleaned `text`, at most `width` cells each in any terminal, broken between words."""
+    """Yield the lines of escaped `text`, at most `width` cells each in any terminal, broken between words."""
     for line in text.split("\n"):
         limit = width // 2 if WIDE.search(line) else width
         yield from textwrap.wrap(line, limit, break_on_hyphens=False, replace_whitespace=False) or [""]

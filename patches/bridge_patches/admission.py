@@ -2,7 +2,7 @@
 
 vLLM checks its key (`--api-key`) only below `/v1` and a few other paths, and answers `/invocations`, `/metrics` and
 others without it. It answers under any `Host`, so a web page whose name is rebound to 127.0.0.1 reaches it, and which
-origins it allows by default depends on its version. What uvicorn does not limit, `bridge/core/intake.py` does.
+origins it allows by default depends on its version. What uvicorn does not limit, `bridge/core/http_limits.py` does.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bridge.core.intake import BODY_LIMIT_BYTES, BODY_LIMIT_S, RefusedBodyError, read_body
+from bridge.core.http_limits import BODY_LIMIT_BYTES, BODY_LIMIT_S, RefusedBodyError, read_body
 from bridge.errors import UsageError
 from bridge.server.api_key import VARIABLE
 from bridge.server.protocol import BRIDGE_ROUTES, TOKEN_HEADER, VERSION_HEADER

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Respons
 from fastapi.responses import JSONResponse
 from starlette.datastructures import State
 
-from bridge.core.intake import limit_connections
+from bridge.core.http_limits import limit_connections
 from bridge.errors import BridgeError, FenceBusyError
 from bridge.server import manifest as manifests
 from bridge.server import protocol, receiver

@@ -8,7 +8,7 @@ from bokeh.models import BasicTicker, ColumnDataSource, CrosshairTool, HoverTool
 from bokeh.models.annotations import BoxAnnotation, Span
 from bokeh.plotting import figure
 
-from bridge.core.private import cleaned
+from bridge.core.redaction import escaped
 from bridge.run.metric_table import CHARTS, METRICS, Chart
 from bridge.run.metrics import undeclared
 from bridge.types import HEALTHY_NATS
@@ -64,7 +64,7 @@ class Artist:
 
     def __init__(self, runs: Mapping[str, Run]) -> None:
         """Draw the runs, by their names."""
-        self._runs = {cleaned(name): run for name, run in runs.items()}
+        self._runs = {escaped(name): run for name, run in runs.items()}
         self._single = next(iter(runs.values())) if len(runs) == 1 else None
         self._steps = np.unique(np.concatenate([np.array(run.steps, float) for run in runs.values()]))
         ends = [*self._steps[[0, -1]], *(float(row["step"]) for run in runs.values() for row in run.evaluations)]
@@ -99,10 +99,10 @@ class Artist:
         columns: dict[str, str] = {}
         for metric in (*chart.metrics, *(METRICS[name] for name in chart.also)):
             if metric.items is None:
-                columns[metric.name] = cleaned(metric.label or metric.title)
+                columns[metric.name] = escaped(metric.label or metric.title)
             else:
                 items = metric.items or [name.partition("/")[2] for name in every if name.startswith(f"{metric.name}/")]
-                columns |= {f"{metric.name}/{item}": cleaned(item.replace("_", " ")) for item in items if item}
+                columns |= {f"{metric.name}/{item}": escaped(item.replace("_", " ")) for item in items if item}
         unit, scale = chart.metrics[0].unit, chart.metrics[0].scale
         suffix = f", {unit}" if unit else ""
         if self._single:
@@ -165,7 +165,7 @@ class Artist:
                 yield f"--mismatch-alarm {alarm:g}", ALARM
         marked = [event for event in self._single.events if event.step is not None] if self._single else []
         if marked:
-            texts = [cleaned(event.text[:300]) for event in marked[:MOST_EVENTS]]
+            texts = [escaped(event.text[:300]) for event in marked[:MOST_EVENTS]]
             source = ColumnDataSource({"x": [event.step for event in marked[:MOST_EVENTS]], "text": texts})
             marks = plot.vspan("x", source=source, line_color=EVENT, line_dash="dotted", line_width=1.5)
             plot.add_tools(HoverTool(renderers=[marks], tooltips=[("event at step", "@x"), ("", "@text")]))

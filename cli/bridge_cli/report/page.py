@@ -18,7 +18,7 @@ from markupsafe import Markup
 from bridge import __version__
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
-from bridge.core.private import cleaned
+from bridge.core.redaction import escaped
 from bridge.run.metric_table import METRICS, Metric, PerSecond
 from bridge_cli.report.charts import Artist, Drawing, charts
 from bridge_cli.report.record import Column, Run
@@ -57,7 +57,7 @@ def html(runs: Sequence[Run]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        finalize=lambda value: cleaned(value) if type(value) is str else value,
+        finalize=lambda value: escaped(value) if type(value) is str else value,
     )  # fmt: skip
     filters = shown, duration, as_text, messages, status, choices, values
     environment.filters |= {function.__name__: function for function in filters}

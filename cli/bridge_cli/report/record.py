@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.config import ServeConfig, TrainConfig
-from bridge.core import claim, private
+from bridge.core import claim, redaction
 from bridge.errors import UsageError
 from bridge.run.metrics import StepMetrics
 from bridge.run.rollout_record import cut
@@ -94,7 +94,7 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
         raise UsageError(f"{path}: {files.metrics.name} has no complete step", remedy="wait for the first step")
     steps = sorted(rows)
     config, server, summary = (_document(file, notes) for file in (files.config, files.server_config, files.summary))
-    choices = private.shown(TrainConfig.written(config))
+    choices = redaction.redacted(TrainConfig.written(config))
     evaluated = [row for _, row in json_objects(files.evaluations, notes, has_step)]
     evaluations = {row["step"]: row for row in evaluated if isinstance(row.get("reward_mean"), int | float)}
     if lost := sum(1 for _ in json_objects(files.lost_metrics, [], has_step)):
@@ -108,7 +108,7 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
         columns=_columns([rows[step] for step in steps]), config=choices, notes=notes,
         about={"device": str(rows[steps[-1]].get("device", "")), "written": written},
         evaluations=[evaluations[step] for step in sorted(evaluations)], holder=claim.holder(path.stat().st_ino),
-        server=private.shown(ServeConfig.written(server)),
+        server=redaction.redacted(ServeConfig.written(server)),
         derived=[*(config.get("derived") or ()), *(server.get("derived") or ())],
         events=list(_events(files)),
         summary=summary if summary.get("steps") == steps[-1] else {},
@@ -169,7 +169,7 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any]:
 
 def _events(files: RunDirectory) -> Iterator[Event]:
     text = files.events.read_text(errors="replace") if files.events.is_file() else ""
-    for line in private.shown_line(text).splitlines():  # older versions wrote secrets
+    for line in redaction.redact_urls(text).splitlines():  # older versions wrote secrets
         stamp, _, rest = line.partition(" ")
         try:
             time = datetime.fromisoformat(stamp).astimezone()

@@ -12,7 +12,7 @@ import pytest
 
 from bridge.agents import recorder
 from bridge.agents.recorder import Recorder
-from bridge.core import intake
+from bridge.core import http_limits
 
 USAGE = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 1)
 ANSWERED = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}], "usage": USAGE}
@@ -60,7 +60,7 @@ def test_a_path_of_no_run_is_refused_before_its_body_is_read(route: str) -> None
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
     async def act(port: int, path: str) -> Any:
-        return await exchanged(port, f"{path}/chat/completions", b"", length=intake.BODY_LIMIT_BYTES + 1)
+        return await exchanged(port, f"{path}/chat/completions", b"", length=http_limits.BODY_LIMIT_BYTES + 1)
 
     status, headers, answer = with_a_run(act)
     assert (status, headers["connection"], headers["x-should-retry"]) == (413, "close", "false")
@@ -68,14 +68,14 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
 
 
 def test_half_a_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "read_body", partial(intake.read_body, limit_s=0.1))
+    monkeypatch.setattr(recorder, "read_body", partial(http_limits.read_body, limit_s=0.1))
     status, headers, _ = with_a_run(lambda port, path: exchanged(port, f"{path}/chat/completions", b"{", length=9))
     assert (status, headers["connection"], headers["x-should-retry"]) == (408, "close", "false")
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /x HTTP/1.1\r\nhost"], ids=["nothing", "half a head"])
 def test_silent_connections_are_limited(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "most_waiting", lambda: 4)
+    monkeypatch.setattr(http_limits, "most_waiting", lambda: 4)
 
     async def act(port: int, path: str) -> tuple[int, list[bytes]]:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]

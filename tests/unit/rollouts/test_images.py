@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from bridge.agents.stream import open_stream
 from bridge.agents.trajectories import as_chat
 from bridge.config import SamplingConfig, TrainConfig
-from bridge.core.together import together
+from bridge.core.concurrency import gather_or_cancel
 from bridge.errors import BridgeError, RewardError, UnsupportedModelError, UsageError
 from bridge.ranks import messages
 from bridge.rollouts import images, openai_api, problems
@@ -243,7 +243,7 @@ def test_no_more_pixels_are_held_than_requests_may_be_in_flight() -> None:
         groups = Completions(Counted("", None, {}), sampler, Silent())  # type: ignore[arg-type]
         problem: Problem = {"prompt": "p", "images": ["a.png"]}
         run = (groups.group(list, problem, num_samples=1, seed=0, index=index) for index in range(20))
-        sampled = sampler.run(together(run))
+        sampled = sampler.run(gather_or_cancel(run))
     assert [group.images for group in sampled] == [shown] * 20
     assert most_held == 3
 

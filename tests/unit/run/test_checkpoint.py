@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bridge.core import whole_folder
+from bridge.core import atomic_folder
 from bridge.errors import CheckpointError, UsageError
 from bridge.run import checkpoint
 from bridge.run.checkpoint import (
@@ -25,7 +25,7 @@ from bridge.run.checkpoint import (
     read,
 )
 from bridge.types import TrainedProblems
-from tests.unit.core.test_whole_folder import largest_file, names
+from tests.unit.core.test_atomic_folder import largest_file, names
 from tests.unit.run.killed_saver import KILLS
 
 WEIGHTS, CONFIG, OPTIMIZER = "model.safetensors", "config.json", "optimizer/optimizer-00001-of-00001.safetensors"
@@ -228,7 +228,7 @@ def test_one_that_cannot_be_removed_remains_and_is_returned(tmp_path: Path, monk
     def refuse(_folder: Path) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(whole_folder, "remove", refuse)
+    monkeypatch.setattr(atomic_folder, "remove", refuse)
     assert keep_last(folders, 1) == folders
     assert read(folders[0]).progress.step == 1
 

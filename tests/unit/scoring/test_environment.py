@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bridge.agents.tools import Tools
-from bridge.core import private
+from bridge.core import redaction
 from bridge.errors import UsageError
 from bridge.scoring.scorer import Scorer
 from tests.unit.scoring.test_processes import LIMIT_S, PROBLEM, scoring
@@ -52,8 +52,8 @@ def test_a_worker_has_no_secrets_but_those_that_are_listed(tmp_path: Path, monke
 )
 def test_an_error_of_the_hub_names_its_hidden_token(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setenv("HF_TOKEN", "abc")
-    assert private.hint(message, ()).endswith("pass it on: --worker-env HF_TOKEN")
-    assert private.hint(message, ("HF_TOKEN",)) == private.hint("KeyError: 'answer'", ()) == ""
+    assert redaction.env_hint(message, ()).endswith("pass it on: --worker-env HF_TOKEN")
+    assert redaction.env_hint(message, ("HF_TOKEN",)) == redaction.env_hint("KeyError: 'answer'", ()) == ""
 
 
 def test_a_listed_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Hide passwords, tokens, keys and control characters in what others may read: reports, events, environments.
+"""Redact passwords, tokens and keys in what others may read (reports, events, environments); escape control characters.
 
 Files that only their owner may read hold everything (`config.json`, `serve.log`, the manifest).
 
@@ -35,20 +35,20 @@ _USER_OF_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VALUE_IN_URL = re.compile(r"(://[^\s?#]*\?|&)([^\s=&#]+)=[^\s&#]+")
 
 
-def shown(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `choices` with their secrets hidden."""
-    lines = {name: shown_line(value) for name, value in choices.items() if isinstance(value, str)}
+def redacted(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `choices` without their secrets."""
+    lines = {name: redact_urls(value) for name, value in choices.items() if isinstance(value, str)}
     hidden = {name: HIDDEN for name in PRIVATE_CHOICES if choices.get(name) is not None}
     return {**choices, **lines, **hidden}
 
 
-def shown_line(text: str) -> str:
+def redact_urls(text: str) -> str:
     """Hide the user names, passwords and query values of the URLs in `text`."""
     text = _USER_OF_URL.sub(HIDDEN, text)
     return _VALUE_IN_URL.sub(rf"\1\2={HIDDEN}", text)
 
 
-def shown_arguments(arguments: Sequence[str]) -> Iterator[str]:
+def redacted_arguments(arguments: Sequence[str]) -> Iterator[str]:
     """Yield a command's arguments, with the values of flags hidden whose names suggest a secret."""
     hides_next = False
     for argument in arguments:
@@ -57,7 +57,7 @@ def shown_arguments(arguments: Sequence[str]) -> Iterator[str]:
         if hides_next and not argument.startswith("-"):
             yield HIDDEN
         else:
-            yield f"{name}={HIDDEN}" if is_secret and equals else shown_line(argument)
+            yield f"{name}={HIDDEN}" if is_secret and equals else redact_urls(argument)
         hides_next = is_secret and not equals
 
 
@@ -71,19 +71,21 @@ def worker_environment(kept: Collection[str]) -> dict[str, str]:
         raise UsageError(
             f"--worker-env {','.join(missing)}: not set in this environment", remedy=f"export {missing[0]}=..."
         )
-    hidden_names = hidden(kept)
+    hidden_names = hidden_variables(kept)
     return {name: value for name, value in os.environ.items() if name not in hidden_names}
 
 
-def hidden(kept: Collection[str]) -> list[str]:
+def hidden_variables(kept: Collection[str]) -> list[str]:
     """Return the names of the variables of this process that its workers do not get."""
     return [name for name in os.environ if SECRET_VARIABLE.search(name) and name not in kept]
 
 
-def hint(text: str, kept: Collection[str]) -> str:
+def env_hint(text: str, kept: Collection[str]) -> str:
     """Return a hint to append if `text` names a variable that workers do not get; else an empty string."""
     of_the_hub = OF_THE_HUB if NEEDS_THE_HUB.search(text) else ()
-    if named := [name for name in hidden(kept) if name in of_the_hub or re.search(rf"\b{re.escape(name)}\b", text)]:
+    if named := [
+        name for name in hidden_variables(kept) if name in of_the_hub or re.search(rf"\b{re.escape(name)}\b", text)
+    ]:
         return f"; {named[0]} is hidden from rewards, tools and agents; to pass it on: --worker-env {','.join(named)}"
     return ""
 
@@ -106,8 +108,8 @@ def hide_environment() -> None:
         address += len(entry) + 1
 
 
-def cleaned(text: str) -> str:
-    """Return `text` with control characters as visible escapes; line breaks stay."""
+def escaped(text: str) -> str:
+    """Return `text` with control characters as visible escapes, except line breaks."""
     text = text.replace("\r\n", "\n").expandtabs(4).translate(JOINERS)
     if text.isprintable():
         return text

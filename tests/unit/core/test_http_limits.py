@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from bridge.core import intake
-from bridge.core.intake import limit_connections
+from bridge.core import http_limits
+from bridge.core.http_limits import limit_connections
 from bridge_patches.admission import Admission
 
 LIMIT_BYTES, LIMIT_S = 1000, 0.3
@@ -98,11 +98,11 @@ def test_half_a_body_times_out(body: bytes) -> None:
 
 
 def test_body_that_arrives_while_the_loop_blocks_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "TICK_S", 0.05)
+    monkeypatch.setattr(http_limits, "TICK_S", 0.05)
 
     async def main() -> list[Any]:
         arrived = asyncio.Queue[Any]()
-        reading = asyncio.create_task(intake.read_body([], arrived.get, limit_s=LIMIT_S))
+        reading = asyncio.create_task(http_limits.read_body([], arrived.get, limit_s=LIMIT_S))
         await asyncio.sleep(0)
         time.sleep(2 * LIMIT_S)  # noqa: ASYNC251  a step is computed
         for left in (2, 1, 0):
@@ -117,12 +117,12 @@ def test_body_in_many_small_pieces_times_out() -> None:
         await asyncio.sleep(0.05)
         return {"body": b"x", "more_body": True}
 
-    with pytest.raises(intake.RefusedBodyError, match=r"did not arrive within 0\.3 s"):
-        asyncio.run(asyncio.wait_for(intake.read_body([], piece, limit_s=LIMIT_S), 10))
+    with pytest.raises(http_limits.RefusedBodyError, match=r"did not arrive within 0\.3 s"):
+        asyncio.run(asyncio.wait_for(http_limits.read_body([], piece, limit_s=LIMIT_S), 10))
 
 
 def test_silent_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "most_waiting", lambda: 4)
+    monkeypatch.setattr(http_limits, "most_waiting", lambda: 4)
     with listening(app()) as address, contextlib.ExitStack() as opened, httpx.Client() as client:
         url = f"http://{address[0]}:{address[1]}/length"
         assert client.get(url).json() == {"length": 0}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge.config import TrainConfig
-from bridge.core import private
+from bridge.core import redaction
 from bridge.processes import server_log
 from bridge.run.run_directory import RunDirectory
 from bridge_cli import report as command
@@ -28,7 +28,9 @@ def _no_umask() -> Iterator[None]:
 
 
 def test_a_url_is_shown_without_its_secrets() -> None:
-    shown = private.shown_line(f"the Atropos API at {URL} and http://10.0.0.1:9001/health answered: a&b=c, mail@host")
+    shown = redaction.redact_urls(
+        f"the Atropos API at {URL} and http://10.0.0.1:9001/health answered: a&b=c, mail@host"
+    )
     assert "hidden" not in shown
     assert "http://***@127.0.0.1:8000/batch?key=***&page=***" in shown
     assert "http://10.0.0.1:9001/health answered" in shown
@@ -38,7 +40,7 @@ def test_a_url_is_shown_without_its_secrets() -> None:
 def test_a_command_is_shown_without_its_secrets() -> None:
     given = ["run", "--model", "m", "--start-command", START, "--atropos-url", URL, "--lr=1e-5", "--", "--api-key"]
     given += ["hidden-6", "--hf_token=hidden-7", "--max-new-tokens", "64"]
-    shown = list(private.shown_arguments(given))
+    shown = list(redaction.redacted_arguments(given))
     assert "hidden" not in " ".join(shown)
     assert len(shown) == len(given)
     assert [shown[3], shown[6], shown[7], shown[-3:]] == [
@@ -81,12 +83,12 @@ def test_events_of_an_older_bridge_are_shown_without_secrets(tmp_path: Path) -> 
 
 HIDES = """
 import os, subprocess, sys
-from bridge.core import private
+from bridge.core import redaction
 os.environ.pop("BRIDGE_SECRET")
 os.environ["LATER_TOKEN"] = "set-later"
 before = dict(os.environ)
-private.hide_environment()
-private.hide_environment()
+redaction.hide_environment()
+redaction.hide_environment()
 assert dict(os.environ) == before
 sys.stdout.buffer.write(open("/proc/self/environ", "rb").read() + b"\\nchild\\n")
 sys.stdout.flush()

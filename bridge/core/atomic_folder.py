@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: written beside their place, then moved there in one step.
+"""Write folders atomically: into a scratch folder beside the target, which then takes its place in one step.
 
 A scratch folder's name identifies the process that writes it, so that the next writer removes what a killed one left.
 Leftovers of writers on another host or in another container stay.
@@ -27,7 +27,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
-def written_whole(
+def write(
     folder: Path, *, replaceable: Callable[[Path], bool], durable: bool = True, flag: str = "--save-path"
 ) -> Iterator[Path]:
     """Yield a scratch folder beside `folder`, and move it there at the end of the block.
@@ -50,7 +50,7 @@ def written_whole(
                 if writer and _is_gone(writer):
                     shutil.rmtree(path, ignore_errors=True)
             yield scratch
-            _open_alike(scratch)
+            _apply_umask(scratch)
             for path in (*scratch.rglob("*"), scratch) if durable else ():
                 _fsync(path)
             _move(scratch, folder, replaceable, flag)
@@ -61,7 +61,7 @@ def written_whole(
 
 
 def remove(folder: Path) -> None:
-    """Remove `folder`, which is never seen half removed.
+    """Remove `folder` atomically: it is renamed first.
 
     Raises:
         OSError: it cannot be renamed and is unchanged.
@@ -119,7 +119,7 @@ def _one_line_errors(folder: Path, scratch: Path, flag: str) -> Iterator[None]:
         ) from error
 
 
-def _open_alike(scratch: Path) -> None:
+def _apply_umask(scratch: Path) -> None:
     """Give everything in `scratch` the umask's mode: safetensors makes its files 0600."""
     folders = scratch.stat().st_mode & 0o777
     for path in (path for path in scratch.rglob("*") if not path.is_symlink()):

@@ -1,4 +1,4 @@
-"""Await several coroutines at once."""
+"""Await several coroutines, and run a call in a thread of its own."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Return the results in order; if one raises, the others are cancelled, and have ended when this raises it."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
@@ -22,7 +22,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Re
 
 
 def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
-    """Start `call` in its own thread: an event loop has few threads, and waits for them when it ends."""
+    """Start `call` in a daemon thread: an executor's thread would keep the event loop, or the process, from ending."""
     result = Future[Result]()
     result.set_running_or_notify_cancel()
 

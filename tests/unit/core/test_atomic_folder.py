@@ -13,16 +13,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bridge.core import whole_folder
-from bridge.core.whole_folder import written_whole
+from bridge.core import atomic_folder
 from bridge.errors import ServerUnreachableError, UsageError
 
 HALF_WRITTEN = """
 import os, signal, sys
 from pathlib import Path
-from bridge.core.whole_folder import written_whole
+from bridge.core import atomic_folder
 
-with written_whole(Path(sys.argv[1]), replaceable=lambda _: True) as scratch:
+with atomic_folder.write(Path(sys.argv[1]), replaceable=lambda _: True) as scratch:
     (scratch / "half").write_text("half")
     print(scratch, flush=True)
     if sys.argv[2] == "die":
@@ -36,7 +35,7 @@ def ours(folder: Path) -> bool:
 
 
 def filled(folder: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
-    with written_whole(folder, replaceable=ours, durable=durable) as scratch:
+    with atomic_folder.write(folder, replaceable=ours, durable=durable) as scratch:
         fill(scratch)
 
 
@@ -55,7 +54,7 @@ def names(folder: Path) -> list[str]:
 
 def test_nothing_is_there_before_the_end_and_all_of_it_after(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    with written_whole(folder, replaceable=ours) as scratch:
+    with atomic_folder.write(folder, replaceable=ours) as scratch:
         assert scratch.parent == folder.parent
         assert scratch.name.startswith(".b.")
         (scratch / "name").write_text("new")
@@ -69,11 +68,11 @@ def test_what_may_go_is_replaced_and_nothing_of_it_stays(
     can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(whole_folder, "_exchange", lambda _one, _other: False)
+        monkeypatch.setattr(atomic_folder, "_exchange", lambda _one, _other: False)
     folder = tmp_path / "folder"
     write(folder, "old")
     (folder / "stale").touch()
-    with written_whole(folder, replaceable=ours) as scratch:
+    with atomic_folder.write(folder, replaceable=ours) as scratch:
         (scratch / "name").write_text("new")
         assert (folder / "name").read_text() == "old"
     assert names(folder) == ["name"]
@@ -128,13 +127,13 @@ def test_an_error_changes_nothing_and_is_passed_on(tmp_path: Path, error: BaseEx
 
 
 def test_everything_is_on_the_disk_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, synced, real_fsync = tmp_path / "folder", [], whole_folder._fsync
+    folder, synced, real_fsync = tmp_path / "folder", [], atomic_folder._fsync
 
     def fsync(path: Path) -> None:
         synced.append((path.name, folder.exists()))
         real_fsync(path)
 
-    monkeypatch.setattr(whole_folder, "_fsync", fsync)
+    monkeypatch.setattr(atomic_folder, "_fsync", fsync)
     write(folder, "new")
     *files, scratch, parent = synced
     assert sorted(files) == [("deep", False), ("inner", False), ("name", False)]
@@ -169,20 +168,20 @@ def test_two_folders_change_places_in_one_call(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "name").write_text(name)
-    if not whole_folder._exchange(tmp_path / "one", tmp_path / "other"):
+    if not atomic_folder._exchange(tmp_path / "one", tmp_path / "other"):
         pytest.skip("this file system cannot exchange two names")
     assert (tmp_path / "one" / "name").read_text() == "other"
     assert (tmp_path / "other" / "name").read_text() == "one"
     with pytest.raises(FileNotFoundError):
-        whole_folder._exchange(tmp_path / "one", tmp_path / "absent")
+        atomic_folder._exchange(tmp_path / "one", tmp_path / "absent")
 
 
 def test_a_folder_is_removed_whole_or_not_at_all(tmp_path: Path) -> None:
     write(tmp_path / "folder", "old")
-    whole_folder.remove(tmp_path / "folder")
+    atomic_folder.remove(tmp_path / "folder")
     assert names(tmp_path) == []
     with pytest.raises(FileNotFoundError):
-        whole_folder.remove(tmp_path / "folder")
+        atomic_folder.remove(tmp_path / "folder")
 
 
 def started(folder: Path, how: str) -> subprocess.Popen[str]:
@@ -226,7 +225,7 @@ def test_the_next_writer_removes_only_what_a_killed_one_left(tmp_path: Path) -> 
 )
 def test_leftovers_are_kept_unless_their_writer_has_ended(tmp_path: Path, edit: object, removed: bool) -> None:
     assert callable(edit)
-    match = whole_folder._SCRATCH_NAME.fullmatch(whole_folder._beside(tmp_path / "folder").name)
+    match = atomic_folder._SCRATCH_NAME.fullmatch(atomic_folder._beside(tmp_path / "folder").name)
     assert match is not None
     writer = edit(match.groupdict())
     left = tmp_path / ".folder.{pid}-{start_ticks}-{namespace}-{boot}-{host}-00000000.scratch".format(**writer)
