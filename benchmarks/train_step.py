@@ -42,7 +42,7 @@ from bridge.passes.flops import peak_flops
 from bridge.ranks.world import ALONE, LOOPBACK, Ranks
 from bridge.types import Group
 from bridge.weights.adapter import Adapter
-from bridge.weights.attach import OpenedModel, leave_a_core
+from bridge.weights.attach import OpenedModel, leave_core_to_server
 
 GIB = 2**30
 SETTINGS = ("", "optimizer=adamw-8bit", "gradient_checkpointing=true", "compile_layers=false")
@@ -209,7 +209,7 @@ class Steps:
         self, size: str, config: TrainConfig, batch: Sequence[Group], note: Callable[[str], None], ranks: Ranks = ALONE
     ) -> None:
         self._ranks = ranks
-        self._device = torch.device("cuda") if torch.cuda.is_available() else leave_a_core()
+        self._device = torch.device("cuda") if torch.cuda.is_available() else leave_core_to_server()
         model = build(size, self._device)
         self._weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         factors = {name: 1.0 for name, _ in model.named_parameters()}

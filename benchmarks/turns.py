@@ -88,9 +88,9 @@ class Calling(Conversation):
         """Return the call, after reading the turn as a run would."""
         return super().calls(token_ids) or (self._call,)
 
-    def between(self, calls: Sequence[Call], answers: Sequence[Any], last: int) -> tuple[int, ...]:  # noqa: ARG002
+    def tokens_between(self, calls: Sequence[Call], answers: Sequence[Any], last: int) -> tuple[int, ...]:  # noqa: ARG002
         """Return the tokens behind the turn's end token, for which the model has no embedding."""
-        return super().between(calls, answers, self._end_id)
+        return super().tokens_between(calls, answers, self._end_id)
 
 
 def main() -> None:

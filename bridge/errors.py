@@ -46,7 +46,7 @@ class FenceBusyError(AttachError):
 
 
 class ManifestError(AttachError):
-    """The manifest is missing, unreadable, stale, foreign or of another model."""
+    """The manifest is missing, unreadable, stale, another user's, or for another model."""
 
 
 class UnsupportedModelError(AttachError):
@@ -64,7 +64,7 @@ class ServerUnreachableError(BridgeError, ConnectionError):
 
 
 class RankError(BridgeError, RuntimeError):
-    """A process that trains beside this one failed, or is gone."""
+    """Another rank of this run failed or exited."""
 
 
 class AtroposError(BridgeError, ConnectionError):

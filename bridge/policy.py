@@ -79,13 +79,13 @@ class Policy(ServedModel):
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def pack(self, samples: Sequence[Sample], *, max_tokens: int = 16_384) -> list[MicroBatch]:
-        """Pack samples into micro-batches of at most `max_tokens`, without padding; each prompt once where it can be.
+        """Pack samples into micro-batches of at most `max_tokens`, without padding, with shared prompts if possible.
 
-        A longer sample gets its own micro-batch. The first call checks that the model computes for packed
-        sequences what it does for each alone.
+        A longer sample gets its own micro-batch. The first call checks that packing does not change what the model
+        computes.
 
         Raises:
-            UnsupportedModelError: it does not.
+            UnsupportedModelError: packing does change it.
         """
         _, shares_prompts = self._prepared
         return packs(samples, max_tokens=max_tokens, device=self.device, share_prompts=shares_prompts)
@@ -123,7 +123,7 @@ class Policy(ServedModel):
         seed: int = 0,
         params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
     ) -> InPlaceOptimizer:
-        """Return Bridge's own AdamW: bf16 weights in place, and none of its updates lost to rounding.
+        """Return Bridge's AdamW: it updates bf16 weights in place, and loses no update to rounding.
 
         `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
         bf16 step, which are most of them at learning rates of reinforcement learning. The state is allocated
@@ -143,7 +143,7 @@ class Policy(ServedModel):
     ) -> FenceTimes:
         """Step `optimizer` with the gradients inside the fence, publish the result, and drop the gradients.
 
-        Gradients are clipped to a global norm of `max_norm` before it. Requests in flight are kept, waited for or
+        Gradients are clipped to a global norm of `max_norm` before it. Requests in flight are kept, drained or
         aborted. Ctrl-C is deferred to the end of the update. If the step raises, the weights may be half-written: the
         server stops serving them, and `bridge restore` loads a checkpoint.
 
@@ -163,7 +163,7 @@ class Policy(ServedModel):
             else:
                 optimizer.step()
 
-        with deferred_interrupt():  # else a loop that goes on after Ctrl-C would add to gradients that were applied
+        with deferred_interrupt():  # else a loop that continues after Ctrl-C would add to gradients that were applied
             times = self.publish(write, in_flight=in_flight)
             optimizer.zero_grad()
         return times
@@ -212,7 +212,7 @@ class Policy(ServedModel):
         step: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Path:
-        """Write the weights and the tokenizer to a folder, whole or not at all, as transformers loads them; return it.
+        """Write the weights and the tokenizer to a folder atomically, as transformers loads them; return the folder.
 
         With a `step` it is a checkpoint: with the optimizer's state, torch's random state and a checksum of every file,
         in `checkpoints/step_N` of the run directory by default. `resume` loads it.

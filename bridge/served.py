@@ -84,7 +84,7 @@ class ServedModel:
 
     @property
     def sampling(self) -> SamplingConfig:
-        """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on, from when it was attached."""
+        """How `sample` samples: `group_size`, `max_new_tokens`, `temperature` and so on; fixed when it was attached."""
         return self._sampling
 
     @property

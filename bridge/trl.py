@@ -60,7 +60,7 @@ def for_trl(
             remedy="for_trl(policy, args, optimizers=(OPTIMIZER, SCHEDULER)), the scheduler made for that optimizer",
         )
     tokenizer = tokenizer_of(policy, processing_class)
-    _end_as_the_server(policy)
+    _use_server_eos_tokens(policy)
     return {
         "model": policy.model,
         "processing_class": tokenizer,
@@ -244,10 +244,10 @@ def _adamw(policy: Policy, args: Any) -> InPlaceOptimizer:
     return policy.optimizer("adamw", params=groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
 
-def _end_as_the_server(policy: Policy) -> None:
-    """Give the model the tokens that end a completion on the server: TRL takes other completions for truncated.
+def _use_server_eos_tokens(policy: Policy) -> None:
+    """Set the model's EOS tokens to the server's: TRL takes completions that end otherwise for truncated.
 
-    Some models have their end of a turn in `generation_config.json` alone.
+    Some models list the end-of-turn token only in `generation_config.json`.
     """
     try:
         served = GenerationConfig.from_pretrained(policy.tokenizer.name_or_path)

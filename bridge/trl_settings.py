@@ -14,7 +14,7 @@ from bridge.policy import Policy
 from bridge.rollouts.distribution import filters
 
 TESTED = "1.16", "1.17"
-"""The first version of TRL that works, and the first that nobody has tried."""
+"""The first version of TRL that works, and the first that is untested."""
 UNUSED: dict[str, tuple[object, ...]] = {
     "top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,),
     "generation_kwargs": ({}, None), "cache_implementation": (None,), "use_vllm": (False,),

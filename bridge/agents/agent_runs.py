@@ -17,7 +17,7 @@ from bridge.agents.chat_request import Refusal
 from bridge.agents.conversation import Conversation
 from bridge.agents.recorder import Document, Recorder
 from bridge.agents.recording import Recording, Tools, TurnRequest, as_message
-from bridge.agents.trajectories import TrajectorySampler, Written, pinned
+from bridge.agents.trajectories import SequenceBuilder, TrajectorySampler, pinned
 from bridge.config.choices import flag
 from bridge.core.foreign_code import reason_of
 from bridge.errors import UsageError
@@ -29,13 +29,13 @@ from bridge.types import Completion, Problem
 
 Result = TypeVar("Result")
 Sample = Callable[[int, TurnRequest, int], Awaitable[Completion]]
-"""The number of the turn, the request as tokens and how many it may become -> the turn."""
+"""The number of the turn, the request as tokens, and the most tokens to sample -> the turn."""
 Room = Callable[[TurnRequest], Awaitable[int]]
-"""A request as tokens -> the tokens that may follow."""
+"""A request as tokens -> how many tokens may follow."""
 NUM_KEPT = 256
 """Sets of tools for which the chat template is prepared."""
 REHEARSED_TURNS = 8
-"""Turns of a rehearsed agent, after which it gets none."""
+"""The most turns of an agent in a rehearsal."""
 
 
 class AgentRuns(TrajectorySampler):
@@ -80,7 +80,7 @@ class AgentRuns(TrajectorySampler):
 
     async def _trajectory(
         self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
-    ) -> tuple[list[Written], Score | FailedScore]:
+    ) -> tuple[list[SequenceBuilder], Score | FailedScore]:
         async def room(request: TurnRequest) -> int:
             most = await self._sampler.longest(pinned(servers, number))
             left = self._sampler.config.longest - request.num_behind_prompt
@@ -105,7 +105,7 @@ class AgentRuns(TrajectorySampler):
 def conversations(
     tokenizer: PreTrainedTokenizerBase, model_name: str, **template: Any
 ) -> Callable[[Tools], Conversation]:
-    """Return what finds the model's conversation with any tools."""
+    """Return a function that returns the model's conversation with given tools, cached."""
     without = Conversation(tokenizer, model_name, answers=None, **template)
 
     @lru_cache(NUM_KEPT)
@@ -118,7 +118,7 @@ def conversations(
 async def scored(run: "Run", recorder: Recorder, trajectory: Trajectory, problem: Problem) -> Score | FailedScore:
     """Let the agent run to its end, and return its reward."""
     async with recorder.run(run.answer) as base_url:
-        result = await run.unless_it_fails(trajectory.run(base_url))
+        result = await run.or_fault(trajectory.run(base_url))
     if run.unreadable:
         return failed(problem, "", run.unreadable, run.unreadable)
     turns = run.recording.turns
@@ -162,7 +162,7 @@ class Run:
             raise Refusal(f"the request cannot be read: {type(error).__name__}{reason_of(error)}") from error
         try:
             completion = await self._sampled(request)
-        except Exception as error:  # not the agent's fault: `unless_it_fails` raises it
+        except Exception as error:  # not the agent's fault: `or_fault` raises it
             if not self._fault.done():
                 self._fault.set_exception(error)
             raise Refusal("the model cannot be sampled from", status=500) from error
@@ -197,8 +197,8 @@ class Run:
         self._num_turns += 1
         return await self._sample(self._num_turns - 1, request, min(room, request.chat.max_tokens or room))
 
-    async def unless_it_fails(self, result: Awaitable[Result]) -> Result:
-        """Return a result, or raise what went wrong with a request meanwhile."""
+    async def or_fault(self, result: Awaitable[Result]) -> Result:
+        """Await `result`; raise if answering a request fails first."""
         task = asyncio.ensure_future(result)
         try:
             await asyncio.wait({task, self._fault}, return_when=asyncio.FIRST_COMPLETED)
@@ -213,9 +213,9 @@ class Run:
         turns = self.recording.turns
         return bool(self._num_limited) or (bool(turns) and turns[-1].completion.finish_reason == "length")
 
-    def written(self) -> list[Written]:
+    def written(self) -> list[SequenceBuilder]:
         """Return its sequences; the first one says why the run ended."""
-        sequences = self.recording.sequences() or [Written()]
+        sequences = self.recording.sequences() or [SequenceBuilder()]
         if self.is_truncated:
             sequences[0].finish_reason = "length"
         elif self.recording.turns:
@@ -223,7 +223,7 @@ class Run:
         return sequences
 
     def _limited(self, request: TurnRequest) -> Document:
-        """Answer that a limit is reached: by an empty turn, which ends most agents, and at last by an error."""
+        """Answer at a limit: with an empty turn, which ends most agents, then with an error."""
         self._num_limited += 1
         if self._num_limited > self._max_turns:
             raise Refusal(
@@ -235,8 +235,12 @@ class Run:
 
 def _document(request: TurnRequest, completion: Completion, message: dict[str, Any]) -> Document:
     reason = "tool_calls" if message.get("tool_calls") else "stop" if completion.finish_reason == "stop" else "length"
-    num_read, num_said = len(request.token_ids), len(completion.token_ids)
+    num_prompt, num_sampled = len(request.token_ids), len(completion.token_ids)
     return {
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {"prompt_tokens": num_read, "completion_tokens": num_said, "total_tokens": num_read + num_said},
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        },
     }

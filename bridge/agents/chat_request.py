@@ -44,7 +44,7 @@ class Refusal(Exception):  # noqa: N818  the agent gets it as an answer
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """What a request for one turn asks."""
+    """The content of a request for one turn."""
 
     messages: tuple[Mapping[str, Any], ...]
     """As the chat template gets them."""
@@ -95,7 +95,7 @@ def as_stream(document: Mapping[str, Any], body: Mapping[str, Any]) -> str:
 
 
 def read(body: Any) -> ChatRequest:
-    """Return what a request asks."""
+    """Parse a request; raise Refusal if it is not supported."""
     if not isinstance(body, dict):
         raise Refusal("the request is not a JSON object")
     given = {name: value for name, value in body.items() if value is not None}

@@ -1,7 +1,7 @@
-"""Conversations as token ids: what stands between two turns of the model, and what a turn says and calls.
+"""Conversations as token ids: the tokens between two turns of the model, and the text and calls of a turn.
 
-What the model sampled is decoded to be read, and never encoded again. Between two turns stands what the chat template
-puts there: it renders a made-up conversation, of which everything behind the model's turn is taken. That is right only
+What the model sampled is decoded to be read, and never encoded again. The tokens between two turns come from the chat
+template: it renders a conversation with a placeholder turn, and everything after that turn is taken. This is right only
 if the template renders earlier turns the same whatever follows them. With tools of Bridge's own, `Conversation` proves
 it before a run starts; an agent may send any messages, so there it is checked for each request.
 """
@@ -39,7 +39,7 @@ USER = {"role": "user", "content": "What do you see?"}
 
 
 class Conversation:
-    """A model's chat template, proven to leave earlier turns unchanged."""
+    """A model's chat template, checked to leave earlier turns unchanged."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Conversation:
         answers: Literal["tool", "user"] | None = "tool",
         **template: Any,
     ) -> None:
-        """Prove it for turns that are answered by messages of the role `answers`; None: `following` checks each.
+        """Prove it for turns that are answered by messages of the role `answers`; None: `tokens_following` checks each.
 
         `tools` are the JSON schemas of the tools. `template` is given to the chat template.
         """
@@ -100,25 +100,25 @@ class Conversation:
         called = part_with_calls(rest, self._format)
         return thought + end + FORMATS[self._format].sub("", called) + rest[len(called) :], calls
 
-    def between(self, calls: Sequence[Call], answers: Sequence[Mapping[str, Any]], last: int) -> tuple[int, ...]:
+    def tokens_between(self, calls: Sequence[Call], answers: Sequence[Mapping[str, Any]], last: int) -> tuple[int, ...]:
         """Return the tokens from the end of a turn with these `calls`, over the `answers`, to the start of the next.
 
         `last` is the last token that was sampled: the end of the turn is added unless it is one.
         """
-        _, behind = self._split([USER], made_up(calls), answers)
+        _, behind = self._split([USER], placeholder_turn(calls), answers)
         return self._ended(behind, last)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the tokens of a conversation up to the start of the model's turn; UsageError as `between`."""
+        """Return the tokens of a conversation up to the start of the model's turn; UsageError as `tokens_between`."""
         return tuple(self._tokenizer(self._rendered(messages, is_open=True), add_special_tokens=False)["input_ids"])
 
-    def following(
+    def tokens_following(
         self, history: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]], last: int
     ) -> tuple[int, ...] | None:
         """Return the tokens from the end of the last turn of `history`, over `added`, to the start of the next.
 
-        Sampled turns in `history` are `made_up`. `last` as in `between`. None: the template renders something before
-        that end differently once `added` follows.
+        Sampled turns in `history` are placeholders (`placeholder_turn`); `last` as in `tokens_between`. None: the
+        template renders something before that end differently once `added` follows.
         """
         before, whole = self._rendered(history[:-1], is_open=True), self._rendered([*history, *added], is_open=True)
         turn_text, end, behind = whole[len(before) :].partition(self._end)
@@ -133,7 +133,7 @@ class Conversation:
 
     @property
     def changes_turns(self) -> str:
-        """What to note when `following` returns None."""
+        """What to note when `tokens_following` returns None."""
         return (
             f"the chat template of {self._model_name} changes an earlier turn once an agent's next messages follow:"
             f" from there on its turns are a sequence of their own; {KEEPS_TURNS}"
@@ -144,7 +144,7 @@ class Conversation:
         return token_ids[1:] if last in self._stops else token_ids
 
     def _encoded(self, behind: str) -> tuple[int, ...]:
-        """Return the token ids of the end of a turn and what stands behind it."""
+        """Return the token ids of the end of a turn and of the text after it."""
         return tuple(self._tokenizer(self._end + behind, add_special_tokens=False)["input_ids"])
 
     def _end_of_turn(self) -> str:
@@ -203,7 +203,7 @@ class Conversation:
     def _split(
         self, history: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
     ) -> tuple[str, str]:
-        """Return how a turn that follows `history` is rendered, and what stands behind its end token."""
+        """Return how a turn that follows `history` is rendered, and the text after its end token."""
         before = self._rendered(history, is_open=True)
         whole = self._rendered([*history, turn, *answers], is_open=True)
         if not whole.startswith(before):
@@ -240,8 +240,8 @@ def encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def made_up(calls: Sequence[Call], *, has_thought: bool = False) -> dict[str, Any]:
-    """Return a turn with calls of the same tools, in place of a sampled one, which might hold the end's text."""
+def placeholder_turn(calls: Sequence[Call], *, has_thought: bool = False) -> dict[str, Any]:
+    """Return a turn with calls of the same tools to render for a sampled one, which may contain the end token."""
     known = [replace(call, arguments={}) if call.name.isidentifier() else PROBE for call in calls]
     return _turn(known, THOUGHT if has_thought else "")
 

@@ -125,7 +125,7 @@ class Recorder:
         except (ValueError, RecursionError) as error:
             raise Refusal("the request is not JSON") from error
         run = self._run_of(name)  # it may have ended while the body arrived
-        document = api.as_document(body, await _in_time(run, api.as_chat(body), request))
+        document = api.as_document(body, await _answer_if_connected(run, api.as_chat(body), request))
         try:
             if body.get("stream"):
                 return _response(api.as_stream(document, body), "text/event-stream")
@@ -149,7 +149,7 @@ async def _body(request: Request) -> bytes:
     return b"".join(message.get("body", b"") for message in messages)
 
 
-async def _in_time(run: _Run, chat: Any, request: Request) -> Document:
+async def _answer_if_connected(run: _Run, chat: Any, request: Request) -> Document:
     """Answer unless the run ends or the client disconnects first."""
     made: Any = run.answer(chat)
     task: asyncio.Task[Document] = asyncio.create_task(made)

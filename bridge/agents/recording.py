@@ -14,9 +14,9 @@ from typing import Any
 
 from bridge.agents import chat_request
 from bridge.agents.chat_request import ChatRequest
-from bridge.agents.conversation import Conversation, made_up
+from bridge.agents.conversation import Conversation, placeholder_turn
 from bridge.agents.tool_calls import THOUGHT_ENDS, Call
-from bridge.agents.trajectories import Written, as_turn, shallow
+from bridge.agents.trajectories import SequenceBuilder, as_turn, shallow
 from bridge.types import Completion
 
 THOUGHT_BEGINS = "<think>"
@@ -89,7 +89,7 @@ class Recording:
         before = self._known.get(_key(chat, messages[:end])) if end else None
         if before is not None:
             last = (before.completion.token_ids or (-1,))[-1]
-            added = conversation.following(before.history, messages[end:], last)
+            added = conversation.tokens_following(before.history, messages[end:], last)
             if added is not None:
                 return TurnRequest(chat=chat, before=before, added=added, messages=messages[end:])
             self._note(conversation.changes_turns)
@@ -110,7 +110,7 @@ class Recording:
         own: dict[str, Any] = {"role": "assistant", "content": message["content"] or ""}
         if calls:
             own["tool_calls"] = [call.as_message() for call in calls]
-        shown = made_up(calls, has_thought=THOUGHT_ENDS in text)
+        shown = placeholder_turn(calls, has_thought=THOUGHT_ENDS in text)
         past = request.before.history if request.before else ()
         turn = Turn(
             request=request,
@@ -123,14 +123,14 @@ class Recording:
         self._known[turn.key] = turn
         return message
 
-    def sequences(self) -> list[Written]:
+    def sequences(self) -> list[SequenceBuilder]:
         """Return the token sequences of the run; each turn is sampled in one of them, and read in the others."""
         continued = {turn.request.before for turn in self.turns}
-        written_turns, sequences = set[Turn](), list[Written]()
+        written_turns, sequences = set[Turn](), list[SequenceBuilder]()
         for last in (turn for turn in self.turns if turn not in continued):
             turns = [*last.request.turns, last]
             own = [turn for turn in turns if turn not in written_turns]
-            written = Written(prompt=own[0].request.token_ids)
+            written = SequenceBuilder(prompt=own[0].request.token_ids)
             for turn in turns:
                 written.transcript += map(_read, turn.request.messages)
                 if turn in written_turns:
@@ -161,10 +161,10 @@ def _read(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
-    """Return a turn as the protocol's message, its thought apart from its text."""
+    """Return a turn as a message of the protocol, with its thought in a separate field."""
     thought, end, rest = text.rpartition(THOUGHT_ENDS)
     if not end and text.lstrip().startswith(THOUGHT_BEGINS):
-        thought, end, rest = text, THOUGHT_ENDS, ""  # it was cut
+        thought, end, rest = text, THOUGHT_ENDS, ""  # it was truncated
     content = rest.strip() if end or calls else rest
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
     if end:

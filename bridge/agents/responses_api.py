@@ -57,7 +57,7 @@ def _chat(given: Item) -> dict[str, Any]:
 
 
 def as_document(body: Item, answer: Item) -> dict[str, Any]:
-    """Return the answer to a request for a chat completion as that to `body`, of which it was made."""
+    """Convert the answer to a chat completion into the answer to `body`, the original request."""
     (choice,) = answer["choices"]
     is_cut, usage = choice["finish_reason"] == "length", answer["usage"]
     return {

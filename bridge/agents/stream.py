@@ -1,4 +1,4 @@
-"""The stream of an environment, whichever way the model answers its problems.
+"""Open the rollout stream of an environment: with single completions, tools or agents.
 
 `rehearse` tries an environment before anything starts: it encodes the first prompts, and scores made-up completions.
 """
@@ -35,7 +35,7 @@ PER_CORE = 8
 """Trajectories that run at once for each core of the machine: each has a process, which mostly waits for the model."""
 NUM_PROBLEMS = 3
 LIMIT_S = 10.0
-"""Time limit of all scores together: training gives a slow score the time that it needs."""
+"""Time limit of all scores together; in training, `--reward-timeout-s` applies."""
 
 
 def group_sampler(
@@ -73,7 +73,7 @@ def open_stream(
     progress: Callable[[int, int], None] = lambda *_: None,
     ranks: Ranks = ALONE,
 ) -> EnvironmentStream:
-    """Prepare everything that needs no server; of several `ranks`, each that talks to a server samples a share."""
+    """Prepare everything that needs no server; with several `ranks`, each rank 0 of a replica samples a share."""
     assert environment is not None, "nothing to sample for"
     task = Task.of(environment)
     notes, rollouts = Notes(note), config.rollouts

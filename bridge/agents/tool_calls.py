@@ -13,7 +13,7 @@ FORMATS: Mapping[str, re.Pattern[str]] = {
 }
 """Ways to write calls as JSON, each an object or a list of them; a template's own rendering shows which one it uses."""
 ENDS = {"hermes": re.compile(r"\}\s*</tool_call>")}
-"""What a call ends with: behind the last one, each `<tool_call>` that nothing ends would be a search to the end."""
+"""The end of a call: without it, an unclosed `<tool_call>` after the last call would search to the end of the text."""
 ARGUMENTS = ("arguments", "parameters")
 """Names of the arguments in these objects."""
 THOUGHT_ENDS = "</think>"

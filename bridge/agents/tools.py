@@ -36,8 +36,8 @@ def names(kind: type) -> list[str]:
     return [name for name, _ in methods if not name.startswith("_") and name not in NO_TOOLS]
 
 
-class _MadeHost(Host):
-    """An instance of a class of the user's, made anew for each trajectory that runs at the same time."""
+class _InstanceHost(Host):
+    """Holds an instance of the user's class; each concurrent trajectory gets its own."""
 
     def __init__(self, make: Callable[[], Any], rewards: Scores | None = None) -> None:
         """Make it by `make`; `rewards` replace its own."""
@@ -49,7 +49,7 @@ class _MadeHost(Host):
         return type(self)(self._make, self._rewards)
 
 
-class Tools(_MadeHost):
+class Tools(_InstanceHost):
     """An instance of a class with tools."""
 
     def __init__(self, make: Callable[[], Any], rewards: Scores | None = None) -> None:
@@ -86,11 +86,11 @@ class Tools(_MadeHost):
             return Reply(text=_cut(f"error: {type(error).__name__}{reason_of(error)}"), is_error=True)
 
 
-class Agent(_MadeHost):
+class Agent(_InstanceHost):
     """An instance of a class of agents; `rewards` replace what it returns."""
 
     runs_in_thread = True
-    """Its requests are answered by this process meanwhile."""
+    """This process answers its requests while it runs."""
 
     def __init__(self, make: Callable[[], Any], rewards: Scores | None = None) -> None:
         super().__init__(make, rewards)
@@ -141,7 +141,7 @@ class Agent(_MadeHost):
 
 
 def awaited(result: Any) -> Any:
-    """Return what foreign code returned, or what that becomes once it is awaited."""
+    """Return what foreign code returned; await it if it is awaitable."""
     if not inspect.isawaitable(result):
         return result
     import asyncio  # which most classes do not need

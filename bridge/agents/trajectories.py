@@ -1,14 +1,14 @@
 """Trajectories of a model that calls tools: turns sampled one after the other, for many problems at once.
 
-A trajectory is one completion: every token behind the prompt, of which `sampled` marks those of the model. Each turn
-sends the server all tokens so far, exactly as they were sampled.
+A trajectory is one completion: every token after the prompt; `sampled` marks those of the model. Each turn sends the
+server all tokens so far, exactly as they were sampled.
 """
 
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,8 +33,8 @@ DEEPEST = 32
 
 
 @dataclass(kw_only=True)
-class Written:
-    """What a trajectory holds so far."""
+class SequenceBuilder:
+    """One token sequence of a trajectory, as it grows."""
 
     prompt: tuple[int, ...] = ()
     token_ids: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Written:
         self.finish_reason = completion.finish_reason
 
     def add_experts(self, experts: bytes) -> None:
-        """Add what the server reported with a turn: none, and those of the turns before are of no use either."""
+        """Add the experts that the server reported for a turn; if there are none, drop those of earlier turns."""
         self.experts = self.experts + experts if experts else b""
 
     def add_answers(self, token_ids: Sequence[int]) -> None:
@@ -94,7 +94,7 @@ class Written:
 
 
 class TrajectorySampler:
-    """Samples completions of several turns; a subclass says what stands between the turns."""
+    """Samples completions of several turns; a subclass adds what comes between the turns."""
 
     is_chat = True
 
@@ -124,7 +124,7 @@ class TrajectorySampler:
 
     async def _trajectory(
         self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
-    ) -> tuple[Sequence[Written], Score | FailedScore]:
+    ) -> tuple[Sequence[SequenceBuilder], Score | FailedScore]:
         """Return the sequences of one trajectory, and its reward."""
         raise NotImplementedError
 
@@ -139,7 +139,7 @@ class TrajectorySampler:
         num_routed: int,
         **params: Any,
     ) -> Completion:
-        """Sample a turn of the trajectory `number`, with the experts of the tokens behind the first `num_routed`."""
+        """Sample a turn of the trajectory `number`, with the experts of the tokens after the first `num_routed`."""
         (completion,) = await self._sampler.one(
             [pinned(servers, number)],
             tuple(token_ids),
@@ -183,8 +183,8 @@ class Trajectories(TrajectorySampler):
 
     async def _trajectory(
         self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
-    ) -> tuple[Sequence[Written], Score | FailedScore]:
-        written = Written()
+    ) -> tuple[Sequence[SequenceBuilder], Score | FailedScore]:
+        written = SequenceBuilder()
         async with self._scorer.trajectory(problem) as tools:
             begun = await tools.begin()
             if isinstance(begun, FailedScore):
@@ -215,7 +215,12 @@ class Trajectories(TrajectorySampler):
             return [written], await tools.score(written.last)
 
     async def _answered(
-        self, problem: Problem, written: Written, completion: Completion, calls: Sequence[Call], tools: Trajectory
+        self,
+        problem: Problem,
+        written: SequenceBuilder,
+        completion: Completion,
+        calls: Sequence[Call],
+        tools: Trajectory,
     ) -> Sequence[int] | FailedScore:
         """Return the tokens between this turn and the next; none if the turn is the last, because it calls no tool."""
         answers = []
@@ -228,7 +233,7 @@ class Trajectories(TrajectorySampler):
             written.transcript.append({**message, "is_error": True} if reply.is_error else message)
             answers.append(call.answered(reply.text))
         try:
-            return self._conversation.between(calls, answers, completion.token_ids[-1]) if calls else ()
+            return self._conversation.tokens_between(calls, answers, completion.token_ids[-1]) if calls else ()
         except UsageError as error:  # the template does not take what a tool answered
             return failed(problem, completion.text, "the chat template rejects a tool's answer", error.message)
 
@@ -257,12 +262,10 @@ def as_chat(problem: Problem, added: str = "") -> Problem:
     prompt: Any = problem["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     last = {**messages[-1], "content": messages[-1]["content"] + added}
-    made: Any = {**problem, "prompt": [*messages[:-1], last]}
-    changed: Problem = made
-    return changed
+    return cast("Problem", {**problem, "prompt": [*messages[:-1], last]})
 
 
-def joined(trajectories: Sequence[tuple[Sequence[Written], Score | FailedScore]]) -> Sampled:
+def joined(trajectories: Sequence[tuple[Sequence[SequenceBuilder], Score | FailedScore]]) -> Sampled:
     """Return what all sequences begin with, a completion for each trajectory's sequences, and the rewards."""
     prompt = _shared([written.prompt for sequences, _ in trajectories for written in sequences if written.prompt])
     completions = []

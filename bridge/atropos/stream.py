@@ -3,7 +3,7 @@
 One batch is taken for each step, and none ahead: environments limit how far they run ahead, by the groups that wait.
 The API returns the newest batch first. Which weights made a token is known if an environment sends it, as ours do.
 
-Of several ranks the first one talks to the API, and gives every batch to all; each looks after its own server.
+Of several ranks the first one talks to the API, and sends every batch to all; each checks its own server.
 """
 
 import time
@@ -100,9 +100,9 @@ class AtroposStream:
             RewardError: too much of the batch cannot be used.
             UsageError: the API keeps another trainer's settings.
         """
-        before, looks, groups = self._api.num_retries + self._num_lost, self._looks(step), None
+        before, polls, groups = self._api.num_retries + self._num_lost, self._poll(step), None
         while groups is None:
-            groups = self._ranks.run_and_gather(lambda: next(looks))[0]
+            groups = self._ranks.run_and_gather(lambda: next(polls))[0]
         self.num_retries = self._api.num_retries + self._num_lost - before
         self._fetched = []
         return groups
@@ -119,8 +119,8 @@ class AtroposStream:
         if self._num_lost:
             self._note(f"{self._num_lost} batches were lost in the Atropos API")
 
-    def _looks(self, step: int) -> Iterator[list[Group] | None]:
-        """Yield the groups of a batch, on the first rank; before, and on the others, None and then watch the server.
+    def _poll(self, step: int) -> Iterator[list[Group] | None]:
+        """Yield None until there is a batch, and check the server after each; then yield the batch's groups, on rank 0.
 
         The pause between two requests for a batch grows; what is wrong is reported.
 
@@ -171,7 +171,7 @@ class AtroposStream:
             self._note(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
             return None
         self._num_lost += 1
-        self._tell_once(
+        self._note_once(
             f"the Atropos API at {self._api.url} lost a whole batch: it cannot encode NaN or infinity; fix the score or"
             " the log-probability of the environment that sends it"
         )
@@ -233,10 +233,10 @@ class AtroposStream:
             )
         for scored in good:
             for line in ignored(scored, temperature=self._config.sampling.temperature):
-                self._tell_once(line)
+                self._note_once(line)
         return [*(to_train_on(scored, self._decode) for scored in good), *bad]
 
-    def _tell_once(self, line: str) -> None:
+    def _note_once(self, line: str) -> None:
         if line not in self._noted:
             self._noted.add(line)
             self._note(line)

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 import bridge
 from bridge.errors import BridgeError
+from bridge.server.manifest import Record
 
 MODULE = "bridge.checks.child"
 ERROR = "error: "
@@ -95,10 +94,8 @@ def run_child(
     return Ended(returncode=returncode, stdout=stdout, last_error_line=(own or lines or [""])[-1])
 
 
-class Gpu(BaseModel):
+class Gpu(Record):
     """One GPU that this process can use."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     uuid: str
     """As nvidia-smi prints it."""
@@ -110,10 +107,8 @@ class Gpu(BaseModel):
     """Why the driver does not report it."""
 
 
-class Facts(BaseModel):
+class Facts(Record):
     """Everything that the child reported before it ended."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     torch: str | None = None
     """Version of torch with its build, such as `2.13.0+cpu`; None: torch cannot be imported."""

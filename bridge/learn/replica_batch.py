@@ -52,8 +52,8 @@ class Batch:
         updates = samples.mini_batches(groups, spec, num_updates=choices.updates_per_batch, max_new_tokens=longest)
         trained = [mini_batch for mini_batch, _ in updates]
         return cls(
-            mini_batches=[dealt(mini_batch, ranks) for mini_batch in trained],
-            only_ranked=[dealt(only_ranked, ranks) for _, only_ranked in updates],
+            mini_batches=[distribute(mini_batch, ranks) for mini_batch in trained],
+            only_ranked=[distribute(only_ranked, ranks) for _, only_ranked in updates],
             num_tokens=sum(sample.num_trained for mini_batch in trained for sample in mini_batch),
             balance=busiest(trained, ranks.num_shares),
             num_before=(step - 1) * choices.updates_per_step,
@@ -139,7 +139,7 @@ class Computed:
         return sum(of_updates[number % len(of_updates)] for number in range(len(self.norms)))
 
 
-def dealt(mini_batch: list[Sample], ranks: Ranks) -> list[Sample]:
+def distribute(mini_batch: list[Sample], ranks: Ranks) -> list[Sample]:
     """Return the samples that this rank trains on, in their order; every rank computes the same.
 
     The samples of one prompt, which follow each other, stay together if the shares' tokens then differ little: their

@@ -28,7 +28,7 @@ from bridge.server.manifest import LoraSlot, Manifest
 from bridge.server.protocol import ADAPTER
 from bridge.weights import loaded, model_folder
 from bridge.weights.adapter import Adapter, Matrices
-from bridge.weights.attach import RESTART, AttachedModel, OpenedModel, attach, attach_again, open_handles
+from bridge.weights.attach import RESTART, AttachedModel, OpenedModel, attach, open_handles, reattach
 
 
 class _LoraMode(Mode):
@@ -83,8 +83,8 @@ class LoraMemory(_LoraMode, PatchedServer):
         with super().publish(replace(update, last_checkpoint=repair)) as window:
             yield window
 
-    def pass_on(self) -> None:
-        self._adapter.pass_on()
+    def send_parts(self) -> None:
+        self._adapter.send_parts()
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         self._adapter.check(checkpoint)  # before the server pauses
@@ -96,7 +96,7 @@ class LoraMemory(_LoraMode, PatchedServer):
 
         The servers of other ranks get the next version, too.
         """
-        is_lost = self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.has_lost(self.client))
+        is_lost = self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.server_is_lost(self.client))
         if is_lost:
             self.restart(self._config.model_name)
         version = self._newest() + 1
@@ -110,7 +110,7 @@ class LoraMemory(_LoraMode, PatchedServer):
         ranks, ours = self._run.ranks, self._adapter.modules
         ranks.tp_group.run_on_all(self._refuse_unfit_slots)
         hand_over = partial(self._run.saved, ADAPTER, self._adapter.save)
-        ranks.tp_group.run_on_all(hand_over if ranks.is_tp_rank_zero else self._adapter.pass_on)
+        ranks.tp_group.run_on_all(hand_over if ranks.is_tp_rank_zero else self._adapter.send_parts)
         number = ranks.tp_group.run_on_rank_zero(self._seat)
         slots = ranks.tp_group.run_on_all(lambda: self._open_slots(number))
         with self.publish(Update(takeover=takeover, version=version)), torch.no_grad():
@@ -220,7 +220,7 @@ class LoraDisk(_LoraMode):
         The servers of other ranks load it as the next version, too.
         """
         newest = max(self._run.ranks.all_gather_object(self.version))  # others may have served what this one did not
-        if not self._run.has_lost(self._client):
+        if not self._run.server_is_lost(self._client):
             self._serve_next(newest + 1)
             return
         self.version = newest
@@ -230,7 +230,7 @@ class LoraDisk(_LoraMode):
         if self._exported is not None:  # the new server has another token
             self._exported = manifest.load(self._config.server.config_path)
             if self._attached is not None:
-                self._attached = attach_again(self._attached, self._exported)
+                self._attached = reattach(self._attached, self._exported)
         self._client = self._open_client()
         self._serve_first()
 

@@ -56,7 +56,7 @@ class RunContext:
         with suppress(OSError):
             self.scratch.rmdir()
 
-    def has_lost(self, client: VllmClient) -> bool:
+    def server_is_lost(self, client: VllmClient) -> bool:
         """Return whether this replica's server is the one that died: a single one's is."""
         if self.ranks.dp_size == 1:
             return True
@@ -162,10 +162,10 @@ class Mode(ABC):
     def save(self, folder: Path) -> None:
         """Write the trained weights and the tokenizer into `folder`, as transformers or PEFT load them.
 
-        If several ranks hold parts of them, the first one calls this, and the others `pass_on`.
+        If several ranks hold parts of them, the first one calls this, and the others `send_parts`.
         """
 
-    def pass_on(self) -> None:  # noqa: B027 - the same
+    def send_parts(self) -> None:  # noqa: B027 - the same
         """Send this rank's part of the weights to the rank that saves them: nothing, where each has all of them."""
 
     @abstractmethod

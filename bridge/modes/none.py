@@ -109,7 +109,7 @@ class Restart(OwnCopy):
     def revive(self, checkpoint: Path | None) -> None:
         """Restart the dead server with the newest weights, and the other ranks' servers if theirs are older."""
         with VllmClient(self._url) as client:
-            is_lost = self._run.has_lost(client)
+            is_lost = self._run.server_is_lost(client)
         model = checkpoint or self._config.model_name
         self._start(model, self.version + 1, is_needed=is_lost or self._num_behind > 0)
 

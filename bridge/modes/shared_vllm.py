@@ -21,7 +21,7 @@ from bridge.server.fence import Update, Window
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import ADAPTER, Holder, Status, Written
 from bridge.weights import fp8, model_folder, skeleton
-from bridge.weights.attach import OpenedModel, attach, attach_again
+from bridge.weights.attach import OpenedModel, attach, reattach
 from bridge.weights.parts import Parts
 
 
@@ -62,7 +62,7 @@ class PatchedServer(Mode):
         self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.restart_server(model))
         self._num_starts += 1
         self._take_lease(manifest.load(self._config.server.config_path))
-        self._attached = attach_again(self._attached, self.manifest)
+        self._attached = reattach(self._attached, self.manifest)
 
     def _newest(self) -> int:
         """Return the newest version of all ranks' servers: others may have published what this one did not."""
@@ -191,9 +191,9 @@ class SharedVllm(PatchedServer):
     def save(self, folder: Path) -> None:
         model_folder.save(self._attached.model, self._config.model_name, folder, self._parts)
 
-    def pass_on(self) -> None:
+    def send_parts(self) -> None:
         if self._parts is not None:
-            model_folder.pass_on(self._attached.model, self._parts)
+            model_folder.send_parts(self._attached.model, self._parts)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
         model, parts = self._attached.model, self._parts
@@ -206,7 +206,7 @@ class SharedVllm(PatchedServer):
 
         If there is one replica, its server is the one that died.
         """
-        if self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.has_lost(self.client)):
+        if self._run.ranks.tp_group.run_on_rank_zero(lambda: self._run.server_is_lost(self.client)):
             self.restart(checkpoint or self._config.model_name)
         self.publish_as(self._newest() + 1)
 

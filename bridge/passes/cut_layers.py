@@ -30,7 +30,7 @@ OWN_SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
 
 
 @dataclass(frozen=True)
-class Words:
+class VocabularyPart:
     """The words of the vocabulary that this part holds."""
 
     start: int
@@ -63,9 +63,9 @@ def largest(tensor: Tensor, group: str) -> Tensor:
     return _reduced(tensor, "max", group)
 
 
-def words_of(module: nn.Module) -> Words | None:
+def vocabulary_of(module: nn.Module) -> VocabularyPart | None:
     """Return which words an embedding or a head has; None: all."""
-    words: Words | None = getattr(module, "words", None)
+    words: VocabularyPart | None = getattr(module, "words", None)
     return words
 
 
@@ -82,7 +82,7 @@ def make_row(layer: nn.Linear, group: str) -> None:
     layer.register_forward_hook(_Exit(group))
 
 
-def make_vocabulary(embedding: nn.Embedding, words: Words) -> None:
+def make_vocabulary(embedding: nn.Embedding, words: VocabularyPart) -> None:
     """Have words of other parts looked up there; the embedding's parameter stays where it is."""
     embedding.words = words  # type: ignore[assignment]
     if embedding.padding_idx is not None:
@@ -190,7 +190,7 @@ class _Leave(torch.autograd.Function):
 def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     """Look up this part's words; those of other parts are zeros here."""
     words = embedding.words
-    assert isinstance(words, Words)
+    assert isinstance(words, VocabularyPart)
     own = ids - words.start
     is_own = (own >= 0) & (own < len(embedding.weight))
     rows: Tensor = type(embedding).forward(embedding, torch.where(is_own, own, 0))

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import layers, slices
-from bridge.passes.cut_layers import Words, largest, summed, words_of
+from bridge.passes.cut_layers import VocabularyPart, largest, summed, vocabulary_of
 from bridge.passes.packing import Kept, MicroBatch
 
 HEAD_TOLERANCE = 0.02
@@ -79,7 +79,7 @@ def model_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float
     own = batch if rows is None else rows.own
     head_VH, bias_V, transform = _head(model, temperature)
     hidden_NH = hidden_LH.index_select(0, own.rows_N)
-    compiles, words = layers.are_compiled(model), words_of(model.get_output_embeddings())
+    compiles, words = layers.are_compiled(model), vocabulary_of(model.get_output_embeddings())
     computed = token_logprobs(hidden_NH, head_VH, bias_V, own.targets_N, transform, compiles, own.kept, words)
     return computed if rows is None else rows.of_all(*computed)
 
@@ -92,7 +92,7 @@ def token_logprobs(
     by: LogitTransform,
     compiles: bool,
     kept: Kept | None = None,
-    words: Words | None = None,
+    words: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return float32 log-probabilities of `targets_N` and the entropies (without gradient), both in nats.
 
@@ -120,7 +120,7 @@ def check_head(model: PreTrainedModel) -> None:
     head, bias_V, transform = _head(model, temperature=1.0)
     ours_V = transform.apply(_multiply(_operand(hidden_1H), _operand(head).T), bias_V)[0]
     largest_2 = torch.stack([(ours_V - own_V).abs().max(), own_V.abs().max()])
-    if words := words_of(model.get_output_embeddings()):  # so that all parts decide the same
+    if words := vocabulary_of(model.get_output_embeddings()):  # so that all parts decide the same
         largest_2 = largest(largest_2.nan_to_num(torch.inf), words.group)
     difference = float(largest_2[0] / largest_2[1])
     if not difference <= HEAD_TOLERANCE:
@@ -159,7 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
         by: LogitTransform,
         compiles: bool,
         kept: Kept | None,
-        words: Words | None,
+        words: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         targets_N = targets_N if words is None else targets_N - words.start
         compiles = compiles and len(hidden_NH) > 1  # torch compiles fewer rows for themselves

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import cut_layers, layers
-from bridge.passes.cut_layers import Outputs, Words
+from bridge.passes.cut_layers import Outputs, VocabularyPart
 from bridge.weights.parts import Cut, Shared, shared_elements
 
 Cuts = Mapping[str, Cut]
@@ -220,7 +220,7 @@ def _divide_vocabulary(
     runs = [of_part[name].runs[0] for of_part in cuts]
     if axes[name] != 0 or any(len(words) != 1 or not words[0][1] for words in runs):
         raise _refusal(name, "is cut, expected one run of words for each part")
-    words = Words(start=runs[part][0][0], group=group)
+    words = VocabularyPart(start=runs[part][0][0], group=group)
     if isinstance(module, nn.Embedding):
         cut_layers.make_vocabulary(module, words)
     else:

@@ -1,4 +1,4 @@
-"""Start, watch and stop our own processes, and no others; `leash.py` ends them if we are killed.
+"""Start, watch and stop child processes; `leash.py` ends them if this process is killed.
 
 Source: setsid(2): a session's id is not reused while one of its processes lives.
 """
@@ -23,7 +23,7 @@ POLL_S = 0.2
 TRACKER_S = 5.0
 """Time for a resource tracker to remove what its killed users left in /dev/shm: hundreds of MiB for vLLM."""
 LEASH = Path(__file__).with_name("leash.py")
-"""Becomes the child's own program: the pid and the start time stay the same."""
+"""Execs the child's program: the pid and the start time stay the same."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Child:
     """A process that we started, at the head of its own session."""
 
     process: subprocess.Popen[bytes]
-    """Reaped only by `stop`: until then its pid stays its own."""
+    """Reaped only by `stop`: until then its pid is not reused."""
     identity: ProcessIdentity
-    """Tells it from any later process with its pid."""
+    """Distinguishes it from a later process with the same pid."""
     log: Path
     """Its stdout and stderr."""
 

@@ -4,7 +4,7 @@ A guard stays in the program's session. Once the parent has ended, it sends SIGT
 whole session after GRACE_S: vLLM ignores SIGTERM while its engine starts, and its engine outlives a killed API server.
 
 Why not PR_SET_PDEATHSIG alone: a fork does not inherit it, so engines and workers would live on, and it fires when the
-*thread* that started the program ends, which may be a short-lived thread of a user's. A pidfd is of the whole process.
+*thread* that started the program ends, which may be short-lived. A pidfd stands for the whole process.
 
 Source: prctl(2); pidfd_open(2); setsid(2); proc(5), fields 6, 50 and 51 of `/proc/PID/stat`.
 """
@@ -33,7 +33,7 @@ def become(parent: int, argv: list[str]) -> None:
     else:
         _leave_guard(watched)
     if os.getppid() != parent:
-        sys.exit("the process that started this one is gone")
+        sys.exit("the process that started this one has exited")
     os.execv(argv[0], argv)  # noqa: S606
 
 

@@ -28,7 +28,7 @@ would not follow a step."""
 PYTHON = (sys.executable, "-P")
 """Without the current folder on its path, as in `vllm serve`: a user's module `bridge` would replace ours."""
 PLUGINS = ("bridge", "bridge_routes")
-"""Names of our entry points; the package behind the first one knows which vLLM it fits."""
+"""Names of our entry points; the package of the first one knows which versions of vLLM it supports."""
 SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
 """They enable our plugins, which otherwise do nothing when vLLM loads them."""
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")

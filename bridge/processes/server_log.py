@@ -54,7 +54,7 @@ class StartPhases:
         return f"{phase} ({self._seconds[phase]:.0f} s)"
 
     def summary(self) -> str:
-        """Return the seconds of each phase, behind a colon; nothing if all were short."""
+        """Return ": " and the seconds of each phase; empty if all were short."""
         long = [f"{phase} {seconds:.0f} s" for phase, seconds in self._seconds.items() if seconds >= LEAST_S]
         return f": {', '.join(long)}" if long else ""
 

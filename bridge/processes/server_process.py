@@ -3,7 +3,7 @@
 vLLM's API server outlives an engine that was killed (seen with 0.32), and a server that hangs answers nothing: a
 trainer's call to either would wait for its whole time limit. A watchdog kills such a server.
 
-Not covered: servers that somebody else started, and an engine that hangs behind an API server that answers:
+Not covered: servers that Bridge did not start, and an engine that hangs while its API server answers:
 `--request-timeout-s` limits the calls to both.
 """
 
@@ -34,7 +34,7 @@ START_GRACE_S = 2.0
 """A server that is starting or has died has nothing to lose; vLLM 0.32 ignores SIGTERM while its engine starts."""
 ASK_LIMIT_S = 2.0
 LAST_THREADS_S = 10.0
-"""Longest wait for the other threads of a server whose first thread has ended: those of a GPU take seconds."""
+"""Longest wait for the other threads of a server whose main thread has exited: those of a GPU take seconds."""
 
 SLICE_S = 0.25
 """Silence is counted in slices of this length: one that the whole machine slept through counts once."""
@@ -82,9 +82,9 @@ class StartedServer:
 
     @contextlib.contextmanager
     def running(self, check_abort: Callable[[], None] = lambda: None) -> Iterator["StartedServer"]:
-        """Serve for as long as the context lasts; the server is ready when it begins and gone when it ends.
+        """Run the server for the duration of the block: ready at its start, stopped at its end.
 
-        `check_abort` is called while it starts, and may raise to end that.
+        `check_abort` is called while the server starts, and may raise to abort the start.
         """
         try:
             self._start(None, check_abort)
@@ -199,9 +199,7 @@ class StartedServer:
         """Return the error of a server that ended or was killed."""
         if refused := server_log.own_error(self._log):
             return refused
-        how = self._verdict
-        if not how:
-            how = _ended_with(server)
+        how = self._verdict or _ended_with(server)
         before = f", restarted {self._restarts} times," if self._restarts > 1 else ""
         return ServerUnreachableError(
             f"vLLM (pid {server.process.pid}){before} {how}: {server_log.root_error(self._log)}",
@@ -210,12 +208,12 @@ class StartedServer:
 
 
 def _ended_with(server: Child) -> str:
-    """Return how a server ended: its first thread can be gone some time before the others let its exit code be read."""
+    """Return how a server ended: its exit code may be unreadable for some time after its main thread has exited."""
     deadline = time.monotonic() + LAST_THREADS_S
     while (code := server.exit_code()) is None and time.monotonic() < deadline:
         time.sleep(children.POLL_S)
     if code is None:
-        return f"ended, but for threads that still run after {LAST_THREADS_S:g} s"
+        return f"ended, but some of its threads still run after {LAST_THREADS_S:g} s"
     return f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
 
@@ -224,7 +222,7 @@ def health(
 ) -> Literal["well", "unwell", "silent"]:
     """Ask a server once, and wait up to `limit_s` seconds for the answer, or until `is_over`.
 
-    `unwell`: another status than 200, or nobody listens; `silent`: no answer in time.
+    `unwell`: another status than 200, or no connection; `silent`: no answer in time.
     """
     connection = http.client.HTTPConnection(host, port, timeout=SLICE_S)
     with contextlib.closing(connection):

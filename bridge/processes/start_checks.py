@@ -74,7 +74,7 @@ def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares
     if not shares_weights:
         raise UsageError(
             f"{given} is made of weights that are trained in vLLM's memory, and this server shares none",
-            remedy=f"give it to vLLM itself, behind --: -- {given}",
+            remedy=f"give it to vLLM itself, after --: -- {given}",
         )
     if config.dtype == "float32":
         raise UsageError(f"{given}: vLLM quantizes bfloat16 and float16, found --dtype float32", remedy="--dtype auto")

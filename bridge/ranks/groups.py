@@ -18,7 +18,7 @@ OBJECT_LIMIT = timedelta(hours=24)
 """Longest wait for another rank's object: that rank may be starting a server or sampling."""
 DEVICE_LIMIT = timedelta(minutes=5)
 """Longest wait for a tensor of another rank."""
-MEET_LIMIT_S = 600.0
+RENDEZVOUS_LIMIT_S = 600.0
 """Longest wait for all ranks."""
 SILENCE_S = 30
 """A connection to a host that lost its power is given up after this time; gloo alone would wait for its timeout."""
@@ -27,7 +27,7 @@ NCCL_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """By default it ends the process when an exchange is aborted or late; `Watch` ends the exchange, and the run saves."""
 
 
-def meet(
+def rendezvous(
     rank: int,
     world_size: int,
     host: str,
@@ -46,7 +46,7 @@ def meet(
         master_listen_fd=None if listener is None else listener.detach(),
     )  # fmt: skip
     store.set(str(rank), "")
-    deadline = time.monotonic() + MEET_LIMIT_S
+    deadline = time.monotonic() + RENDEZVOUS_LIMIT_S
     while not store.check([*map(str, range(world_size))]):
         if time.monotonic() > deadline:
             raise RankError("another rank ended before it was ready", remedy="its output says why")
@@ -90,7 +90,7 @@ def object_group(members: Sequence[int] | None) -> dist.ProcessGroup:
 
 
 @contextmanager
-def noticing_silence() -> Iterator[None]:
+def tcp_keepalive() -> Iterator[None]:
     """Let the kernel end every connection made in the block whose other side does not answer for `SILENCE_S`."""
     before = sockets()
     yield

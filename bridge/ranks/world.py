@@ -68,8 +68,8 @@ class Ranks(Tensors):
         """
         assert tp_size == 1 or cp_size == 1, "refused by the configuration"
         ranks = cls(rank, world_size, tp_size, cp_size)
-        with ranks._errors_of_torch(), groups.noticing_silence():
-            store, connections = groups.meet(rank, world_size, host, port, device, listener)
+        with ranks._errors_of_torch(), groups.tcp_keepalive():
+            store, connections = groups.rendezvous(rank, world_size, host, port, device, listener)
             groups.check_same(store, rank, world_size, "--tensor-parallel-size", tp_size)
             groups.check_same(store, rank, world_size, "--context-parallel-size", cp_size)
             ranks._watch = Watch(store, device, rank, world_size, lambda: ranks._num_exchanges)

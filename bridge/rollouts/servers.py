@@ -19,10 +19,10 @@ from bridge.server.client import (
     LOCKED,
     ServedModel,
     ServedModels,
+    error_message,
     key_rejected,
     open_async_http,
     refusal_of,
-    words_of,
 )
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import VERSION_HEADER
@@ -86,7 +86,7 @@ class Connections:
 
 
 def _rejection(url: str, route: str, response: httpx.Response) -> Exception:
-    words, status = words_of(response), response.status_code
+    words, status = error_message(response), response.status_code
     if refusal := refusal_of(response):
         return AttachError(f"the server at {url}: {refusal.error}", remedy=refusal.remedy)
     if status in UNFIT:

@@ -1,4 +1,4 @@
-"""Checkpoints: plain folders of weights with a marker that lists every file's bytes, written whole or not at all.
+"""Checkpoints: plain folders of weights, written atomically, with a marker that lists the size and hash of every file.
 
 Not covered: those of one run (`saving.py`), and loading into live weights (`bridge/weights/model_folder.py`).
 """
@@ -14,27 +14,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from bridge.core import atomic_folder
 from bridge.errors import CheckpointError, UsageError
 from bridge.ranks.world import Ranks
+from bridge.server.manifest import Record
 from bridge.server.protocol import Version
 from bridge.types import TrainedProblems
 
 MARKER_NAME = "bridge_checkpoint.json"
-"""Written last: a folder that holds it is a checkpoint of Bridge."""
+"""Written last: a folder with this file is a checkpoint of Bridge."""
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth")
 """Files that a loader may take for weights: a checkpoint has none that was not saved with it."""
 MAX_THREADS = 8
 """Files that are hashed at once; each thread hashes one to two GB a second."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Progress(_Record):
+class Progress(Record):
     """How far a run had come."""
 
     step: int
@@ -57,7 +54,7 @@ class Progress(_Record):
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     folder: Path
     progress: Progress
@@ -71,12 +68,12 @@ class SavedCheckpoint:
             )
 
 
-class _File(_Record):
+class _File(Record):
     num_bytes: int
     sha256: str
 
 
-class _Marker(_Record):
+class _Marker(Record):
     progress: Progress
     files: Mapping[str, _File]
     """Every other file, by its path in the folder."""
@@ -128,31 +125,31 @@ def read(folder: Path) -> SavedCheckpoint:
     """Check every byte of a checkpoint and return how far it had come.
 
     Raises:
-        CheckpointError: it is not whole; the message names the first fault.
+        CheckpointError: it is incomplete or damaged; the message names the first fault.
     """
     try:
         text = (folder / MARKER_NAME).read_bytes()
         marker = _Marker.model_validate_json(text)
     except OSError as error:
-        raise _not_whole(folder, f"{MARKER_NAME} cannot be read: {error.strerror}") from error
+        raise _damaged(folder, f"{MARKER_NAME} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise _not_whole(folder, f"{MARKER_NAME} is no marker of this version of Bridge") from error
+        raise _damaged(folder, f"{MARKER_NAME} is no marker of this version of Bridge") from error
     if text != _marker(marker.progress, marker.files):
-        raise _not_whole(folder, f"{MARKER_NAME} was changed")
+        raise _damaged(folder, f"{MARKER_NAME} was changed")
     fault = next(_faults(folder, marker.files), None)
     if fault is not None:
-        raise _not_whole(folder, fault)
+        raise _damaged(folder, fault)
     return SavedCheckpoint(folder, marker.progress)
 
 
 def newest(save_path: Path, prefix: str) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
-    """Return the whole checkpoint of the highest step, and a line about each newer one that is not whole."""
+    """Return the newest complete checkpoint, and a line about each newer one that is incomplete or damaged."""
     passed_over = []
     for step, folder in sorted(numbered(save_path, prefix).items(), reverse=True):
         try:
             checkpoint = read(folder)
             if checkpoint.progress.step != step:
-                raise _not_whole(folder, f"its name says step {step}, its marker step {checkpoint.progress.step}")
+                raise _damaged(folder, f"its name says step {step}, its marker step {checkpoint.progress.step}")
         except CheckpointError as error:
             passed_over.append(error.message)
         else:
@@ -161,7 +158,7 @@ def newest(save_path: Path, prefix: str) -> tuple[SavedCheckpoint | None, tuple[
 
 
 def numbered(save_path: Path, prefix: str) -> dict[int, Path]:
-    """Return everything that is named like a checkpoint, by the step in the name."""
+    """Return the folders named like checkpoints, by step."""
     name = re.compile(rf"{re.escape(prefix)}(0|[1-9][0-9]*)")
     paths = save_path.iterdir() if save_path.is_dir() else ()
     return {int(match[1]): path for path in paths if (match := name.fullmatch(path.name))}
@@ -221,7 +218,7 @@ def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:
         yield f"it cannot be read: {error}"
 
 
-def _not_whole(folder: Path, fault: str) -> CheckpointError:
+def _damaged(folder: Path, fault: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {folder} is not whole: {fault}", remedy="take an older one, or save it again"
+        f"the checkpoint {folder} is incomplete or damaged: {fault}", remedy="take an older one, or save it again"
     )

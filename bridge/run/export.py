@@ -25,7 +25,7 @@ NAME_BASE = "name the base that it was trained on with --model"
 
 
 def export(source: Path, out: Path, *, base: str | None = None) -> Path:
-    """Write the model in `source` with its tokenizer to `out`, whole or not at all, and return the folder.
+    """Write the model in `source` with its tokenizer to `out` atomically, and return the folder.
 
     `source` is a checkpoint, or any folder with a model or an adapter. `base` overrides the base that an adapter names.
     Only an earlier export without added files is replaced.

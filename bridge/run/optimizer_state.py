@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,6 +23,7 @@ from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.moments import CodedMoments
 from bridge.optimizers.sharded import ShardedOptimizer
+from bridge.server.manifest import Record
 from bridge.weights.parts import Parts
 from bridge.weights.stored_tensors import describe, headers, refuse_misfits, write_shards
 
@@ -35,9 +36,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 """Largest file, and its copy in host memory while it is written; a larger tensor gets its own file."""
 
 
-class _State(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
+class _State(Record):
     flags: str = "--optimizer adamw --no-offload-optimizer"
     """The flags of an optimizer with this kind of state; absent: written before there was another one."""
     steps: dict[str, int]

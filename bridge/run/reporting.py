@@ -48,7 +48,7 @@ class Reporter:
         """The held-out problems were evaluated."""
 
 
-class Several(Reporter):
+class Reporters(Reporter):
     """Passes everything to several reporters, in order."""
 
     def __init__(self, *reporters: Reporter) -> None:
@@ -224,12 +224,7 @@ def check_trackers(tracking: TrackingConfig) -> None:
 def trackers_of(
     tracking: TrackingConfig, choices: Mapping[str, Any], run: RunDirectory, *, first_step: int = 1
 ) -> Trackers:
-    """Return the trackers of `run`, whose next step is `first_step`; only rank 0 opens any, and shows it the `choices`.
-
-    Raises:
-        UsageError: a requested package is not installed.
-    """
-    check_trackers(tracking)
+    """Return the trackers of `run`, whose next step is `first_step`. Only rank 0 opens any, and logs `choices` to it."""
     shown = redaction.redacted(choices)
     return Trackers(lambda: _open_all(tracking, shown, run, first_step), run.note, shows_texts=tracking.save_rollouts)
 

@@ -176,7 +176,7 @@ class Checkpoints:
     def _send_weights(self) -> None:
         """Send this part of the first replica's weights to the rank that saves them."""
         if self._ranks.tp_size > 1 and self._ranks.dp_rank == 0:
-            self._mode.pass_on()
+            self._mode.send_parts()
 
     def _uninterrupted(self) -> AbstractContextManager[object]:
         """Defer an interrupt if there are several ranks: the others would wait for this one's part."""

@@ -20,7 +20,6 @@ from bridge.config import TrainConfig
 from bridge.config.rollouts import SOURCES
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RewardError, ServerUnreachableError
-from bridge.learn import reference
 from bridge.learn.opening import learner_of
 from bridge.modes import WAYS
 from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
@@ -211,7 +210,6 @@ class Run:
     def _open(self, opened: ExitStack) -> None:
         """Connect to the server, open the stream and the model, and load the checkpoint; `opened` closes them."""
         ranks, directory = self._ranks, self._directory
-        reference.check(self._config.model_name, self._config.loss.reference_model)
         scratch = directory.served if ranks.is_rank_zero else directory.ranks / str(ranks.rank) / directory.served.name
         context = RunContext(
             name=str(directory.path.absolute()), scratch=scratch, note=directory.note,

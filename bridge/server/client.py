@@ -144,7 +144,7 @@ class VllmClient:
 
     def _change_adapters(self, route: str, body: dict[str, str], *, limit_s: float | None) -> None:
         response = self._send("POST", route, body, limit_s=limit_s)
-        status, words = response.status_code, words_of(response)
+        status, words = response.status_code, error_message(response)
         if response.is_server_error:
             raise unreachable(self.url, f"{route} answered {status}: {words}")
         if not response.is_success:
@@ -178,7 +178,7 @@ class VllmClient:
         if refused := refusal_of(response):
             raise (FenceBusyError if refused.busy else AttachError)(refused.error, remedy=refused.remedy)
         if not response.is_success:
-            raise unreachable(self.url, f"{route} answered {response.status_code}: {words_of(response)}")
+            raise unreachable(self.url, f"{route} answered {response.status_code}: {error_message(response)}")
         try:
             return kind.model_validate_json(response.content)
         except ValidationError as error:
@@ -295,7 +295,7 @@ def refusal_of(response: httpx.Response) -> Refusal | None:
     return None
 
 
-def words_of(response: httpx.Response) -> str:
+def error_message(response: httpx.Response) -> str:
     """Return the server's own error message on one line, truncated."""
     words = response.text
     with suppress(ValueError, KeyError, TypeError):
@@ -306,7 +306,7 @@ def words_of(response: httpx.Response) -> str:
 def key_rejected(url: str, response: httpx.Response) -> UsageError:
     """Return the error for a response in `LOCKED`."""
     return UsageError(
-        f"the server at {url} rejected the request with status {response.status_code}: {words_of(response)}",
+        f"the server at {url} rejected the request with status {response.status_code}: {error_message(response)}",
         remedy=f"export {api_key.VARIABLE}=KEY, the key that the server was started with",
     )
 

@@ -59,10 +59,10 @@ class Holder(Record):
         """Return whether the caller would notice the end of each process."""
         return all(process.is_visible() for process in self.processes)
 
-    def is_whole(self) -> bool:
+    def all_alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
 
-    def is_gone(self) -> bool:
+    def none_alive(self) -> bool:
         return not any(process.is_alive() for process in self.processes)
 
 

@@ -14,7 +14,7 @@ from pydantic import AliasPath, BaseModel, Field
 
 from bridge.errors import AttachError, BridgeError, IncompatibleVersionError
 from bridge.server import fence, protocol
-from bridge.server.client import BridgeClient, VllmClient, unreachable, words_of
+from bridge.server.client import BridgeClient, VllmClient, error_message, unreachable
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import TRANSFER_FLAG, HolderRequest, InFlight, Status
 
@@ -118,7 +118,7 @@ class StockReceiver(VllmClient):
     def _call(self, route: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> None:
         response = self._send("POST", route, body, limit_s=limit_s)
         if not response.is_success:
-            raise unreachable(self.url, f"{route} answered {response.status_code}: {words_of(response)}")
+            raise unreachable(self.url, f"{route} answered {response.status_code}: {error_message(response)}")
 
 
 class _FeedingClient(BridgeClient):

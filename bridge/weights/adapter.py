@@ -106,12 +106,12 @@ class Adapter:
         return sum(m.lora_a.nbytes + m.lora_b.nbytes for m in self.modules.values())
 
     def save(self, folder: Path) -> None:
-        """Write it into `folder` as PEFT and stock vLLM load it; the other ranks call `pass_on` at the same time."""
+        """Write it into `folder` as PEFT and stock vLLM load it; the other ranks call `send_parts` at the same time."""
         tensors = {name: tensor.contiguous() for name, tensor in self._unscaled()}
         save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
         self._peft.peft_config[NAME].save_pretrained(str(folder))
 
-    def pass_on(self) -> None:
+    def send_parts(self) -> None:
         """Take part while another rank saves; raises what `save` raises."""
         for _ in self._unscaled():
             pass

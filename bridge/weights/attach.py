@@ -95,7 +95,7 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
     model = skeleton.build(manifest.model, getattr(torch, manifest.dtype))
     _check_layout(manifest, shard, skeleton.shapes(model))
     rope.follow_server(model, manifest.max_model_len, server_class=shard.model_class)
-    device = leave_a_core() if shard.gpu_uuid is None else cuda_ipc.device_of(shard.gpu_uuid)
+    device = leave_core_to_server() if shard.gpu_uuid is None else cuda_ipc.device_of(shard.gpu_uuid)
     before, start = _allocated_bytes(device), time.perf_counter()
     tensors = open_handles(shard.ipc_handles, device)
     _assign(model, _views(shard, tensors))
@@ -116,7 +116,7 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
     )
 
 
-def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
+def reattach(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
     """Point the parameters of an attached model at a restarted server; they stay the same objects."""
     start = time.perf_counter()
     _refuse_other_servers(manifest, len(attached.cuts))
@@ -137,7 +137,7 @@ def attach_again(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
     return replace(attached, shard=shard, server_tensors=tensors, attach_s=attach_s, allocated_bytes=0)
 
 
-def leave_a_core() -> torch.device:
+def leave_core_to_server() -> torch.device:
     """Use all cores but one, unless OMP_NUM_THREADS is set, and return the CPU.
 
     vLLM's worker spins for a second after each request. A trainer that uses every core waits for it at each barrier of
@@ -148,7 +148,7 @@ def leave_a_core() -> torch.device:
     return torch.device("cpu")
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until everything that was written on `device` is there."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from bridge.core import memory
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights import rope, skeleton
-from bridge.weights.attach import OpenedModel, leave_a_core
+from bridge.weights.attach import OpenedModel, leave_core_to_server
 from bridge.weights.model_folder import no_progress_bar
 
 GIB = 2**30
@@ -87,7 +87,7 @@ def _checked_dtype(model: str, dtype: torch.dtype | None) -> torch.dtype:
 def _device(name: str) -> torch.device:
     wanted = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
     if wanted == "cpu":
-        return leave_a_core()
+        return leave_core_to_server()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device(wanted if ":" in wanted else f"{wanted}:0")
     if device.index >= num_gpus:

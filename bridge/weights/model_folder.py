@@ -2,7 +2,7 @@
 
 Plan, validate, then apply: no byte of a model is overwritten before every name, shape and type in the folder fits it.
 
-Not covered: writing a folder whole or not at all (`bridge/core/atomic_folder.py`), adapters, quantized weights.
+Not covered: writing a folder atomically (`bridge/core/atomic_folder.py`), adapters, quantized weights.
 """
 
 import json
@@ -73,7 +73,7 @@ def copy(source: Path, folder: Path) -> None:
     held = [source / CONFIG_NAME, *_weight_files(source), *([index] if index.is_file() else [])]
     missing = [path.name for path in held if not path.is_file()]
     if missing:
-        raise UsageError(f"{source} is no whole model: it has no {missing[0]}", remedy="name a complete folder")
+        raise UsageError(f"{source} is an incomplete model: it has no {missing[0]}", remedy="name a complete folder")
     for path in (*held, *tokenizer_files(source)):
         copyfile(path, folder / path.name)
 
@@ -97,7 +97,7 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path, par
     """Write `model` and its tokenizer into the existing `folder`.
 
     Weights may be views into storages of any size: the files hold the Hugging Face tensors alone, tied ones once.
-    With `parts` the model is one rank's: it is gathered tensor by tensor, and the other ranks call `pass_on`. The
+    With `parts` the model is one rank's: it is gathered tensor by tensor, and the other ranks call `send_parts`. The
     folder is the same, and any number of ranks can load it.
     """
     tensors = _whole_tensors(model, parts)
@@ -111,7 +111,7 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path, par
             pass
 
 
-def pass_on(model: PreTrainedModel, parts: Parts) -> None:
+def send_parts(model: PreTrainedModel, parts: Parts) -> None:
     """Take part while another rank saves, or would if it could; raises RankError as `save` does."""
     for _ in _whole_tensors(model, parts):
         pass

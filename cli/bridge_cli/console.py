@@ -45,7 +45,7 @@ def verdict(status: str, text: str) -> None:
     people.print(Text.assemble((f"{status:4}", STATUS_STYLES[status]), "  ", escaped(text)))
 
 
-def fault(message: str, hint: str) -> None:
+def error(message: str, hint: str) -> None:
     people.print(Text.assemble(("error: ", "bold red"), _bounded(message)))
     people.print()
     people.print(Text.assemble(("hint: ", "bold cyan"), _bounded(hint)))

@@ -96,12 +96,12 @@ def demo(
     serve, train = _choices(out, steps, device, gpus, model)
     planned = None if rank.OWN_RANK.get() else layout.of(train, serve)
     with rank_run.preloaded(planned) as preloaded, rank_run.joined(planned) as world:
-        environment = load_environment(train.task, train.rollouts, evaluates=True)
+        environment = load_environment(train.task, train.rollouts, train.evaluation)
         job = Job(serve=serve, chosen=train, environment=environment, start_limit_s=START_LIMIT_S, preloaded=preloaded)
         opened = Opened(train=train, run_dir=out, resume=None)
         run = world.run_on_all(lambda: _fresh(out) if world.is_rank_zero else None)
         if run is None:
-            rank_run.take_part(world, job, opened)
+            rank_run.train_as_other_rank(world, job, opened)
             return
         world.barrier()
         summary, checks = _train_and_verify(world, job, opened, run)

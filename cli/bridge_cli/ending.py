@@ -20,7 +20,7 @@ GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
 
 
 @contextmanager
-def printed(
+def print_at_end(
     run: "RunDirectory", checkpoints: "CheckpointConfig", *, prefix: str, training_steps: int
 ) -> Iterator[None]:
     """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken.
@@ -39,17 +39,17 @@ def printed(
                 console.note(f"checkpoint: {saved[last]}")
                 if checkpoints.save_optimizer:
                     further = last + training_steps if last >= training_steps else None
-                    console.note(f"resume:     {resuming(GIVEN.get(), run.path, training_steps=further)}")
+                    console.note(f"resume:     {resume_command(GIVEN.get(), run.path, training_steps=further)}")
             console.note(f"report:     {shlex.join(['bridge', 'report', str(run.path)])}")
 
 
-def resuming(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
+def resume_command(arguments: Sequence[str], run_dir: Path, *, training_steps: int | None = None) -> str:
     """Return the command that resumes the run in `run_dir`, with another number of steps if one is given."""
     more = {"run_dir": str(run_dir)} | ({"training_steps": str(training_steps)} if training_steps else {})
-    return shlex.join(["bridge", *redaction.redacted_arguments(changed(arguments, more))])
+    return shlex.join(["bridge", *redaction.redacted_arguments(with_choices(arguments, more))])
 
 
-def changed(arguments: Sequence[str], choices: Mapping[str, str], *, resume: bool = True) -> list[str]:
+def with_choices(arguments: Sequence[str], choices: Mapping[str, str], *, resume: bool = True) -> list[str]:
     """Return the arguments of this command with other values for these choices and, unless told not to, --resume."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     given = ((f"--{key.replace('_', '-')}", value) for key, value in choices.items())

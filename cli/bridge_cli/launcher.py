@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from bridge.core.interrupt import SIGNALS
 from bridge.errors import BridgeError, RankError, UsageError
 from bridge.processes import children
-from bridge.ranks.groups import noticing_silence
+from bridge.ranks.groups import tcp_keepalive
 from bridge.ranks.world import INTERFACES, LOOPBACK
 from bridge_cli import console, ending
 from bridge_cli.layout import Layout
@@ -150,7 +150,7 @@ def launch(layout: Layout) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="bridge-"))
     began, handler = time.monotonic(), None
     try:
-        with noticing_silence():
+        with tcp_keepalive():
             handler = get_rendezvous_handler(_rendezvous(layout, scratch))
         agent = Agent(_spec(layout, handler, scratch), scratch, layout.hosts)
         _prepare_elastic()

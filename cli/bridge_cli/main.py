@@ -114,10 +114,10 @@ def answer(arguments: Sequence[str]) -> int:
     try:
         code = group.main(list(arguments), prog_name="bridge", standalone_mode=False)
     except BridgeError as error:
-        console.fault(error.message, error.remedy)
+        console.error(error.message, error.remedy)
         return error.exit_code
     except TyperException as error:
-        console.fault(*_usage(error))
+        console.error(*_usage(error))
         return error.exit_code
     if code == signals.INTERRUPTED:
         console.note("interrupted")

@@ -129,5 +129,5 @@ def main() -> None:
     on_signal = signals.prepare()
     OWN_RANK.set(rank)
     if rank.run_dir.exists():
-        arguments = ending.changed(arguments, {"run_dir": str(rank.run_dir.resolve())})
+        arguments = ending.with_choices(arguments, {"run_dir": str(rank.run_dir.resolve())})
     rank.report(on_signal.exit_code(command.answer(arguments)))

@@ -150,13 +150,13 @@ def _command(ranks: "Ranks", job: Job, opened: Opened, manifest: Path) -> Server
     return prepare(serve, job.vllm_flags, shares_weights=train.needs_patched_server, trainer=train)
 
 
-def take_part(ranks: "Ranks", job: Job, opened: Opened) -> None:
+def train_as_other_rank(ranks: "Ranks", job: Job, opened: Opened) -> None:
     """Train as any rank but the first."""
-    with trained(ranks, job, opened, join_run_of(ranks, opened), None):
+    with trained(ranks, job, opened, join_run_directory(ranks, opened), None):
         pass
 
 
-def join_run_of(ranks: "Ranks", opened: Opened) -> RunDirectory:
+def join_run_directory(ranks: "Ranks", opened: Opened) -> RunDirectory:
     """Return the run directory as any rank but the first, and write this rank's output there."""
     own = OWN_RANK.get()
     assert own is not None, "the launcher started it"

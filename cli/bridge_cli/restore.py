@@ -123,7 +123,7 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
         try:
             for attached_part, part in zip(attached, parts, strict=True):
                 model_folder.load_into(attached_part.model, folder, part)
-                attach.settle(attached_part.device)
+                attach.synchronize(attached_part.device)
         except BaseException:
             console.note("the weights may be half-written: the server stays paused until bridge restore succeeds")
             raise
@@ -146,7 +146,7 @@ def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) 
     def write() -> None:
         try:
             client.seat_adapter(folder)
-        except AttachError:  # vLLM loads an adapter whole or not at all
+        except AttachError:  # vLLM loads an adapter completely or not at all
             with suppress(AttachError):  # weights that were half-written before stay so
                 client.resume()
             raise

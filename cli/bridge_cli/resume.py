@@ -94,7 +94,7 @@ def _resumed(
         folder = run.save_path or run.checkpoints
         if checkpoint := _newest_checkpoint(folder, prefix, passed_over):
             return run.path, folder, checkpoint
-        passed_over.append(f"{run.path} has no whole checkpoint")
+        passed_over.append(f"{run.path} has no complete checkpoint")
     return None, None, None
 
 

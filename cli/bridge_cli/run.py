@@ -78,8 +78,7 @@ def run(
     with rank_run.preloaded(planned) as preloaded, rank_run.joined(planned) as world:
         if train.hosts > 1:
             consistency.check(world, (train, serve), flags)
-        evaluates = bool(train.evaluation.samples)
-        environment = world.run_on_all(lambda: load_environment(train.task, train.rollouts, evaluates=evaluates))
+        environment = world.run_on_all(lambda: load_environment(train.task, train.rollouts, train.evaluation))
         if train.mode == "lora_only":
             serve = for_adapters(serve, train.lora.r, flags, in_memory=train.trains_in_server)
         job = Job(
@@ -139,13 +138,13 @@ def _train(world: "Ranks", first: FirstRank) -> None:
     if opened.resume is not None:
         checkpoint.check_on_all_hosts(opened.resume.folder, world)
     if not world.is_rank_zero:
-        rank_run.take_part(world, job, opened)
+        rank_run.train_as_other_rank(world, job, opened)
         return
     assert first.directory is not None, "it was opened"
     world.barrier()  # other hosts make the run directory
     prefix, steps = WAYS[opened.train.way].checkpoint_prefix, opened.train.training_steps
     with (
-        ending.printed(first.directory, opened.train.checkpoints, prefix=prefix, training_steps=steps),
+        ending.print_at_end(first.directory, opened.train.checkpoints, prefix=prefix, training_steps=steps),
         trained(world, job, opened, first.directory, first.command),
     ):
         pass

@@ -20,7 +20,7 @@ NOBODY_READS = (errno.EIO, errno.EPIPE)
 """Errors of writing to a terminal that is gone, or to a pipe without a reader."""
 
 
-class Ending:
+class InterruptHandler:
     """A handler that raises KeyboardInterrupt: on every Ctrl-C, and on another signal only if it is the first.
 
     A closing terminal sends SIGHUP twice, from the shell and from the kernel: the second would interrupt the checkpoint
@@ -41,7 +41,7 @@ class Ending:
         return 128 + (self._first or signal.SIGINT) if code == INTERRUPTED else code
 
 
-class Surviving:
+class DisconnectableStream:
     """A standard stream that falls silent instead of raising once nobody reads it."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -69,15 +69,15 @@ class Surviving:
         return otherwise
 
 
-def prepare() -> Ending:
+def prepare() -> InterruptHandler:
     """Let this process end cleanly on every signal except SIGQUIT, which ends it at once, and outlive its terminal.
 
     Ignored signals stay ignored: a run under `nohup` continues.
     """
-    ending = Ending()
+    ending = InterruptHandler()
     for number in set(SIGNALS) - {signal.SIGQUIT}:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, ending)
-    sys.stdout = cast(TextIO, Surviving(sys.stdout))
-    sys.stderr = cast(TextIO, Surviving(sys.stderr))
+    sys.stdout = cast(TextIO, DisconnectableStream(sys.stdout))
+    sys.stderr = cast(TextIO, DisconnectableStream(sys.stderr))
     return ending

@@ -61,8 +61,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     if rank.OWN_RANK.get() is None and len(planned.gpus) > 1:  # before ranks start; a single process asks by itself
         servers.check_free(replicas, config.sampling.request_timeout_s, resumes=config.resume)
     with rank_run.joined(None if rank.OWN_RANK.get() else planned) as world:
-        evaluates = bool(config.evaluation.samples)
-        environment = world.run_on_all(lambda: load_environment(config.task, config.rollouts, evaluates=evaluates))
+        environment = world.run_on_all(lambda: load_environment(config.task, config.rollouts, config.evaluation))
         first = _FirstRank(config, environment, command)
         try:
             _train(world, first, replicas, as_json=as_json)
@@ -109,7 +108,7 @@ def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as
     if replicas:
         config = config.changed(vllm_config_path=replicas[world.dp_rank].path)
     if not world.is_rank_zero:
-        run = rank_run.join_run_of(world, opened)
+        run = rank_run.join_run_directory(world, opened)
         train_in(run, config, first.environment, as_json=as_json, resume=opened.resume, ranks=world)
         return
     assert first.directory is not None, "it was opened"
@@ -117,7 +116,7 @@ def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as
     prefix, steps = WAYS[config.way].checkpoint_prefix, config.training_steps
     with (
         _started(first.command, first.directory) as process,
-        ending.printed(first.directory, config.checkpoints, prefix=prefix, training_steps=steps),
+        ending.print_at_end(first.directory, config.checkpoints, prefix=prefix, training_steps=steps),
     ):
         train_in(
             first.directory, config, first.environment, as_json=as_json, process=process, resume=opened.resume,

@@ -6,7 +6,7 @@ Not covered: the training itself (`bridge/run/trainer.py`), where a server comes
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bridge.config import RolloutConfig, TaskConfig, TrainConfig
+from bridge.config import EvaluationConfig, RolloutConfig, TaskConfig, TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.run.run_directory import RunDirectory, labelled_json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bridge.run.metrics import Summary
 
 
-def load_environment(task: TaskConfig, rollouts: RolloutConfig, *, evaluates: bool) -> Task | None:
+def load_environment(task: TaskConfig, rollouts: RolloutConfig, evaluation: EvaluationConfig) -> Task | None:
     """Return the environment that `task` names; None if rollouts come from elsewhere."""
     from bridge.rollouts import problems
     from bridge_environments import registry
@@ -37,7 +37,7 @@ def load_environment(task: TaskConfig, rollouts: RolloutConfig, *, evaluates: bo
             f" {task.environment} has none",
             remedy="leave it out, or write a class with a method reset and tools, or run (docs/environments.md)",
         )
-    if evaluates:
+    if evaluation.samples:
         problems.held_out(environment)
     return environment
 
@@ -67,7 +67,7 @@ def train_in(
         live.reporting_to_people(config.training_steps, f"run directory: {run.path}", data=data) as lines,
         reporting.trackers_of(config.tracking, config.flat(), run, first_step=first_step) as curves,
     ):
-        summary = run_of(reporting.Several(curves, lines)).train()
+        summary = run_of(reporting.Reporters(curves, lines)).train()
     run.write_summary(summary)
     console.note(summary_line(summary))
     if as_json:

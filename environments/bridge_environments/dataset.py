@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bridge.core.foreign_code import shortened
 from bridge.errors import RewardError, UsageError
@@ -186,14 +186,15 @@ def gsm8k_problem(values: Mapping[str, Any], prompt_column: str, answer_column: 
     if not NUMBER.fullmatch(last):
         shown = shortened(repr(last if len(last) <= 60 else f"...{last[-50:]}"))
         raise BadRowError(f"has an answer that ends in {shown}, expected #### and a number")
-    made: Any = {
-        "prompt": [{"role": "user", "content": question}],
-        "plain_prompt": f"Question: {question}\nAnswer:",
-        "answer": last.replace(",", ""),
-        "solution": solution,
-    }
-    checked: Problem = made
-    return checked
+    return cast(
+        "Problem",
+        {
+            "prompt": [{"role": "user", "content": question}],
+            "plain_prompt": f"Question: {question}\nAnswer:",
+            "answer": last.replace(",", ""),
+            "solution": solution,
+        },
+    )
 
 
 GSM8K = Format(
@@ -208,13 +209,12 @@ GSM8K = Format(
 
 def jsonl_problem(values: Mapping[str, Any], prompt_column: str, answer_column: str) -> Problem:
     """Return a problem with the prompt and an optional answer; other columns stay in it, for your own rewards."""
-    made: Any = {**values, "prompt": column(values, prompt_column)}
+    made = {**values, "prompt": column(values, prompt_column)}
     if answer_column in values:
         made["answer"] = values[answer_column]
     if fault := problem_fault(made):
         raise BadRowError(f"is not a problem: {fault}")
-    checked: Problem = made
-    return checked
+    return cast("Problem", made)
 
 
 JSONL = Format(problem=jsonl_problem, prompt_column="prompt", reward="exact")

@@ -18,7 +18,7 @@ from itertools import count
 from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from bridge.core.foreign_code import reason_of
 from bridge.errors import RewardError, UsageError
@@ -215,15 +215,14 @@ class ReasoningGym:
 
     def _problem(self, entry: Mapping[str, Any]) -> Problem:
         system, question = self._library.utils.SYSTEM_PROMPTS["default"].strip(), entry["question"]
-        made: Any = {
+        made = {
             "prompt": [{"role": "system", "content": system}, {"role": "user", "content": question}],
             "plain_prompt": f"{system}\n\n{question}",
             "entry": entry,
         }
         if entry["answer"] is not None:  # some tasks have many right answers
             made["answer"] = entry["answer"]
-        problem: Problem = made
-        return problem
+        return cast("Problem", made)
 
 
 def _library(name: str) -> ModuleType:

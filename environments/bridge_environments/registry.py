@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from bridge.agents.tools import Agent, Tools
 from bridge.config import TaskConfig
@@ -234,8 +234,7 @@ def _instructed(problem: Problem, system_prompt: str | None) -> Problem:
         own, before = prompt[1:], prompt[0]["content"]
         plain = plain and plain.removeprefix(f"{before}\n\n")
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    changed: Any = {**problem, "prompt": [*system, *own]}
+    changed = {**problem, "prompt": [*system, *own]}
     if plain is not None:
         changed["plain_prompt"] = f"{system_prompt}\n\n{plain}".lstrip("\n")
-    made: Problem = changed
-    return made
+    return cast("Problem", changed)

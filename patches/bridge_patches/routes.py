@@ -128,8 +128,8 @@ async def _take_lease(body: protocol.LeaseRequest, fence: Fence) -> Status:
 
 
 @router.delete("/lease")
-async def _give_lease_back(body: HolderRequest, fence: Fence) -> Status:
-    fence.give_lease_back(body.holder)
+async def _release_lease(body: HolderRequest, fence: Fence) -> Status:
+    fence.release_lease(body.holder)
     return fence.status()
 
 

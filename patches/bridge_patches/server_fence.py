@@ -87,12 +87,12 @@ class ServerFence:
     @property
     def lease(self) -> Lease | None:
         """The lease, unless its holder has ended."""
-        return self._lease if self._lease and not self._lease.holder.is_gone() else None
+        return self._lease if self._lease and not self._lease.holder.none_alive() else None
 
     @property
     def phase(self) -> Phase:
         """The phase now: torn if a process of a writing holder has died."""
-        is_torn = self._phase in {Phase.WRITING, Phase.REWRITING} and self.holder and not self.holder.is_whole()
+        is_torn = self._phase in {Phase.WRITING, Phase.REWRITING} and self.holder and not self.holder.all_alive()
         return Phase.TORN if is_torn else self._phase
 
     @property
@@ -119,7 +119,7 @@ class ServerFence:
         _refuse_unseen(holder)
         self._lease = Lease(holder=holder, run=run, since=time.time())
 
-    def give_lease_back(self, holder: Holder) -> None:
+    def release_lease(self, holder: Holder) -> None:
         """Free the lease of `holder`, unless it holds the fence: then the lease ends with that process."""
         if self.holder != holder and self._lease and self._lease.holder == holder:
             self._lease = None
@@ -145,7 +145,7 @@ class ServerFence:
                     remedy="bridge train --kv-sleep never; or restart the server on a GPU: bridge serve-vllm --model M",
                 )
             try:
-                await _unless_gone(self._stand_still(request), request.holder, has_left)
+                await _unless_gone(self._stop_engine(request), request.holder, has_left)
                 phase = self._after_pause(request)  # another process may have taken the lease
             except BaseException:
                 if self.holder is None:
@@ -222,11 +222,11 @@ class ServerFence:
         is_rewrite = request.takeover and request.writes == self.writes
         return self._after("rewrite" if is_rewrite else "read" if reads else "write", self.phase)
 
-    async def _stand_still(self, request: PauseRequest) -> None:
+    async def _stop_engine(self, request: PauseRequest) -> None:
         await self._engine.engine_core.pause_scheduler_async(mode=request.in_flight, clear_cache=False)
         recomputes = request.sleep or not (request.keep_kv and self._capabilities.can_keep_kv)
         ranks, is_dropped = await asyncio.gather(
-            self._engine.collective_rpc("bridge_settle"),
+            self._engine.collective_rpc("bridge_synchronize"),
             self._engine.reset_prefix_cache(reset_running_requests=recomputes, reset_connector=True),
         )
         if moved := sorted({name for names in ranks for name in names}):
@@ -256,7 +256,7 @@ class ServerFence:
     async def _resume_after(self, reader: Holder) -> None:
         """Resume if `reader` dies before the engine has resumed."""
         while self._phase is Phase.READING and self.holder == reader:
-            if reader.is_gone():
+            if reader.none_alive():
                 with suppress(Exception):  # the engine stays paused, and the next round retries
                     await self.release(reader)
             await asyncio.sleep(POLL_S)
@@ -275,7 +275,7 @@ class ServerFence:
         if self.holder != holder:
             owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
             raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")
-        if not holder.is_gone():  # one of its processes may have died while it wrote
+        if not holder.none_alive():  # one of its processes may have died while it wrote
             self.status().refuse_torn()
 
     def _refuse_other_version(self, expected: int | None) -> None:
@@ -287,7 +287,7 @@ class ServerFence:
 
     def _refuse_busy(self, holder: Holder) -> None:
         owner = self.holder
-        if owner and owner != holder and (self._phase is Phase.READING or not owner.is_gone()):
+        if owner and owner != holder and (self._phase is Phase.READING or not owner.none_alive()):
             message = f"process {owner.pid} holds the fence, and only one process can at a time"
             raise FenceBusyError(message, remedy=f"wait for it to finish, or stop it: kill {owner.pid}")
 
@@ -299,7 +299,7 @@ async def _unless_gone(
     task = asyncio.ensure_future(work)
     try:
         while True:
-            if not holder.is_whole() or (has_left and await has_left()):
+            if not holder.all_alive() or (has_left and await has_left()):
                 message = f"process {holder.pid} disconnected before the pause completed: nothing was written"
                 raise AttachError(message, remedy="pause again")
             if task.done():
@@ -312,7 +312,7 @@ async def _unless_gone(
 
 def _refuse_unseen(holder: Holder) -> None:
     """Raise AttachError unless all of `holder` is running, and the server would notice its end."""
-    if not (holder.is_visible() and holder.is_whole()):
+    if not (holder.is_visible() and holder.all_alive()):
         raise AttachError(
             f"process {holder.pid} is not visible to the server, which could not notice its end",
             remedy="run both in one PID namespace: docker run --pid=container:NAME",

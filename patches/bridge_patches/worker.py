@@ -66,7 +66,7 @@ class BridgeWorker:
         """Return in how many layers this rank reports a token's experts, and how many; None: it does not."""
         return routed_experts.reported(self.model_runner.kv_cache_config)
 
-    def bridge_settle(self) -> list[str]:
+    def bridge_synchronize(self) -> list[str]:
         """Finish all work on this rank's device, and return the parameters that have moved since the load."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -130,7 +130,7 @@ class BridgeWorker:
         for element, value in zip(elements, values, strict=True):
             if element["part"] == self.rank:
                 _element(parameters, element).fill_(value)
-        self.bridge_settle()
+        self.bridge_synchronize()
 
     def bridge_adapter_slot(self, adapter_id: int) -> int | None:
         """Return the slot of the adapter with vLLM's number `adapter_id`."""

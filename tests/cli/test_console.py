@@ -35,8 +35,8 @@ def wait() -> None:
 WAYS: dict[str, Any] = {
     "note": lambda: console.note(ESCAPES),
     "verdict": lambda: console.verdict("PASS", ESCAPES),
-    "error": lambda: console.fault(ESCAPES, "none"),
-    "hint": lambda: console.fault("none", ESCAPES),
+    "error": lambda: console.error(ESCAPES, "none"),
+    "hint": lambda: console.error("none", ESCAPES),
     "waiting": wait,
     "doctor": lambda: doctor.report([("Server", [failed("Fence", ESCAPES, ESCAPES, ESCAPES)])]),
 }
@@ -71,7 +71,7 @@ def test_lines_stay_lines(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("which", ["error", "hint"])
 def test_a_fault_quotes_no_value_as_long_as_a_file(which: str, capsys: pytest.CaptureFixture[str]) -> None:
     long = f"model 'begin{'x' * 5_000_000}end' is not there"
-    console.fault(*((long, "none") if which == "error" else ("none", long)))
+    console.error(*((long, "none") if which == "error" else ("none", long)))
     printed = capsys.readouterr().err
     assert len(printed) < 2 * console.LONGEST_FAULT
     assert "model 'begin" in printed

@@ -33,7 +33,7 @@ def save(run: RunDirectory, step: int) -> None:
 def ending_lines(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None = None
 ) -> list[str]:
-    printed = ending.printed(run, CheckpointConfig(), prefix="step_", training_steps=9)
+    printed = ending.print_at_end(run, CheckpointConfig(), prefix="step_", training_steps=9)
     with contextlib.suppress(KeyboardInterrupt, RuntimeError), printed:
         if error:
             raise error
@@ -69,4 +69,4 @@ def test_a_run_without_a_checkpoint_has_a_report_alone(run: RunDirectory, capsys
 
 def test_the_command_shows_no_secret() -> None:
     given = ["train", "--start-command", "KEY=hidden vllm serve {model}", "--", "--api-key", "hidden"]
-    assert "hidden" not in ending.resuming(given, Path("r"))
+    assert "hidden" not in ending.resume_command(given, Path("r"))

@@ -34,7 +34,7 @@ signals.prepare()
 try:
     sys.exit(launcher.launch(Layout(1, "cpu", [None] * count, **choices)))
 except BridgeError as error:
-    console.fault(error.message, error.remedy)
+    console.error(error.message, error.remedy)
     sys.exit(error.exit_code)
 """
 RANK = """
@@ -52,7 +52,7 @@ def answer(arguments):
             world.run_on_rank_zero(lambda: own_rank.keep(folder))
             act(world, folder, resumes, arguments)
     except BridgeError as error:
-        console.fault(error.message, error.remedy)
+        console.error(error.message, error.remedy)
         return error.exit_code
     except KeyboardInterrupt:
         console.note("interrupted")

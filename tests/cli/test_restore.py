@@ -65,7 +65,7 @@ class FakeEngine:
         return True
 
     async def collective_rpc(self, method: str) -> list[list[str]]:
-        assert method == "bridge_settle"
+        assert method == "bridge_synchronize"
         return [[]]
 
 

@@ -124,7 +124,7 @@ def test_each_checkpoint_that_is_passed_over_is_told_in_a_line(workspace: Worksp
     opened = workspace.open(resume=True)
     assert [line.partition(":")[0] for line in opened.lines[:2]] == ["passed over"] * 2
     for line, name in zip(opened.lines, ("step_4", "step_3"), strict=False):
-        assert f"{workspace.saved}/{name} is not whole: model.safetensors was cut short" in line
+        assert f"{workspace.saved}/{name} is incomplete or damaged: model.safetensors was cut short" in line
     assert opened.lines[2:] == [f"resuming after step 2 from {older}"]
 
 
@@ -330,8 +330,10 @@ def test_a_newer_run_without_a_checkpoint_is_passed_over(runs: Runs) -> None:
         opened = runs.resumed()
     assert opened.run.path.samefile(older.path)
     assert opened.lines[0] == f"passed over: runs/live is in use by process {first.pid}"
-    assert "damaged/checkpoints/step_4 is not whole" in opened.lines[1]
-    assert opened.lines[2:4] == [f"passed over: runs/{name} has no whole checkpoint" for name in ("damaged", "begun")]
+    assert "damaged/checkpoints/step_4 is incomplete or damaged" in opened.lines[1]
+    assert opened.lines[2:4] == [
+        f"passed over: runs/{name} has no complete checkpoint" for name in ("damaged", "begun")
+    ]
 
 
 def test_a_run_with_checkpoints_elsewhere_is_resumed(runs: Runs) -> None:

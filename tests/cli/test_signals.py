@@ -19,7 +19,7 @@ import pytest
 
 from bridge.core.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
 from bridge.processes.start_checks import free_port
-from bridge_cli.signals import Ending, Surviving
+from bridge_cli.signals import DisconnectableStream, InterruptHandler
 from tests.cli.test_refusals import RUN_LIMIT_S, RUN_ON_A_TOY, TOY_VLLM
 from tests.models import tiny
 
@@ -29,7 +29,7 @@ NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 OTHERS = [number for number in SIGNALS if number != signal.SIGINT]
 
 
-def ends(ending: Ending, number: int) -> bool:
+def ends(ending: InterruptHandler, number: int) -> bool:
     try:
         ending(number, None)
     except KeyboardInterrupt:
@@ -39,15 +39,15 @@ def ends(ending: Ending, number: int) -> bool:
 
 @pytest.mark.parametrize("number", OTHERS)
 def test_only_ctrl_c_interrupts_an_ending_command(number: int) -> None:
-    ending = Ending()
+    ending = InterruptHandler()
     assert [ends(ending, number) for number in (number, number, signal.SIGHUP)] == [True, False, False]
     assert [ends(ending, number) for number in (signal.SIGINT, signal.SIGINT)] == [True, True]
-    after_ctrl_c = Ending()
+    after_ctrl_c = InterruptHandler()
     assert [ends(after_ctrl_c, number) for number in (signal.SIGINT, number)] == [True, False]
 
 
 def test_a_second_hangup_is_ignored_everywhere() -> None:
-    before = signal.signal(signal.SIGHUP, Ending())
+    before = signal.signal(signal.SIGHUP, InterruptHandler())
     try:
         with pytest.raises(KeyboardInterrupt), deferred_interrupt(), acting_interrupt():
             signal.raise_signal(signal.SIGHUP)
@@ -82,18 +82,18 @@ class Broken(io.StringIO):
 @pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE])
 @pytest.mark.parametrize("use", [lambda stream: stream.write("lost"), lambda stream: stream.flush()])
 def test_a_stream_that_nobody_reads_is_silent_from_then_on(
-    tmp_path: Path, number: int, use: Callable[[Surviving], object]
+    tmp_path: Path, number: int, use: Callable[[DisconnectableStream], object]
 ) -> None:
     with (tmp_path / "file").open("w") as file:
         stream = Broken(number, file.fileno())
-        use(Surviving(stream))
+        use(DisconnectableStream(stream))
         os.write(file.fileno(), b"what other libraries print")
     assert (tmp_path / "file").read_text() == ""
 
 
 def test_a_full_disk_is_told() -> None:
     with pytest.raises(OSError, match="broken"):
-        Surviving(Broken(errno.ENOSPC, -1)).write("lost")
+        DisconnectableStream(Broken(errno.ENOSPC, -1)).write("lost")
 
 
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "nohup"])

@@ -116,7 +116,7 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
         (folder / "saved").mkdir()
         mode.save(folder / "saved")
     else:
-        mode.pass_on()
+        mode.send_parts()
     served = ranks.run_on_rank_zero(lambda: [mode.client.digests(part) for part in range(NUM_PARTS)])[ranks.tp_rank]
     mode.close()
     return {

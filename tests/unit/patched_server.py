@@ -62,7 +62,7 @@ class Engine:
         return reset_connector
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        if method == "bridge_settle":
+        if method == "bridge_synchronize":
             return [[]]
         if method == "bridge_quantized_digests":
             return [{}]

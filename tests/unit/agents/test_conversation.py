@@ -49,9 +49,11 @@ def test_between_two_turns_stands_what_the_template_puts_there(tmp_path: Path, n
     tokenizer = chat.tokenizer(tmp_path, name)
     ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
     end = tokenizer.eos_token_id
-    added = ours.between([CALL], [CALL.answered("19")], end)
+    added = ours.tokens_between([CALL], [CALL.answered("19")], end)
     assert tokenizer.decode(added) == BETWEEN[name]
-    assert ours.between([CALL], [CALL.answered("19")], 5) == (end, *added), "a turn that was not ended gets its end"
+    assert ours.tokens_between([CALL], [CALL.answered("19")], 5) == (end, *added), (
+        "a turn that was not ended gets its end"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,16 +93,16 @@ def test_a_turn_may_hold_several_calls(tmp_path: Path) -> None:
         (CALL.arguments, "call00000"),
         (CALL.arguments, "call00001"),
     ]
-    added = tokenizer.decode(ours.between(calls, [calls[0].answered("19"), calls[1].answered("20")], 5))
+    added = tokenizer.decode(ours.tokens_between(calls, [calls[0].answered("19"), calls[1].answered("20")], 5))
     assert "\n19\n</tool_response>\n<tool_response>\n20\n" in added
     assert added.count("<|im_end|>") == 2
 
 
 def test_what_a_model_writes_cannot_move_the_end_of_its_turn(tmp_path: Path) -> None:
     ours = made(tmp_path, "qwen2_5")
-    expected = ours.between([CALL], [CALL.answered("19")], 5)
+    expected = ours.tokens_between([CALL], [CALL.answered("19")], 5)
     for odd in (Call(name="add", arguments={"a": "x<|im_end|>\n"}), Call(name="x<|im_end|>y")):
-        assert ours.between([odd], [odd.answered("19")], 5) == expected
+        assert ours.tokens_between([odd], [odd.answered("19")], 5) == expected
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -144,7 +146,7 @@ def test_others_are_proven(tmp_path: Path, name: str, choices: dict[str, Any]) -
     ours = made(tmp_path, name, **choices)
     message = {"role": "user", "content": "And then?"}
     calls = [CALL] if choices.get("answers") != "user" else []
-    assert len(ours.between(calls, [CALL.answered("19") if calls else message], 5)) > 3
+    assert len(ours.tokens_between(calls, [CALL.answered("19") if calls else message], 5)) > 3
 
 
 def test_a_server_that_does_not_stop_at_the_end_of_a_turn(tmp_path: Path) -> None:

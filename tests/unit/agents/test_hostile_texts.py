@@ -243,7 +243,7 @@ def test_hostile_text_of_a_model_or_tool_costs_only_its_turn(texts: list[str], t
         with defects.of("turn", text):
             calls = conversation.calls(tokenizer(valid, add_special_tokens=False)["input_ids"])
             with suppress(UsageError):  # costs the trajectory
-                conversation.between(calls, [call.answered(text) for call in calls], 5)
+                conversation.tokens_between(calls, [call.answered(text) for call in calls], 5)
     defects.check()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from bridge.agents import stream
 from bridge.agents.tools import Tools
-from bridge.config import RolloutConfig, SamplingConfig, TaskConfig, TrainConfig
+from bridge.config import EvaluationConfig, RolloutConfig, SamplingConfig, TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Task
 from bridge_cli.training import load_environment
@@ -132,6 +132,6 @@ def test_a_rehearsal_names_a_reset_that_cannot_be_called(model: Path, tmp_path: 
 
 def test_limits_of_tools_are_refused_without_tools() -> None:
     with pytest.raises(UsageError, match="--max-turns and --tool-timeout-s: only for an environment with tools"):
-        load_environment(TaskConfig(), RolloutConfig(max_turns=3, tool_timeout_s=1.0), evaluates=True)
+        load_environment(TaskConfig(), RolloutConfig(max_turns=3, tool_timeout_s=1.0), EvaluationConfig(samples=1))
     config = TrainConfig.of(model_name="m", max_turns=3, environment=f"{FILE}:Bench")
-    assert load_environment(config.task, config.rollouts, evaluates=True) is not None
+    assert load_environment(config.task, config.rollouts, EvaluationConfig(samples=1)) is not None

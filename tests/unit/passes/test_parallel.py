@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, cut_layers, layers, logprobs, parallel
-from bridge.passes.cut_layers import Words
+from bridge.passes.cut_layers import VocabularyPart
 from bridge.passes.logprobs import LogitTransform, model_logprobs, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
 from bridge.passes.parallel import Parallel, divide
@@ -283,7 +283,7 @@ def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bo
     targets, start = torch.randint(301, (20,)), 160 * ranks.rank
     kept = Kept(torch.full((20,), 1.5), torch.linspace(1, 60, 20).round()) if filters else None
     assert dist.group.WORLD is not None
-    words, own = Words(start, dist.group.WORLD.group_name), slice(start, min(start + 160, 301))
+    words, own = VocabularyPart(start, dist.group.WORLD.group_name), slice(start, min(start + 160, 301))
     by = LogitTransform(temperature=0.7, final_logit_softcapping=cap)
     pairs = []
     for given, rows in ((words, own), (None, slice(None))):

@@ -228,7 +228,7 @@ def test_the_base_model_never_answers_for_a_trained_adapter(vllm: FakeVllm) -> N
     assert (refused.status_code, vllm.bodies) == (503, [])
     assert "not being served right now" in refused.json()["detail"]
     assert vllm.http.post("/generate", json={**BODY, "model": "base"}).status_code == 200
-    claim._fence.give_lease_back(Holder.current())
+    claim._fence.release_lease(Holder.current())
     asyncio.run(vllm.models.load_lora_adapter(first))
     assert vllm.http.post("/generate", json=BODY).status_code == 200
     assert [request["model"] for request in vllm.bodies] == ["base", ADAPTER]
@@ -243,7 +243,7 @@ def test_the_base_model_answers_once_the_trainer_has_ended(vllm: FakeVllm) -> No
     claim._fence.take_lease(Holder.current(), "runs/a")
     vllm.models.lora_requests.clear()
     assert vllm.http.post("/generate", json=BODY).status_code == 503
-    claim._fence.give_lease_back(Holder.current())  # the new one was refused
+    claim._fence.release_lease(Holder.current())  # the new one was refused
     assert vllm.http.post("/generate", json=BODY).status_code == 200
     assert "model" not in vllm.bodies[-1]
 

@@ -335,12 +335,12 @@ def test_a_worker_reads_writes_digests_and_settles(monkeypatch: pytest.MonkeyPat
     assert model.mlp["down_proj"].weight[1, 1] == 2.5
     after = made.bridge_digests()
     assert {name for name in before if before[name] != after[name]} == {"mlp.down_proj.weight"}
-    assert made.bridge_settle() == []
+    assert made.bridge_synchronize() == []
     assert made.bridge_finiteness() == (len(before), [])
     made.bridge_write([element], [float("nan")])
     assert made.bridge_finiteness() == (len(before), ["mlp.down_proj.weight"])
     model.norm.weight.data = model.norm.weight.data.clone()
-    assert made.bridge_settle() == ["norm.weight"]
+    assert made.bridge_synchronize() == ["norm.weight"]
 
 
 CONFIG = SimpleNamespace(model="m", dtype=torch.bfloat16, trust_remote_code=False)

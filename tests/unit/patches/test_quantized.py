@@ -179,7 +179,7 @@ def test_a_worker_exports_sources_and_makes_their_fp8(monkeypatch: pytest.Monkey
     assert worker.bridge_quantized_digests() == shadows
     worker.bridge_requantize()
     assert {name for name, text in worker.bridge_quantized_digests().items() if text != shadows[name]} == {DOWN}
-    assert worker.bridge_settle() == [], "nothing has moved"
+    assert worker.bridge_synchronize() == [], "nothing has moved"
 
 
 def test_weights_get_memory_when_they_are_created(monkeypatch: pytest.MonkeyPatch) -> None:

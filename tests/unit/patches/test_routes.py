@@ -72,7 +72,7 @@ class FakeEngine:
     def update_weights(self, update_info: dict[str, float]) -> None:
         self.weights[3] = update_info["value"]
 
-    def bridge_settle(self) -> list[str]:
+    def bridge_synchronize(self) -> list[str]:
         return []
 
     def bridge_sleep(self) -> None:

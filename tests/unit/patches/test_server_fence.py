@@ -46,7 +46,7 @@ class FakeEngine:
     async def collective_rpc(self, method: str) -> Any:
         await self._note(method.removeprefix("bridge_"))
         answers: dict[str, Callable[[], Any]] = {
-            "bridge_settle": lambda: self._moved,
+            "bridge_synchronize": lambda: self._moved,
             "bridge_sleep": self._sleep,
             "bridge_wake": self._wake,
             "bridge_requantize": lambda: [None, None],

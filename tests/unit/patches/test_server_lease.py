@@ -69,9 +69,9 @@ def test_a_second_trainer_is_refused_and_the_first_named(fence: ServerFence, oth
 
 def test_only_its_holder_returns_a_lease(fence: ServerFence, other: Holder) -> None:
     fence.take_lease(other, "runs/first")
-    fence.give_lease_back(ME)
+    fence.release_lease(ME)
     assert fence.lease
-    fence.give_lease_back(other)
+    fence.release_lease(other)
     assert fence.status().lease is None
     fence.take_lease(ME, "runs/second")
 
@@ -101,7 +101,7 @@ def test_a_writer_without_lease_pauses_only_if_it_is_free(
         assert engine.calls == []
         await fence.pause(asking(other, "keep"))
         await fence.publish(other)
-        fence.give_lease_back(other)
+        fence.release_lease(other)
         await fence.pause(asking(ME, "keep", writes=writes))
         await fence.publish(ME)
         assert fence.version == 2
@@ -161,7 +161,7 @@ def test_a_lease_outlives_its_return_inside_the_fence(
     async def passage() -> None:
         fence.take_lease(other, "runs/first")
         await fence.pause(asking(other, "keep"))
-        fence.give_lease_back(other)
+        fence.release_lease(other)
         assert fence.lease
         end(child)
         assert fence.status().state == "torn"
@@ -385,7 +385,7 @@ def test_ranks_pause_and_publish_as_one_whichever_of_them_calls(
         received = Holder.model_validate_json(ranks.model_dump_json())  # as sent by another rank
         await fence.publish(received, version=7)
         assert (fence.state, fence.version, engine.calls) == ("serving", 7, [*PAUSED, "resume"])
-        fence.give_lease_back(received)
+        fence.release_lease(received)
         assert fence.lease is None
 
     run(passage())

@@ -116,18 +116,20 @@ def test_a_damaged_file_is_named_and_an_older_one_is_taken(
 ) -> None:
     older, newer = save(tmp_path, 3), save(tmp_path, 10)
     damage(newer / name)
-    with pytest.raises(CheckpointError, match=rf"the checkpoint .*/step_10 is not whole: {name} {DAMAGES[damage]}"):
+    with pytest.raises(
+        CheckpointError, match=rf"the checkpoint .*/step_10 is incomplete or damaged: {name} {DAMAGES[damage]}"
+    ):
         read(newer)
     saved, (line,) = newest(tmp_path, "step_")
     assert saved == SavedCheckpoint(older, progress(3))
-    assert f"{newer} is not whole: {name} " in line
+    assert f"{newer} is incomplete or damaged: {name} " in line
 
 
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink, grow], ids=lambda damage: damage.__name__)
 def test_a_damaged_marker_is_named_and_an_older_one_taken(damage: Callable[[Path], None], tmp_path: Path) -> None:
     older, newer = save(tmp_path, 3), save(tmp_path, 10)
     damage(newer / MARKER_NAME)
-    with pytest.raises(CheckpointError, match=rf"/step_10 is not whole: {MARKER_NAME} "):
+    with pytest.raises(CheckpointError, match=rf"/step_10 is incomplete or damaged: {MARKER_NAME} "):
         read(newer)
     assert newest(tmp_path, "step_")[0] == SavedCheckpoint(older, progress(3))
 

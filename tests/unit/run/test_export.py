@@ -146,7 +146,7 @@ def test_a_refused_export_is_one_line_and_leaves_nothing(base: Path, tmp_path: P
     for source, model, words in (
         (tmp_path / "absent", None, "there is no folder"),
         (empty, None, "holds neither a model nor an adapter"),
-        (damaged, None, "is not whole: config.json was cut short"),
+        (damaged, None, "is incomplete or damaged: config.json was cut short"),
         (base, str(base), "holds no adapter"),
         (whole, str(narrow), "does not fit"),
         (no_base, None, "names no base"),

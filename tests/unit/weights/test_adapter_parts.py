@@ -191,7 +191,7 @@ def saved(ranks: Ranks, folder: Path) -> bool:
             (folder / f"{name} in parts").mkdir()
             adapter.save(folder / f"{name} in parts")
         else:
-            adapter.pass_on()
+            adapter.send_parts()
         if name == "new":
             adapter.load(folder / "filled")
     expected, own = base(), adapter.cuts[ranks.tp_rank]
@@ -215,7 +215,7 @@ def spoiled(ranks: Ranks, name: str, folder: Path) -> None:
     adapter = filled(model, ranks)
     with torch.no_grad():
         model.get_parameter(name).view(-1)[-1] += ranks.rank
-    adapter.save(folder) if ranks.is_rank_zero else adapter.pass_on()
+    adapter.save(folder) if ranks.is_rank_zero else adapter.send_parts()
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj.lora_A", "mlp.down_proj.lora_B"])

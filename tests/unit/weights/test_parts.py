@@ -294,7 +294,7 @@ def saved(ranks: Ranks, family: str, folder: Path, source: Path) -> bool:
     if ranks.is_rank_zero:
         model_folder.save(model, source, folder, parts)
     else:
-        model_folder.pass_on(model, parts)
+        model_folder.send_parts(model, parts)
     for parameter in model.parameters():
         parameter.data.zero_()
     ranks.all_gather_object(None)

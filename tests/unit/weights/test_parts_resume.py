@@ -45,7 +45,7 @@ def into_parts(mode: FakeMode, ranks: Ranks) -> None:
             parameter.data = parts.own[name].of(parameter.detach()).clone()
         source, model = mode.server.manifest.model, whole.model
         mode.save = lambda folder: model_folder.save(model, source, folder, parts)  # type: ignore[method-assign]
-        mode.pass_on = lambda: model_folder.pass_on(model, parts)  # type: ignore[attr-defined]
+        mode.send_parts = lambda: model_folder.send_parts(model, parts)  # type: ignore[attr-defined]
 
         def restore(checkpoint: Path, *, version: int) -> None:
             model_folder.load_into(model, checkpoint, parts)
@@ -70,7 +70,7 @@ def with_adapter(mode: FakeMode, ranks: Ranks) -> None:
         adapter = Adapter(
             base.model, config.lora, seed=config.seed, base_name=config.model_name, cuts=cuts, tp_group=ranks.tp_group
         )
-        mode.save, mode.pass_on = adapter.save, adapter.pass_on  # type: ignore[attr-defined, method-assign]
+        mode.save, mode.send_parts = adapter.save, adapter.send_parts  # type: ignore[attr-defined, method-assign]
 
         def restore(checkpoint: Path, *, version: int) -> None:
             adapter.load(checkpoint)

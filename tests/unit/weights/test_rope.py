@@ -13,7 +13,7 @@ from bridge.errors import BridgeError, UnsupportedModelError, UsageError
 from bridge.learn.reference import open_reference
 from bridge.passes.preparation import packed, prepare
 from bridge.weights import loaded, rope
-from bridge.weights.attach import attach, attach_again
+from bridge.weights.attach import attach, reattach
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.toy_server import ToyServer
@@ -168,7 +168,7 @@ def test_an_attached_model_follows_its_server(server: ToyServer) -> None:
     attached = attach(server.edited(max_model_len=LONGEST))
     of_long, of_short = (of_factors(name, 5, 1.4142135) for name in ("long", "short"))
     torch.testing.assert_close(turned(attached.model, 5), of_long)
-    reattached = attach_again(attached, server.edited(max_model_len=ORIGINAL))  # restarted with another length
+    reattached = reattach(attached, server.edited(max_model_len=ORIGINAL))  # restarted with another length
     torch.testing.assert_close(turned(reattached.model, 5, LONGEST - 1), of_short)
     with pytest.raises(UnsupportedModelError, match="vLLM runs it as TransformersForCausalLM"):
         attach(server.edited(max_model_len=LONGEST, model_class="TransformersForCausalLM"))
