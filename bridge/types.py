@@ -118,7 +118,7 @@ class Images:
 
     @cached_property
     def digest(self) -> str:
-        """Tells images apart whose prompts have the same token ids."""
+        """Distinguishes images whose prompts have the same token ids."""
         digest = blake2b(digest_size=16)
         for array in self.arrays:
             digest.update(f"{array.name} {array.dtype} {array.shape} ".encode())
@@ -174,7 +174,7 @@ class Completion:
 
     @property
     def turns(self) -> tuple[int | None, ...]:
-        """Return the place of each token's turn among its turns, which are runs of sampled tokens; None outside."""
+        """Return the index of each token's turn; a turn is a run of sampled tokens, other tokens have None."""
         flags = (True,) * len(self.token_ids) if self.sampled is None else self.sampled
         begun = accumulate(own and not before for before, own in pairwise((False, *flags)))
         return tuple(number - 1 if own else None for number, own in zip(begun, flags, strict=True))

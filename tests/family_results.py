@@ -33,15 +33,15 @@ does the same, while plain transformers chooses by the longest sequence of a bat
 Qwen3.5, Qwen3.5-MoE and Qwen3-Next have layers with a state, GatedDeltaNet. The trainer runs them on each packed
 sequence by itself, as rows padded at their end, and completions do not share their prompt there. `A_log` is float32 on
 both sides, as vLLM keeps it. With CUDA, install `flash-linear-attention` and `causal-conv1d`: without them transformers
-uses its much slower reference code. These layers are proved on CPUs alone.
+uses its much slower reference code. These layers are tested on CPUs alone.
 
 Buffers that a model's files hold, such as the router's bias of DeepSeek-V3 and GLM-4.5, or Gemma 4's `layer_scalar`,
 lie in the server's memory like weights. They are never trained, and every checkpoint holds them unchanged. Gemma 4 is
-proved on CPUs alone, as its smaller models are: layers share keys and values, and tokens have an embedding per layer.
+tested on CPUs alone, as its smaller models are: layers share keys and values, and tokens have an embedding per layer.
 Its difference in the table is bf16's: it does not scale attention's scores, so that rounding weighs more. In float32,
 vLLM 0.32 and transformers differ by 7e-6 nats on average and 1.4e-4 at most (551 tokens, 2026-11-26).
 
-Mixtures of experts are proved with router replay: the trainer and plain transformers compute with the experts that the
+Mixtures of experts are tested with router replay: the trainer and plain transformers compute with the experts that the
 server reported (`rerouted_share` below 5 %). Without it an expert that rounding exchanges would differ by more than a
 wrong weight, and in Qwen3.5-MoE and Qwen3-Next for all tokens that follow.
 

@@ -44,7 +44,7 @@ class TrainerInfo(Body):
     batch_size: int
     """Sequences of one batch, which is made of whole groups."""
     max_token_len: int
-    """Environments leave out groups with a sequence of so many tokens or more; 0 or less: no limit."""
+    """Environments leave out groups with a sequence of at least this many tokens; 0 or less: no limit."""
 
 
 class EnvironmentStatus(Body):

@@ -68,7 +68,7 @@ class Membership(NamedTuple):
     env_id: int
     groups_per_batch: int
     max_token_len: int
-    """The trainer wants no sequence of so many tokens or more; 0 or less: any."""
+    """The trainer accepts only sequences of fewer tokens than this; 0 or less: any."""
     num_steps: int
     """Batches after which nothing more is wanted; 0: no end is known.
 
@@ -86,7 +86,7 @@ def feed(
 ) -> FeedProgress:
     """Feed until the trainer has all batches that it wants, and return the last progress; `report` gets those before.
 
-    BridgeError: joining, sampling or scoring failed, or the API is gone or was reset.
+    BridgeError: joining, sampling or scoring failed, or the API has stopped or was reset.
     """
     urls = [url.strip().rstrip("/") for url in config.server_url.split(",")]
     lengths = [length for url in urls if (length := max_model_len(url))]
@@ -105,7 +105,7 @@ def feed(
             feeder = _Feeder(config, api, joined, sampler, scorer, note)
             return sampler.run(feeder.run(pairs, sampler.servers_at(endpoints(urls)), report))
         finally:
-            with suppress(AtroposError):  # an API that is gone knows no environment
+            with suppress(AtroposError):  # an API that has stopped knows no environment
                 api.disconnect_environment(joined.env_id)
 
 
@@ -249,7 +249,7 @@ class _Feeder:
         self._failures.note(self._notes.add, self._notes.noted)
 
     def _is_too_long(self, num_tokens: int) -> bool:
-        """Return whether the trainer does not want so many tokens, and count it.
+        """Return whether a sequence is too long for the trainer, and count it.
 
         A UsageError says that nothing was short enough so far.
         """

@@ -1,4 +1,4 @@
-"""What the checks run in another process with a time limit, because a crash or a hang there is harmless.
+"""Run parts of the checks in another process with a time limit, where a crash or a hang is harmless.
 
 `python -m bridge.checks.child PROGRAM ARGUMENT...` is one of `PROGRAMS`. `facts` prints each fact at once: imports are
 slow, and a crash must not lose what was found before it.
@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 import bridge
 from bridge.errors import BridgeError
@@ -120,7 +122,7 @@ class Facts(Record):
     """The visible GPUs, in torch's order."""
     cuda_error: str | None = None
     """Why torch could not initialize CUDA."""
-    imports: dict[str, str | None] = {}
+    imports: dict[str, str | None] = Field(default_factory=dict)
     """Module -> import error; None: it can be imported. Modules that were not reached are missing."""
     trouble: str | None = None
     """How the child failed, and at what; None: it did not."""

@@ -1,4 +1,4 @@
-"""Check the server that a trainer would use, its port, and what servers left behind. Nothing is ever stopped here.
+"""Check the server that a trainer would use, its port, and leftovers of other servers. Nothing is stopped here.
 
 vLLM's engine and workers call themselves `VLLM::...`. If the API server is killed with -9, they may keep running and
 hold memory, most of it on a GPU.

@@ -101,7 +101,7 @@ class Served:
 
 
 def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
-    """Return what a live server serves; it is paused meanwhile."""
+    """Return what a live server serves; it is paused for that time."""
     exported = manifest.load(config_path)
     with BridgeClient(exported, timeout_s=timeout_s) as client, fence.frozen(client):
         checksums = {
@@ -116,7 +116,7 @@ def served(config_path: Path, *, timeout_s: float = 600.0) -> Served:
 def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> Check:
     """Check that the servers of one run, by their manifests, serve the same bytes.
 
-    All are looked at at the same time, and again if a trainer published meanwhile.
+    All are read at the same time, and again if a trainer published in between.
     """
     expected = "equal checksums of every tensor on all servers"
     for _ in range(TRIES):

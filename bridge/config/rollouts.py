@@ -31,7 +31,7 @@ SET_BY_BRIDGE = {
 
 
 def _from_json(given: Any) -> Any:
-    """Return what a flag or a variable means as JSON; `given` itself if it is none."""
+    """Parse a flag or a variable as JSON; return `given` unchanged if it is not JSON."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
@@ -161,7 +161,7 @@ class SamplingConfig(Section, panel="Batch and sampling"):
 
     @property
     def answer_limit_s(self) -> float:
-        """Return the seconds in which a completion has to come: a limit for each so many tokens, and not for all."""
+        """Return the time limit of a completion in seconds, which grows with its longest length."""
         return self.request_timeout_s * max(1.0, self.longest / TIMED_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""Claims: one process at a time works in a folder. The kernel releases a claim when its process ends.
+"""Claim a folder for one process at a time. The kernel releases a claim when its process exits.
 
 The lock is on the folder itself, so that nothing is left to clean up after `kill -9`. On file systems that cannot lock
 a folder (NFS) every claim is granted.

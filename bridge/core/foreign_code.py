@@ -1,4 +1,4 @@
-"""Load and run users' code, named `file.py:Name`, and turn what it raises or returns into safe lines to print."""
+"""Load and run users' code, named `file.py:Name`, and report what it raises or returns in one safe line."""
 
 import difflib
 import importlib.util

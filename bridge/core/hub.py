@@ -83,7 +83,7 @@ def check_push(repo: str) -> None:
     """Check that `repo` can be a name and that the hub knows who uploads, before anything takes long.
 
     Raises:
-        UsageError: it is no name, nobody is logged in, or the hub does not answer.
+        UsageError: the name is invalid, there is no login, or the hub does not answer.
     """
     from huggingface_hub import HfApi, hf_hub_url
 

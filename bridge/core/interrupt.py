@@ -1,4 +1,4 @@
-"""When signals that end a process act: at the end of a block that defers them, or at once inside such a block.
+"""Defer signals that end a process to the end of a block, or let them act at once inside such a block.
 
 What they do is up to their handlers; `bridge` lets them raise KeyboardInterrupt (`cli/bridge_cli/signals.py`).
 """

@@ -57,10 +57,10 @@ def refuse_foreign(folder: Path, names: Collection[str], *, flag: str) -> None:
 
 
 def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -> Path:
-    """Remove an earlier `kind` of thing from `folder`, and nothing else; return the folder with links resolved.
+    """Empty `folder` if Bridge wrote it for the same `kind`; return it with links resolved.
 
     Raises:
-        UsageError: it is a file, was not made for that by Bridge, holds other files than `names`, or is in use.
+        UsageError: it is a file, Bridge did not write it for `kind`, it holds files other than `names`, or is in use.
     """
     folder = folder.resolve()
     if folder.exists() and not folder.is_dir():

@@ -1,7 +1,7 @@
 """Start the stock vLLM with our plugins, watch it, restart it, and stop it with everything that it started.
 
 `start_checks` refuses what cannot work, `server_command` derives the command line (`vllm_flags`, `accelerator`),
-`server_process` runs it (`children`, `leash`), and finds out from its log why it ended.
+`server_process` runs it (`children`, `leash`), and reads from its log why it ended (`server_log`).
 May import: `bridge.checks` and what is below it.
 """
 
@@ -14,13 +14,13 @@ from bridge.core.redaction import escaped
 
 
 class Output(Protocol):
-    """Shows notes to people; the module `bridge_cli.console` is one."""
+    """Prints notes for the user; the module `bridge_cli.console` implements it."""
 
     def note(self, text: str, *, style: str = "") -> None:
         """Show one line."""
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-        """Show for as long as the context lasts that `what` is awaited; the result updates a detail."""
+        """Show for the duration of the block what is being waited for; the yielded function updates a detail."""
 
 
 class Plain:

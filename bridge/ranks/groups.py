@@ -1,4 +1,4 @@
-"""Make the process groups of a run: meet at a store, and connect the ranks."""
+"""Make the process groups of a run: a rendezvous at a store, then the connections between ranks."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ DEVICE_LIMIT = timedelta(minutes=5)
 RENDEZVOUS_LIMIT_S = 600.0
 """Longest wait for all ranks."""
 SILENCE_S = 30
-"""A connection to a host that lost its power is given up after this time; gloo alone would wait for its timeout."""
+"""TCP keepalive: a connection to a host that lost its power is dropped after this time, not after gloo's timeout."""
 POLL_S = 0.1
 NCCL_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """By default it ends the process when an exchange is aborted or late; `Watch` ends the exchange, and the run saves."""
@@ -38,7 +38,7 @@ def rendezvous(
     """Make the default group, and return a store for the watch and the group's connections.
 
     Raises:
-        RankError: another rank did not come.
+        RankError: another rank did not join.
     """
     is_server, on_gpu = listener is not None, device.type == "cuda"
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def object_group(members: Sequence[int] | None) -> dist.ProcessGroup:
 
 @contextmanager
 def tcp_keepalive() -> Iterator[None]:
-    """Let the kernel end every connection made in the block whose other side does not answer for `SILENCE_S`."""
+    """Enable TCP keepalive on every connection made in the block, with a timeout of `SILENCE_S`."""
     before = sockets()
     yield
     for descriptor in sockets() - before:

@@ -1,4 +1,4 @@
-"""What ranks send each other, and how a phase went on one of them: JSON, so that no message can run code.
+"""Encode what ranks send each other, and the outcome of a phase, as JSON: no message can run code.
 
 Numbers keep every bit. Besides JSON's own types it carries tuples, bytes, dictionaries with any keys, paths, tensors,
 and the dataclasses and pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096
@@ -42,11 +42,11 @@ gather_bytes: Callable[..., Any] = getattr(dist, "all_gather_single", None) or d
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a phase went on one rank."""
+    """The outcome of a phase on one rank."""
 
     result: Any = None
     error: BaseException | None = None
-    """An error that every rank can raise: one of ours, or an interrupt."""
+    """An error that every rank can raise: a BridgeError or an interrupt."""
     fault: str = ""
     """Any other error, on one line."""
     raised: BaseException | None = None
@@ -89,7 +89,7 @@ class Outcome:
 
     @property
     def kind(self) -> int:
-        """Which of several ranks' errors explains the others: the lowest."""
+        """Priority of the error among those of several ranks: the lowest is the cause of the others."""
         error = self.error
         return 0 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, RankError) else 1
 

@@ -233,7 +233,7 @@ class SignsOfLife:
 
 
 def _peer(descriptor: int) -> socket.socket | None:
-    """Return a handle of our own on a connection to another rank; None if it is none."""
+    """Duplicate a descriptor if it is a connection to another rank; else return None."""
     connection = socket.socket(fileno=os.dup(descriptor))
     with suppress(OSError):
         if connection.type == socket.SOCK_STREAM and connection.getpeername():

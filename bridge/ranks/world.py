@@ -24,7 +24,7 @@ from bridge.ranks.watch import Watch
 
 Result = TypeVar("Result")
 FENCE_LIMIT = timedelta(minutes=10)
-"""Longest wait for another rank's object inside the fence, where servers stand still."""
+"""Longest wait for another rank's object inside the fence, where servers are paused."""
 LOOPBACK = "127.0.0.1"
 INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Variables that name the network interface on which ranks listen for each other."""
@@ -60,10 +60,10 @@ class Ranks(Tensors):
         host: str = LOOPBACK,
         listener: socket.socket | None = None,
     ) -> "Ranks":
-        """Meet the other ranks at `port` of `host`, where rank 0 listens with `listener`.
+        """Join the other ranks at `port` of `host`, where rank 0 listens with `listener`.
 
         Raises:
-            RankError: one did not come.
+            RankError: one did not join.
             UsageError: they were started with different `tp_size` or `cp_size`.
         """
         assert tp_size == 1 or cp_size == 1, "refused by the configuration"
@@ -302,7 +302,7 @@ class Ranks(Tensors):
             return Outcome.of(error)
 
     def _exchange_outcomes(self, mine: Outcome) -> tuple[list[Outcome], BaseException | None]:
-        """Return every rank's outcome, and the interrupt that came meanwhile: the others wait for this rank's."""
+        """Return every rank's outcome, and an interrupt that came meanwhile, since other ranks wait for this one."""
         outcomes: list[Outcome] = []
         try:
             with deferred_interrupt(), self._errors_of_torch():

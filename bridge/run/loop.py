@@ -1,6 +1,6 @@
-"""What a library loop leaves behind: a run directory with metrics, completions and checkpoints.
+"""The run directory of a library loop, with metrics, completions and checkpoints.
 
-They have the form of those of `bridge train`: `bridge report`, `export` and `restore` read them.
+The files have the format of `bridge train`: `bridge report`, `export` and `restore` read them.
 
 Not covered: loading weights into the server (`bridge/policy.py`).
 """

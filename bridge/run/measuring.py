@@ -1,4 +1,4 @@
-"""Compute the metrics of a step, of an evaluation and of a whole run, and log what they say is wrong.
+"""Compute the metrics of a step, an evaluation and a run, and log alarms.
 
 Not covered: what the metrics mean (`metric_table.py`).
 """
@@ -28,7 +28,7 @@ from bridge.weights.attach import OpenedModel
 SKIPS_IN_A_ROW = 3
 """Steps in a row whose first gradient is not finite, after which the run ends: the next would be no better."""
 ROUNDING = 1e-9
-"""A weighted sum of rewards may be so much too small."""
+"""Tolerance for rounding in a weighted sum of rewards."""
 
 
 def step_metrics(step: int, *measured: Mapping[str, Any]) -> StepMetrics:

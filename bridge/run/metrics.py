@@ -1,4 +1,4 @@
-"""The records of a run: one of each step and each evaluation, by the names that `metric_table.py` declares."""
+"""The record of each step and each evaluation; `metric_table.py` declares the names."""
 
 import difflib
 import itertools

@@ -1,4 +1,4 @@
-"""What a run needs besides its weights to resume: the optimizer's state, and torch's random state.
+"""Save and load what a run needs besides its weights to resume: the state of the optimizer and of torch's RNGs.
 
 Both are in a folder of their own: vLLM loads every safetensors file beside the weights of a small model. Optimizers of
 Bridge are saved by the names of their parameters, as a single process has them: tensor-parallel ranks put their parts
@@ -108,7 +108,7 @@ def read_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     states = torch.load(path, weights_only=True, map_location="cpu") if path.is_file() else []
     if path.is_file() and [which for which, _, _ in states] != [*_described(model, optimizer)]:
         raise CheckpointError(
-            f"{path} is of other parameters than {type(optimizer).__name__}'s, or in another order",
+            f"{path} has other parameters than {type(optimizer).__name__}, or another order",
             remedy="make the optimizer as before",
         )
     state = _read_state(folder, _kind(optimizer))

@@ -1,4 +1,4 @@
-"""Reporters: what receives the progress of a run, and those that draw its curves in TensorBoard and Weights & Biases.
+"""Reporters receive the progress of a run; trackers draw its curves in TensorBoard and Weights & Biases.
 
 Both trackers are foreign code, imported when a run begins. One that fails during a run is reported once and dropped: no
 run ends because of a curve.
@@ -33,13 +33,13 @@ Phase = Literal["rollouts", "train", "fence", "evaluation", "save"]
 
 
 class Reporter:
-    """Receives the progress of a run and ignores it. The trainer waits for every call, so none may take long."""
+    """Base class: ignores the progress of a run. The trainer waits for every call, so none may take long."""
 
     def phase(self, name: Phase) -> None:
         """A phase begins."""
 
     def progress(self, done: int, total: int) -> None:
-        """So many groups of this phase have been scored."""
+        """`done` of `total` groups of this phase have been scored."""
 
     def step(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """A step was published; it was trained on `groups`."""
@@ -72,7 +72,7 @@ class Reporters(Reporter):
 
 
 class Sample(NamedTuple):
-    """One completion of a step, for a person to read."""
+    """One completion of a step, for display."""
 
     group: Group
     completion: Completion
@@ -204,7 +204,9 @@ class Trackers(Reporter):
                 do(tracker)
             except Exception as error:  # noqa: BLE001 - foreign code, on which nothing depends
                 del trackers[name]
-                self._note(f"{name} failed and gets nothing more of this run: {type(error).__name__}{reason_of(error)}")
+                self._note(
+                    f"{name} failed, and is not used any more in this run: {type(error).__name__}{reason_of(error)}"
+                )
 
 
 def check_trackers(tracking: TrackingConfig) -> None:
@@ -224,7 +226,7 @@ def check_trackers(tracking: TrackingConfig) -> None:
 def trackers_of(
     tracking: TrackingConfig, choices: Mapping[str, Any], run: RunDirectory, *, first_step: int = 1
 ) -> Trackers:
-    """Return the trackers of `run`, whose next step is `first_step`. Only rank 0 opens any, and logs `choices` to it."""
+    """Return the trackers of `run`, whose next step is `first_step`. Only rank 0 opens any, with `choices`."""
     shown = redaction.redacted(choices)
     return Trackers(lambda: _open_all(tracking, shown, run, first_step), run.note, shows_texts=tracking.save_rollouts)
 

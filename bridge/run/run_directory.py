@@ -1,4 +1,4 @@
-"""The run directory: everything that one training run leaves behind, and the names of its files.
+"""The run directory: the files of one training run, and their names.
 
 Not covered: checkpoints (`bridge/run/checkpoint.py`), whose folder the user may choose (`--save-path`).
 """

@@ -13,7 +13,7 @@ from bridge.errors import BridgeError, RewardError
 from bridge.types import Problem
 
 LARGEST = 1e30
-"""Size of a reward beyond which it is refused: the squares of such rewards, and their sums, would overflow."""
+"""Largest absolute reward that is accepted: the squares of such rewards, and their sums, would overflow."""
 LONGEST_NAME = 200
 """Characters of the name of a part of a reward."""
 LONGEST_LINE = 400
@@ -52,12 +52,12 @@ class FailedScore:
     line: str
     """The same with the prompt and the completion, in one line."""
     is_raised: bool = False
-    """Whether the run of an agent raised: its process is whole, and may still score the run."""
+    """Whether the agent's run raised: its process is intact, and may still score the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Whose code scores, for error messages."""
+    """The code that scores, for error messages."""
 
     name: str
     """The method with its class: `Class.score`."""

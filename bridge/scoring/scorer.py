@@ -17,7 +17,7 @@ from bridge.scoring.worker_handle import WorkerProcess, direct_to_loopback
 from bridge.types import Problem
 
 DEFAULT_PROCESSES = 4
-"""At most so many by default: a trainer and a server need cores too."""
+"""Most processes by default: a trainer and a server need cores too."""
 Call = Callable[[], Any]
 """A call of foreign code."""
 
@@ -75,7 +75,7 @@ class Scorer:
 
     @asynccontextmanager
     async def trajectory(self, problem: Problem) -> AsyncIterator["Trajectory"]:
-        """Reserve a host for one trajectory, in a process that runs no other meanwhile."""
+        """Reserve a host for one trajectory, in a process that runs no other at the same time."""
         if not self._workers:
             call = _call_in_thread if self._own.runs_in_thread else self._call_here
             yield Trajectory(problem, self._tool_timeout_s, host=self._own.fresh(), call_here=call)
@@ -96,7 +96,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A host up to the reward of one completion; of no further use after a FailedScore."""
+    """A host, reserved until the reward of one completion; unusable after a FailedScore."""
 
     _problem: Problem
     _tool_timeout_s: float
@@ -126,7 +126,7 @@ class Trajectory:
         return await self._ask("", completion, "score", self._problem, completion)  # type: ignore[no-any-return]
 
     def held(self) -> AbstractContextManager[None]:
-        """Suspend an agent's time limit, which begins anew afterwards."""
+        """Suspend an agent's time limit, which restarts afterwards."""
         return contextlib.nullcontext() if self.worker is None else self.worker.suspended_limit()
 
     async def _ask(self, name: str, completion: str, method: str, *given: Any, is_first: bool = False) -> Any:

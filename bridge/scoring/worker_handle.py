@@ -41,11 +41,11 @@ SPOILED = "wrote to the connection of its process"
 MAX_STACK_BYTES = 2**16
 """Read of the file that `faulthandler` writes: a score may write to it, too."""
 HARM = (EOFError, ConnectionError, BadAnswerError)
-"""What is raised if a process cannot answer."""
+"""Errors that mean that a process cannot answer."""
 
 
 class WorkerProcess:
-    """One worker; after it came to harm, the process that takes its place."""
+    """One worker process, replaced by a new one after it failed."""
 
     def __init__(self, recipe: bytes, *, timeout_s: float, variables: Collection[str] = ()) -> None:
         """Start it; its environment has no secrets but the `variables`."""
@@ -125,7 +125,7 @@ class WorkerProcess:
 
     @contextmanager
     def suspended_limit(self) -> Iterator[None]:
-        """Suspend the question's time limit, which begins anew after the last of those that suspend it."""
+        """Suspend the request's time limit, which restarts when no caller suspends it any more."""
         self._num_suspending += 1
         self._reschedule(None)
         try:

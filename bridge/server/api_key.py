@@ -1,4 +1,4 @@
-"""The API key of a vLLM server: one variable, read by servers and clients alike."""
+"""The API key of a vLLM server: one variable, read by both servers and clients."""
 
 import os
 from collections.abc import Mapping

@@ -124,7 +124,7 @@ def publish(
     """Pause the server, let the block write, and publish; requests kept in flight may keep their keys and values, too.
 
     The server refuses if it does not serve version `served`; None: any. Several ranks are inside together: none writes
-    before all servers stand still, and none publishes before all have written. The first part of each replica alone has
+    before all servers are paused, and none publishes before all have written. The first part of each replica alone has
     a `client`.
 
     AttachError if the server refuses the fence, or has no memory for its KV cache afterwards; ServerUnreachableError if

@@ -294,7 +294,7 @@ class CompletionsRequest(Record):
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Keep the tokens that are at least this times as likely as the likeliest one."""
     experts: int | None = Field(default=None, ge=0)
-    """Report which experts each token was sent to, but for so many first ones of the prompt; None: of no token."""
+    """Report the experts of each token except the first `experts` ones of the prompt; None: report none."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, and stay part of it."""
     seed: int | None = Field(default=None, ge=0)

@@ -1,4 +1,4 @@
-"""Print for people on stderr and for programs on stdout; no text can send escape sequences to the terminal."""
+"""Print notes on stderr and data on stdout; no text can send escape sequences to the terminal."""
 
 import contextlib
 import sys
@@ -68,7 +68,7 @@ def data(line: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show that `what` is awaited; the yielded function updates the detail behind it.
+    """Show what is being waited for; the yielded function updates the detail after it.
 
     On a terminal this is one moving line; elsewhere `what` is printed once, without details.
     """

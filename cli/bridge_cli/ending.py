@@ -50,7 +50,7 @@ def resume_command(arguments: Sequence[str], run_dir: Path, *, training_steps: i
 
 
 def with_choices(arguments: Sequence[str], choices: Mapping[str, str], *, resume: bool = True) -> list[str]:
-    """Return the arguments of this command with other values for these choices and, unless told not to, --resume."""
+    """Return the arguments of this command with these `choices` replaced and, unless `resume` is False, --resume."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     given = ((f"--{key.replace('_', '-')}", value) for key, value in choices.items())
     more = [*(["--resume"] if resume else []), *chain.from_iterable(given)]

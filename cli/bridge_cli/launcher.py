@@ -3,8 +3,8 @@
 Each rank is a process with this process's command line (`rank.main`). It exits with 0 unless a restart could help:
 only when a rank or a host was lost does TorchElastic see a failure, and restart all ranks from the newest checkpoint.
 
-On one host the ranks meet through a file, so that nobody else can reach them. Several hosts meet at --rendezvous, at
-torch's own store, which trusts everything that reaches it.
+On one host the rendezvous is a file, which no other user can reach. Several hosts meet at --rendezvous, torch's own
+store, which trusts everything that reaches it.
 
 Source: "Elastic Agent" and "Rendezvous" in PyTorch's documentation; setsid(2).
 """
@@ -144,7 +144,7 @@ def launch(layout: Layout) -> int:
     """Run the ranks of this host, and return the exit code of the run.
 
     Raises:
-        UsageError: the hosts did not meet.
+        UsageError: the rendezvous failed.
         RankError: a rank or a host was lost more often than --restarts.
     """
     scratch = Path(tempfile.mkdtemp(prefix="bridge-"))
@@ -164,7 +164,7 @@ def launch(layout: Layout) -> int:
             raise agent.loss()
         return int(json.loads((scratch / "0.json").read_text())["code"])
     except SignalException as error:
-        handler = None  # as torch does: other hosts may go on without this one
+        handler = None  # as torch does: other hosts may continue without this one
         _note_interrupt(scratch)
         return 128 + error.sigval
     except RendezvousError as error:
@@ -259,7 +259,7 @@ def address(layout: Layout) -> tuple[str, int]:
 
 
 def _can_listen(host: str, port: int) -> bool:
-    """Return whether this host has that address, and nobody listens there yet.
+    """Return whether this host has that address, and the port is free.
 
     Raises:
         UsageError: the port is reserved for root.

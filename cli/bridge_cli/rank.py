@@ -1,4 +1,4 @@
-"""One rank of a run, as the launcher starts it: a process with the command line that a person gave.
+"""One rank of a run, as the launcher starts it: a process with the user's command line.
 
 Not covered: how ranks are started and restarted (`launcher.py`), what each does (`rank_run.py`).
 """
@@ -48,7 +48,7 @@ class OwnRank:
     port: int
     """Where the ranks meet; the first one listens."""
     scratch: Path
-    """A folder of the launcher's, for reports."""
+    """The launcher's scratch folder, for reports."""
 
     @classmethod
     def of_elastic(cls, settings: dict[str, Any]) -> "OwnRank":
@@ -112,7 +112,7 @@ class OwnRank:
 
 
 OWN_RANK: ContextVar[OwnRank | None] = ContextVar("OWN_RANK", default=None)
-"""None: this process was started by a person."""
+"""None: the user started this process."""
 
 
 def main() -> None:

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opened:
-    """What the first rank found out for all."""
+    """What rank 0 opened for all ranks."""
 
     train: TrainConfig
-    """With what was derived."""
+    """With derived values."""
     run_dir: Path
     resume: "SavedCheckpoint | None"
 
@@ -63,7 +63,7 @@ class Job:
 
 @contextlib.contextmanager
 def joined(planned: Layout | None) -> "Iterator[Ranks]":
-    """Yield the ranks of the run; a process that a person started launches them if they are several, and exits.
+    """Yield the ranks of the run; a process that the user started launches them if there are several, and exits.
 
     `planned` is None in a rank that the launcher started.
 

@@ -1,4 +1,4 @@
-"""The running servers that `bridge train` trains on, which somebody else started and which stay when it ends."""
+"""Find the running servers that `bridge train` trains on. It neither starts nor stops them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -70,7 +70,7 @@ def refuse_other_names(server: ServerConfig) -> None:
 def layout(servers: Sequence[Running], tp_size_of: Callable[[int], int], restarts: int) -> Layout:
     """Return one rank for each part of each server's weights, on the part's GPU; one a server if it trains elsewhere.
 
-    `tp_size_of` returns the number of ranks that train on a server of so many parts.
+    `tp_size_of` returns the number of ranks that train on a server with this many shards.
 
     Raises:
         UsageError: what is trained cannot be cut into parts.
@@ -87,7 +87,7 @@ def layout(servers: Sequence[Running], tp_size_of: Callable[[int], int], restart
 
 
 def check_free(servers: Sequence[Running], timeout_s: float, *, resumes: bool) -> None:
-    """Check that nobody updates the servers, and that their weights are whole unless a checkpoint replaces them.
+    """Check that no trainer updates the servers, and that their weights are complete unless a checkpoint replaces them.
 
     Raises:
         AttachError: another trainer updates one, or its weights may be half-written.

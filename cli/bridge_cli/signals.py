@@ -42,7 +42,7 @@ class InterruptHandler:
 
 
 class DisconnectableStream:
-    """A standard stream that falls silent instead of raising once nobody reads it."""
+    """A standard stream that discards its output, instead of raising, once its reader has gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -57,7 +57,7 @@ class DisconnectableStream:
         return getattr(self._stream, name)
 
     def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
-        """Discard everything that is written from now on, to the descriptor too, once nobody reads it."""
+        """Run `action`; once the reader has gone, redirect the descriptor to /dev/null and return `otherwise`."""
         try:
             return action()
         except OSError as error:

@@ -38,7 +38,7 @@ AT_ONCE = 64
 
 
 class FailedRequestError(Exception):
-    """The other process could not do what it was asked."""
+    """The other process could not answer a request."""
 
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
         """`is_refused`: because of a choice, and not because something is missing."""
@@ -191,7 +191,7 @@ class ReasoningGym:
         return None if self._held_out is None else list(self._problems(self._held_out))
 
     def score(self, problem: Problem, completion: str) -> float:
-        """Return the task's own score of what stands between `<answer>` and `</answer>`."""
+        """Return the task's own score of the text between `<answer>` and `</answer>`."""
         answer = self._library.utils.extract_answer(completion)
         score: float = self._entries.score_answer(answer=answer, entry=dict(problem)["entry"])
         return score

@@ -185,7 +185,7 @@ def _check_package_choices(config: TaskConfig) -> None:
 
 
 def _of_package(config: TaskConfig) -> type | None:
-    """Return the class of an environment of another package, made without arguments; None if it is of no package."""
+    """Return the class of an environment of another package, made without arguments; None if there is none."""
     prefix, _, name = config.environment.partition(":")
     base: Any = {"verifiers": packages.Verifiers, "reasoning_gym": packages.ReasoningGym}.get(prefix)
     if base is None:

@@ -14,7 +14,7 @@ from bridge.types import Problem
 
 INSTRUCTION = "Think in one short sentence, then end with the answer as a number."
 HELD_OUT_SHARE, HELD_OUT_PER_LEVEL = 8, 64
-"""One in so many problems is held out; an evaluation takes so many of each level."""
+"""One in `HELD_OUT_SHARE` problems is held out; an evaluation takes `HELD_OUT_PER_LEVEL` of each level."""
 NAMES = ("Amara", "Ben", "Chloe", "Daniel", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
