@@ -1,4 +1,4 @@
-"""How choices are given: a TOML file, the environment and flags, merged and checked.
+"""Merge and check the choices from a TOML file, the environment and flags.
 
 A configuration is nested by concern (`Section`), and every field has one flat name, its *key*: the flag without dashes,
 the environment variable without its prefix. TOML takes tables, `[optimizer] lr = 1e-6`, or the flat key, `lr = 1e-6`.
@@ -117,7 +117,7 @@ class Config(Section):
         return self.model_copy(update=nested)
 
     def document(self, settled: Self | None = None) -> dict[str, Any]:
-        """Return what is written down of a run: these choices and, apart from them, what `settled` derived."""
+        """Return the content of `config.json`: these choices and, separately, the values that `settled` derived."""
         document = self.model_dump(mode="json")
         before = flattened(type(self), document)
         after = flattened(type(self), (settled or self).model_dump(mode="json"))
@@ -152,7 +152,7 @@ def flag(key: str) -> str:
 
 
 def flattened(cls: type[Config], document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a JSON or TOML document chooses, by key: tables are taken apart, flat keys stay."""
+    """Return the choices of a JSON or TOML document by key: tables are flattened."""
     return {key: value for key, value, _ in _entries((cls,), document)}
 
 

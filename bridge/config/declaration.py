@@ -31,7 +31,7 @@ class NoEffectError(ValueError):
 
 
 class Choice(NamedTuple):
-    """Where a choice lies in a configuration, and its declaration; a section declares the rest for its fields."""
+    """A choice's place in a configuration, and its declaration; its section declares the rest."""
 
     path: tuple[str, ...]
     """Section, if it is in one, and field."""
@@ -108,7 +108,7 @@ class Section(BaseModel):
 
 
 def hint(name: str) -> str | None:
-    """Return what to do instead of what is not ours, given by name, by flag or by verl's path; None: no idea."""
+    """Return the hint for a name, flag or verl path that is not a choice of Bridge; None if there is none."""
     return HINTS.get(name.lstrip("-").replace("-", "_").rpartition(".")[2])
 
 

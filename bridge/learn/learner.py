@@ -91,12 +91,12 @@ class Learner:
         return any(self._ranks.run_and_gather(lambda: bool(largest) and self._budget.is_short(largest)))
 
     def check_usable(self, cause: type[UsageError] = UsageError) -> None:
-        """Raise what keeps a batch from following, an update that can never fit or a loss that failed, if a `cause`."""
+        """Raise the error that ends training: an update that can never fit, or a loss that failed, if a `cause`."""
         if isinstance(self._refusal, cause):
             raise self._refusal
 
     def prepare(self) -> None:
-        """Compute, once, what comes before the first change of a weight; an interrupt leaves nothing behind.
+        """Compute, once, what comes before the first change of a weight; an interrupt leaves no partial state.
 
         UsageError: it does not fit in memory, or an update of the batch before did not.
         """
@@ -130,7 +130,7 @@ class Learner:
         self._computed.is_written = True
 
     def forget(self) -> None:
-        """Drop what was computed for the batch; its figures are kept if it is written."""
+        """Free what was computed for the batch; its metrics are kept once it is written."""
         self.optimizer.zero_grad()
         if not self._computed.is_written:
             self._start(self._batch)

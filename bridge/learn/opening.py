@@ -106,7 +106,7 @@ def _replay(model: PreTrainedModel, experts: tuple[int, int], compute: ComputeCo
 
 
 def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
-    """Let the model compute with this rank's part of the weights, and prove that it does; None: it is whole."""
+    """Let the model compute with this rank's part of the weights, and check the result; None: it has all of them."""
     if not opened.cuts:
         return None
     differing = [*Parts(cuts=opened.cuts, tp_group=ranks.tp_group).differing(dict(opened.model.named_parameters()))]

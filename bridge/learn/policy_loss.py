@@ -205,7 +205,7 @@ def _clipped(ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> tuple[Te
 
 
 def _from_here_on(values_N: Tensor, batch: MicroBatch) -> Tensor:
-    """Return for each token the sum of its sequence's values from that token to the last, whose rows are neighbors."""
+    """Return for each token the sum of values from it to the end of its sequence, whose rows are contiguous."""
     exact_N = values_N.double()
     ends_S = exact_N.new_zeros(batch.num_sequences).index_add(0, batch.sequences_N, exact_N).cumsum(0)
     return (ends_S[batch.sequences_N] - exact_N.cumsum(0) + exact_N).to(values_N.dtype)

@@ -1,7 +1,7 @@
 """The frozen reference of the KL divergence, and its log-probabilities.
 
-An adapter is trained beside a frozen base: switched off, it leaves the reference. A model that is trained in place
-overwrites what it was: its reference is a second model beside it.
+With an adapter, the reference is the frozen base with the adapter switched off. A model that is trained in place
+overwrites its own weights, so its reference is a second model.
 
 Shape suffixes: N rows (positions that predict a sampled token).
 """
@@ -38,7 +38,7 @@ class Reference:
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
         """Return its log-probabilities of the sampled tokens, without gradient.
 
-        They are of its whole distribution: what top-k, top-p or min-p kept was the policy's.
+        They are over its whole vocabulary: top-k, top-p and min-p filter only the policy.
 
         Shapes: -> [N] float32.
         """

@@ -1,6 +1,6 @@
 """What one replica trains on in a step: its samples of the batch, what is computed for them, and the step's figures.
 
-Several replicas deal the samples of an update out, so that each has about as many tokens.
+Several replicas distribute the samples of an update so that each has about the same number of tokens.
 
 Shape suffixes: N rows (positions that predict a sampled token).
 """
@@ -26,12 +26,12 @@ from bridge.ranks.world import Ranks
 from bridge.types import Group
 
 BALANCE_TOLERANCE = 1.05
-"""Tokens of the busiest replica over the mean above which completions are dealt out instead of whole groups."""
+"""Tokens of the busiest replica over the mean above which completions, not whole groups, are distributed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What is trained on in one step: of this rank's share, unless something else is said."""
+    """The samples of one step: those of this rank's share, unless noted otherwise."""
 
     mini_batches: Sequence[list[Sample]] = ()
     """For each update, the samples to train on."""
@@ -70,7 +70,7 @@ class Pass:
     reference_logprobs_N: Tensor | None = None
     """The frozen reference's."""
     entropies_N: Tensor | None = None
-    """The trainer's, if its most uncertain tokens are chosen."""
+    """The trainer's entropies, with `--top-entropy`."""
 
     @property
     def entropies(self) -> Tensor:
@@ -174,7 +174,7 @@ def _load(indices: Sequence[int], mini_batch: Sequence[Sample]) -> int:
 
 
 def _longest_first(units: Sequence[list[int]], mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
-    """Deal out each unit, longest first, to the share with the fewest tokens so far; the first of several."""
+    """Assign each unit, longest first, to the share with the fewest tokens so far."""
     tokens = [_load(unit, mini_batch) for unit in units]
     loads, shares = [0] * size, [list[int]() for _ in range(size)]
     for number in sorted(range(len(units)), key=lambda number: (-tokens[number], number)):

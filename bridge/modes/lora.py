@@ -1,7 +1,7 @@
 """`lora_only`: an adapter beside a frozen base. Its handover is by memory (`LoraMemory`) or by disk (`LoraDisk`).
 
-By memory, the adapter's tensors are vLLM's slot, and to publish is to pass the fence. By disk, each adapter is saved,
-and the server loads it through vLLM's own route. That works with any vLLM, and pauses nothing: every version has its
+By memory, the adapter's tensors are vLLM's slot, and publishing takes the fence. By disk, each adapter is saved, and
+the server loads it through vLLM's own route. That works with any vLLM, and pauses nothing: every version has its
 own name, and in-flight requests keep the adapter that they named.
 
 Not covered: how the server keeps the slot in place (`patches/bridge_patches/placement.py`).
@@ -72,7 +72,7 @@ class LoraMemory(_LoraMode, PatchedServer):
     def open(self) -> OpenedModel:
         """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""
         opened = self._add_adapter(super().open())
-        self._move_in(takeover=self._run.resumes)
+        self._move_into_slot(takeover=self._run.resumes)
         self._run.note("the base is the server's own, 0 bytes of it here")
         return opened
 
@@ -101,17 +101,17 @@ class LoraMemory(_LoraMode, PatchedServer):
             self.restart(self._config.model_name)
         version = self._newest() + 1
         if is_lost:
-            self._move_in(takeover=True, version=version)
+            self._move_into_slot(takeover=True, version=version)
         else:
             self.publish_as(version)
 
-    def _move_in(self, *, takeover: bool, version: int | None = None) -> None:
+    def _move_into_slot(self, *, takeover: bool, version: int | None = None) -> None:
         """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
         ranks, ours = self._run.ranks, self._adapter.modules
         ranks.tp_group.run_on_all(self._refuse_unfit_slots)
         hand_over = partial(self._run.saved, ADAPTER, self._adapter.save)
         ranks.tp_group.run_on_all(hand_over if ranks.is_tp_rank_zero else self._adapter.send_parts)
-        number = ranks.tp_group.run_on_rank_zero(self._seat)
+        number = ranks.tp_group.run_on_rank_zero(self._load_into_slot)
         slots = ranks.tp_group.run_on_all(lambda: self._open_slots(number))
         with self.publish(Update(takeover=takeover, version=version)), torch.no_grad():
             for name, slot in slots.items():
@@ -119,10 +119,10 @@ class LoraMemory(_LoraMode, PatchedServer):
                     there.copy_(here)
                     here.data = there.data
 
-    def _seat(self) -> int:
+    def _load_into_slot(self) -> int:
         """Let the server load what was saved, and return the slot's number."""
         try:
-            return self.client.seat_adapter(self._run.scratch / ADAPTER)
+            return self.client.load_into_slot(self._run.scratch / ADAPTER)
         except AttachError:
             self._run.discard(ADAPTER)
             raise
@@ -161,7 +161,7 @@ class LoraMemory(_LoraMode, PatchedServer):
             handles = {"a": self._slots[name].lora_a, "b": self._slots[name].lora_b}
             slot = open_handles(handles, self._attached.device)
             opened[name] = Matrices(nn.Parameter(slot["a"][number, 0]), nn.Parameter(slot["b"][number, 0]))
-            if not _hold(opened[name], ours):
+            if not _stored_equal(opened[name], ours):
                 raise AttachError(
                     "the server's slot does not hold the adapter that it has loaded", remedy="restart the server"
                 )
@@ -173,7 +173,7 @@ class LoraMemory(_LoraMode, PatchedServer):
 
 
 class LoraDisk(_LoraMode):
-    """An adapter that one server loads again and again, and that nothing pauses for."""
+    """An adapter that one server loads from disk for each version, without a pause."""
 
     version = -1
 
@@ -311,7 +311,7 @@ def _fits(slot: LoraSlot, ours: Matrices) -> bool:
     return all(there.shape[2:] == here.shape for there, here in pairs)
 
 
-def _hold(slot: Matrices, ours: Matrices) -> bool:
+def _stored_equal(slot: Matrices, ours: Matrices) -> bool:
     """Compare up to rounding: B is divided by the scaling on saving, and multiplied by it on loading."""
     pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
     return all(torch.allclose(theirs.float(), held.float(), rtol=1 / 64, atol=1e-6) for theirs, held in pairs)

@@ -1,4 +1,4 @@
-"""What a mode is: the base class of each, what it needs from its run, and when its server pauses."""
+"""The base class of the modes, what a mode needs from its run, and when its server pauses."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ class ServerProcess(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The run that a mode works for."""
+    """What a mode knows of its run."""
 
     name: str
     """Names the run to other trainers that want the same server."""
@@ -57,7 +57,7 @@ class RunContext:
             self.scratch.rmdir()
 
     def server_is_lost(self, client: VllmClient) -> bool:
-        """Return whether this replica's server is the one that died: a single one's is."""
+        """Return whether this replica's server died; with a single replica it is the one."""
         if self.ranks.dp_size == 1:
             return True
         try:

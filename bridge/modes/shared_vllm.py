@@ -1,4 +1,4 @@
-"""`shared_vllm`: the trainer's parameters are vLLM's weights. Nothing is copied; to publish is to pass the fence.
+"""`shared_vllm`: the trainer's parameters are vLLM's weights. Nothing is copied; publishing takes the fence.
 
 `PatchedServer` is the base of every mode that writes into a server's memory.
 """
@@ -147,7 +147,7 @@ class PatchedServer(Mode):
             )
 
     def _compare_replicas(self) -> None:
-        """Refuse replicas that differ, which no step would make equal, and give equal ones the same version."""
+        """Refuse replicas whose weights differ; give equal ones the same version."""
         ranks = self._run.ranks
         if ranks.dp_size == 1:
             return

@@ -165,7 +165,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         """Copy in what `state_dict` returned, hyperparameters included; torch would cast remainders to bf16.
 
         Raises:
-            CheckpointError: it is of another kind of optimizer, or of other parameters; nothing was loaded.
+            CheckpointError: it belongs to another kind of optimizer, or to other parameters; nothing was loaded.
         """
         parameters, state = [*self._steps], state_dict["state"]
         if (flags := state_dict.get("flags", "another optimizer")) != self.flags:
@@ -184,7 +184,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if held != shapes or sizes != [len(group["params"]) for group in self.param_groups]:
             raise CheckpointError(
-                "the optimizer's state is of other parameters", remedy="load it for the model that it was saved with"
+                "the optimizer's state has other parameters", remedy="load it for the model that it was saved with"
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})

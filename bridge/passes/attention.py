@@ -70,7 +70,7 @@ class Spans:
 
 
 class Rule(NamedTuple):
-    """How a layer weighs the tokens before one."""
+    """Parameters of a layer's attention."""
 
     scale: float | None = None
     """Factor of the scores; None: 1 / sqrt(D)."""
@@ -235,7 +235,7 @@ def similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 
 def _block(spans: Sequence[Span], q_TAD: Tensor, k_UKD: Tensor, v_UKD: Tensor, rule: Rule) -> Tensor:
-    """Attend in rows as long as the longest; no span attends to the padding behind it."""
+    """Attend in rows as long as the longest; no span attends to the padding after it."""
     queries, keys = (Rows([span[side] for span in spans], q_TAD.device) for side in (0, 1))
     seen = None
     if any(span != spans[0] for span in spans) and any(few < many for few, many in spans):

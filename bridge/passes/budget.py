@@ -108,7 +108,7 @@ class Budget:
         """Tokens of all of those samples in a single micro-batch."""
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
-        """Whether this batch needs more memory: else its activations are recomputed, or its passes are small."""
+        """Whether this batch needs more memory, without which activations are recomputed or passes are small."""
         return self._on_gpu and self._fitting(self._free()) < self._wanted(*self._sizes(samples))
 
     def packs(self, samples: Sequence[Sample], measured: Sequence[Sample]) -> list[MicroBatch]:

@@ -1,11 +1,11 @@
-"""Layers of which this part of a replica holds some rows, columns or words, and their sums over the parts.
+"""Tensor-parallel layers: this rank holds some rows, columns or words of each, and outputs are summed over the ranks.
 
 A *column layer* has some rows of its weight, and makes some of its outputs. A *row layer* has some columns, and makes a
 share of every output. Between them lies a *block*: each part gets the whole input, computes with its own heads, neurons
 or experts' neurons, and the shares of the output are added up. Going back, the shares of the input's gradient are added
 up at the block's entrance, and the output's gradient is whole on every part already.
 
-The sums are functional collectives, and stand in module hooks: layers are copied, compiled and recomputed like others.
+The sums are functional collectives in module hooks: layers are copied, compiled and recomputed like others.
 A group is known by its name, which a copy of a module can hold.
 
 Not covered: which layer is cut how, and where blocks begin (`parallel.py`); the head (`logprobs.py`).
@@ -133,7 +133,7 @@ class OwnHeads:
 
 
 class RowLinear(nn.Linear):
-    """A row layer: its share of the output, without the bias, which is added once behind the sum."""
+    """A row layer: its share of the output, without the bias, which is added once, after the sum."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return nn.functional.linear(rows, self.weight)
@@ -148,7 +148,7 @@ class _Entrance:
 
     def _entered(self, given: Any) -> Any:
         if isinstance(given, Tensor) and given.is_floating_point() and given.requires_grad:
-            return _Enter.apply(given, self.group)  # type: ignore[no-untyped-call]
+            return _CopyToParts.apply(given, self.group)  # type: ignore[no-untyped-call]
         return given
 
 
@@ -157,13 +157,13 @@ class _Exit:
     group: str
 
     def __call__(self, module: nn.Module, _: tuple[Any, ...], share: Tensor) -> Tensor:
-        output: Tensor = _Leave.apply(share, self.group)  # type: ignore[no-untyped-call]
+        output: Tensor = _SumOverParts.apply(share, self.group)  # type: ignore[no-untyped-call]
         bias = module.bias if isinstance(module, RowLinear) else None
         return output if bias is None else output + bias
 
 
-class _Enter(torch.autograd.Function):
-    """Nothing forward, a sum over the parts backward."""
+class _CopyToParts(torch.autograd.Function):
+    """The identity forward, a sum over the parts backward."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: str) -> Tensor:
@@ -175,8 +175,8 @@ class _Enter(torch.autograd.Function):
         return summed(gradient, ctx.group), None
 
 
-class _Leave(torch.autograd.Function):
-    """A sum over the parts forward, nothing backward."""
+class _SumOverParts(torch.autograd.Function):
+    """A sum over the parts forward, the identity backward."""
 
     @staticmethod
     def forward(_: Any, share: Tensor, group: str) -> Tensor:
@@ -195,7 +195,7 @@ def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     is_own = (own >= 0) & (own < len(embedding.weight))
     rows: Tensor = type(embedding).forward(embedding, torch.where(is_own, own, 0))
     share = torch.where(is_own.unsqueeze(-1), rows, 0.0)
-    output: Tensor = _Leave.apply(share, words.group)  # type: ignore[no-untyped-call]
+    output: Tensor = _SumOverParts.apply(share, words.group)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -211,7 +211,7 @@ def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
     filled = nn.functional.pad(
         own * float(outputs.is_first), (outputs.start, outputs.num_all - outputs.start - num_own)
     )
-    whole: Tensor = _Leave.apply(_Enter.apply(filled, outputs.group), outputs.group)  # type: ignore[no-untyped-call]
+    whole: Tensor = _SumOverParts.apply(_CopyToParts.apply(filled, outputs.group), outputs.group)  # type: ignore[no-untyped-call]
     normed: Tensor = type(norm).forward(norm, whole)
     return normed.narrow(-1, outputs.start, num_own)
 

@@ -74,7 +74,7 @@ def choose(model: PreTrainedModel, wanted: str) -> str:
 
 
 def is_long(num_tokens: int, head_size: int) -> bool:
-    """Whether cuDNN computes a single sequence of so many tokens."""
+    """Return whether cuDNN computes a single sequence of this length."""
     return num_tokens >= LONG_TOKENS and head_size in _Choice.head_sizes
 
 
@@ -124,7 +124,7 @@ def by_cudnn(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float | None
 
 
 def _use(name: str, model: PreTrainedModel) -> str | None:
-    """Use a kernel from now on; return what is against it."""
+    """Use a kernel from now on; return why it cannot be used, if so."""
     _restore()
     size = head_size(model.config.get_text_config())
     _Choice.head_sizes -= {size}

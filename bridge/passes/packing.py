@@ -1,4 +1,4 @@
-"""Pack samples into micro-batches: sequences behind one another, without padding, as tensors.
+"""Pack samples into micro-batches: sequences one after another, without padding, as tensors.
 
 Shape suffixes: S1 spans and one more, T tokens, U tokens that each span attends to (span after span), N rows (positions
 that predict a sampled token).
@@ -46,7 +46,7 @@ KEEP_ALL = float(np.finfo(np.float32).min), 0
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One completion to train on: N sampled tokens, of a completion of T tokens, behind a prompt.
+    """One completion to train on: N sampled tokens, of a completion of T tokens, after a prompt.
 
     prompt_token_ids    the prompt's token ids
     token_ids           T token ids of the completion

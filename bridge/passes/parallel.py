@@ -12,7 +12,7 @@ A block is the smallest module that holds both a column and a row layer. There i
 result computes what the whole model does is proved before training (`parallel_proof.py`).
 
 An adapter follows from the same rule: beside a column layer its B is one, and beside a row layer its A is one. The B
-behind that A is whole, as a bias is: it stands behind the sum.
+after that A is replicated, as a bias is: it is applied after the sum.
 
 Not covered: what cut layers compute (`cut_layers.py`).
 """

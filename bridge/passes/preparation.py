@@ -196,7 +196,7 @@ class Expected:
     """What transformers' eager attention computes for a few sequences, each alone, and how far others may differ."""
 
     tokens_T: Tensor
-    """All sequences, one behind the other."""
+    """All sequences, one after the other."""
     alone_TH: Tensor
     """Last hidden states of each sequence alone."""
     mixed_up: float

@@ -2,7 +2,7 @@
 
 transformers' own code takes all tokens of a call for one sequence. Here such a layer gets the sequences as rows of one
 length, which are exact on every device and with every kernel: its convolution and its recurrence are causal, so that no
-token depends on the padding behind it.
+token depends on the padding after it.
 
 Not covered: shared prompts, since a completion would need the state at the end of its prompt.
 Shape suffixes: S rows, L tokens of the longest one, T tokens of all sequences, H hidden size.
@@ -28,7 +28,7 @@ def is_stateful(module: nn.Module) -> bool:
 
 
 def keep_apart(model: PreTrainedModel) -> None:
-    """Let every such layer start anew at each sequence; without boundaries it computes what it did before."""
+    """Reset the state of every such layer at each sequence; without boundaries nothing changes."""
     for module in filter(is_stateful, model.get_decoder().modules()):
         module.forward = MethodType(_each_sequence, module)
 

@@ -43,7 +43,7 @@ REMEDY = "leave out --context-parallel-size"
 class Slices(NamedTuple):
     """Into how many slices packs are cut, and which of them is this rank's.
 
-    The last sequence of a pack is padded, so that slices have one length: no other token attends to what is behind it.
+    The last sequence of a pack is padded, so that slices have one length: no other token attends to the padding.
     """
 
     group: str
@@ -233,7 +233,7 @@ def _longer(starts_S1: Tensor, lacking: int) -> Tensor:
 
 
 def _padded(x: Tensor, size: int, dim: int) -> Tensor:
-    """Return the tensor with zeros behind it, up to this size."""
+    """Pad the tensor with zeros to this size."""
     lacking = size - x.shape[dim]
     return functional.pad(x, (0, 0) * (x.dim() - dim - 1) + (0, lacking)) if lacking else x
 

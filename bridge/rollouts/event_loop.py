@@ -19,7 +19,7 @@ PATIENCE_S = 5.0
 
 
 class EventLoop:
-    """Runs coroutines, one call after the other, and the tasks that they leave behind."""
+    """Runs coroutines, one call after the other, and the tasks that they start."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -30,7 +30,7 @@ class EventLoop:
         self._limits: dict[asyncio.Timeout, float] = {}
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine, and wait for it; an exception raised here meanwhile, such as Ctrl-C, cancels it."""
+        """Run a coroutine, and wait for it; an exception raised here, such as Ctrl-C, cancels it."""
         task: Future[asyncio.Task[Result]] = Future()
         try:
             self._begin(coroutine, task)
@@ -134,7 +134,7 @@ class EventLoop:
         self._loop.call_soon_threadsafe(begin)
 
     def _wait(self, task: "Future[asyncio.Task[Any]]") -> None:
-        """Make the calls that the loop asks for, until a task is done.
+        """Run the calls that the loop requests, until a task is done.
 
         An interrupt may come after the last call was taken out of the queue, so the task itself is looked at first.
         """
@@ -159,7 +159,7 @@ class EventLoop:
 
 
 def _wake() -> None:
-    """Do nothing, in the thread that waits."""
+    """Do nothing: queued to wake the waiting thread."""
 
 
 def _cancel(task: "asyncio.Task[Any]") -> None:

@@ -1,4 +1,4 @@
-"""What the trainer takes its groups from, and how a problem becomes a group.
+"""The interface of rollout streams, and how the completions of a problem become a group.
 
 Streams are in `stream.py` and `bridge/atropos/stream.py`; `SOURCES` in `bridge/config/rollouts.py` lists the
 modules that open one, by a function `open_stream`. A problem becomes a group by a `GroupSampler`; the simplest is
@@ -30,7 +30,7 @@ class Stream(Protocol):
 
     @property
     def skipped(self) -> Sequence[Group]:
-        """Groups without signal that others took the place of in the last step."""
+        """Groups without signal that were replaced in the last step."""
 
     @property
     def num_in_flight(self) -> int:
@@ -55,7 +55,7 @@ class Stream(Protocol):
 
 
 class Notes:
-    """Lines for the person who started the run, each once; a thread that samples adds them, the trainer's logs them."""
+    """Lines for the log, each once: the sampling thread adds them, the trainer's thread logs them."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -80,7 +80,7 @@ Servers = Callable[[], Sequence[Server]]
 
 
 class Sampled(NamedTuple):
-    """The completions of one problem, and what came of scoring each."""
+    """The completions of one problem, and the score of each."""
 
     prompt: tuple[int, ...]
     """What all of their sequences begin with."""
@@ -91,7 +91,7 @@ class Sampled(NamedTuple):
 
 
 class GroupSampler(Protocol):
-    """How the completions of a problem come about."""
+    """Samples and scores the completions of a problem."""
 
     is_chat: bool
     """Whether a prompt becomes chat messages even if it is text."""
@@ -111,7 +111,7 @@ class GroupSampler(Protocol):
         """Score the made-up completion `text`, with no server."""
 
     async def close(self) -> None:
-        """Close what was opened for the groups."""
+        """Release the resources of the groups."""
 
 
 class Completions:
@@ -178,7 +178,7 @@ def _length(completion: Completion) -> int:
 
 
 def checked(problem: Problem, completion: Completion, result: Score | FailedScore) -> Score | FailedScore:
-    """Return `result`, or why its rewards cannot be those of the completion's turns."""
+    """Return `result`, or a FailedScore if its rewards do not match the completion's turns."""
     if isinstance(result, FailedScore) or not result.turns:
         return result
     if completion.others:

@@ -31,7 +31,7 @@ but only once, because a second unusable answer is no coincidence; nowhere."""
 IdsOf = Callable[[str], Sequence[int]]
 """The text of a token, as a server writes it -> the ids of all tokens with this text."""
 Dialect = Literal["openai", "vllm", "bridge"]
-"""What a server understands: only the protocol, vLLM's extra fields, or Bridge's own route."""
+"""What a server supports: only the protocol, vLLM's extra fields, or Bridge's own route."""
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "bridge": protocol.COMPLETIONS}
 TOKEN_ID = re.compile(r"token_id:(\d+)")
 BEYOND_THE_PROTOCOL = {**WHOLE, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": True}
@@ -43,7 +43,7 @@ TAKE_ANOTHER = (
 
 
 class RequestFailed(Exception):  # noqa: N818  a retry may succeed: no error yet
-    """One request failed by the server's fault."""
+    """A request that failed because of the server."""
 
     def __init__(self, reason: str, retry: Retry, *, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)

@@ -25,7 +25,7 @@ from bridge.types import Completion
 Result = TypeVar("Result")
 Choices = TypeVar("Choices", TrainConfig, FeedConfig)
 AHEAD = 2
-"""Prompts begun for each request that may be in flight: one that is retried waits behind no more than these."""
+"""Prompts begun for each request that may be in flight: one that is retried waits for no more than these."""
 FIRST_WAIT_S = 0.5
 """Longest wait before the first retry, doubled for each further one up to the limit. With the default number of retries
 that is less than 8 s in all: a dead server is reported soon."""
@@ -117,7 +117,7 @@ class Sampler:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What training lacks with the servers of the last call, a sentence each."""
+        """What the servers of the last call do not provide for training, a sentence each."""
         return tuple(line for server in self._servers for line in server.lacks(self.config.temperature))
 
     def sample(
@@ -192,7 +192,7 @@ class Sampler:
         return await gather_or_cancel(one(index, prompt) for index, prompt in enumerate(prompts))
 
     async def _completions(self, servers: Sequence[Server], body: dict[str, Any]) -> tuple[Completion, ...]:
-        """Return the completions of one prompt, retrying while there are tries left."""
+        """Return the completions of one prompt, with retries."""
         left = list(servers)
         """Without those that took too long for this request, and would again."""
         num_failed = num_unusable = 0

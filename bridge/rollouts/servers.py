@@ -133,7 +133,7 @@ class Health:
             self.in_flight -= 1
 
     def is_well(self) -> bool:
-        """Return whether to send it a request: after a failure and a rest it gets a single one."""
+        """Return whether to send it a request: after a failure it gets none for a while, then a single one."""
         return not self.num_failures or (not self.in_flight and self.clock() >= self.rests_until)
 
 
@@ -175,7 +175,7 @@ class Server:
         return openai_api.Completions(choices=choices), str(self.endpoint.version)
 
     def lacks(self, temperature: float) -> Iterator[str]:
-        """Yield what training lacks with this server, a sentence each; nothing before its first answer."""
+        """Yield what this server does not provide for training, a sentence each; nothing before its first answer."""
         url = self.endpoint.url
         if self.models and self.dialect == "openai":
             own = ", ".join(sorted(WHOLE.keys() - set(PROTOCOL)))

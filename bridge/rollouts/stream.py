@@ -5,7 +5,7 @@ whenever there is room, a step takes those that are done, and the others continu
 both cases each is scored as soon as it arrives, while others are still being sampled.
 
 The sampler's event loop has its own thread, which keeps running while a step is computed. Only `take`, `evaluate` and
-`served` start, take or drop groups; what a group notes meanwhile is logged by the next of them.
+`served` start, take or drop groups; notes of the sampling thread are logged by the next of these calls.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ EVALUATION = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class _Share:
-    """What one replica brings to a step."""
+    """The groups of one replica for a step."""
 
     groups: list[Group]
     skipped: list[Group]
@@ -101,7 +101,7 @@ class EnvironmentStream:
         self._trained = trained
 
     def take(self, count: int, *, step: int) -> list[Group]:
-        """Return `count` groups, as soon as so many are sampled and no other one would become too old.
+        """Return `count` groups, once that many are sampled and no other group would become too stale.
 
         A step that failed may be taken again, and gets groups of the same problems with the same seeds.
         """
@@ -191,7 +191,7 @@ class EnvironmentStream:
             raise
         self._in_flight = [group for group in self._in_flight if group not in taken]
         self._report(self._failures)
-        self._begin_failures(count, step + 1)  # groups go on, and are scored, while this step is computed
+        self._begin_failures(count, step + 1)  # groups are sampled and scored while this step is computed
         self._start_groups(count, step, num_steps=max_staleness)
         return [group.task.result() for group in taken]
 

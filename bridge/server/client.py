@@ -259,7 +259,7 @@ class BridgeClient(VllmClient):
         body = protocol.WriteRequest(holder=self._holder, elements=elements, values=values)
         self._answer("POST", "/bridge/tensors/write", Status, body)
 
-    def seat_adapter(self, folder: Path) -> int:
+    def load_into_slot(self, folder: Path) -> int:
         """Let the server load the adapter in `folder` into a slot that does not move, and return the slot."""
         self.unload_earlier_adapters()  # or there may be no free slot
         return self.adapter(protocol.ADAPTER, folder)

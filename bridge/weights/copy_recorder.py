@@ -1,4 +1,4 @@
-"""Watch a loader copy a model's parameters into a server's, without letting it: what would have gone where.
+"""Record where a loader would copy a model's parameters in a server's, without copying.
 
 The model's parameters may lie on the meta device. The loader cuts views of them and of the server's parameters, and
 copies one into the other; storage, offset and strides of both say which elements those are. Anything computed on the
@@ -118,7 +118,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first element of its storage that `tensor` reaches, and the first behind all of them."""
+    """Return the range of elements of its storage that `tensor` spans: first, and last + 1."""
     low = int(tensor.storage_offset())
     return low, low + 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 

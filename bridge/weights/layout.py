@@ -97,7 +97,7 @@ def _moved_together(box: _Box, runs: Sequence[Runs]) -> _Box:
 
 
 def _box(name: str, shape: Shape, copy: Copy) -> _Box:
-    """Return the part as a box; a part that continues from one row into the next is none."""
+    """Return the part as a box; None if it continues from one row into the next."""
     own = contiguous_stride(shape)
     low, rest = [], copy.start
     for step in own:

@@ -228,7 +228,7 @@ def _on_meta(model: PreTrainedModel, parts: Parts | None) -> dict[str, Tensor]:
 
 
 def _like(whole: Tensor, view: Tensor) -> Tensor:
-    """Return the same view of the contiguous `whole` that `view` is of its own storage."""
+    """Return a view of the contiguous `whole` with the offset, shape and stride of `view`."""
     assert whole.is_contiguous(), whole.stride()
     return whole.as_strided(view.shape, view.stride(), int(whole.storage_offset() + view.storage_offset()))
 

@@ -109,7 +109,7 @@ def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = 
 
 
 def commented(classes: tuple[type[Config], ...], given: Mapping[str, Any]) -> str:
-    """Return a TOML file that sets the choices in `given`, by key, and has every other one behind `#`.
+    """Return a TOML file that sets the choices in `given`, by key, and comments out every other one.
 
     A choice that several classes know is written once, as the first of them declares it.
     """

@@ -145,7 +145,7 @@ def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) 
 
     def write() -> None:
         try:
-            client.seat_adapter(folder)
+            client.load_into_slot(folder)
         except AttachError:  # vLLM loads an adapter completely or not at all
             with suppress(AttachError):  # weights that were half-written before stay so
                 client.resume()

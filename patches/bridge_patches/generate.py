@@ -1,6 +1,6 @@
 """`POST /generate` like Atropos' own vLLM server, answered by vLLM's own `POST /v1/completions`.
 
-Each request is sent to this same server once more, inside this process. So the API key, the checks of every field, the
+Each request is sent to this same server again, inside this process. So the API key, the checks of every field, the
 fence, a client that hangs up and the text of each error are vLLM's own, in every supported version.
 
 An Atropos environment may sample on any of vLLM's routes, from another distribution than the trainer assumes:

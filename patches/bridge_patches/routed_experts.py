@@ -209,7 +209,7 @@ class ExpertsInCache:
             known, start = self._requests[request_id].known, starts[request_id]
             if not known:  # a prefix from the cache, which another request may have computed in this step
                 known += self._store[self._slots(request_id, 0, start)].tobytes()
-            num_before = len(known) // rows[0].nbytes - start  # computed once more
+            num_before = len(known) // rows[0].nbytes - start  # computed again
             assert num_before >= 0, (request_id, start, len(known))
             known += rows[end - count + num_before : end].tobytes()
 

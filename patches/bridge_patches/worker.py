@@ -35,7 +35,7 @@ vllm.device_allocator.cumem
     CuMemAllocator: get_instance, pointer_to_data
     call unmap_and_release(allocation_handle)
 vllm.device_allocator: AllocationData: handle, cpu_backup_tensor, is_asleep
-# Not AsyncLLM's: its sleep would pause once more, and its wake_up resume too early.
+# Not AsyncLLM's: its sleep would pause again, and its wake_up resume too early.
 vllm.v1.worker.gpu_worker
     call Worker.sleep(level)
     call Worker.wake_up(tags)

@@ -54,7 +54,7 @@ class LoraServer:
                 del self.adapters[body["lora_name"]]
                 return Answer("Success")
             case "POST adapter":
-                self._seat(Path(body["path"]))
+                self._load_into_slot(Path(body["path"]))
                 return as_json({"name": body["name"], "slot": SLOT})
             case "POST pause" if self.state == "torn" and not body["takeover"]:
                 status = self.status()
@@ -69,7 +69,7 @@ class LoraServer:
             can_sleep=True, holder=dead_holder() if self.state == "torn" else None,
         )  # fmt: skip
 
-    def _seat(self, folder: Path) -> None:
+    def _load_into_slot(self, folder: Path) -> None:
         """Fill the slot as vLLM does: B times the scaling, and zeros beyond a smaller rank."""
         config = json.loads((folder / "adapter_config.json").read_text())
         rank, scaling = config["r"], config["lora_alpha"] / config["r"]

@@ -161,7 +161,7 @@ def test_a_failing_tracker_is_reported_once_and_dropped() -> None:
         for step in (1, 2, 3):
             tracked.step(metrics(step), groups())
         tracked.evaluation(evaluation(3))
-    assert notes == ["Bad failed and gets nothing more of this run: OSError: No space left on device"]
+    assert notes == ["Bad failed, and is not used any more in this run: OSError: No space left on device"]
     assert [step for step, _, _ in bad.logged] == [1]
     assert [step for step, _, _ in good.logged] == [1, 2, 3, 3]
     assert good.logged[-1][1]["held_out/reward_mean"] == 0.75
