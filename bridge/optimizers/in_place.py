@@ -1,4 +1,4 @@
-"""An optimizer that writes its updates into the parameters where they lie."""
+"""The base class of optimizers that write their updates into parameters in place."""
 
 import inspect
 import math

@@ -4,7 +4,7 @@ Rounding is stochastic where a value would else never move. Its random bits are 
 step, place): they need no state, are the same after a resume, and compile into the kernel that uses them.
 
 A code c of a block stands for scale * (c / largest code) ** power. The power makes steps between small values small,
-without a table of levels. Both moments are rounded stochastically, so that they are right on average: rounded to
+without a table of levels. Both moments are rounded stochastically, so that they are unbiased: rounded to
 nearest, a value never moves if it decays by less than half the distance between two codes. At beta2 = 0.999 that holds
 for every second moment; at beta1 = 0.9 for any first moment of 4 bits and small ones of 8 bits, whose weights kept
 moving long after their gradients had ended. Only the first moment has a code for zero.
@@ -64,14 +64,14 @@ class PlainMoments:
         return state[FIRST].float(), state[SECOND].float()
 
     def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:
-        """Round them to nearest; the bits are for `CodedMoments`."""
+        """Round them to nearest; the bits are for `QuantizedMoments`."""
         del bits_RB
         return {FIRST: first_RB.to(self.dtype), SECOND: second_RB.to(self.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedMoments:
-    """Moments as codes of a few bits, block by block; zeros everywhere are moments of zero."""
+class QuantizedMoments:
+    """Moments quantized to a few bits, block by block; zeros everywhere are moments of zero."""
 
     bits: int
     """Of a code: 8 or 4. Two codes of 4 bits share a byte."""
@@ -92,14 +92,14 @@ class CodedMoments:
         """Return both moments as float32 [R, B]."""
         first_RB, second_RB = (state[FIRST], state[SECOND]) if self.bits == 8 else unpack(state[BOTH])
         return (
-            signed_level(first_RB, self.bits, self.first_power) * state[FIRST_SCALE],
-            positive_level(second_RB, self.bits, self.second_power) * state[SECOND_SCALE],
+            dequantize_signed(first_RB, self.bits, self.first_power) * state[FIRST_SCALE],
+            dequantize_unsigned(second_RB, self.bits, self.second_power) * state[SECOND_SCALE],
         )
 
     def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:
         """Scale each block by its largest value and choose codes by the random `bits_RB`."""
         assert bits_RB is not None
-        chances = uniform(remixed(bits_RB)), uniform(bits_RB)  # the lower half of the bits rounds the weight
+        chances = uniform(rehashed(bits_RB)), uniform(bits_RB)  # the lower half of the bits rounds the weight
         return self._encoded(first_RB, second_RB, chances)
 
     def to_nearest(self, first_RB: Tensor, second_RB: Tensor) -> State:
@@ -109,47 +109,47 @@ class CodedMoments:
 
     def _encoded(self, first_RB: Tensor, second_RB: Tensor, chances: tuple[Tensor, Tensor]) -> State:
         first_scale, second_scale = first_RB.abs().amax(1, keepdim=True), second_RB.amax(1, keepdim=True)
-        first_RB = signed_code(_divided(first_RB, first_scale), self.bits, self.first_power, chances[0])
-        second_RB = positive_code(_divided(second_RB, second_scale), self.bits, self.second_power, chances[1])
+        first_RB = quantize_signed(_divided(first_RB, first_scale), self.bits, self.first_power, chances[0])
+        second_RB = quantize_unsigned(_divided(second_RB, second_scale), self.bits, self.second_power, chances[1])
         codes = {FIRST: first_RB, SECOND: second_RB} if self.bits == 8 else {BOTH: pack(first_RB, second_RB)}
         return {**codes, FIRST_SCALE: first_scale, SECOND_SCALE: second_scale}
 
 
-Moments = PlainMoments | CodedMoments
+Moments = PlainMoments | QuantizedMoments
 FLOAT32, BFLOAT16 = PlainMoments(torch.float32), PlainMoments(torch.bfloat16)
-EIGHT_BIT = CodedMoments(bits=8, block=BLOCK_OF_8_BIT, first_power=4, second_power=8)
-FOUR_BIT = CodedMoments(bits=4, block=BLOCK_OF_4_BIT, first_power=2, second_power=2)
+EIGHT_BIT = QuantizedMoments(bits=8, block=BLOCK_OF_8_BIT, first_power=4, second_power=8)
+FOUR_BIT = QuantizedMoments(bits=4, block=BLOCK_OF_4_BIT, first_power=2, second_power=2)
 
 
-def signed_level(code: Tensor, bits: int, power: int) -> Tensor:
+def dequantize_signed(code: Tensor, bits: int, power: int) -> Tensor:
     """Return the value of a signed code, from -1 to 1."""
     share = code.float() / (2 ** (bits - 1) - 1)
     level: Tensor = share.sign() * share.abs().pow(power)
     return level
 
 
-def signed_code(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
+def quantize_signed(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
     """Return one of the two int8 codes around a value from -1 to 1, so that its level is right on average."""
     size, largest = value.abs(), 2 ** (bits - 1) - 1
     lower = (_root(size, power) * largest).floor().clamp(0, largest - 1)
-    low, high = signed_level(lower, bits, power), signed_level(lower + 1, bits, power)
+    low, high = dequantize_signed(lower, bits, power), dequantize_signed(lower + 1, bits, power)
     code: Tensor = value.sign() * (lower + ((size - low) / (high - low) > chance))
     return code.to(torch.int8)
 
 
-def positive_level(code: Tensor, bits: int, power: int) -> Tensor:
+def dequantize_unsigned(code: Tensor, bits: int, power: int) -> Tensor:
     """Return the value of an unsigned code, above 0 and up to 1."""
     level: Tensor = ((code.float() + 1) / 2**bits).pow(power)
     return level
 
 
-def positive_code(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
+def quantize_unsigned(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
     """Return one of the two uint8 codes around a value from 0 to 1, so that its level is right on average.
 
     Values below the lowest level get the lowest.
     """
     lower = (_root(value, power) * 2**bits - 1).floor().clamp(0, 2**bits - 2)
-    low, high = positive_level(lower, bits, power), positive_level(lower + 1, bits, power)
+    low, high = dequantize_unsigned(lower, bits, power), dequantize_unsigned(lower + 1, bits, power)
     code: Tensor = lower + ((value - low) / (high - low) > chance)
     return code.to(torch.uint8)
 
@@ -193,7 +193,7 @@ def random_bits(counter: Tensor, like_RB: Tensor) -> Tensor:
     return _mixed(bits_RB)
 
 
-def round_by_chance(master: Tensor, bits: Tensor) -> Tensor:
+def stochastic_round(master: Tensor, bits: Tensor) -> Tensor:
     """Round each finite float32 to one of the two bf16 around it, right on average, by the lower half of `bits`.
 
     Returns the int16 bits of the bf16.
@@ -201,7 +201,7 @@ def round_by_chance(master: Tensor, bits: Tensor) -> Tensor:
     return ((master.view(torch.int32) + (bits & 0xFFFF)) >> 16).short()
 
 
-def remixed(bits: Tensor) -> Tensor:
+def rehashed(bits: Tensor) -> Tensor:
     """Derive as many new random bits from `bits`."""
     return _mixed(bits ^ _GOLDEN)
 

@@ -30,7 +30,7 @@ from bridge.optimizers.moments import (
     Moments,
     StateTensor,
     random_bits,
-    round_by_chance,
+    stochastic_round,
 )
 
 REMAINDER = "remainder"
@@ -148,7 +148,7 @@ def update(
         new_RB, new[REMAINDER] = split(join(weight_RB, state[REMAINDER]) * decay - change_RB)
     elif is_bf16:
         assert bits_RB is not None, "without a master, rounding is stochastic"
-        new_RB = round_by_chance((weight_RB.int() << 16).view(torch.float32) * decay - change_RB, bits_RB)
+        new_RB = stochastic_round((weight_RB.int() << 16).view(torch.float32) * decay - change_RB, bits_RB)
     else:
         new_RB = weight_RB * decay - change_RB
     new_RB = torch.where(keep, new_RB, weight_RB)

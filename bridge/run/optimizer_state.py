@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.optimizers.moments import CodedMoments
+from bridge.optimizers.moments import QuantizedMoments
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.server.manifest import Record
 from bridge.weights.parts import Parts
@@ -137,7 +137,7 @@ class WholeState:
         self._parts = parts
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
         moments = optimizer.kind.moments
-        self.codes = moments if isinstance(moments, CodedMoments) else None
+        self.codes = moments if isinstance(moments, QuantizedMoments) else None
         self._pending: dict[Tensor, dict[str, Tensor]] = {}
         """Codes of parameters whose other codes are still to come."""
 
@@ -216,7 +216,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)  # no two in one memory
 
 
-def _decoded(moments: CodedMoments, parts: Mapping[str, Tensor], shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _decoded(moments: QuantizedMoments, parts: Mapping[str, Tensor], shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Return both moments as float32 of `shape`."""
     num_rows = -(-shape.numel() // moments.block)
     state = {}
@@ -228,7 +228,7 @@ def _decoded(moments: CodedMoments, parts: Mapping[str, Tensor], shape: torch.Si
     return first, second
 
 
-def _coded(moments: CodedMoments, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+def _coded(moments: QuantizedMoments, first: Tensor, second: Tensor) -> dict[str, Tensor]:
     """Return both moments in the form in which an optimizer returns a parameter's parts."""
     num_rows = -(-first.numel() // moments.block)
     blocks = [

@@ -149,7 +149,7 @@ def leave_core_to_server() -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything that was written on `device` is there."""
+    """Wait until all writes on `device` are complete."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

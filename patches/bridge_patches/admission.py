@@ -1,4 +1,4 @@
-"""The middleware in front of all routes: who is admitted, how large and slow a request may be, and the version header.
+"""The middleware of all routes: authorization, limits on the size and time of a request, and the version header.
 
 vLLM checks its key (`--api-key`) only below `/v1` and a few other paths, and answers `/invocations`, `/metrics` and
 others without it. It answers under any `Host`, so a web page whose name is rebound to 127.0.0.1 reaches it, and which
@@ -42,7 +42,7 @@ DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Whom one server answers."""
+    """Which requests a server accepts."""
 
     key_digests: tuple[bytes, ...] = ()
     """SHA-256 of each key; empty: no key is needed."""

@@ -1,4 +1,4 @@
-"""`POST /v1/bridge/completions`: what a rollout needs of `POST /v1/completions`, and nothing else.
+"""`POST /v1/bridge/completions`: the part of `POST /v1/completions` that rollouts need.
 
 Symptom: with 64 completions at once, the API server is as busy as a small model keeps its GPU.
 Cause: vLLM's own route decodes each sampled token in the step that made it, and sends each one's text twice at the end.

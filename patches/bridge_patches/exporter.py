@@ -1,4 +1,4 @@
-"""What the API server asks of the workers of all ranks (`worker.py`): shards for the manifest, and single tensors.
+"""Calls of the API server to the workers of all ranks (`worker.py`): shards for the manifest, and single tensors.
 
 The manifest is written once the server answers, and removed when the server stops.
 """

@@ -1,6 +1,6 @@
 """What Bridge relies on in vLLM, checked in vLLM's source text: neither vLLM nor torch is imported.
 
-Each file of this package lists what it needs in `PINS` at its top: modules of vLLM, each with one statement behind a
+Each file of this package lists what it needs in `PINS` at its top: modules of vLLM, each with one statement after a
 colon or several indented below it. A statement is continued by indenting further; comments start with #.
 
     call f(a, b)          f takes a and b, and nothing else without a default

@@ -9,14 +9,14 @@ from torch import Tensor
 from bridge.optimizers.moments import (
     EIGHT_BIT,
     FOUR_BIT,
+    dequantize_signed,
+    dequantize_unsigned,
     key,
     pack,
-    positive_code,
-    positive_level,
+    quantize_signed,
+    quantize_unsigned,
     random_bits,
-    round_by_chance,
-    signed_code,
-    signed_level,
+    stochastic_round,
     uniform,
     unpack,
 )
@@ -39,10 +39,10 @@ def one_thread() -> Iterator[None]:
 def test_a_signed_code_is_its_levels_own(bits: int, power: int) -> None:
     largest = 2 ** (bits - 1) - 1
     codes = torch.arange(-largest, largest + 1).to(torch.int8)
-    levels = signed_level(codes, bits, power)
+    levels = dequantize_signed(codes, bits, power)
     assert [levels[0].item(), levels[largest].item(), levels[-1].item()] == [-1, 0, 1]
     assert (levels.diff() > 0).all()
-    assert torch.equal(signed_code(levels, bits, power, torch.full_like(levels, 0.5)), codes)
+    assert torch.equal(quantize_signed(levels, bits, power, torch.full_like(levels, 0.5)), codes)
 
 
 @pytest.mark.parametrize(("bits", "power"), [(8, 4), (4, 2)])
@@ -50,25 +50,27 @@ def test_a_signed_code_is_right_on_average_and_zero_stays_zero(bits: int, power:
     torch.manual_seed(0)
     values = torch.linspace(-1, 1, 51)[:, None].repeat(1, 4000)
     values[25] = 0
-    levels = signed_level(signed_code(values, bits, power, torch.rand(51, 4000)), bits, power)
+    levels = dequantize_signed(quantize_signed(values, bits, power, torch.rand(51, 4000)), bits, power)
     torch.testing.assert_close(levels.mean(1), values[:, 0], rtol=0.02, atol=1e-2)
     assert not levels[25].any()
-    ends = signed_code(torch.tensor([-1.0, 1.0]), bits, power, torch.tensor([0.0, 1 - 2**-16]))
+    ends = quantize_signed(torch.tensor([-1.0, 1.0]), bits, power, torch.tensor([0.0, 1 - 2**-16]))
     assert ends.tolist() == [-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1]
 
 
 @pytest.mark.parametrize(("bits", "power"), [(8, 8), (4, 2)])
 def test_an_unsigned_code_has_no_zero_and_is_right_on_average(bits: int, power: int) -> None:
     codes = torch.arange(2**bits).to(torch.uint8)
-    levels = positive_level(codes, bits, power)
+    levels = dequantize_unsigned(codes, bits, power)
     assert levels[0] > 0
     assert levels[-1] == 1
     inner = levels[1:-1]
-    assert ((positive_code(inner, bits, power, torch.full_like(inner, 0.5)).int() - codes[1:-1].int()).abs() == 0).all()
+    assert (
+        (quantize_unsigned(inner, bits, power, torch.full_like(inner, 0.5)).int() - codes[1:-1].int()).abs() == 0
+    ).all()
     values = torch.linspace(float(levels[0]), 1, 50)[:, None].expand(50, 4000)
-    positive_levels = positive_level(positive_code(values, bits, power, torch.rand(50, 4000)), bits, power)
+    positive_levels = dequantize_unsigned(quantize_unsigned(values, bits, power, torch.rand(50, 4000)), bits, power)
     torch.testing.assert_close(positive_levels.mean(1), values[:, 0], rtol=0.02, atol=1e-3)
-    assert positive_code(torch.zeros(1), bits, power, torch.zeros(1)).item() == 0
+    assert quantize_unsigned(torch.zeros(1), bits, power, torch.zeros(1)).item() == 0
 
 
 def test_both_codes_of_an_element_go_into_one_byte() -> None:
@@ -212,7 +214,7 @@ def test_random_bits_are_fair_and_independent() -> None:
 
 def test_stochastic_rounding_is_right_on_average() -> None:
     for value in (1.0 + 2**-9, -3.3, 1e-5, -(2.0 - 2**-12), 0.0):
-        rounded = round_by_chance(torch.full((4000, 256), value), bits_of(key(7), shape=(4000, 256))).view(
+        rounded = stochastic_round(torch.full((4000, 256), value), bits_of(key(7), shape=(4000, 256))).view(
             torch.bfloat16
         )
         floats = rounded.float()
@@ -224,4 +226,4 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 
 def test_what_bf16_holds_is_not_changed() -> None:
     values = torch.randn(10, 256).bfloat16()
-    assert torch.equal(round_by_chance(values.float(), bits_of(key(1), shape=(10, 256))).view(torch.bfloat16), values)
+    assert torch.equal(stochastic_round(values.float(), bits_of(key(1), shape=(10, 256))).view(torch.bfloat16), values)
