@@ -111,7 +111,7 @@ class OwnLoss:
         Raises:
             RewardError: it raised, or what it returned or its gradient is unusable.
         """
-        tensors = made_up(lengths, has_reference=has_reference)
+        tensors = example_tensors(lengths, has_reference=has_reference)
         terms, metrics = self(tensors)
         with foreign_code(f"--loss {self.name}: its gradient", str(self.file)):
             (gradient,) = torch.autograd.grad(terms.sum(), tensors.logprobs, allow_unused=True)
@@ -146,7 +146,7 @@ def _load(name: str, _folder: Path, has_reference: bool) -> OwnLoss:
     return loss
 
 
-def made_up(lengths: tuple[int, ...], *, has_reference: bool) -> LossTensors:
+def example_tensors(lengths: tuple[int, ...], *, has_reference: bool) -> LossTensors:
     """Return a small micro-batch, the same every time."""
     num_rows, generator = sum(lengths), torch.Generator().manual_seed(0)
     sampled = -0.5 - torch.rand(num_rows, generator=generator)

@@ -19,7 +19,7 @@ from bridge_patches.server_fence import ServerFence
 from tests.unit.checks_sample import dead_holder, elsewhere, holder_of, manifest
 
 ME = Holder.current()
-PAUSED = ["pause keep", "settle", "reset"]
+PAUSED = ["pause keep", "synchronize", "reset"]
 ASLEEP = [*PAUSED, "sleep"]
 
 
@@ -103,7 +103,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def test_a_passage_pauses_settles_drops_cache_and_publishes() -> None:
+def test_a_passage_pauses_synchronizes_drops_cache_and_publishes() -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
 
@@ -164,10 +164,10 @@ def test_a_release_resumes_with_the_same_version() -> None:
         (FakeEngine(dropped=False), AttachError, "prefix cache"),
         (FakeEngine(moved=[[], ["layer.b", "layer.a"]]), AttachError, "layer.a, layer.b"),
         (FakeEngine(failing="pause"), RuntimeError, "pause keep failed"),
-        (FakeEngine(failing="settle"), RuntimeError, "settle failed"),
+        (FakeEngine(failing="synchronize"), RuntimeError, "synchronize failed"),
         (FakeEngine(failing="reset"), RuntimeError, "reset failed"),
     ],
-    ids=["cache kept", "weights moved", "pause raises", "settle raises", "reset raises"],
+    ids=["cache kept", "weights moved", "pause raises", "synchronize raises", "reset raises"],
 )
 def test_a_pause_that_fails_leaves_the_server_serving(engine: FakeEngine, error: type[Exception], words: str) -> None:
     fence = ServerFence(engine, manifest())
@@ -328,7 +328,7 @@ def test_a_takeover_that_dies_leaves_weights_torn() -> None:
         end(child)
 
 
-@pytest.mark.parametrize("failing", ["pause", "settle", "reset"])
+@pytest.mark.parametrize("failing", ["pause", "synchronize", "reset"])
 def test_a_failed_takeover_leaves_torn_weights_torn(failing: str) -> None:
     engine = FakeEngine()
 
@@ -510,7 +510,7 @@ def test_a_server_that_cannot_sleep_says_so_before_it_pauses() -> None:
     run(passage())
 
 
-@pytest.mark.parametrize("failing", ["pause", "settle", "reset"])
+@pytest.mark.parametrize("failing", ["pause", "synchronize", "reset"])
 def test_a_failure_before_the_sleep_wakes_nothing(failing: str) -> None:
     engine = FakeEngine(failing=failing)
 
@@ -584,7 +584,7 @@ def test_a_kv_cache_without_memory_keeps_the_fence_held(
     run(passage())
 
 
-@pytest.mark.parametrize("failing", ["", "settle"])
+@pytest.mark.parametrize("failing", ["", "synchronize"])
 def test_a_takeover_wakes_the_kv_cache_of_a_dead_holder(failing: str) -> None:
     engine = FakeEngine()
     child = living()
