@@ -4,7 +4,7 @@ Not covered: what makes a folder a whole checkpoint (`checkpoint.py`), and the o
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain, count
 from pathlib import Path
 
@@ -103,7 +103,8 @@ class Checkpoints:
             UsageError: the disk is full or refuses, or a folder that is no checkpoint of Bridge is in the way.
         """
         if self.step not in self._saved:
-            with self._uninterrupted():
+            # With several ranks an interrupt is deferred: the others would wait for this one's part.
+            with deferred_interrupt() if self._ranks.world_size > 1 else nullcontext():
                 self._ranks.barrier()  # a rank that was interrupted reports it here, where no other waits for its part
                 self._saved = self._ranks.run_and_gather(self._save)[0]
         return self._saved[self.step]
@@ -177,7 +178,3 @@ class Checkpoints:
         """Send this part of the first replica's weights to the rank that saves them."""
         if self._ranks.tp_size > 1 and self._ranks.dp_rank == 0:
             self._mode.send_parts()
-
-    def _uninterrupted(self) -> AbstractContextManager[object]:
-        """Defer an interrupt if there are several ranks: the others would wait for this one's part."""
-        return deferred_interrupt() if self._ranks.world_size > 1 else nullcontext()
