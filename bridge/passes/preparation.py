@@ -74,8 +74,7 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
     recurrence.keep_apart(model)
     _choose_attention(model, expected, compute.attention, note)
     if compiles:
-        recomputed = bool(compute.gradient_checkpointing or compute.activation_offload)
-        _compile(model, expected, note, recomputed=recomputed)
+        _compile(model, expected, note, recomputed=bool(compute.gradient_checkpointing or compute.activation_offload))
     shares_prompts = _may_share_prompts(model, expected, note)
     if compute.gradient_checkpointing:
         _recompute(model, note)
