@@ -28,7 +28,7 @@ from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.reporting import Phase, Sample
 from bridge.types import Group as Rollouts
 from bridge_cli import console
-from bridge_cli.step_lines import Lines, duration
+from bridge_cli.step_lines import Lines, duration, value_range
 
 PERIOD_S = 0.25
 """Between two refreshes of the terminal."""
@@ -267,7 +267,7 @@ def _table(
         finite = [value for value in values if math.isfinite(value)]
         bars = Bars(values, height=min(3, room // 6), style="green") if is_reward else Bars(values)
         if any(finite) and bars.height <= left:
-            span = f"{_shown(metric, min(finite)).split(' ')[0]} to {_shown(metric, max(finite))}" if has_ranges else ""
+            span = value_range(_shown(metric, min(finite)), _shown(metric, max(finite))) if has_ranges else ""
             table.add_row(metric.title, _shown(metric, values[-1]), bars, span)
             left -= bars.height
         if is_reward and evaluations:

@@ -94,6 +94,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
+def value_range(low: str, high: str) -> str:
+    """Return a range of two values as text; its unit is written once if both ends have the same."""
+    number, _, unit = low.partition(" ")
+    return f"{number if unit == high.partition(' ')[2] else low} to {high}"
+
+
 def or_dash(value: float, digits: int) -> str:
     """Return `value`, or a dash of the same width if no token was trained: all rewards of each group were equal."""
     return f"{value:.{digits}f}" if math.isfinite(value) else "-".center(digits + 2)

@@ -4,6 +4,7 @@ The first problems are checked before anything starts, the others as they are re
 """
 
 import inspect
+import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
@@ -126,13 +127,23 @@ def problem_fault(problem: object) -> str:
         return f"no prompt, found the keys {shortened(list(problem))}"
     prompt, images = problem["prompt"], problem.get("images")
     if isinstance(prompt, str):
-        return images_fault(images) if prompt else "its prompt is empty"
+        return (_text_fault(prompt) or images_fault(images)) if prompt else "its prompt is empty"
     has_images = bool(images)
     if not isinstance(prompt, list) or not prompt or not all(_is_message(message, has_images) for message in prompt):
         parts = "; with images, content may be parts {'type': 'text', 'text': text} and {'type': 'image'}"
         expected = f"text or messages {{'role': text, 'content': text}}{parts if has_images else ''}"
         return f"its prompt is {shortened(repr(prompt))}, expected {expected}"
-    return images_fault(images) or (_places_fault(prompt, len(problem["images"])) if has_images else "")
+    faults = _text_fault(prompt), images_fault(images)
+    return next(filter(None, faults), "") or (_places_fault(prompt, len(problem["images"])) if has_images else "")
+
+
+def _text_fault(prompt: Any) -> str:
+    """Return what is wrong with the characters of a prompt; empty if nothing is."""
+    try:
+        json.dumps(prompt, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return f"its prompt {shortened(ascii(prompt))} has half of a surrogate pair, which is no character"
+    return ""
 
 
 def _places_fault(messages: list[Any], num_images: int) -> str:

@@ -1,6 +1,7 @@
 """Output from a server or an environment cannot control the terminal."""
 
 import io
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -61,6 +62,21 @@ def test_nor_above_a_live_view(way: str) -> None:
         WAYS[way]()
     assert SHOWN in view.lines[0]
     assert "\x1b" not in "".join(view.lines)
+
+
+@pytest.mark.parametrize("has_view", [False, True])
+def test_a_narrow_terminal_cuts_what_is_awaited_and_not_the_detail(
+    has_view: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, output = View(), io.StringIO()
+    monkeypatch.setattr(console, "people", Console(file=output, force_terminal=True, no_color=True, width=80))
+    with console.shared_with(view.say, view.wait_for) if has_view else nullcontext():
+        with console.waiting("starting vLLM (pid 23033, log runs/20261126-193957-Calculator/serve.log)") as detail:
+            detail("161 s  compiling (66 s)")
+    lines = view.lines if has_view else output.getvalue().splitlines()
+    shown = next(line for line in lines if "161 s  compiling (66 s)" in line)
+    assert "starting v" in shown
+    assert not has_view or len(shown) <= 40
 
 
 def test_lines_stay_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,19 @@ def test_view_shows_progress_metrics_and_a_sample() -> None:
     assert "Unscored" not in "\n".join(shown(fed(unscored=0))), "it is 0 in every step"
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "span"),
+    [
+        ("0.1", "0.4", "0.1 to 0.4"),
+        ("87.3 ms", "412 ms", "87.3 to 412 ms"),
+        ("884 ms", "6.9 s", "884 ms to 6.9 s"),
+        ("1 min 47 s", "2 min 03 s", "1 min 47 s to 2 min 03 s"),
+    ],
+)
+def test_a_range_names_both_units_if_they_differ(low: str, high: str, span: str) -> None:
+    assert live.value_range(low, high) == span
+
+
 def test_missing_values_are_gaps_and_an_empty_view_is_one_bar() -> None:
     view = fed()
     view.step(step(5, logprob_diff_mean=math.nan, reward_mean=math.nan), [group()])

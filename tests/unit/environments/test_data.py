@@ -175,10 +175,10 @@ def test_every_bad_line_is_named_with_what_is_wrong_with_it(tmp_path: Path) -> N
     path.write_bytes(
         b'\xef\xbb\xbf{"prompt": "fine", "answer": "1"}\n\n{"prompt": "cut\n[1]\n\xff\n{"answer": "1"}\n'
         b'{"prompt": "", "answer": "1"}\n{"prompt": 7, "answer": "1"}\n{"prompt": "no answer"}\n'
-        b'{"prompt": "a", "answer": [1]}\n{"prompt": "a", "answer": ""}\n'
+        b'{"prompt": "a", "answer": [1]}\n{"prompt": "a", "answer": ""}\n{"prompt": "a\\ud800", "answer": "1"}\n'
     )
     message = refusal("jsonl", data=str(path)).message
-    assert message.startswith(f"{path}: 9 of 10 rows are bad: line 3 is not JSON (Unterminated string")
+    assert message.startswith(f"{path}: 10 of 11 rows are bad: line 3 is not JSON (Unterminated string")
     for fault in (
         "line 4 is [1], expected a JSON object",
         "line 5 is not UTF-8 at byte 1",
@@ -188,6 +188,7 @@ def test_every_bad_line_is_named_with_what_is_wrong_with_it(tmp_path: Path) -> N
         "line 9 has no answer, and the reward exact compares with the column 'answer'",
         "line 10 has the answer [1], expected text or a number",
         "line 11 has an empty answer",
+        "line 12 is not a problem: its prompt 'a\\ud800' has half of a surrogate pair",
     ):
         assert fault in message
 
