@@ -14,7 +14,7 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
 from bridge.processes.server_command import prepare
-from bridge.processes.start_checks import check_software, free_port
+from bridge.processes.start_checks import check_model, check_software, free_port
 from bridge.run.run_directory import RunDirectory, write_json
 from bridge_cli import console, layout, rank, rank_run, report
 from bridge_cli.options import Json
@@ -93,6 +93,8 @@ def demo(
         _write_model(model_only)
         return
     check_software(device)
+    if model is not None:  # before an earlier demo is replaced
+        check_model(model)
     serve, train = _choices(out, steps, device, gpus, model)
     planned = None if rank.OWN_RANK.get() else layout.of(train, serve)
     with rank_run.preloaded(planned) as preloaded, rank_run.joined(planned) as world:

@@ -181,6 +181,16 @@ def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in renewed.path.iterdir()] == [mark.NAME]
 
 
+def test_a_demo_of_a_missing_model_keeps_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "check_software", lambda _: None)
+    monkeypatch.setattr(demo.rank_run, "preloaded", lambda _: nullcontext())
+    earlier = demo._fresh(tmp_path / "demo")
+    earlier.summary.write_text("{}")
+    with pytest.raises(UsageError, match="there is no such folder"):
+        demo.demo(out=earlier.path, device="cpu", model=str(tmp_path / "missing"))
+    assert earlier.summary.exists()
+
+
 @pytest.mark.parametrize(("after", "least_gain", "is_passed"), [(0.5, 0.2, True), (0.3, 0.2, False), (0.1, None, True)])
 def test_only_the_tiny_model_has_to_learn(
     tmp_path: Path, after: float, least_gain: float | None, is_passed: bool
