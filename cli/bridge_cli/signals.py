@@ -12,12 +12,14 @@ from types import FrameType
 from typing import Any, TextIO, TypeVar, cast
 
 from bridge.core.interrupt import SIGNALS
+from bridge.errors import UsageError
 
 T = TypeVar("T")
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell reports it."""
 NOBODY_READS = (errno.EIO, errno.EPIPE)
 """Errors of writing to a terminal that is gone, or to a pipe without a reader."""
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class InterruptHandler:
@@ -42,10 +44,14 @@ class InterruptHandler:
 
 
 class DisconnectableStream:
-    """A standard stream that discards its output, instead of raising, once its reader has gone."""
+    """A standard stream that falls silent instead of raising once nobody reads it.
 
-    def __init__(self, stream: TextIO) -> None:
+    While its disk is full, data raises a UsageError, and notes are lost: a run does not end for want of its log.
+    """
+
+    def __init__(self, stream: TextIO, *, holds_notes: bool = False) -> None:
         self._stream = stream
+        self._holds_notes = holds_notes
 
     def write(self, text: str) -> int:
         return self._attempt(lambda: self._stream.write(text), len(text))
@@ -61,12 +67,21 @@ class DisconnectableStream:
         try:
             return action()
         except OSError as error:
+            if error.errno in DISK_IS_FULL:
+                return self._full(error, otherwise)
             if error.errno not in NOBODY_READS:
                 raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
         return otherwise
+
+    def _full(self, error: OSError, otherwise: T) -> T:
+        if self._holds_notes:
+            return otherwise
+        raise UsageError(
+            f"cannot write the output: {error.strerror}", remedy="make room on the disk that stdout is redirected to"
+        ) from error
 
 
 def prepare() -> InterruptHandler:
@@ -79,5 +94,5 @@ def prepare() -> InterruptHandler:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, ending)
     sys.stdout = cast(TextIO, DisconnectableStream(sys.stdout))
-    sys.stderr = cast(TextIO, DisconnectableStream(sys.stderr))
+    sys.stderr = cast(TextIO, DisconnectableStream(sys.stderr, holds_notes=True))
     return ending

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from bridge.core.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
+from bridge.errors import UsageError
 from bridge.processes.start_checks import free_port
 from bridge_cli.signals import DisconnectableStream, InterruptHandler
 from tests.cli.test_refusals import RUN_LIMIT_S, RUN_ON_A_TOY, TOY_VLLM
@@ -91,9 +92,35 @@ def test_a_stream_that_nobody_reads_is_silent_from_then_on(
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_a_full_disk_is_told() -> None:
-    with pytest.raises(OSError, match="broken"):
-        DisconnectableStream(Broken(errno.ENOSPC, -1)).write("lost")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_reported_for_data_alone(number: int) -> None:
+    notes = Broken(number, -1)
+    DisconnectableStream(notes, holds_notes=True).write("lost")
+    notes.broken = None
+    DisconnectableStream(notes, holds_notes=True).write("there is room again")
+    assert notes.getvalue() == "there is room again"
+    with pytest.raises(UsageError, match="cannot write the output: broken"):
+        DisconnectableStream(Broken(number, -1)).write("lost")
+
+
+@pytest.mark.parametrize("arguments", ["--version", "run --help"])
+def test_output_to_a_full_disk_is_one_error_line(arguments: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "bridge", *arguments.split()], stdout=full, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, check=False,
+        )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        "error: cannot write the output: No space left on device", "",
+        "hint: make room on the disk that stdout is redirected to",
+    ]  # fmt: skip
+
+
+def test_notes_to_a_full_disk_end_nothing() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "bridge", "--no-such-flag"]
+        assert subprocess.run(command, stderr=full, check=False).returncode == 2
 
 
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ends", "nohup"])
