@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
-from bridge.core.foreign_code import FORMS, find_object, shortened
+from bridge.core.foreign_code import FORMS, described, find_object, foreign_code, shortened
 from bridge.errors import RewardError, UsageError
+from bridge.scoring.score import as_reward, limit_note
 from bridge.types import Problem
 
 MARK = re.compile(r"####(?=(?P<line>[^\n]*))|\\boxed\s*\{")
@@ -69,13 +70,16 @@ class Reward:
 
     def __call__(self, problem: Problem, completion: str) -> float:
         """Return the number before its weight."""
-        value = self.score(problem, completion)
-        if isinstance(value, str) or not isinstance(value, SupportsFloat):
+        with foreign_code(f"reward {self.name}", self.location or self.name):
+            value = self.score(problem, completion)
+        number = as_reward(value)
+        if number is None:
+            expected = f"a finite number{limit_note(value)}"
             raise RewardError(
-                f"reward {self.name} returned {shortened(repr(value))}, expected a number ({self.location})",
-                remedy=f"return a number from {self.name}",
+                f"reward {self.name} returned {described(value)}, expected {expected} ({self.location or self.name})",
+                remedy=f"return {expected} from {self.name}",
             )
-        return float(value)
+        return number
 
 
 class Rewards:

@@ -1,11 +1,13 @@
 """Rewards by name and custom ones, their weights, and every misuse in one clear line."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bridge.errors import RewardError, UsageError
+from bridge.scoring.score import FailedScore, Host
 from bridge.types import Problem
 from bridge_environments import rewards
 from bridge_environments.rewards import Rewards
@@ -80,11 +82,27 @@ def test_a_file_may_hold_a_callable_object(write: Write) -> None:
     assert scores(f"{path}:f", "x") == (3.0, {"F": 3.0})
 
 
-@pytest.mark.parametrize("value", ["'1.0'", "None", "[1.0]"])
+@pytest.mark.parametrize("value", ["'1.0'", "None", "[1.0]", "float('nan')", "float('inf')"])
 def test_what_is_no_number_names_the_function_and_its_line(write: Write, value: str) -> None:
     path = write(f"\ndef mine(problem, completion):\n    return {value}\n")
-    with pytest.raises(RewardError, match=r"reward mine returned .*, expected a number \(mine.py line 2\)"):
+    with pytest.raises(RewardError, match=r"reward mine returned .*, expected a finite number \(mine.py line 2\)"):
         scores(f"{path}:mine", "x")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("problem['key']", r"reward mine raised KeyError: 'key' \(mine.py line 2\)"),
+        ("exit(3)", r"reward mine raised SystemExit: 3 \(mine.py line 2\)"),
+        ("1e31", r"reward mine returned 1e\+31, expected a finite number of at most 1e\+30 in size \(mine.py line 1\)"),
+    ],
+)
+def test_a_failed_reward_is_named_as_the_user_named_it(write: Write, body: str, message: str) -> None:
+    path = write(f"def mine(problem, completion):\n    return {body}\n")
+    host = Host(Rewards(rewards.parse(f"format,{path}:mine")))
+    answer = host.score({"prompt": "p"}, "x")
+    assert isinstance(answer, FailedScore)
+    assert re.match(message + ", on prompt", answer.line)
 
 
 def test_an_unknown_name_lists_what_is_known_and_guesses() -> None:
