@@ -139,7 +139,7 @@ def rehearse(
                 f"--chat-template-kwargs has no effect: {why}",
                 remedy="leave it out, or give the names that the model's chat template uses",
             )
-        failures = sampler.run(_failures(groups, problems))
+        failures = sampler.run(_failures(groups, problems, note))
     if not failures:
         return
     what = f"none of {len(failures)} made-up completions of the first problems got a reward: {failures[0].line}"
@@ -162,9 +162,11 @@ def _first_with_images(task: Task) -> list[Problem]:
     return [*islice((problem for problem in listed if problem.get("images")), 1)]
 
 
-async def _failures(groups: GroupSampler, problems: Sequence[Problem]) -> list[FailedScore]:
+async def _failures(
+    groups: GroupSampler, problems: Sequence[Problem], note: Callable[[str], None]
+) -> list[FailedScore]:
     """Score until one completion gets a reward; return the failures, or nothing if one did or time is up."""
-    failures = []
+    failures: list[FailedScore] = []
     try:
         async with asyncio.timeout(LIMIT_S):
             for problem in problems:
@@ -174,6 +176,8 @@ async def _failures(groups: GroupSampler, problems: Sequence[Problem]) -> list[F
                         return []
                     failures.append(result)
     except TimeoutError:
+        first = f": {failures[0].line}" if failures else ""
+        note(f"no made-up completion of the first problems got a reward within {LIMIT_S:g} s{first}")
         return []
     finally:
         await groups.close()

@@ -55,7 +55,8 @@ def holds_adapter(source: Path, *, base: str | None = None) -> bool:
     """
     if (source / ADAPTER_CONFIG).is_file():
         return True
-    if not (source / model_folder.CONFIG_NAME).is_file():
+    has_weights = any(source.glob("*.safetensors*"))  # a run directory has a config.json as well: its choices
+    if not has_weights or not (source / model_folder.CONFIG_NAME).is_file():
         message = (
             f"{source} holds neither a model nor an adapter" if source.is_dir() else f"there is no folder {source}"
         )

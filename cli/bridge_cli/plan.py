@@ -219,4 +219,4 @@ def _show_section(mode: str, device: str, rows: Sequence[Row]) -> None:
 
 def tokens(count: int) -> str:
     """Return a number of tokens in thousands or millions."""
-    return f"{count / 1e6:.2f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
+    return f"{count / 1e6:.{2 if count < 1e8 else 0}f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"

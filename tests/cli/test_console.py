@@ -70,9 +70,9 @@ def test_a_narrow_terminal_cuts_what_is_awaited_and_not_the_detail(
 ) -> None:
     view, output = View(), io.StringIO()
     monkeypatch.setattr(console, "people", Console(file=output, force_terminal=True, no_color=True, width=80))
-    with console.shared_with(view.say, view.wait_for) if has_view else nullcontext():
-        with console.waiting("starting vLLM (pid 23033, log runs/20261126-193957-Calculator/serve.log)") as detail:
-            detail("161 s  compiling (66 s)")
+    what = "starting vLLM (pid 23033, log runs/20261126-193957-Calculator/serve.log)"
+    with console.shared_with(view.say, view.wait_for) if has_view else nullcontext(), console.waiting(what) as detail:
+        detail("161 s  compiling (66 s)")
     lines = view.lines if has_view else output.getvalue().splitlines()
     shown = next(line for line in lines if "161 s  compiling (66 s)" in line)
     assert "starting v" in shown

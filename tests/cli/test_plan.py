@@ -14,7 +14,7 @@ from bridge.planning.setups import SETUPS
 from bridge.processes import accelerator
 from bridge_cli import console
 from bridge_cli.main import answer
-from bridge_cli.plan import tokens
+from bridge_cli.plan import WIDTHS, tokens
 from tests.models.sizes import PARAMETERS, folder_of, qwen2
 
 Document = dict[str, Any]
@@ -300,9 +300,12 @@ def test_plan_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["rows"]
 
 
-@pytest.mark.parametrize(("count", "shown"), [(999_499, "999k"), (1_000_000, "1.00M"), (52_300, "52k")])
+@pytest.mark.parametrize(
+    ("count", "shown"), [(999_499, "999k"), (1_000_000, "1.00M"), (52_300, "52k"), (147_700_000, "148M")]
+)
 def test_tokens_are_short(count: int, shown: str) -> None:
     assert tokens(count) == shown
+    assert len(shown) <= WIDTHS["tokens"]
 
 
 def test_fp8_is_counted_and_kept_in_the_command(plan: Planned) -> None:

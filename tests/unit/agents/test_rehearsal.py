@@ -1,5 +1,6 @@
 """The first problems are tried before anything starts: prompts that cannot be encoded, scores that always fail."""
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -7,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from bridge.agents import stream
 from bridge.config import SamplingConfig, TaskConfig
 from bridge.errors import RewardError, UnsupportedModelError, UsageError
-from bridge.scoring.score import Scores
+from bridge.scoring.score import FailedScore, Scores
 from bridge.types import Problem
 from bridge.types import Task as BridgeTask
 from bridge.weights import skeleton
@@ -175,4 +176,26 @@ def test_a_score_that_takes_its_time_is_judged_in_training(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "LIMIT_S", 1.0)
-    assert tried(model, Task(), partial(Hanging, tmp_path / "log"), reward_timeout_s=1000) == []
+    notes = tried(model, Task(), partial(Hanging, tmp_path / "log"), reward_timeout_s=1000)
+    assert notes == ["no made-up completion of the first problems got a reward within 1 s"]
+
+
+def test_a_rehearsal_that_runs_out_of_time_reports_its_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.failures = [FailedScore(kind="slow", line="Task.score took longer than 3 s")]
+
+        async def rehearse(self, *_: object) -> FailedScore:
+            if not self.failures:
+                await asyncio.sleep(1000)
+            return self.failures.pop()
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(stream, "LIMIT_S", 0.05)
+    notes: list[str] = []
+    assert asyncio.run(stream._failures(cast(Any, Slow()), [{"prompt": "1"}], notes.append)) == []
+    assert notes == [
+        "no made-up completion of the first problems got a reward within 0.05 s: Task.score took longer than 3 s"
+    ]

@@ -64,6 +64,7 @@ def test_a_missing_checkpoint_is_refused_with_a_similar_name(
     run = tmp_path / "runs" / "one"
     for step in (9, 30):
         full(run / "checkpoints" / f"step_{step}", base)
+    (run / "config.json").write_text("{}")  # the choices of the run
     for given, meant in (
         (run, run / "checkpoints" / "step_30"),
         (run / "checkpoints", run / "checkpoints" / "step_30"),
