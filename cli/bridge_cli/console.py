@@ -77,7 +77,7 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
         wait_for = _view[1]
         wait_for(what)
         try:
-            yield lambda detail: wait_for(_in_line(what, detail, people.width // 2))
+            yield lambda detail: wait_for(_in_line(what, escaped(detail), people.width // 2))
         finally:
             wait_for("")
     elif not people.is_terminal:
@@ -85,12 +85,11 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda _: None
     else:
         with people.status(Text(what), spinner="line") as status:
-            yield lambda detail: status.update(Text(_in_line(what, detail, people.width - 4)))
+            yield lambda detail: status.update(Text(_in_line(what, escaped(detail), people.width - 4)))
 
 
 def _in_line(what: str, detail: str, width: int) -> str:
     """Return both in a line of at most `width` characters: `what` is cut first, since the detail is what moves."""
-    detail = escaped(detail)
     room = max(width - len(detail) - 2, 0)
     start = what if len(what) <= room else f"{what[: max(room - 3, 0)]}..."
     return f"{start}  {detail}"[:width]

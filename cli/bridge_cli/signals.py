@@ -19,7 +19,6 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell reports it."""
 NOBODY_READS = (errno.EIO, errno.EPIPE)
 """Errors of writing to a terminal that is gone, or to a pipe without a reader."""
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class InterruptHandler:
@@ -46,7 +45,7 @@ class InterruptHandler:
 class DisconnectableStream:
     """A standard stream that falls silent instead of raising once nobody reads it.
 
-    While its disk is full, data raises a UsageError, and notes are lost: a run does not end for want of its log.
+    If its disk is full, data raises a UsageError, and notes are lost: a run does not end for want of its log.
     """
 
     def __init__(self, stream: TextIO, *, holds_notes: bool = False) -> None:
@@ -67,21 +66,17 @@ class DisconnectableStream:
         try:
             return action()
         except OSError as error:
-            if error.errno in DISK_IS_FULL:
-                return self._full(error, otherwise)
             if error.errno not in NOBODY_READS:
-                raise
+                if self._holds_notes:
+                    return otherwise
+                raise UsageError(
+                    f"cannot write the output: {error.strerror}",
+                    remedy="make room on the disk that stdout is redirected to",
+                ) from error
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
         return otherwise
-
-    def _full(self, error: OSError, otherwise: T) -> T:
-        if self._holds_notes:
-            return otherwise
-        raise UsageError(
-            f"cannot write the output: {error.strerror}", remedy="make room on the disk that stdout is redirected to"
-        ) from error
 
 
 def prepare() -> InterruptHandler:

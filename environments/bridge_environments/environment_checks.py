@@ -133,8 +133,8 @@ def problem_fault(problem: object) -> str:
         parts = "; with images, content may be parts {'type': 'text', 'text': text} and {'type': 'image'}"
         expected = f"text or messages {{'role': text, 'content': text}}{parts if has_images else ''}"
         return f"its prompt is {shortened(repr(prompt))}, expected {expected}"
-    faults = _text_fault(prompt), images_fault(images)
-    return next(filter(None, faults), "") or (_places_fault(prompt, len(problem["images"])) if has_images else "")
+    fault = _text_fault(prompt) or images_fault(images)
+    return fault or (_places_fault(prompt, len(problem["images"])) if has_images else "")
 
 
 def _text_fault(prompt: Any) -> str:

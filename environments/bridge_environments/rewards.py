@@ -74,10 +74,10 @@ class Reward:
             value = self.score(problem, completion)
         number = as_reward(value)
         if number is None:
-            expected = f"a finite number{limit_note(value)}"
             raise RewardError(
-                f"reward {self.name} returned {described(value)}, expected {expected} ({self.location or self.name})",
-                remedy=f"return {expected} from {self.name}",
+                f"reward {self.name} returned {described(value)}, expected a finite number{limit_note(value)}"
+                f" ({self.location or self.name})",
+                remedy=f"return a finite number from {self.name}",
             )
         return number
 

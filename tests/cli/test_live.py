@@ -88,7 +88,7 @@ def test_view_shows_progress_metrics_and_a_sample() -> None:
     ],
 )
 def test_a_range_names_both_units_if_they_differ(low: str, high: str, span: str) -> None:
-    assert live.value_range(low, high) == span
+    assert step_lines.value_range(low, high) == span
 
 
 def test_missing_values_are_gaps_and_an_empty_view_is_one_bar() -> None:

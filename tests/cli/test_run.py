@@ -183,7 +183,7 @@ def test_the_demo_replaces_its_own_run_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_demo_of_a_missing_model_keeps_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "check_software", lambda _: None)
-    monkeypatch.setattr(demo.rank_run, "preloaded", lambda _: nullcontext())
+    monkeypatch.setattr(rank_run, "preloaded", lambda _: nullcontext())
     earlier = demo._fresh(tmp_path / "demo")
     earlier.summary.write_text("{}")
     with pytest.raises(UsageError, match="there is no such folder"):
