@@ -307,6 +307,8 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
         if re.match(r"--?[A-Za-z]", flag):
             name, _, value = flag.partition("=")
             name = name.partition(".")[0]
-            name = SHORT_NAMES.get(name.rstrip("0123456789"), name.replace("_", "-"))
+            if not name.startswith("--"):  # argparse takes -qfp8, and -t for -tp
+                short = next((other for other in SHORT_NAMES if other.startswith(name)), name[:2])
+                name, value = SHORT_NAMES.get(short, name), value or name[len(short) :]
             following = flags[index + 1] if index + 1 < len(flags) else ""
-            yield name, value or ("" if following.startswith("-") else following)
+            yield name.replace("_", "-"), value or ("" if following.startswith("-") else following)

@@ -169,8 +169,7 @@ class ServerFence:
             if after is None or self._published != (holder, after):
                 self.refuse_unless_writing(holder)
                 self._refuse_other_version(after)
-                if self.writes == "weights" and any(shard.quantized for shard in self._exported.shards):
-                    await self._engine.collective_rpc("bridge_requantize")
+                await self._follow_weights()
                 await self._wake()
                 self._published = (holder, self.version)
                 self.version = max(self.version + 1, version or 0)
@@ -179,12 +178,16 @@ class ServerFence:
                 await self._resume()
 
     async def release(self, holder: Holder) -> None:
-        """Resume without a new version, because nothing was written; does nothing if the server is not paused."""
+        """Resume without a new version; does nothing if the server is not paused.
+
+        Nothing was written, unless the caller is wrong: then FP8 follows what is served without a version.
+        """
         if self.holder is None:  # the pending pause of a caller that has disconnected is not granted
             return
         async with self._lock:
             self._refuse_unless_held(holder)
             self._after("resume", self._phase)
+            await self._follow_weights()
             await self._resume()
 
     def refuse_unless_writing(self, holder: Holder) -> None:
@@ -240,6 +243,12 @@ class ServerFence:
         if request.sleep:
             self._is_asleep = True  # even if a rank fails
             await self._engine.collective_rpc("bridge_sleep")
+
+    async def _follow_weights(self) -> None:
+        """Let FP8 be of the weights as they are, if the holder may have written them."""
+        is_open = self._phase in {Phase.WRITING, Phase.REWRITING} and self.writes == "weights"
+        if is_open and any(shard.quantized for shard in self._exported.shards):
+            await self._engine.collective_rpc("bridge_requantize")
 
     async def _resume(self, holder: Holder | None = None) -> None:
         """Serve again; if that fails, `holder` may retry as a reader."""

