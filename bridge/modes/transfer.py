@@ -74,6 +74,10 @@ class Receivers:
         self._all(lambda server: server.publish(version))
         return version
 
+    def check_served(self) -> None:
+        """Raise AttachError if one does not serve what was published last."""
+        self._all(lambda server: server.check_served())
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let the workers of all servers join, each with its own rank."""
         offsets = {
@@ -159,6 +163,9 @@ class Transfer(OwnCopy):
         ]
         return replace(first, others=tuple(others))
 
+    def check_served(self) -> None:
+        self._receivers.check_served()
+
     def open(self) -> OpenedModel:
         """Load the model, meet the workers of all servers, and send it: an earlier run may have trained theirs."""
         opened = super().open()
@@ -206,7 +213,7 @@ class Transfer(OwnCopy):
         return [
             PatchedReceiver(own[url], self._run.name, timeout_s=timeout_s)
             if url in own
-            else StockReceiver(url, timeout_s=timeout_s)
+            else StockReceiver(url, self._run.name, timeout_s=timeout_s)
             for url in urls
         ]
 

@@ -54,6 +54,10 @@ class _Pause(BaseModel):
     is_paused: bool
 
 
+class _WeightInfo(BaseModel):
+    weight_version: str
+
+
 class _Reset(BaseModel):
     success: bool
 
@@ -63,6 +67,12 @@ class StockReceiver(VllmClient):
 
     version: int | None = None
     """Version of the weights, if the server reports one with each token."""
+    _served: str | None = None
+    """What vLLM calls the weights that it received last; None: it has no such name, as before 0.32."""
+
+    def __init__(self, url: str, run: str, *, timeout_s: float) -> None:
+        super().__init__(url, timeout_s=timeout_s)
+        self._run = run
 
     def check(self, model: str, vllm: str) -> int:
         """Return its number of workers; refuse a server that cannot be fed `model` by this `vllm`, and change nothing.
@@ -107,16 +117,35 @@ class StockReceiver(VllmClient):
         """Generate with the same weights, because none were sent."""
         self._call("/resume", limit_s=self._control_limit_s)
 
-    def publish(self, version: int) -> None:  # noqa: ARG002  the trainer counts
-        """Generate with the weights that it received."""
+    def publish(self, version: int) -> None:
+        """Generate with the weights that it received, and name them."""
+        name = f"{self._run}: version {version}"
+        response = self._send("POST", "/update_weight_version", {"new_version": name}, limit_s=self._control_limit_s)
+        if response.status_code != httpx.codes.NOT_FOUND:
+            self._refuse_failure("/update_weight_version", response)
+            self._served = name
         self.resume()
+
+    def check_served(self) -> None:
+        """Raise AttachError if the server no longer has the weights that it received last, as far as it reports it."""
+        if self._served is None:
+            return
+        found = self._answer("GET", "/weight_info", _WeightInfo).weight_version
+        if found != self._served:
+            raise AttachError(
+                f"the server at {self.url} serves weights named {found!r}, expected {self._served!r}: it was restarted,"
+                " or another trainer feeds it; nothing that it generated since the last step is trained on",
+                remedy="--resume, which begins by sending the newest weights to all servers",
+            )
 
     def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
         """Make a call of vLLM's weight transfer in all of its workers."""
         self._call(f"/{call}", dict(arguments))
 
     def _call(self, route: str, body: dict[str, Any] | None = None, *, limit_s: float | None = None) -> None:
-        response = self._send("POST", route, body, limit_s=limit_s)
+        self._refuse_failure(route, self._send("POST", route, body, limit_s=limit_s))
+
+    def _refuse_failure(self, route: str, response: httpx.Response) -> None:
         if not response.is_success:
             raise unreachable(self.url, f"{route} answered {response.status_code}: {error_message(response)}")
 
@@ -160,6 +189,10 @@ class PatchedReceiver:
 
     def publish(self, version: int) -> None:
         self.version = self._client.publish(version).version
+
+    def check_served(self) -> None:
+        """Raise AttachError if another server has its place, which does not know this one's token."""
+        self._client.status()
 
     def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
         self._client.transfer(call, arguments)

@@ -27,11 +27,16 @@ from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import free_port
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
+from bridge.types import Quantization
+from bridge.weights import fp8
 from bridge_environments import registry
 from tests import gloo_transfer, scenarios
+from tests.cpu.test_fp8 import QUANTIZED_PARITY
 from tests.listener import Listener
 from tests.models import tiny
 
+ROWS: Quantization = "fp8_per_channel"
+"""vLLM's only FP8 that a CPU without AMX computes with."""
 ROOT = Path(__file__).parents[2]
 FEEDS: dict[str, Any] = {
     "mode": "none", "reload": "transfer", "training_steps": 3, "batch_size": 64, "group_size": 8, "lr": 3e-3,
@@ -57,7 +62,9 @@ def trained(url: str, folder: Path, **choices: Any) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def fed_server(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shares_weights: bool) -> Iterator[str]:
+def fed_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, shares_weights: bool, quantization: Quantization | None = None
+) -> Iterator[str]:
     """Run a vLLM that receives over gloo, and yield its address."""
     gloo_transfer.install(folder / "site")
     monkeypatch.syspath_prepend(folder / "site")  # a patched server loads the plugins that this process finds
@@ -66,8 +73,9 @@ def fed_server(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shares_weights:
         monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     model = tiny.write(tiny.qwen2(), folder / "model", std=0.06)
     config = ServeConfig(
-        model=str(model), port=free_port("127.0.0.1"), max_model_len=2048, vllm_config_path=folder / "manifest.json"
-    )
+        model=str(model), port=free_port("127.0.0.1"), max_model_len=2048, quantization=quantization,
+        vllm_config_path=folder / "manifest.json",
+    )  # fmt: skip
     flags = [*scenarios.EAGER, "--weight-transfer-config", '{"backend": "nccl"}']
     command = scenarios.with_forked_engine(ServerCommand.of(config, flags, shares_weights=shares_weights))
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
@@ -89,6 +97,7 @@ def test_a_stock_server_serves_each_version_and_none_that_is_half_sent(
         scenarios.check_metrics(tmp_path / "first" / "run")
         assert [step["weight_version"] for step in steps] == [1, 2, 3]
         assert served_checksums(url).items() >= checksums(tmp_path / "first" / "saved" / "step_3").items()
+        assert httpx.get(f"{url}/weight_info").json() == {"weight_version": f"{tmp_path / 'first' / 'run'}: version 3"}
 
         dying = [sys.executable, "-P", "-c", DYING, url, str(tmp_path / "second"), model]
         died = subprocess.run(dying, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
@@ -98,6 +107,17 @@ def test_a_stock_server_serves_each_version_and_none_that_is_half_sent(
             httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "1", "max_tokens": 1}, timeout=2)
         with pytest.raises(AttachError, match="is paused"):
             trained(url, tmp_path / "third", model_name=model)
+
+
+def test_a_stock_server_quantizes_each_version_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo_transfer.send_over_gloo(replace=monkeypatch.setattr)
+    with fed_server(tmp_path, monkeypatch, shares_weights=False, quantization=ROWS) as url:
+        assert served_checksums(url).items() >= rows_in_fp8(tmp_path / "model").items()
+        trained(url, tmp_path / "first", model_name=str(tmp_path / "model"), mismatch_alarm=0)
+        saved = tmp_path / "first" / "saved" / "step_3"
+        assert served_checksums(url).items() >= {**checksums(saved), **rows_in_fp8(saved)}.items()
+        differences = [step["logprob_diff_mean"] for step in scenarios.metrics(tmp_path / "first" / "run")]
+        assert all(0.005 < difference < QUANTIZED_PARITY for difference in differences), differences
 
 
 @pytest.mark.slow
@@ -124,6 +144,19 @@ def checksums(checkpoint: Path) -> dict[str, str]:
     model = scenarios.loaded(checkpoint)
     names = [name for name, _ in model.named_parameters() if "norm" in name]
     return {name: hashlib.sha256(_bytes(model.get_parameter(name))).hexdigest() for name in names}
+
+
+def rows_in_fp8(model: Path) -> dict[str, str]:
+    """Return the checksums of a layer whose FP8 vLLM makes of one weight, and of one that it fuses of two."""
+    weights = scenarios.loaded(model).state_dict()
+    layer = "model.layers.1.mlp."
+    gate_up = torch.cat([weights[f"{layer}{name}_proj.weight"] for name in ("gate", "up")])
+    sums = {}
+    for name, source in {"down": weights[f"{layer}down_proj.weight"], "gate_up": gate_up}.items():
+        values, scales = fp8.quantized(source.to(torch.bfloat16), ROWS)
+        for leaf, tensor in {"weight": values.t(), "weight_scale": scales}.items():
+            sums[f"{layer}{name}_proj.{leaf}"] = hashlib.sha256(_bytes(tensor)).hexdigest()
+    return sums
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -43,6 +43,8 @@ class FedServer:
     """Route that takes `SLOW_S`, or until it `answers`."""
     answers: threading.Event = field(default_factory=threading.Event)
     drops_prefixes: bool = True
+    weight_version: str | None = "default"
+    """What vLLM calls its weights; None: this vLLM has no names for them."""
     key: str = ""
     """What each request has to name; empty: nothing."""
     calls: list[str] = field(default_factory=list)
@@ -71,6 +73,10 @@ class FedServer:
     def _dev(self, route: str, request: HttpRequest) -> Answer:
         if route == "init_weight_transfer_engine":
             self.infos.append(request.body["init_info"])
+        if route in ("update_weight_version", "weight_info") and self.weight_version is None:
+            return Answer("Not Found", 404)
+        if route == "update_weight_version":
+            self.weight_version = request.body["new_version"]
         self.is_paused = {"pause": True, "resume": False}.get(route, self.is_paused)
         transfer = None if self.engine is None else {"backend": self.engine}
         config = {
@@ -82,6 +88,7 @@ class FedServer:
             "is_paused": {"is_paused": self.is_paused},
             "version": {"version": f"{self.vllm}+cpu"},
             "server_info": {"vllm_config": config},
+            "weight_info": {"weight_version": self.weight_version},
             "reset_prefix_cache": {"success": self.drops_prefixes},
         }
         return as_json(documents.get(route, {}))

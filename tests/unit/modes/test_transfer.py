@@ -29,7 +29,7 @@ from tests.unit.modes.fed_server import FedServer
 
 NORM = "model.norm.weight"
 PAUSE = ["pause?mode=keep", "reset_prefix_cache?reset_running_requests=true"]
-SEND = ["start_weight_update", "update_weights", "finish_weight_update", "resume"]
+SEND = ["start_weight_update", "update_weights", "finish_weight_update", "update_weight_version", "resume"]
 FIRST = [*PAUSE, "init_weight_transfer_engine", *SEND]
 SOON_S = 10.0
 
@@ -370,6 +370,33 @@ def test_a_server_that_failed_is_named_if_nccl_reports_that_its_broadcast_was_en
         pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.* size mismatch"),
     ):
         fed.publish()
+
+
+def test_a_server_that_something_else_restarted_is_noticed(opened: Callable[..., Fed]) -> None:
+    fed = opened()
+    fed.mode.check_served()
+    fed.publish()
+    fed.mode.check_served()
+    assert [server.weight_version for server in fed.servers] == ["ours: version 1"] * 2
+    fed.servers[1].weight_version = "default"
+    with pytest.raises(AttachError, match=f"{fed.servers[1].url} serves weights named 'default', expected 'ours: v"):
+        fed.mode.check_served()
+
+
+def test_a_server_that_another_trainer_fed_is_noticed(opened: Callable[..., Fed]) -> None:
+    fed = opened()
+    fed.servers[0].weight_version = "theirs: version 1"
+    with pytest.raises(AttachError, match="named 'theirs: version 1'.*another trainer feeds it") as caught:
+        fed.mode.check_served()
+    assert "\n" not in caught.value.message + caught.value.remedy
+
+
+def test_a_server_that_names_no_weights_is_not_asked(feeding: Callable[..., Fed], folder: Path) -> None:
+    fed = feeding(FedServer(str(folder), weight_version=None))
+    fed.mode.open()
+    fed.mode.check_served()
+    assert fed.publish() == 1
+    fed.mode.check_served()
 
 
 def test_a_server_of_our_own_that_died_is_restarted_and_fed_again(feeding: Callable[..., Fed], folder: Path) -> None:
