@@ -13,6 +13,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Self
@@ -76,8 +77,7 @@ def limit(lengths: Lognormal) -> None:
 
     @wraps(child)
     def limited(self: Any, index: int) -> Any:
-        sampling = child(self, index)
-        assert self.sampling_params.seed is not None, "without a seed, all completions share one object"
+        sampling = copy(child(self, index))  # without a seed, all completions share one object
         sampling.max_tokens = min(sampling.max_tokens, lengths.of(self.prompt, index))
         return sampling
 
@@ -110,6 +110,8 @@ class Capped:
         await self._app({**scope, "headers": headers}, receive_capped, send)
 
     def _capped(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("n", 1) > 1:  # each completion of it gets its own limit
+            return request
         prompt = tuple(request["prompt"])
         number = self._numbers[prompt]
         self._numbers[prompt] += 1

@@ -2,17 +2,19 @@
 
 import argparse
 import asyncio
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from benchmarks import _results
+from benchmarks import _results, _sides
 from benchmarks._results import say
 from bridge.config import ServeConfig
 from bridge.errors import ServerUnreachableError
@@ -20,8 +22,12 @@ from bridge.processes import children
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.start_checks import free_port
 from bridge.server.client import VllmClient, open_async_http
+from bridge.server.manifest import MANIFEST_NAME
+from bridge.server.protocol import TRANSFER_FLAG
 from bridge.types import Problem
 
+GPUS = 2
+"""Of a trainer that has its vLLM on another GPU: one for each."""
 START_LIMIT_S = 420
 NUM_STEPS = 3
 
@@ -69,6 +75,33 @@ def stock(command: ServerCommand) -> ServerCommand:
     ours = {"VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_PLUGINS", "BRIDGE_MANIFEST_PATH"}
     environment = {name: value for name, value in command.environment.items() if name not in ours}
     return replace(command, argv=tuple(argv), environment=environment)
+
+
+@contextmanager
+def on_another_gpu(options: argparse.Namespace) -> Iterator[str]:
+    """Run a stock server that can be fed on the first GPU, show this process the other one, and yield its address."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = shown[-1]
+    with TemporaryDirectory(prefix="bridge-bench-") as folder:
+        log = Path(folder, "server.log")
+        with served(fed_command(options, Path(folder), shown[0]), log) as url:
+            say(log.read_text(errors="replace"))  # the size of its KV cache, for grpo.py
+            yield url
+
+
+def fed_command(options: argparse.Namespace, folder: Path, gpu: str) -> ServerCommand:
+    """Return the command of a stock server with the engine settings of both sides; `trl vllm-serve` runs the same."""
+    engine = [*_sides.engine_flags(GPUS * options.completions), *_sides.lengths_flags(options.lengths)]
+    config = ServeConfig(
+        model=str(options.model), port=free_port("127.0.0.1"), max_model_len=options.max_model_len,
+        gpu_memory_utilization=options.share if torch.cuda.is_available() else None,
+        vllm_config_path=folder / MANIFEST_NAME,
+    )  # fmt: skip
+    logprobs = ("--logprobs-mode", "processed_logprobs")
+    command = stock(ServerCommand.of(config, [*engine, *TRANSFER_FLAG]))
+    argv = command.argv if "--logprobs-mode" in command.argv else (*command.argv, *logprobs)
+    environment = {**command.environment, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": gpu}
+    return replace(command, argv=argv, environment=environment)
 
 
 @contextmanager

@@ -29,8 +29,8 @@ SOURCES = ("cli", "environments", "patches")
 """Folders that each hold one package, beside `bridge`."""
 SEVERAL = re.compile(r"\s*--(gpus|tensor-parallel-size)[= ](\d+)")
 """The flags of a variant for several GPUs."""
-SPLIT = {"trl": "--async", "bridge": "--trainer-device"}
-"""The flag of a variant whose trainer and vLLM have a GPU each."""
+SPLIT = {"trl": {"--async", "--server"}, "bridge": {"--trainer-device"}}
+"""The flags of a variant whose trainer and vLLM have a GPU each."""
 SPLIT_SHARE = 0.85
 """Share of GPU memory for a vLLM that has a GPU to itself."""
 
@@ -80,7 +80,7 @@ class Side:
     @property
     def is_split(self) -> bool:
         """Whether the trainer and vLLM have a GPU each."""
-        return SPLIT[self.name] in self.variant.split()
+        return not SPLIT[self.name].isdisjoint(self.variant.split())
 
     @property
     def on_one(self) -> "Side":
@@ -115,10 +115,11 @@ class Side:
     def _trl(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
         del folder
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
-        flags = [flag for flag in shlex.split(self.on_one.variant) if flag != SPLIT["trl"]]
+        given = shlex.split(self.on_one.variant)
+        flags = [flag for flag in given if flag != "--async"]
         return [
             sys.executable, *(several if self.gpus > 1 and not self.is_split else []), "-m",
-            "benchmarks._trl_async" if self.is_split else "benchmarks._trl", *flags, "--model", str(model),
+            "benchmarks._trl_async" if "--async" in given else "benchmarks._trl", *flags, "--model", str(model),
             "--steps", str(steps), "--completions", str(work.completions), "--group", str(work.group),
             "--tokens", str(work.tokens), "--share", str(work.share), "--max-model-len", str(work.max_model_len),
             *(["--lengths", work.lengths] if work.lengths else []),

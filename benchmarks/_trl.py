@@ -1,10 +1,12 @@
-"""TRL's GRPO with vLLM in the trainer's process (colocate), or on Bridge's server, on the task of `_work.py`.
+"""TRL's GRPO with vLLM in its process (colocate), on another GPU (server), or on Bridge's, on the task of `_work.py`.
 
 Prints one JSON object per step: seconds per part and torch's peak memory. TRL is not modified: its methods are timed
 from outside, and every timed part begins and ends with an idle device. With `--task`, TRL trains on an environment of
 Bridge's, in the same order, and prints the share of held-out problems that it solves, as `bridge run --json` does.
+With `--server`, weights are sent by vLLM's NCCL engine; without a GPU, for a try, they are not.
 
-Source: TRL 1.16.0, `trl/trainer/grpo_trainer.py` and `trl/generation/vllm_generation.py`, for the names.
+Source: TRL 1.16.0, `trl/trainer/grpo_trainer.py`, `trl/generation/vllm_generation.py` and `vllm_client.py`, for the
+names.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +29,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, TrainerCallback
 
 import bridge
-from benchmarks import _sides, _work
+from benchmarks import _servers, _sides, _work
 from benchmarks._lengths import Lognormal
 from benchmarks._results import say
 from bridge.config import ServeConfig, TaskConfig
@@ -47,9 +49,17 @@ def main() -> None:
     lines = os.fdopen(os.dup(1), "w", buffering=1) if is_first else None
     os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
     options = flags().parse_args()
+    with _servers.on_another_gpu(options) if options.server else nullcontext() as url:
+        train(options, url, lines)
+
+
+def train(options: argparse.Namespace, url: str | None, lines: TextIO | None) -> None:
+    """Train with the server at `url`; None: with TRL's own engine, or with Bridge's."""
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     task = registry.load(TaskConfig(environment=options.task)) if options.task else None
-    clock, args = Clock(task), trl.GRPOConfig(**settings(options))
+    clock, args = Clock(task), trl.GRPOConfig(**settings(options, url))
+    if url is not None and not torch.cuda.is_available():
+        send_nothing()
     if options.kv_gib:
         size_kv_cache(int(options.kv_gib * 2**30))
     with stock(options) if not options.on_bridge else on_bridge(options, args) as arguments:
@@ -60,7 +70,7 @@ def main() -> None:
             train_dataset=datasets.Dataset.from_dict(columns(task, options) if task else {"prompt": prompts()}),
         )
         watch(trainer, clock)
-        if options.lengths and trainer.use_vllm:
+        if options.lengths and trainer.use_vllm and url is None:
             limit(trainer.vllm_generation.llm, Lognormal.parse(options.lengths))
         trainer.add_callback(Lines(clock, lines, trainer.accelerator))
         if task is not None and lines is not None:
@@ -102,6 +112,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--liger", action="store_true", help="liger-kernel's layers")
     parser.add_argument("--no-correction", action="store_true", help="no importance weights, no second forward pass")
     parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while training")
+    parser.add_argument("--server", action="store_true", help="vLLM on another GPU than the trainer's (server mode)")
     parser.add_argument("--on-bridge", action="store_true", help="one copy of the weights, by bridge.for_trl")
     parser.add_argument("--trl-optimizer", action="store_true", help="with --on-bridge: TRL's AdamW, not Bridge's")
     parser.add_argument("--float32", action="store_true", help="float32 weights, as TRL loads a model by its name")
@@ -145,11 +156,18 @@ def columns(task: Task, options: argparse.Namespace) -> dict[str, list[Any]]:
     return {"prompt": [problem["prompt"] for problem in taken], "problem": list(map(json.dumps, taken))}
 
 
-def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return TRL's settings: Bridge's where both have them, otherwise the fastest."""
-    vllm = {
-        "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.share,
+def settings(options: argparse.Namespace, url: str | None = None) -> dict[str, Any]:
+    """Return TRL's settings: Bridge's where both have them, otherwise the fastest.
+
+    A trainer with a server at `url` trains on the completions of both GPUs.
+    """
+    inside = {
+        "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.share,
         "vllm_max_model_length": options.max_model_len, "vllm_enable_sleep_mode": options.sleep,
+    }  # fmt: skip
+    outside = {"vllm_mode": "server", "vllm_server_base_url": url}
+    vllm = {
+        "use_vllm": True, **(inside if url is None else outside),
         "vllm_importance_sampling_correction": not options.no_correction,
         "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
     }  # fmt: skip
@@ -158,7 +176,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "output_dir": str(options.model.parent / "trl"), "max_steps": options.steps, "report_to": "none",
         "save_strategy": "no", "logging_steps": options.steps, "disable_tqdm": True, "seed": options.seed,
         "per_device_train_batch_size": options.batch,
-        "gradient_accumulation_steps": options.completions // options.batch,
+        "gradient_accumulation_steps": options.completions * (1 if url is None else _servers.GPUS) // options.batch,
         "num_generations": options.group, "max_completion_length": options.tokens,
         "temperature": options.temperature,
         "shuffle_dataset": False,
@@ -219,6 +237,12 @@ def watch(trainer: Any, clock: Clock) -> None:
         return (forward if torch.is_grad_enabled() else without_gradient)(*positional, **named)
 
     trainer._get_per_token_logps_and_entropies = either
+
+
+def send_nothing() -> None:
+    """Leave the server's weights as they are: TRL sends from a GPU alone."""
+    client: Any = importlib.import_module("trl.generation.vllm_client").VLLMClient
+    client.init_communicator = client.update_named_params = lambda *_, **__: None
 
 
 def size_kv_cache(num_bytes: int) -> None:

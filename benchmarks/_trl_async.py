@@ -13,9 +13,6 @@ import importlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, TextIO
 
@@ -24,17 +21,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, TrainerCallback
 
-from benchmarks import _servers, _sides, _trl, _work
-from benchmarks._results import say
-from bridge.config import ServeConfig
+from benchmarks import _servers, _trl, _work
+from benchmarks._servers import GPUS
 from bridge.passes import kernels
-from bridge.processes.server_command import ServerCommand
-from bridge.processes.start_checks import free_port
-from bridge.server.manifest import MANIFEST_NAME
-from bridge.server.protocol import TRANSFER_FLAG
 
-GPUS = 2
-"""One for vLLM, and one for the trainer."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """TRL sends conversations; this makes the prompt of `_work.py` of one."""
 
@@ -46,28 +36,8 @@ def main() -> None:
     flags = _trl.common_flags(__doc__)
     flags.add_argument("--max-staleness", type=int, default=4, help="updates since a completion was begun")
     options = flags.parse_args()
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = shown[-1]
-    with TemporaryDirectory(prefix="bridge-bench-") as folder:
-        command = server_command(options, Path(folder), shown[0])
-        with _servers.served(command, command.manifest.with_name("server.log")) as url:
-            say(command.manifest.with_name("server.log").read_text(errors="replace"))  # the size of its KV cache
-            train(options, url, lines)
-
-
-def server_command(options: argparse.Namespace, folder: Path, gpu: str) -> ServerCommand:
-    """Return the command of a stock server with the engine settings of both sides."""
-    engine = [*_sides.engine_flags(GPUS * options.completions), *_sides.lengths_flags(options.lengths)]
-    config = ServeConfig(
-        model=str(options.model), port=free_port("127.0.0.1"), max_model_len=options.max_model_len,
-        gpu_memory_utilization=options.share if torch.cuda.is_available() else None,
-        vllm_config_path=folder / MANIFEST_NAME,
-    )  # fmt: skip
-    logprobs = ("--logprobs-mode", "processed_logprobs")
-    stock = _servers.stock(ServerCommand.of(config, [*engine, *TRANSFER_FLAG]))
-    argv = stock.argv if "--logprobs-mode" in stock.argv else (*stock.argv, *logprobs)
-    environment = {**stock.environment, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": gpu}
-    return replace(stock, argv=argv, environment=environment)
+    with _servers.on_another_gpu(options) as url:
+        train(options, url, lines)
 
 
 def train(options: argparse.Namespace, url: str, lines: TextIO) -> None:

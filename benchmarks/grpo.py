@@ -8,7 +8,7 @@ r"""GRPO: Bridge against TRL, back to back on the same work and model folder.
         --ours "adamw-4bit --gradient-release --updates-per-batch 2 --kv-sleep always --no-compile-layers"
     python -m benchmarks.grpo --sizes 7b --trl "16" "16 --gpus 2" --ours adamw-8bit "adamw-8bit --gpus 2" \
         "adamw-8bit --tensor-parallel-size 2"
-    python -m benchmarks.grpo --sizes 7b --trl "16 --async" \
+    python -m benchmarks.grpo --sizes 7b --trl "16 --async" "16 --server --optim adamw_bnb_8bit" \
         --ours "adamw-8bit --mode none --reload transfer --trainer-device cuda:1 --max-staleness 1"
 
 A step is 64 completions of exactly 256 tokens in groups of 8 with prompts of 120 tokens, and one AdamW update of bf16
@@ -33,7 +33,8 @@ left, becomes a row that says so.
 With `--gpus N` in a variant, a step has N times as many completions: N processes of TRL by torchrun, N servers of
 Bridge, or fewer with `--tensor-parallel-size T`. `scaling` is the gain in tokens/s over the same variant without these
 flags, if that is measured, too; `speed` compares with TRL on as many GPUs; memory is that of the first GPU. With
-`--async` (TRL's AsyncGRPO) and `--trainer-device cuda:1` (Bridge), one GPU generates and the other one trains.
+`--async` (TRL's AsyncGRPO), `--server` (TRL's server mode) and `--trainer-device cuda:1` (Bridge), one GPU generates
+and the other one trains.
 
 Not covered: several hosts; learning (rewards are a hash); training alone (`train_step.py`).
 """

@@ -206,13 +206,17 @@ class ModelSize:
             num_untrained=around,
         )
 
-    def quantized(self, how: Quantization | None) -> Self:
-        """Return it with FP8 beside it, half the size, of all weights but the embedding and the head; None: without."""
+    def quantized(self, how: Quantization | None, *, beside: bool = True) -> Self:
+        """Return it with FP8, half the size, of all weights but the embedding and the head; None: without.
+
+        The server has the FP8 `beside` what it is made of, or alone.
+        """
         widths = self.dimensions
         if how is None:
             return self
         kept = widths.vocabulary * widths.hidden * (1 if widths.tied else 2)
-        return replace(self, num_untrained=self.num_untrained + (self.num_params + self.num_untrained - kept) // 2)
+        half = (self.num_params + self.num_untrained - kept) // 2
+        return replace(self, num_untrained=self.num_untrained + (half if beside else -half))
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:

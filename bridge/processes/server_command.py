@@ -168,7 +168,8 @@ def prepare(
         check_plugin()
     start_checks.check_model(config.model, shares_weights=shares_weights)
     start_checks.check_length(config)
-    start_checks.check_quantization(config, flags, shares_weights=shares_weights)
+    is_fed = trainer.publishing.reload == "transfer"
+    start_checks.check_quantization(config, flags, shares_weights=shares_weights, is_fed=is_fed)
     command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
     start_checks.check_port(config.host, config.port)
     if shares_weights:

@@ -65,13 +65,19 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
         raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
 
 
-def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares_weights: bool = True) -> None:
-    """Check that vLLM can make FP8 of this model's weights here, and that a trainer updates them."""
+def check_quantization(
+    config: ServeConfig, flags: Sequence[str] = (), *, shares_weights: bool = True, is_fed: bool = False
+) -> None:
+    """Check that vLLM can make FP8 of this model's weights here, and does so whenever a trainer has updated them.
+
+    A server that `is_fed` makes it of what the trainer sends, by vLLM's own code.
+    """
     given = f"--quantization {config.quantization}"
     if config.quantization is None:
         return
-    _refuse_beside_fp8(flags, given)
-    if not shares_weights:
+    if "--quantization" in vllm_flags.names(flags):
+        raise UsageError(f"{given}, and after -- another --quantization, which vLLM would take", remedy="give one")
+    if not (shares_weights or is_fed):
         raise UsageError(
             f"{given} is made of weights that are trained in vLLM's memory, and this server shares none",
             remedy=f"give it to vLLM itself, after --: -- {given}",
@@ -86,9 +92,20 @@ def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares
             f"{given} needs a GPU that multiplies in FP8, of compute capability 8.9 or more, found {version}",
             remedy="leave it out",
         )
-    described, num_ranks = model_checks.read(config.model), config.tensor_parallel_size
-    by_row = config.quantization == "fp8_per_channel"
-    if model_checks.has_experts(described) and (by_row or device == "cpu"):
+    if shares_weights:
+        _refuse_other_fp8(config, flags, given, device)
+    num_ranks, by_row = config.tensor_parallel_size, config.quantization == "fp8_per_channel"
+    described, block = model_checks.read(config.model), FP8_BLOCKS[config.quantization]
+    if width := model_checks.unblocked(described, block, num_ranks):
+        where = f" on each of {num_ranks} GPUs" if num_ranks > 1 else ""
+        other = "leave it out" if by_row or num_ranks > 1 else "--quantization fp8_per_channel"
+        raise UsageError(f"{given} needs widths that {block} divides{where}, found {width}", remedy=other)
+
+
+def _refuse_other_fp8(config: ServeConfig, flags: Sequence[str], given: str, device: software.Device) -> None:
+    """Refuse FP8 that would not follow the shared weights: in forms that Bridge's kernel does not make, or written."""
+    by_row, num_ranks = config.quantization == "fp8_per_channel", config.tensor_parallel_size
+    if model_checks.has_experts(model_checks.read(config.model)) and (by_row or device == "cpu"):
         why = "experts are served with a scale for each block" if by_row else "on a CPU vLLM repacks experts"
         raise UsageError(
             f"{given}: {why}", remedy="leave it out" if device == "cpu" else "--quantization fp8_per_block"
@@ -98,17 +115,6 @@ def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares
             f"{given} has scales that several GPUs share, found --tensor-parallel-size {num_ranks}",
             remedy="--quantization fp8_per_block",
         )
-    block = FP8_BLOCKS[config.quantization]
-    if width := model_checks.unblocked(described, block, num_ranks):
-        where = f" on each of {num_ranks} GPUs" if num_ranks > 1 else ""
-        other = "leave it out" if by_row or num_ranks > 1 else "--quantization fp8_per_channel"
-        raise UsageError(f"{given} needs widths that {block} divides{where}, found {width}", remedy=other)
-
-
-def _refuse_beside_fp8(flags: Sequence[str], given: str) -> None:
-    """Refuse vLLM's own flags that would leave the weights without FP8, or change the FP8 alone."""
-    if "--quantization" in vllm_flags.names(flags):
-        raise UsageError(f"{given}, and after -- another --quantization, which vLLM would take", remedy="give one")
     if TRANSFER_FLAG[0] in vllm_flags.names(flags):
         raise UsageError(
             f"{given}: vLLM's transfer would write the FP8, not what it is made of", remedy=f"omit {TRANSFER_FLAG[0]}"

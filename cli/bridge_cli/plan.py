@@ -92,7 +92,7 @@ def plan(
     folder = folder_of(serve.model, fetch=True)
     obstacles = _obstacles(folder, serve.quantization, train.publishing.reload)
     modes = _open_modes(serve.model, train.mode if train.was_given("mode") else None, obstacles)
-    size = ModelSize.of(folder).quantized(serve.quantization)
+    size = ModelSize.of(folder).quantized(serve.quantization, beside=train.publishing.reload != "transfer")
     gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
     if not gpus:
         raise UsageError("this machine has no GPU to plan for", remedy="give its memory in GiB: --gpu-memory 80")
@@ -128,11 +128,12 @@ def plan(
 
 
 def _obstacles(model: Path, quantization: Quantization | None, reload: str) -> list[Obstacle]:
-    """Return what rules out modes for the model: FP8 is made only of weights that a server shares."""
+    """Return what rules out modes for the model: FP8 is made only of weights that a server shares, or is sent."""
     obstacles = model_checks.obstacles(model_checks.read(str(model)) or {})
-    if quantization is not None and reload != "in-place":
-        reason = f"--quantization {quantization} needs weights that are trained in vLLM's memory"
-        obstacles.append(Obstacle(reason, "leave it out, or --mode shared_vllm", modes=(model_checks.NONE,)))
+    if quantization is not None and reload == "restart":
+        reason = f"--quantization {quantization} needs weights that are trained in vLLM's memory, or sent to it"
+        remedy = "leave it out, --mode shared_vllm, or --reload transfer"
+        obstacles.append(Obstacle(reason, remedy, modes=(model_checks.NONE,)))
     return obstacles
 
 

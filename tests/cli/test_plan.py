@@ -321,3 +321,11 @@ def test_fp8_is_planned_only_where_it_is_served(plan: Planned) -> None:
     assert {row["mode"] for row in document["rows"]} == {"shared_vllm", "lora_only"}
     in_place = plan("7B", "80", "--quantization", "fp8_per_block", "--mode", "none", "--reload", "in-place")
     assert "--reload in-place" in in_place["recommended"]
+
+
+def test_fp8_of_a_server_that_is_fed_replaces_its_weights(plan: Planned) -> None:
+    flags = "--mode", "none", "--reload", "transfer", "--trainer-device", "cuda:1"
+    plain, quantized = (plan("7B", "139.8", *flags, *more) for more in ((), ("--quantization", "fp8_per_block")))
+    assert "--quantization fp8_per_block" in quantized["recommended"]
+    one, other = (row_of(document, "none", "adamw-8bit") for document in (plain, quantized))
+    assert one["weights_gib"] - other["weights_gib"] == pytest.approx(6.5e9 / 2**30, rel=0.01)

@@ -1,10 +1,16 @@
 """FP8 is, to the bit, what vLLM's own functions make of the same weights."""
 
+from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from bridge.processes.vllm_flags import UNPACKED
+from bridge.types import Quantization
 from bridge.weights import fp8
 from tests.unit.weights.test_fp8 import SHAPES, random
 
@@ -41,3 +47,64 @@ def test_kernels_that_repack_fp8_have_the_names_that_are_disabled() -> None:
     assert name in envs.environment_variables
     kernels = {kernel.__name__ for kernel in linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]}
     assert {*disabled.split(",")} <= kernels
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("fp8_per_block", "Fp8PerBlockOnlineLinearMethod"), ("fp8_per_channel", "Fp8PtpcOnlineLinearMethod")],
+)
+def test_layers_are_quantized_anew_where_they_are_served(
+    monkeypatch: pytest.MonkeyPatch, how: Quantization, name: str
+) -> None:
+    """As weights are received: `start_weight_update`, tensors in any order, `finish_weight_update`."""
+    reload: Any = import_module("vllm.model_executor.model_loader.reload.layerwise")
+    model = nn.Sequential(online_layer(monkeypatch, name))
+    reload.record_metadata_for_reloading(model)
+    layer: Any = model[0]
+    suffix = "_scale_inv" if how == "fp8_per_block" else "_scale"
+    first, second = random(256, 384), random(256, 384) * 3
+
+    def served() -> str:
+        values = layer.weight.t() if how == "fp8_per_channel" else layer.weight
+        return fp8.digest(values, layer.get_parameter(f"weight{suffix}"))
+
+    def load(weights: Tensor, half: int) -> None:
+        layer.weight.weight_loader(layer.weight, weights.chunk(2)[half], half)
+
+    load(first, 0)
+    load(first, 1)
+    assert served() == fp8.digest(*fp8.quantized(first, how))
+    held = dict(layer.named_parameters())
+    addresses = {leaf: parameter.data_ptr() for leaf, parameter in held.items()}
+    reload.initialize_layerwise_reload(model)
+    load(second, 1)
+    assert fp8.digest(*fp8.quantized(first, how)) == fp8.digest(
+        held["weight"].t() if how == "fp8_per_channel" else held["weight"], held[f"weight{suffix}"]
+    ), "half a layer has changed"
+    load(second, 0)
+    reload.finalize_layerwise_reload(model, None)
+    assert served() == fp8.digest(*fp8.quantized(second, how))
+    assert addresses == {leaf: parameter.data_ptr() for leaf, parameter in layer.named_parameters()}
+
+
+def online_layer(monkeypatch: pytest.MonkeyPatch, method: str) -> nn.Module:
+    """Return a layer of two fused weights that vLLM's `method` quantizes, without the kernel that multiplies by it."""
+    online: Any = import_module("vllm.model_executor.layers.quantization.online.fp8")
+    parameter: Any = import_module("vllm.model_executor.parameter")
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+    kernel = SimpleNamespace(process_weights_after_loading=lambda _: None)
+    monkeypatch.setattr(online, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(online, "init_fp8_linear_kernel", lambda **_: kernel)
+    monkeypatch.setattr(online, "expose_input_quant_key", lambda *_: None, raising=False)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+
+    def load(weight: Tensor, loaded: Tensor, half: int) -> None:
+        weight.data.chunk(2)[half].copy_(loaded)
+
+    layer: Any = nn.Module()
+    layer.tp_size = 1
+    layer.quant_config = SimpleNamespace(online_quantization_config=None)
+    layer.quant_method = getattr(online, method)()
+    layer.quant_method.create_weights(layer, 384, [128, 128], 384, 256, torch.bfloat16, weight_loader=load)
+    return layer  # type: ignore[no-any-return]

