@@ -99,8 +99,8 @@ def online_layer(monkeypatch: pytest.MonkeyPatch, method: str) -> nn.Module:
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
 
-    def load(weight: Tensor, loaded: Tensor, half: int) -> None:
-        weight.data.chunk(2)[half].copy_(loaded)
+    def load(param: Tensor, loaded: Tensor, half: int) -> None:
+        param.data.chunk(2)[half].copy_(loaded)
 
     layer: Any = nn.Module()
     layer.tp_size = 1
