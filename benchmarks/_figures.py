@@ -71,7 +71,7 @@ def scale(rows: Mapping[Side, Row]) -> list[Row]:
     """Return the rows; those on several GPUs with their tokens per second over those of the same on one."""
 
     def scaled(side: Side, row: Row) -> Row:
-        one = rows.get(side.on_one, {})
+        one = rows.get(side.on_one, {}) if side.on_one != side else {}
         known = side.gpus > 1 and "tokens_per_s" in row and "tokens_per_s" in one
         return {**row, "scaling": row["tokens_per_s"] / one["tokens_per_s"]} if known else row
 

@@ -43,6 +43,8 @@ vllm.entrypoints.rl.online.api_router
     if update_weights: call async start_weight_update(raw_request)
     if update_weights: call async update_weights(raw_request, update_info)
     if update_weights: call async finish_weight_update(raw_request)
+    if weight_info: call async update_weight_version(raw_request, new_version)
+    if weight_info: call async weight_info(raw_request)
 vllm.entrypoints.serve.dev.rlhf.api_router
     if update_weights: call async pause_generation(raw_request, mode)
     if update_weights: call async is_paused(raw_request)

@@ -257,6 +257,8 @@ def test_several_gpus_are_compared_with_as_many_and_with_one() -> None:
     assert (trls["scaling"], both["scaling"]) == (0.5, 0.8)
     assert (ours["speed"], both["speed"]) == (2.0, 3.2)
     assert "scaling" not in trl
+    split = Side("trl", "16 --server")
+    assert "scaling" not in _figures.scale({split: made[TRL]})[0], "it has no other number of GPUs"
     assert "scaling" not in _figures.scale({side: row for side, row in made.items() if side.gpus == 2})[0]
 
 
