@@ -42,8 +42,8 @@ class ServeConfig(Config):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = declare("auto", panel=MEMORY)
     """Data type of the weights; `auto` takes the model configuration's."""
     quantization: Quantization | None = declare(None, panel=MEMORY)
-    """Sample with FP8 weights, made of the trained ones at every update, beside these: half as much memory again
-    (default: with the trained weights themselves)."""
+    """Sample with FP8 weights, made of the trained ones at every update, beside these: half as much memory again, or
+    instead of them with --reload transfer (default: with the trained weights themselves)."""
     tensor_parallel_size: int = declare(
         1, ge=1, panel=MEMORY, borrowed=("vllm_tensor_parallel_size", "tensor_model_parallel_size")
     )

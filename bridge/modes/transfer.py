@@ -28,7 +28,7 @@ from bridge.modes.none import OwnCopy
 from bridge.server import discovery, fence, manifest
 from bridge.server.client import CONNECT_LIMIT_S, max_model_len, unreachable
 from bridge.server.endpoint import Endpoint
-from bridge.server.fence import Update
+from bridge.server.fence import Update, Window
 from bridge.server.protocol import InFlight
 from bridge.server.receiver import PatchedReceiver, Receiver, StockReceiver
 from bridge.weights import model_folder
@@ -73,10 +73,6 @@ class Receivers:
         """Let all serve `version`, and return it."""
         self._all(lambda server: server.publish(version))
         return version
-
-    def check_served(self) -> None:
-        """Raise AttachError if one does not serve what was published last."""
-        self._all(lambda server: server.check_served())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let the workers of all servers join, each with its own rank."""
@@ -163,8 +159,13 @@ class Transfer(OwnCopy):
         ]
         return replace(first, others=tuple(others))
 
-    def check_served(self) -> None:
-        self._receivers.check_served()
+    @contextmanager
+    def publish(self, update: Update) -> Iterator[Window]:
+        """Let the block write, and send it; AttachError if rollouts may be of other weights than were sent last."""
+        for server in self._servers:
+            server.check_served()
+        with super().publish(update) as window:
+            yield window
 
     def open(self) -> OpenedModel:
         """Load the model, meet the workers of all servers, and send it: an earlier run may have trained theirs."""

@@ -147,9 +147,7 @@ class Run:
     @restarting_the_server
     def _take_groups(self, step: int) -> list[Group]:
         count = self._config.rollouts.batch_size // self._config.sampling.group_size
-        groups = self._stream.take(count, step=step)
-        self._mode.check_served()
-        return groups
+        return self._stream.take(count, step=step)
 
     @restarting_the_server
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
@@ -196,7 +194,6 @@ class Run:
         self._reporter.phase("evaluation")
         start = time.perf_counter()
         groups = self._stream.evaluate(step=self._checkpoints.step)
-        self._mode.check_served()
         if groups is None:
             return None
         evaluation = measuring.evaluation(

@@ -130,11 +130,11 @@ class StockReceiver(VllmClient):
         """Raise AttachError if the server no longer has the weights that it received last, as far as it reports it."""
         if self._served is None:
             return
-        found = self._answer("GET", "/weight_info", _WeightInfo).weight_version
-        if found != self._served:
+        served = self._answer("GET", "/weight_info", _WeightInfo).weight_version
+        if served != self._served:
             raise AttachError(
-                f"the server at {self.url} serves weights named {found!r}, expected {self._served!r}: it was restarted,"
-                " or another trainer feeds it; nothing that it generated since the last step is trained on",
+                f"the server at {self.url} serves weights named {served!r}, expected {self._served!r}: it was"
+                " restarted, or another trainer feeds it; nothing that it generated since the last step is trained on",
                 remedy="--resume, which begins by sending the newest weights to all servers",
             )
 

@@ -74,6 +74,7 @@ class ServerFence:
         self._lease: Lease | None = None
         self._engine = engine
         self._exported = exported
+        self._makes_fp8 = any(shard.quantized for shard in exported.shards)
         self._capabilities = capabilities or Capabilities()
         self._lock = asyncio.Lock()
         self._phase = Phase.SERVING
@@ -169,7 +170,8 @@ class ServerFence:
             if after is None or self._published != (holder, after):
                 self.refuse_unless_writing(holder)
                 self._refuse_other_version(after)
-                await self._follow_weights()
+                if self._makes_fp8 and self.writes == "weights":
+                    await self._engine.collective_rpc("bridge_requantize")
                 await self._wake()
                 self._published = (holder, self.version)
                 self.version = max(self.version + 1, version or 0)
@@ -178,16 +180,14 @@ class ServerFence:
                 await self._resume()
 
     async def release(self, holder: Holder) -> None:
-        """Resume without a new version; does nothing if the server is not paused.
-
-        Nothing was written, unless the caller is wrong: then FP8 follows what is served without a version.
-        """
+        """Resume without a new version, because nothing was written; does nothing if the server is not paused."""
         if self.holder is None:  # the pending pause of a caller that has disconnected is not granted
             return
         async with self._lock:
             self._refuse_unless_held(holder)
             self._after("resume", self._phase)
-            await self._follow_weights()
+            if self._makes_fp8 and self._phase is Phase.WRITING and self.writes == "weights":  # some may be, after all
+                await self._engine.collective_rpc("bridge_requantize")
             await self._resume()
 
     def refuse_unless_writing(self, holder: Holder) -> None:
@@ -244,12 +244,6 @@ class ServerFence:
             self._is_asleep = True  # even if a rank fails
             await self._engine.collective_rpc("bridge_sleep")
 
-    async def _follow_weights(self) -> None:
-        """Let FP8 be of the weights as they are, if the holder may have written them."""
-        is_open = self._phase in {Phase.WRITING, Phase.REWRITING} and self.writes == "weights"
-        if is_open and any(shard.quantized for shard in self._exported.shards):
-            await self._engine.collective_rpc("bridge_requantize")
-
     async def _resume(self, holder: Holder | None = None) -> None:
         """Serve again; if that fails, `holder` may retry as a reader."""
         try:
@@ -289,9 +283,7 @@ class ServerFence:
 
     def _refuse_other_version(self, expected: int | None) -> None:
         if expected not in (None, self.version):
-            message = (
-                f"the server serves version {self.version}, expected version {expected}: another process published"
-            )
+            message = f"the server serves version {self.version}, expected version {expected}: another one published"
             raise AttachError(message, remedy="resume from the newest checkpoint: bridge train --resume")
 
     def _refuse_busy(self, holder: Holder) -> None:

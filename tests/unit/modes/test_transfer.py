@@ -372,31 +372,28 @@ def test_a_server_that_failed_is_named_if_nccl_reports_that_its_broadcast_was_en
         fed.publish()
 
 
-def test_a_server_that_something_else_restarted_is_noticed(opened: Callable[..., Fed]) -> None:
+@pytest.mark.parametrize("name", ["default", "theirs: version 1"])
+def test_rollouts_of_other_weights_are_not_trained_on(opened: Callable[..., Fed], name: str) -> None:
+    """As a server reports them that something else restarted, or that another trainer feeds."""
     fed = opened()
-    fed.mode.check_served()
     fed.publish()
-    fed.mode.check_served()
     assert [server.weight_version for server in fed.servers] == ["ours: version 1"] * 2
-    fed.servers[1].weight_version = "default"
-    with pytest.raises(AttachError, match=f"{fed.servers[1].url} serves weights named 'default', expected 'ours: v"):
-        fed.mode.check_served()
-
-
-def test_a_server_that_another_trainer_fed_is_noticed(opened: Callable[..., Fed]) -> None:
-    fed = opened()
-    fed.servers[0].weight_version = "theirs: version 1"
-    with pytest.raises(AttachError, match=r"named 'theirs: version 1'.*another trainer feeds it") as caught:
-        fed.mode.check_served()
+    fed.servers[1].weight_version = name
+    before = fed.mode._model.get_parameter(NORM).clone()
+    fed.calls()
+    with pytest.raises(
+        AttachError, match=f"{fed.servers[1].url} serves weights named {name!r}, expected 'ours: ver"
+    ) as caught:
+        fed.publish()
     assert "\n" not in caught.value.message + caught.value.remedy
+    assert fed.mode._model.get_parameter(NORM).equal(before)
+    assert fed.calls() == [[], []]
 
 
 def test_a_server_that_names_no_weights_is_not_asked(feeding: Callable[..., Fed], folder: Path) -> None:
     fed = feeding(FedServer(str(folder), weight_version=None))
     fed.mode.open()
-    fed.mode.check_served()
-    assert fed.publish() == 1
-    fed.mode.check_served()
+    assert [fed.publish(), fed.publish()] == [1, 2]
 
 
 def test_a_server_of_our_own_that_died_is_restarted_and_fed_again(feeding: Callable[..., Fed], folder: Path) -> None:
