@@ -14,7 +14,7 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.core.process import ProcessIdentity
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
 from bridge.processes import accelerator, server_command, start_checks, vllm_flags
-from bridge.processes.server_command import ServerCommand
+from bridge.processes.server_command import ServerCommand, prepare
 from bridge.server import manifest
 from bridge.server.protocol import TRANSFER_FLAG
 from tests.models.sizes import folder_of, qwen2
@@ -665,8 +665,9 @@ def test_a_server_that_is_fed_quantizes_by_vllms_code(
             start_checks.check_quantization(config, TRANSFER_FLAG, shares_weights=False, is_fed=True)
         return
     start_checks.check_quantization(config, TRANSFER_FLAG, shares_weights=False, is_fed=True)
+    monkeypatch.setattr(start_checks, "check_software", lambda _: None)
     trainer = TrainConfig.of(model_name="m", mode="none", reload="transfer", trainer_device="cuda:1")
-    command = ServerCommand.of(config, [], {}, shares_weights=False, trainer=trainer)
+    command = prepare(config, [], shares_weights=False, trainer=trainer)
     assert command.argv[command.argv.index("--quantization") + 1] == config.quantization
     assert "--worker-extension-cls" not in command.argv
     assert command.environment["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
