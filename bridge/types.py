@@ -18,6 +18,8 @@ FinishReason = Literal["stop", "length", "abort", "repetition"]
 
 LOGPROB_DIFF_EDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 """Edges of the histogram of log-prob mismatch, in nats; the first and last bins are open."""
+STAYS = {"is_sent": False}
+"""Metadata of a field that other ranks do not get with the rest of a record (`bridge/ranks/messages.py`)."""
 HEALTHY_NATS = (0.013, 0.024)
 """Mean log-prob mismatch between vLLM and transformers in bf16 that comes from rounding alone."""
 
@@ -102,7 +104,8 @@ class Array:
     dtype: str
     """As torch writes it, without `torch.`."""
     shape: tuple[int, ...]
-    content: bytes
+    content: bytes = field(default=b"", metadata=STAYS)
+    """Its bytes; empty: another rank has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +118,23 @@ class Images:
     """Where the tokens of each image begin in the prompt."""
     grids: tuple[tuple[int, int, int], ...]
     """How many tokens each image has: in time, in rows and in columns."""
+    digest: str
+    """Distinguishes images whose prompts have the same token ids."""
 
-    @cached_property
-    def digest(self) -> str:
-        """Distinguishes images whose prompts have the same token ids."""
+    @classmethod
+    def of(
+        cls, arrays: tuple[Array, ...], *, starts: tuple[int, ...], grids: tuple[tuple[int, int, int], ...]
+    ) -> "Images":
         digest = blake2b(digest_size=16)
-        for array in self.arrays:
+        for array in arrays:
             digest.update(f"{array.name} {array.dtype} {array.shape} ".encode())
             digest.update(array.content)
-        return digest.hexdigest()
+        return cls(arrays=arrays, starts=starts, grids=grids, digest=digest.hexdigest())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has the bytes."""
+        return all(array.content for array in self.arrays)
 
 
 @dataclass(frozen=True, kw_only=True)

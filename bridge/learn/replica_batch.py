@@ -1,13 +1,15 @@
 """What one replica trains on in a step: its samples of the batch, what is computed for them, and the step's figures.
 
-Several replicas distribute the samples of an update so that each has about the same number of tokens.
+Several replicas distribute the samples of an update so that each has about the same number of tokens. A rank has the
+bytes of the images that it sampled with, and gets those that it trains on.
 
 Shape suffixes: N rows (positions that predict a sampled token).
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import BytesIO
 from itertools import groupby
 from typing import Any, Self
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import OptimizerConfig
+from bridge.core.interrupt import deferred_interrupt
 from bridge.learn import samples
 from bridge.learn.mismatch import Tally, share
 from bridge.learn.policy_loss import LossSpec, means
@@ -23,7 +26,7 @@ from bridge.passes import routing
 from bridge.passes.flops import Flops
 from bridge.passes.packing import MicroBatch, Sample
 from bridge.ranks.world import Ranks
-from bridge.types import Group
+from bridge.types import Array, Group, Images
 
 BALANCE_TOLERANCE = 1.05
 """Tokens of the busiest replica over the mean above which completions, not whole groups, are distributed."""
@@ -48,12 +51,20 @@ class Batch:
     def of(
         cls, groups: Sequence[Group], spec: LossSpec, ranks: Ranks, choices: OptimizerConfig, *, longest: int, step: int
     ) -> Self:
-        """Turn groups into samples, cut them into updates, and keep this rank's share; UsageError: as `samples`."""
+        """Turn groups into samples, cut them into updates, and keep this rank's share, with the bytes of its images.
+
+        UsageError: as `samples`.
+        """
         updates = samples.mini_batches(groups, spec, num_updates=choices.updates_per_batch, max_new_tokens=longest)
         trained = [mini_batch for mini_batch, _ in updates]
+        distributed = [distribute(mini_batch, ranks.num_shares) for update in updates for mini_batch in update]
+        own = [shares[ranks.share] for shares in distributed]
+        if ranks.world_size > 1:
+            images = exchanged_images(groups, distributed, ranks)
+            own = [[_with_images(sample, images) for sample in mini_batch] for mini_batch in own]
         return cls(
-            mini_batches=[distribute(mini_batch, ranks) for mini_batch in trained],
-            only_ranked=[distribute(only_ranked, ranks) for _, only_ranked in updates],
+            mini_batches=own[::2],
+            only_ranked=own[1::2],
             num_tokens=sum(sample.num_trained for mini_batch in trained for sample in mini_batch),
             balance=busiest(trained, ranks.num_shares),
             num_before=(step - 1) * choices.updates_per_step,
@@ -139,15 +150,76 @@ class Computed:
         return sum(of_updates[number % len(of_updates)] for number in range(len(self.norms)))
 
 
-def distribute(mini_batch: list[Sample], ranks: Ranks) -> list[Sample]:
-    """Return the samples that this rank trains on, in their order; every rank computes the same.
+def distribute(mini_batch: list[Sample], size: int) -> list[list[Sample]]:
+    """Return the samples of each of `size` shares, in their order; every rank computes the same.
 
     The samples of one prompt, which follow each other, stay together if the shares' tokens then differ little: their
     prompt is computed once.
     """
-    if ranks.num_shares == 1:
-        return mini_batch
-    return [mini_batch[index] for index in sorted(_shares(mini_batch, ranks.num_shares)[ranks.share])]
+    if size == 1:
+        return [mini_batch]
+    return [[mini_batch[index] for index in sorted(indices)] for indices in _shares(mini_batch, size)]
+
+
+def exchanged_images(
+    groups: Sequence[Group], shares_of_updates: Sequence[list[list[Sample]]], ranks: Ranks
+) -> dict[str, Images]:
+    """Return, by digest, the images of this rank and those that it trains on: another rank that has one sends it.
+
+    Ranks of a pass that is cut have no images, so a share is a rank's. All ranks derive the same routes.
+    """
+    here = {group.images.digest: group.images for group in groups if group.images is not None and group.images.is_here}
+    needed = [
+        {
+            sample.images.digest: sample.images
+            for shares in shares_of_updates
+            for sample in shares[number]
+            if sample.images
+        }
+        for number in range(ranks.num_shares)
+    ]
+    if not any(needed):
+        return here
+    with deferred_interrupt():  # in the midst of an exchange the other ranks would wait for this one
+        held = ranks.all_gather_object([*here])
+        senders = {digest: rank for rank, digests in reversed([*enumerate(held)]) for digest in digests}
+        routes = [
+            (senders[digest], receiver, images)
+            for receiver, of_share in enumerate(needed)
+            for digest, images in of_share.items()
+            if digest not in held[receiver]
+        ]
+        return here | (_sent_along(routes, here, ranks) if routes else {})
+
+
+def _sent_along(
+    routes: Sequence[tuple[int, int, Images]], here: Mapping[str, Images], ranks: Ranks
+) -> dict[str, Images]:
+    """Send images from rank to rank, and return those that came to this one."""
+    sent, lengths = [bytearray() for _ in range(ranks.world_size)], [0] * ranks.world_size
+    for sender, receiver, images in routes:
+        if sender == ranks.rank:
+            sent[receiver] += b"".join(array.content for array in here[images.digest].arrays)
+        if receiver == ranks.rank:
+            lengths[sender] += sum(map(_num_bytes, images.arrays))
+    received = [*map(BytesIO, ranks.all_to_all(sent, lengths))]
+    return {
+        images.digest: replace(
+            images,
+            arrays=tuple(replace(array, content=received[sender].read(_num_bytes(array))) for array in images.arrays),
+        )
+        for sender, receiver, images in routes
+        if receiver == ranks.rank
+    }
+
+
+def _num_bytes(array: Array) -> int:
+    itemsize: int = getattr(torch, array.dtype).itemsize
+    return itemsize * math.prod(array.shape)
+
+
+def _with_images(sample: Sample, images: Mapping[str, Images]) -> Sample:
+    return sample if sample.images is None else replace(sample, images=images[sample.images.digest])
 
 
 def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:

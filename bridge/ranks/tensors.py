@@ -7,8 +7,10 @@ Shape suffixes: R blocks, B elements of a block.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -91,6 +93,15 @@ class Tensors:
         received = torch.empty_like(whole)
         self._exchange(dist.all_to_all_single, _bytes(received), _bytes(whole))
         return sum_in_order(received.view(self.world_size, -1, *whole.shape[1:]))
+
+    def all_to_all(self, sent: Sequence[bytes | bytearray], lengths: Sequence[int]) -> list[bytes]:
+        """Send every rank its own bytes, and return what each sent to this one: as many as `lengths` says."""
+        received = torch.empty(sum(lengths), dtype=torch.uint8)
+        joined = np.frombuffer(bytearray().join(sent), dtype=np.uint8)
+        sizes = [len(content) for content in sent]
+        act = partial(dist.all_to_all_single, output_split_sizes=[*lengths], input_split_sizes=sizes)
+        self._exchange(act, received, torch.from_numpy(joined))
+        return [part.numpy().tobytes() for part in received.split([*lengths])]
 
     def _exchange(self, act: Callable[..., Any], received: Tensor, sent: Tensor) -> None:
         """Exchange tensors with every rank."""

@@ -310,7 +310,7 @@ class Ranks(Tensors):
                 self._objects.set_timeout(self._all._limit)
                 received = messages.exchange(mine.dumps(), self._objects, self.world_size)
                 self._num_exchanges += 1
-                outcomes += map(Outcome.loads, received)
+                outcomes += (mine if number == self.rank else Outcome.loads(one) for number, one in enumerate(received))
         except KeyboardInterrupt as interrupt:
             return outcomes, interrupt
         return outcomes, None

@@ -125,7 +125,7 @@ class Prompts:
         arrays = tuple(_array(name, tensor, dtype) for name, tensor in sorted(tensors.items()))
         merged = config.vision_config.spatial_merge_size
         grids = tuple((t, rows // merged, columns // merged) for t, rows, columns in made[GRIDS].tolist())
-        return Encoded(ids, Images(arrays=arrays, starts=_starts(ids, config.image_token_id, grids), grids=grids))
+        return Encoded(ids, Images.of(arrays, starts=_starts(ids, config.image_token_id, grids), grids=grids))
 
     def _prompt(self, problem: Problem) -> str | list[Message]:
         prompt = problem["prompt"]

@@ -29,6 +29,7 @@ from bridge.types import Completion
 from bridge.weights import skeleton
 from bridge.weights.attach import AttachedModel, attach
 from tests import family_proof, scenarios
+from tests.cpu import test_gpus
 from tests.models import colors, tiny
 from tests.models.families import FAMILIES, INSIDE
 from tests.models.processors import END, FIRST_TOKEN, IMAGE, START
@@ -62,6 +63,19 @@ def test_a_task_with_images_is_learned(tmp_path: Path) -> None:
         learns(server, tmp_path, steps=30)
         tower_is_unchanged(server, tmp_path)
         scenarios.verifies(server, tmp_path)
+
+
+def test_two_replicas_train_on_images(tmp_path: Path) -> None:
+    """Each trains on images that the other one sampled with."""
+    model = written(FAMILIES["Qwen3-VL"](), tmp_path)
+    data, _ = colors.write(tmp_path / "data", MARKER)
+    of_data = ("--environment", "jsonl", "--data", str(data), "--reward", REWARD, "--training-steps", "3")
+    test_gpus.run(model, tmp_path, *of_data, *FLAGS)
+    rows = test_gpus.metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    differences = [float(str(row["logprob_diff_mean"])) for row in rows if row["tokens_trained"]]
+    assert len(differences) > 1
+    assert max(differences) < scenarios.PARITY_LIMIT, differences
 
 
 def written(config: PretrainedConfig, folder: Path) -> Path:

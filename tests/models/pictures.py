@@ -27,7 +27,7 @@ def prompt(config: PretrainedConfig, *parts: tuple[int, int] | int, seed: int = 
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         pixels.append(torch.randn(rows * columns * merged**2, width, generator=draw))
     arrays = array("image_grid_thw", torch.tensor(patches)), array("pixel_values", torch.cat(pixels))
-    return tuple(ids), Images(arrays=arrays, starts=tuple(starts), grids=tuple(grids))
+    return tuple(ids), Images.of(arrays, starts=tuple(starts), grids=tuple(grids))
 
 
 def array(name: str, tensor: torch.Tensor) -> Array:

@@ -322,7 +322,7 @@ def test_the_batch_deviation_ignores_missing_completions() -> None:
 def test_samples_have_the_images_of_their_group() -> None:
     """Two groups may have the same token ids, and other images behind them."""
     shown = [
-        Images(arrays=(Array(name="pixels", dtype="uint8", shape=(1,), content=bytes([value])),), starts=(0,), grids=())
+        Images.of((Array(name="pixels", dtype="uint8", shape=(1,), content=bytes([value])),), starts=(0,), grids=())
         for value in range(2)
     ]
     first, _, second, _ = made([group([1, 0], images=images) for images in shown])

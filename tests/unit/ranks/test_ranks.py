@@ -422,9 +422,9 @@ def summed_alone(groups: Sequence[Group], size: int, **choices: Any) -> dict[str
         learner.take(groups)
         (whole,), (silent,) = learner._batch.mini_batches, learner._batch.only_ranked or [[]]
         sums: dict[str, Tensor] = {}
-        shares = [distribute(whole, Ranks(rank, size)) for rank in range(size)]
+        shares = distribute(whole, size)
         if "top_entropy" in choices:
-            only_ranked = [distribute(silent, Ranks(rank, size)) for rank in range(size)]
+            only_ranked = distribute(silent, size)
             ranked = [entropies_of(learner, *pair) for pair in zip(shares, only_ranked, strict=True)]
             least = least_of(ranked, choices["top_entropy"])
             learner._least_entropies = lambda threshold=least: [threshold]  # type: ignore[method-assign,misc]
@@ -660,15 +660,15 @@ def test_tokens_are_balanced_and_prompts_stay_together() -> None:
         )
 
     many = [sample(prompt, chance.randint(20, 200)) for prompt in range(64) for _ in range(8)]
-    parts = [distribute(many, Ranks(rank, 4)) for rank in range(4)]
+    parts = distribute(many, 4)
     assert sorted(id(one) for part in parts for one in part) == sorted(map(id, many))
     loads = [sum(one.num_tokens for one in part) for part in parts]
     assert max(loads) < 1.02 * min(loads)
     prompts = [{one.prompt_token_ids for one in part} for part in parts]
     assert sum(map(len, prompts)) == 64
     few = [sample(0, length) for length in (100, 90, 10)]
-    assert [distribute(few, Ranks(rank, 2)) for rank in range(2)] == [few[:1], few[1:]]
-    assert distribute(few, ALONE) == few
+    assert distribute(few, 2) == [few[:1], few[1:]]
+    assert distribute(few, 1) == [few]
     assert busiest([few], 2) == pytest.approx(2 * max(120, 140) / 260)
     assert busiest([few, few], 2) == busiest([few], 2)
     assert 1 <= busiest([many], 4) < 1.02

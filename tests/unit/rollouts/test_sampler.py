@@ -400,7 +400,7 @@ def test_a_long_completion_has_as_much_time_for_each_of_its_tokens(longest: int 
 
 def test_images_are_sent_once_and_to_bridge_alone() -> None:
     array = Array(name="pixel_values", dtype="float32", shape=(1, 1), content=bytes(4))
-    images = Images(arrays=(array,), starts=(0,), grids=((1, 1, 1),))
+    images = Images.of((array,), starts=(0,), grids=((1, 1, 1),))
     bodies = list[dict[str, Any]]()
 
     def keep(document: dict[str, Any], request: HttpRequest) -> dict[str, Any]:
