@@ -1,19 +1,24 @@
 """Results of the family proofs, kept as JSON, and docs/families.md, generated from them.
 
-`python -m tests.family_results` regenerates the page. The proof itself is `family_proof.py`.
+`python -m tests.family_results` regenerates the page, and `python -m tests.family_results FOLDER` with what
+`pytest tests/gpu/test_families.py --record-into FOLDER` found. The proof itself is `family_proof.py`.
 """
 
 import dataclasses
 import json
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, ON_GPUS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = {device: ROOT / "benchmarks" / "results" / f"families-{device}.json" for device in ("cpu", "gpu", "parts")}
 """Result files by device, and of tensor parallelism without a server."""
+ORDER = (*FAMILIES, *ON_GPUS)
+"""The order of the rows."""
 NUM_PARTS = (2, 4)
 """Parts into which every family is cut."""
 PAGE = ROOT / "docs" / "families.md"
@@ -33,13 +38,13 @@ does the same, while plain transformers chooses by the longest sequence of a bat
 Qwen3.5, Qwen3.5-MoE and Qwen3-Next have layers with a state, GatedDeltaNet. The trainer runs them on each packed
 sequence by itself, as rows padded at their end, and completions do not share their prompt there. `A_log` is float32 on
 both sides, as vLLM keeps it. With CUDA, install `flash-linear-attention` and `causal-conv1d`: without them transformers
-uses its much slower reference code. These layers are tested on CPUs alone.
+uses its much slower reference code.
 
 Buffers that a model's files hold, such as the router's bias of DeepSeek-V3 and GLM-4.5, or Gemma 4's `layer_scalar`,
 lie in the server's memory like weights. They are never trained, and every checkpoint holds them unchanged. Gemma 4 is
-tested on CPUs alone, as its smaller models are: layers share keys and values, and tokens have an embedding per layer.
-Its difference in the table is bf16's: it does not scale attention's scores, so that rounding weighs more. In float32,
-vLLM 0.32 and transformers differ by 7e-6 nats on average and 1.4e-4 at most (551 tokens, 2026-11-26).
+tested as its smaller models are: layers share keys and values, and tokens have an embedding per layer. Its difference
+in the table is bf16's: it does not scale attention's scores, so that rounding weighs more. In float32, vLLM 0.32 and
+transformers differ by 7e-6 nats on average and 1.4e-4 at most (551 tokens, 2026-11-26).
 
 Mixtures of experts are tested with router replay: the trainer and plain transformers compute with the experts that the
 server reported (`rerouted_share` below 5 %). Without it an expert that rounding exchanges would differ by more than a
@@ -64,25 +69,25 @@ not pass by name.
 """
 COLUMNS = (
     "family", "transformers", "vLLM", "fused in vLLM", "before", "after", "moved",
-    *(f"TP {number}" for number in NUM_PARTS), "versions",
+    *(f"TP {number}" for number in NUM_PARTS),
+    "on a GPU: parameters", "GPU: before", "GPU: after", "GPU: moved",
 )  # fmt: skip
-ON_A_GPU = """
-The same proof with more than 100 million parameters on a Hopper GPU, with torch.compile and CUDA graphs (`pytest
-tests/gpu/test_families.py`):
-
-"""
-ON_A_GPU_COLUMNS = ("family", "parameters", "before", "after", "moved", "versions")
-WINDOWS = """
-Mistral and Phi-3 ran with a window of 4,096 tokens, longer than `--max-model-len`. With a shorter window in every
-layer, vLLM 0.33's CUDA graphs decode incorrectly on that GPU: log-probs differ from `--enforce-eager` by 0.8 nats per
-token, on untouched weights, where 0.008 is normal. For such models Bridge therefore keeps attention out of the graphs
-by default (`--compilation-config '{"cudagraph_mode": "PIECEWISE"}'`): Mistral with a window of 512 then differs by
-0.0079 before and after training. Gemma 2, with a window in every other layer, is not affected.
-"""
 READING = """
 `before`, `after` and `moved` are mean log-prob differences over sampled tokens, in nats: the server against the
 weights that it loaded, the server against the checkpoint of step 3, and after the steps against the old weights.
 
+`GPU` is the same proof with more than 100 million parameters on a Hopper GPU, with torch.compile and CUDA graphs
+(`pytest tests/gpu/test_families.py`). A dash: not run there, or refused.
+
+"""
+WINDOWS = """
+On the GPU, Mistral and Phi-3 ran with a window of 4,096 tokens, longer than `--max-model-len`. With a shorter window in
+every layer, vLLM 0.33's CUDA graphs decode incorrectly there: log-probs differ from `--enforce-eager` by 0.8 nats per
+token, on untouched weights, where 0.008 is normal. For such models Bridge therefore keeps attention out of the graphs
+by default (`--compilation-config '{"cudagraph_mode": "PIECEWISE"}'`): Mistral with a window of 512 then differs by
+0.0079 before and after training. Gemma 2, with a window in every other layer, is not affected.
+"""
+PARTS = """
 `TP 2` and `TP 4` are without vLLM: as many ranks compute with their parts of the weights in float32, cut as vLLM cuts
 them (4 parts share 2 KV heads by pairs, and the vocabulary is padded). The number is the largest relative difference
 from the whole model, of log-probs, entropies and every gradient (`pytest tests/unit/passes/test_parallel.py`).
@@ -181,21 +186,47 @@ class Result:
     """Parameters of the model."""
 
 
-def record(family: str, result: Result, *, device: str) -> None:
-    """Write the result of `family` on `device` to its file, in the order of the families, and to the page."""
-    results = {**load(device), family: dataclasses.asdict(result)}
-    ordered = {name: results[name] for name in FAMILIES if name in results}
-    RESULTS[device].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
-    PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
+def record(family: str, result: Result) -> None:
+    """Write the result of `family` on the CPU to its file, and to the page."""
+    _add("cpu", {family: dataclasses.asdict(result)})
 
 
 def record_parts(family: str, num_parts: int, difference: float) -> None:
     """Write how far `family` in parts is from the whole model to its file, and to the page."""
-    differences = load("parts")
-    differences[family] = {**differences.get(family, {}), str(num_parts): difference}
-    ordered = {name: dict(sorted(differences[name].items())) for name in FAMILIES if name in differences}
-    RESULTS["parts"].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
-    PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
+    of_family = {**load("parts").get(family, {}), str(num_parts): difference}
+    _add("parts", {family: dict(sorted(of_family.items()))})
+
+
+def claim(family: str, folder: Path) -> Path | None:
+    """Return a new, empty file for the result of `family`; None if there is one: another process is at it, or was.
+
+    What failed or was cut off leaves it empty; removed, it is tried again.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{re.sub('[^A-Za-z0-9.]+', '-', family)}.json"
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return None
+    return path
+
+
+def write(path: Path, family: str, result: Result) -> None:
+    path.write_text(json.dumps({family: dataclasses.asdict(result)}))
+
+
+def collect(folder: Path) -> None:
+    """Add the results of a GPU in `folder` to their file, and to the page."""
+    texts = [path.read_text() for path in sorted(folder.glob("*.json"))]
+    _add("gpu", {family: result for text in texts if text for family, result in json.loads(text).items()})
+
+
+def _add(device: str, results: Results) -> None:
+    """Add results to their file, in the order of the families, and write the page."""
+    known = {**load(device), **results}
+    ordered = {name: known[name] for name in ORDER if name in known}
+    RESULTS[device].write_text(json.dumps(ordered, indent=2, ensure_ascii=False) + "\n")
+    PAGE.write_text(page(*map(load, RESULTS)))
 
 
 def load(device: str) -> dict[str, dict[str, object]]:
@@ -205,37 +236,52 @@ def load(device: str) -> dict[str, dict[str, object]]:
     return results
 
 
-def page(on_cpu: Results, on_gpu: Results, in_parts: Results) -> str:
+def page(cpu: Results, gpu: Results, in_parts: Results) -> str:
     """Return the page of the docs."""
+    on_cpu, on_gpu = (
+        {family: Result(**fields) for family, fields in results.items()}  # type: ignore[arg-type]
+        for results in (cpu, gpu)
+    )
     rows = [
-        _row(family, Result(**fields), in_parts.get(family, {}))  # type: ignore[arg-type]
-        for family, fields in on_cpu.items()
+        _row(family, on_cpu.get(family), on_gpu.get(family), in_parts.get(family, {}))
+        for family in ORDER
+        if family in on_cpu or family in on_gpu
     ]
-    large = [_large_row(family, Result(**fields)) for family, fields in on_gpu.items()]  # type: ignore[arg-type]
-    tables = INTRODUCTION + _table(COLUMNS, rows)
-    if large:
-        tables += ON_A_GPU + _table(ON_A_GPU_COLUMNS, large) + WINDOWS
-    return tables + READING + _table(REFUSED_COLUMNS, REFUSED)
+    table = _table(COLUMNS, rows) + READING + _versions("the CPU", on_cpu) + _versions("a GPU", on_gpu)
+    return INTRODUCTION + table + (WINDOWS if on_gpu else "") + PARTS + _table(REFUSED_COLUMNS, REFUSED)
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (columns, ("---",) * len(columns), *rows))
 
 
-def _row(family: str, result: Result, in_parts: Mapping[str, object]) -> tuple[str, ...]:
-    together = "; ".join(f"`{names}`" for names in result.together) or "nothing"
+def _row(family: str, cpu: Result | None, gpu: Result | None, in_parts: Mapping[str, object]) -> tuple[str, ...]:
+    known = cpu or gpu
+    assert known is not None
+    together = "; ".join(f"`{names}`" for names in known.together) or "nothing"
     differences = [in_parts.get(str(number)) for number in NUM_PARTS]
     apart = ["-" if difference is None else f"{difference:.0e}" for difference in differences]
-    return (family, result.transformers_class, result.vllm_class, together, *_numbers(result), *apart, result.versions)
+    size = "-" if gpu is None else f"{gpu.num_parameters:,}"
+    names = family, known.transformers_class, known.vllm_class, together
+    return (*names, *_numbers(cpu), *apart, size, *_numbers(gpu))
 
 
-def _large_row(family: str, result: Result) -> tuple[str, ...]:
-    return (family, f"{result.num_parameters:,}", *_numbers(result), result.versions)
+def _numbers(result: Result | None) -> tuple[str, ...]:
+    numbers = () if result is None else (result.before, result.after, result.moved)
+    return tuple(f"{number:.4f}" for number in numbers) or ("-",) * 3
 
 
-def _numbers(result: Result) -> tuple[str, ...]:
-    return tuple(f"{number:.4f}" for number in (result.before, result.after, result.moved))
+def _versions(where: str, results: Mapping[str, Result]) -> str:
+    """Return what ran there; with several versions, which families."""
+    families: dict[str, list[str]] = {}
+    for family, result in results.items():
+        families.setdefault(result.versions, []).append(family)
+    if len(families) == 1:
+        return f"- On {where}: {next(iter(families))}\n"
+    return "".join(f"- On {where}: {versions}: {', '.join(names)}\n" for versions, names in families.items())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(load("cpu"), load("gpu"), load("parts")))
+    if sys.argv[1:]:
+        collect(Path(sys.argv[1]))
+    PAGE.write_text(page(*map(load, RESULTS)))

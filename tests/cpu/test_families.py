@@ -33,7 +33,7 @@ def test_a_family_trains_in_place_and_equals_its_checkpoint(
         pytest.skip("vLLM's module of the family imports torchvision")
     result = family_proof.prove(FAMILIES[family](), tmp_path, engine=() if is_recorded else scenarios.TRACED)
     if is_recorded:
-        family_results.record(family, result, device="cpu")
+        family_results.record(family, result)
 
 
 def test_weights_that_vllm_derives_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

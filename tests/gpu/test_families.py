@@ -1,17 +1,26 @@
 """Families with more than 100 million parameters on a GPU, with CUDA graphs and torch.compile: the CPU's proof.
 
-Not covered: the other families, and the table (`tests/cpu/test_families.py`).
+By default some of them. With `--record-into FOLDER` every family that has no file there. Each writes its own when it is
+proved, so that nothing is lost if the run is cut off, and several processes with one folder share the families:
+
+    for gpu in 0 1; do CUDA_VISIBLE_DEVICES=$gpu pytest tests/gpu/test_families.py --record-into FOLDER & done; wait
+    python -m tests.family_results FOLDER
+
+Not covered: tiny ones (`tests/cpu/test_families.py`).
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests import family_proof, family_results, scenarios
-from tests.models.families import FAMILIES, large
+from tests.models.families import FAMILIES, ON_GPUS, WITH_VISION, large
 
 LEAST_PARAMETERS = 100_000_000
+ALL = {**FAMILIES, **ON_GPUS}
 SUBSET = ("Qwen2, Qwen2.5", "Llama 3, 3.1", "Mistral", "Gemma 2", "Phi-3", "Phi-3.5-mini", "Phi-4-mini", "Mixtral")
+"""Those that run by default."""
 KV_CACHE = ("--kv-cache-memory-bytes", "1073741824")
 """A fixed size instead of a share of the GPU: nothing is profiled, and several of these tests can run at once."""
 LR = 5e-5
@@ -21,19 +30,26 @@ LONG_WINDOW = 4096
 """Tokens, more than the longest sequence here: with a shorter window Bridge leaves attention out of the CUDA graphs."""
 
 
-@pytest.mark.parametrize("family", SUBSET)
+@pytest.mark.parametrize("family", ALL)
 def test_a_large_family_trains_in_place_and_equals_its_checkpoint(
     family: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    config = large(FAMILIES[family]())
+    folder: Path | None = pytestconfig.getoption("--record-into")
+    if folder is None and family not in SUBSET:
+        pytest.skip("--record-into runs it, too")
+    if family in WITH_VISION and find_spec("torchvision") is None:
+        pytest.skip("vLLM's module of the family imports torchvision")
+    record = None if folder is None else family_results.claim(family, folder)
+    if folder is not None and record is None:
+        pytest.skip(f"{folder} has a file of it")
+    config = large(ALL[family]())
     if family in WINDOWED:
         config.sliding_window = LONG_WINDOW
     result = family_proof.prove(config, tmp_path, engine=KV_CACHE, lr=LR)
     assert result.num_parameters > LEAST_PARAMETERS
     assert "CUDA graph" in (tmp_path / "server" / "serve.log").read_text()
-    print(family, result)  # noqa: T201  pytest -s shows what was found
-    if pytestconfig.getoption("--record-families"):
-        family_results.record(family, result, device="gpu")
+    if record is not None:
+        family_results.write(record, family, result)
 
 
 def test_a_window_shorter_than_a_sequence_is_decoded_rightly(tmp_path: Path) -> None:

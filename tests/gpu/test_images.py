@@ -8,33 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PretrainedConfig
 
 from bridge.weights import skeleton
 from tests import scenarios
 from tests.cpu.test_images import MARKER, learns, refuses_other_tokens, sees_the_same, tower_is_unchanged, written
 from tests.gpu.test_families import KV_CACHE, LEAST_PARAMETERS
 from tests.models import colors
-from tests.models.families import FAMILIES, LARGE, large
+from tests.models.families import FAMILIES, large
 
 pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's module of the family imports it")
 LR = "1e-4"
 
 
-def of_size() -> PretrainedConfig:
-    """Return Qwen3-VL with a language model of more than 100 million parameters, and a small tower."""
-    config = FAMILIES["Qwen3-VL"]()
-    document = config.to_dict()
-    text = large(config.text_config).to_dict()
-    document["text_config"] = {name: value for name, value in text.items() if name != "layer_types"}
-    tower = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": LARGE["hidden_size"]}
-    document["vision_config"] |= tower
-    return type(config).from_dict(document)
-
-
 def test_a_task_with_images_is_learned(tmp_path: Path) -> None:
-    config = of_size()
-    model = written(config, tmp_path)
+    model = written(large(FAMILIES["Qwen3-VL"]()), tmp_path)
     language = skeleton.build(str(model), torch.bfloat16).get_decoder()
     assert sum(parameter.numel() for parameter in language.parameters()) > LEAST_PARAMETERS
     data, _ = colors.write(tmp_path / "seen", MARKER)

@@ -15,6 +15,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -58,12 +59,28 @@ SMALL: dict[str, Any] = {
 LARGE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
-    "num_hidden_layers": 10,
+    "num_hidden_layers": 12,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 64,
+    "moe_intermediate_size": 704,
+    "shared_expert_intermediate_size": 704,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
-"""Sizes that give a family more than 100 million parameters, without latent attention or small experts."""
+"""Sizes that give every family more than 100 million parameters; others, such as those of latent attention, stay."""
+BY_LAYER = "layer_types", "no_rope_layers", "per_layer_config"
+"""Lists of as many elements as there are layers, which the families make themselves."""
+LARGE_TOWER: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_heads": 4,
+    "num_attention_heads": 4,
+    "out_hidden_size": LARGE["hidden_size"],
+}
+"""Sizes of a vision model beside it."""
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 SHARED_EXPERT: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
@@ -254,14 +271,28 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Mistral 3": _mistral3,
 }  # fmt: skip
 """Family name -> its configuration."""
+ON_GPUS: Mapping[str, Callable[[], PretrainedConfig]] = {
+    "gpt-oss": lambda: GptOssConfig(
+        **SMALL, **EXPERTS, head_dim=64, num_local_experts=4, sliding_window=512,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "MiniMax-M2": minimax_m2,
+}  # fmt: skip
+"""Families that vLLM's build for CPUs cannot serve, or not so that they could be trained."""
 INSIDE = {"Qwen3.5", "Qwen3.5-MoE", "Qwen3-VL", "Mistral 3"}
 """Families whose language model is one part of several."""
 
 
 def large(config: PretrainedConfig) -> PretrainedConfig:
     """Return `config` with the sizes of `LARGE`, and its other peculiarities kept."""
-    sizes = {name: size for name, size in LARGE.items() if hasattr(config, name)}
-    known = {**config.to_dict(), **sizes, "layer_types": None}
+    if (text := config.get_text_config()) is not config:
+        whole = config.to_dict()
+        whole["text_config"] = {name: value for name, value in large(text).to_dict().items() if name != "layer_types"}
+        whole["vision_config"] |= {name: size for name, size in LARGE_TOWER.items() if name in whole["vision_config"]}
+        return type(config).from_dict(whole)
+    own = config.to_dict()
+    sizes = {name: size for name, size in LARGE.items() if name in own}
+    known = {**own, **sizes, **{name: None for name in BY_LAYER if name in own}}
     if "long_factor" in (rope := dict(known.get("rope_parameters") or {})):
         heads = LARGE["hidden_size"] // LARGE["num_attention_heads"]
         size = int(heads * rope["partial_rotary_factor"]) // 2

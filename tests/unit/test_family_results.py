@@ -1,5 +1,10 @@
 """The page of families is generated from the results, and the docs are up to date."""
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+
 from tests import family_results
 from tests.family_results import PAGE, Result, page
 
@@ -8,12 +13,57 @@ def test_the_page_in_the_docs_is_the_one_that_the_results_make() -> None:
     assert PAGE.read_text() == page(*map(family_results.load, ("cpu", "gpu", "parts")))
 
 
-def test_a_row_tells_what_was_found() -> None:
-    result = Result(
-        transformers_class="A", vllm_class="B", together=("q k v",), before=0.01, after=0.02, moved=0.5, versions="v 1",
-        num_parameters=123_000_000,
-    )  # fmt: skip
-    on_cpu, on_gpu = page({"F": vars(result)}, {}, {"F": {"2": 4e-6}}), page({}, {"F": vars(result)}, {})
-    assert "| F | A | B | `q k v` | 0.0100 | 0.0200 | 0.5000 | 4e-06 | - | v 1 |" in on_cpu
-    assert "| F | 123,000,000 | 0.0100 | 0.0200 | 0.5000 | v 1 |" in on_gpu
-    assert "GPU" not in on_cpu
+def result(**fields: Any) -> Result:
+    known: dict[str, Any] = {
+        "transformers_class": "A", "vllm_class": "B", "together": ("q k v",), "before": 0.01, "after": 0.02,
+        "moved": 0.5, "versions": "v 1", "num_parameters": 123_000_000,
+    }  # fmt: skip
+    return Result(**known | fields)
+
+
+def test_a_family_has_one_row_with_a_dash_for_what_did_not_run() -> None:
+    cpu, gpu, parts = (
+        {"Qwen3": vars(result())},
+        {"Qwen3": vars(result(after=0.03)), "OLMo 3": vars(result())},
+        {"Qwen3": {"2": 4e-6}},
+    )
+    both = page(cpu, gpu, parts)
+    of_cpu = "| Qwen3 | A | B | `q k v` | 0.0100 | 0.0200 | 0.5000 | 4e-06 | - |"
+    assert f"{of_cpu} 123,000,000 | 0.0100 | 0.0300 | 0.5000 |" in both
+    assert "| OLMo 3 | A | B | `q k v` | - | - | - | - | - | 123,000,000 | 0.0100 | 0.0200 | 0.5000 |" in both
+    assert f"{of_cpu} - | - | - | - |" in page(cpu, {}, parts)
+
+
+def test_versions_are_named_once_or_with_their_families() -> None:
+    one = page({"Qwen3": vars(result()), "OLMo 3": vars(result())}, {}, {})
+    assert "- On the CPU: v 1\n" in one
+    two = page({"Qwen3": vars(result()), "OLMo 3": vars(result(versions="v 2"))}, {}, {})
+    assert "- On the CPU: v 1: Qwen3\n- On the CPU: v 2: OLMo 3\n" in two
+
+
+@pytest.fixture
+def _own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {device: tmp_path / f"{device}.json" for device in family_results.RESULTS}
+    monkeypatch.setattr(family_results, "RESULTS", files)
+    monkeypatch.setattr(family_results, "PAGE", tmp_path / "page.md")
+
+
+@pytest.mark.usefixtures("_own_files")
+def test_processes_share_the_families_and_lose_no_result(tmp_path: Path) -> None:
+    folder = tmp_path / "found"
+    names = "Qwen3", "Qwen2, Qwen2.5", "Gemma 3 (text)"
+    first, second, cut_off = (family_results.claim(name, folder) for name in names)
+    assert first
+    assert second
+    assert cut_off
+    assert family_results.claim("Qwen3", folder) is None
+    for path, name in ((first, "Qwen3"), (second, "Qwen2, Qwen2.5")):
+        family_results.write(path, name, result())
+    family_results.collect(folder)
+    assert [*family_results.load("gpu")] == ["Qwen2, Qwen2.5", "Qwen3"]
+    assert "| Qwen3 | A | B |" in family_results.PAGE.read_text()
+    cut_off.unlink()
+    assert family_results.claim("Gemma 3 (text)", folder) == cut_off
+    family_results.write(cut_off, "Gemma 3 (text)", result())
+    family_results.collect(folder)
+    assert [*family_results.load("gpu")] == ["Qwen2, Qwen2.5", "Gemma 3 (text)", "Qwen3"]

@@ -148,7 +148,6 @@ def test_pixels_go_only_to_the_rank_that_trains_on_them(model: Path) -> None:
         assert mine["objects"] < max(sizes.values()) / 4, "messages carry no pixels"
     assert ranks[0]["trained"] | ranks[1]["trained"] == sizes.keys()
     assert 0 < sum(sum(mine["pixels"]) for mine in ranks) < sum(sizes.values())
-    print(sizes, [(one["pixels"], one["objects"]) for one in ranks])
 
 
 def test_ranks_learn_from_sent_images_as_from_their_own(model: Path) -> None:
