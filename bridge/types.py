@@ -115,9 +115,9 @@ class Images:
     arrays: tuple[Array, ...]
     """What the model's vision tower takes, for all images one after the other."""
     starts: tuple[int, ...]
-    """Where the tokens of each image begin in the prompt."""
+    """Where each run of image tokens begins in the prompt: an image is one, or each of its rows."""
     grids: tuple[tuple[int, int, int], ...]
-    """How many tokens each image has: in time, in rows and in columns."""
+    """How many tokens each run has: in time, in rows and in columns."""
     digest: str
     """Distinguishes images whose prompts have the same token ids."""
 

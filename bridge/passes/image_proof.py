@@ -8,6 +8,7 @@ Shape suffixes: T tokens, I image tokens, H hidden size.
 """
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
@@ -84,10 +85,10 @@ def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]
     except MISFITS as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     theirs = {name for given in alone for name, value in given.items() if isinstance(value, Tensor | list | tuple)}
-    if theirs != ours.keys():
+    if theirs | {"position_ids"} != ours.keys():
         return f"its decoder takes {', '.join(sorted(theirs))}, expected {', '.join(sorted(ours))}"
-    positions_3T = torch.cat([given["position_ids"][-3:, 0] for given in alone], dim=1)
-    if not torch.equal(positions_3T, ours["position_ids"][1:, 0]):
+    positions = torch.cat([*map(_positions, alone)], dim=1)
+    if not torch.equal(positions, _positions(ours)):
         return "tokens have other positions"
     deep = [torch.cat(of_layer) for of_layer in zip(*(given.get(DEEP, ()) for given in alone), strict=True)]
     pairs = [(torch.cat([given["inputs_embeds"][0] for given in alone]), ours["inputs_embeds"][0])]
@@ -96,8 +97,18 @@ def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]
     return "" if differs <= TOLERANCE else f"embeddings differ by {differs:.1%}"
 
 
+def _positions(given: Mapping[str, Any]) -> Tensor:
+    """Return the positions that a decoder is given, by axis; one that is given none counts."""
+    positions = given.get("position_ids")
+    if positions is None:
+        return torch.arange(given["inputs_embeds"].shape[1], device=given["inputs_embeds"].device).unsqueeze(0)
+    return positions[-3:, 0] if positions.dim() > 2 else positions
+
+
 DEEP = "deepstack_visual_embeds"
 """What the first layers add to the tokens of images."""
+KINDS = "mm_token_type_ids"
+"""Which tokens are an image's, for the families whose positions depend on it."""
 
 
 def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Images) -> Mapping[str, Any]:
@@ -106,9 +117,11 @@ def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Imag
     kinds_1T = torch.zeros_like(tokens_1T)
     kinds_1T[0, images.image_tokens(of_prompt)] = 1
     tensors = {name: tensor.to(model.device) for name, tensor in images.tensors([of_prompt]).items()}
+    if KINDS in signature(type(model).forward).parameters:
+        tensors[KINDS] = kinds_1T
     handle = model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True)
     try:
-        model(input_ids=tokens_1T, mm_token_type_ids=kinds_1T, use_cache=False, **tensors)
+        model(input_ids=tokens_1T, use_cache=False, **tensors)
     except _Called as called:
         return called.given
     finally:

@@ -25,7 +25,7 @@ COUNTABLE = frozenset({
 })  # fmt: skip
 """Values of a language model's `model_type` whose layers consist of attention or gated delta rules, and of gated
 feed-forward parts, dense or of experts."""
-SEEING = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl"})
+SEEING = frozenset({"mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl"})
 """Values of `model_type` whose images can be in prompts: those with a row for images in docs/families.md."""
 GATED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Those whose queries come with a gate of the same width."""

@@ -29,6 +29,8 @@ PART = {"type": "image"}
 """The part of a message that stands for an image."""
 GRIDS = "image_grid_thw"
 """A processor's name for the patches of each image, in time, rows and columns."""
+SIZES = "image_sizes"
+"""Another one's name for the height and width of each image in pixels: each row of its tokens is a run."""
 
 
 class Encoded(NamedTuple):
@@ -123,8 +125,7 @@ class Prompts:
         dtype = getattr(config, "dtype", None) or torch.float32
         tensors = {name: value for name, value in made.items() if name not in BESIDE_TENSORS}
         arrays = tuple(_array(name, tensor, dtype) for name, tensor in sorted(tensors.items()))
-        merged = config.vision_config.spatial_merge_size
-        grids = tuple((t, rows // merged, columns // merged) for t, rows, columns in made[GRIDS].tolist())
+        grids = _grids(config, made)
         return Encoded(ids, Images.of(arrays, starts=_starts(ids, config.image_token_id, grids), grids=grids))
 
     def _prompt(self, problem: Problem) -> str | list[Message]:
@@ -179,8 +180,17 @@ def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Array:
     return Array(name=name, dtype=str(kept.dtype).removeprefix("torch."), shape=tuple(kept.shape), content=content)
 
 
+def _grids(config: Any, made: Mapping[str, torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Return the tokens of each run of image tokens, in time, rows and columns."""
+    if GRIDS in made:
+        merged = config.vision_config.spatial_merge_size
+        return tuple((t, rows // merged, columns // merged) for t, rows, columns in made[GRIDS].tolist())
+    merged = config.spatial_merge_size * config.vision_config.patch_size
+    return tuple((1, 1, width // merged) for height, width in made[SIZES].tolist() for _ in range(height // merged))
+
+
 def _starts(ids: Sequence[int], image_token: int, grids: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return where each image's tokens begin.
+    """Return where each run of image tokens begins.
 
     Raises:
         UnsupportedModelError: their numbers are not those of the images, as when tokens were expanded twice.

@@ -24,7 +24,10 @@ vllm.renderers.base: BaseRenderer: mm_processor
 vllm.multimodal.inputs
     call MultiModalKwargsItems.from_hf_inputs(hf_inputs, config_by_key)
     MultiModalFieldElem: data
-vllm.multimodal.parse: MultiModalDataItems
+vllm.multimodal.parse
+    MultiModalDataItems
+    call ImageProcessorItems(data)
+    ImageProcessorItems: get_image_size
 vllm.multimodal.processing.processor
     call BaseMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
     call BaseMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
@@ -35,6 +38,8 @@ vllm.multimodal.processing.processor
 """
 IMAGE = "image"
 """vLLM's name for this kind of input."""
+PIXELS, SIZES = "pixel_values", "image_sizes"
+"""A processor's names, of Pixtral's kind."""
 
 
 def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> Any:
@@ -55,8 +60,9 @@ def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> 
 
     features = BatchFeature({name: _tensor(*array) for name, array in images.items()})
     try:
+        shown = _cropped(features)
         items = MultiModalKwargsItems.from_hf_inputs(features, processor._get_mm_fields_config(features, {}))
-        updates = processor._get_prompt_updates(MultiModalDataItems({}), {}, items)
+        updates = processor._get_prompt_updates(MultiModalDataItems(shown), {}, items)
         counts = {IMAGE: len(items[IMAGE])}
         placeholders = processor._find_mm_placeholders(list(ids), processor._bind_and_group_updates(updates, counts))
     except (ValueError, LookupError, RuntimeError) as error:
@@ -70,6 +76,17 @@ def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> 
         {IMAGE: [_hash(item) for item in items[IMAGE]]},
         {IMAGE: [one.to_range() for one in of_images]},
     )
+
+
+def _cropped(features: Any) -> dict[str, Any]:
+    """Cut off what a processor that gives sizes in pixels pads images with, and return them; empty: it is another."""
+    from vllm.multimodal.parse import ImageProcessorItems
+
+    if SIZES not in features:
+        return {}
+    both = zip(features[PIXELS], features[SIZES].tolist(), strict=True)
+    features[PIXELS] = [image[:, :height, :width] for image, (height, width) in both]
+    return {IMAGE: ImageProcessorItems(features[PIXELS])}
 
 
 def _fault(ids: Sequence[int], placeholders: Sequence[Any], num_images: int) -> str:

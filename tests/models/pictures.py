@@ -1,8 +1,9 @@
-"""Prompts with images for tiny models of the Qwen-VL kind, made without a processor: random pixels and their tokens."""
+"""Prompts with images for tiny models with a vision model, made without a processor: random pixels and their tokens."""
 
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import PretrainedConfig
 
 from bridge.types import Array, Images
@@ -10,7 +11,13 @@ from bridge.types import Array, Images
 
 def prompt(config: PretrainedConfig, *parts: tuple[int, int] | int, seed: int = 0) -> tuple[tuple[int, ...], Images]:
     """Return the token ids of a prompt, and its images; a part is a token of text, or an image of tokens by tokens."""
-    vision, draw = config.vision_config, torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
+    make = _of_pixtral if config.model_type == "mistral3" else _of_qwen
+    return make(config, parts, draw)
+
+
+def _of_qwen(config: PretrainedConfig, parts: Any, draw: torch.Generator) -> tuple[tuple[int, ...], Images]:
+    vision = config.vision_config
     ids, starts, grids, patches, pixels = list[int](), list[int](), list[tuple[int, int, int]](), [], []
     for part in parts:
         if isinstance(part, int):
@@ -30,8 +37,29 @@ def prompt(config: PretrainedConfig, *parts: tuple[int, int] | int, seed: int = 
     return tuple(ids), Images.of(arrays, starts=tuple(starts), grids=tuple(grids))
 
 
+def _of_pixtral(config: PretrainedConfig, parts: Any, draw: torch.Generator) -> tuple[tuple[int, ...], Images]:
+    """Each row of tokens ends in another one, and images are padded to one size."""
+    side, row_end = config.spatial_merge_size * config.vision_config.patch_size, config.image_token_id + 1
+    ids, starts, grids, sizes, pixels = list[int](), list[int](), list[tuple[int, int, int]](), [], []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+            continue
+        rows, columns = part
+        for _ in range(rows):
+            starts.append(len(ids))
+            grids.append((1, 1, columns))
+            ids += [*[config.image_token_id] * columns, row_end]
+        sizes.append([rows * side, columns * side])
+        pixels.append(torch.randn(3, rows * side, columns * side, generator=draw))
+    height, width = (max(of_axis) for of_axis in zip(*sizes, strict=True))
+    padded = [functional.pad(image, (0, width - image.shape[2], 0, height - image.shape[1])) for image in pixels]
+    arrays = array("image_sizes", torch.tensor(sizes)), array("pixel_values", torch.stack(padded))
+    return tuple(ids), Images.of(arrays, starts=tuple(starts), grids=tuple(grids))
+
+
 def array(name: str, tensor: torch.Tensor) -> Array:
-    content: Any = tensor.numpy()
+    content: Any = tensor.contiguous().numpy()
     return Array(
         name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), content=content.tobytes()
     )

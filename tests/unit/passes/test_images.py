@@ -25,6 +25,8 @@ from tests.models.families import FAMILIES, INSIDE
 
 CPU = torch.device("cpu")
 NAMES = [name for name in sorted(INSIDE) if FAMILIES[name]().model_type in SEEING]
+OF_QWEN = SEEING - {"mistral3"}
+"""Families with positions in time, rows and columns."""
 EQUAL = 1e-4
 """Largest difference of hidden states in float32."""
 
@@ -77,9 +79,10 @@ def alone(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
     ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
     shown: dict[str, Any] = {}
     if sample.images is not None:
-        kinds = torch.zeros_like(ids)
-        kinds[0, images.image_tokens(sample.images)] = 1
-        shown = {"mm_token_type_ids": kinds, **images.tensors([sample.images])}
+        shown = images.tensors([sample.images])
+        if model.config.model_type in OF_QWEN:
+            shown["mm_token_type_ids"] = torch.zeros_like(ids)
+            shown["mm_token_type_ids"][0, images.image_tokens(sample.images)] = 1
     hidden: torch.Tensor = model.base_model(input_ids=ids, use_cache=False, **shown).last_hidden_state[0]
     return hidden[len(sample.prompt_token_ids) - 1 : -1]
 
@@ -92,7 +95,7 @@ def pack(samples: list[Sample], *, share_prompts: bool = False) -> MicroBatch:
 @pytest.mark.parametrize("share_prompts", [False, True])
 @torch.no_grad()
 def test_a_pack_equals_each_sequence_alone(model: PreTrainedModel, *, share_prompts: bool) -> None:
-    if share_prompts and model.config.model_type != "qwen3_vl":
+    if share_prompts and model.config.model_type not in ("mistral3", "qwen3_vl"):
         pytest.skip("layers with a state share no prompts")
     samples = {sample.weight: sample for sample in samples_of(model)}
     batch = pack([*samples.values()], share_prompts=share_prompts)
@@ -119,18 +122,21 @@ def test_the_tower_gets_the_image_of_several_sequences_once(
     original = model.get_image_features
 
     def counted(*, pixel_values: torch.Tensor, **others: Any) -> Any:
-        given.append(len(pixel_values))
+        given.append(pixel_values.numel())
         return original(pixel_values=pixel_values, **others)
 
     monkeypatch.setattr(model, "get_image_features", counted)
     batch = pack(samples_of(model)[:4])
     model_logprobs(model, batch, 1.0)
     assert batch.images is not None
-    assert given == [2 * 6 * 4], "two images of 6 tokens, in four sequences"
+    in_time = getattr(model.config.vision_config, "temporal_patch_size", 1)
+    assert given == [2 * 6 * (8 * 8) * 3 * in_time], "two images of 6 tokens of 8 x 8 pixels, in four sequences"
     assert len(batch.images.indices_I) == 4 * 6
 
 
 def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
+    if model.config.model_type not in OF_QWEN:
+        pytest.skip("its tokens count")
     for sample in samples_of(model)[:6:2]:
         ids = sample.prompt_token_ids + sample.token_ids
         assert sample.images is not None
@@ -146,7 +152,7 @@ def test_gradients_reach_the_text_and_not_the_tower(model: PreTrainedModel) -> N
     logprobs_N.sum().backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert "model.language_model.embed_tokens.weight" in trained
-    assert not any("visual" in name for name in trained)
+    assert not any("visual" in name or "vision" in name or "projector" in name for name in trained)
     model.zero_grad()
 
 
@@ -202,6 +208,8 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
 def test_the_proof_refuses(fault: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "deepstack" and model.config.model_type != "qwen3_vl":
         pytest.skip("its tower has none")
+    if fault == "positions" and model.config.model_type not in OF_QWEN:
+        pytest.skip("its tokens count")
     name, replacement, words = FAULTS[fault]
     monkeypatch.setattr(images, name, replacement)
     with pytest.raises(UnsupportedModelError, match=words):
@@ -210,7 +218,7 @@ def test_the_proof_refuses(fault: str, model: PreTrainedModel, monkeypatch: pyte
 
 
 def test_the_proof_refuses_a_family_that_is_called_otherwise() -> None:
-    """Mistral 3 takes the sizes of its images, and no kinds of tokens."""
+    """Mistral 3 gets the grids of Qwen's kind."""
     made = model_of("Mistral 3")
     of_another = FAMILIES["Qwen3-VL"]()
     ids, shown = pictures.prompt(of_another, 5, (2, 2), 6)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, Gemma3Config, PreTrainedTokenizerBase
 
 from bridge.agents.stream import open_stream
 from bridge.agents.trajectories import as_chat
@@ -124,6 +124,32 @@ def test_image_tokens_are_expanded_once(model: Path, tmp_path: Path) -> None:
     assert (arrays["image_grid_thw"].dtype, arrays["image_grid_thw"].shape) == ("int64", (2, 3))
 
 
+class OfPixtral(Processor):
+    """Tokens of 8 x 8 pixels; another one ends each row, and images are padded to one size."""
+
+    def __call__(self, *, text: list[str], images: list[Any], return_tensors: str, **_: object) -> dict[str, Any]:
+        del return_tensors
+        (prompt,) = text
+        largest = max(image.height for image in images), max(image.width for image in images)
+        for image in images:
+            prompt = prompt.replace(IMAGE, ("@" * (image.width // 8) + START) * (image.height // 8), 1)
+        ids = self._tokenizer(prompt.replace("@", IMAGE), return_tensors="pt")["input_ids"]
+        sizes = torch.tensor([[image.height, image.width] for image in images])
+        return {"input_ids": ids, "pixel_values": torch.zeros(len(images), 3, *largest), "image_sizes": sizes}
+
+
+def test_rows_of_an_image_are_runs_of_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAMILIES["Mistral 3"]().save_pretrained(tmp_path)
+    tiny.write_tokenizer(tmp_path, tiny.VOCABULARY, (IMAGE, "<|video_pad|>", START, END))
+    made = OfPixtral(AutoTokenizer.from_pretrained(tmp_path))
+    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _: made))
+    paths = file(tmp_path, "a.png", (24, 16)), file(tmp_path, "b.png", (8, 8))
+    ids, shown = encode(tmp_path, f"a{IMAGE}b{IMAGE}", *paths)
+    assert shown is not None
+    assert (shown.starts, shown.grids) == ((1, 5, 10), ((1, 1, 3), (1, 1, 3), (1, 1, 1)))
+    assert [ids[start - 1 : start + 3].count(FIRST_TOKEN) for start in shown.starts] == [3, 3, 1]
+
+
 @pytest.mark.usefixtures("processor")
 def test_a_prompt_without_images_is_encoded_as_before(model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -168,9 +194,9 @@ def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path, processor: Pr
 
 def test_models_that_take_no_images_are_refused_by_name(tmp_path: Path) -> None:
     path = file(tmp_path, "a.png")
-    for family, words in (("Llama 3, 3.1", "is a llama, which has no vision model"), ("Mistral 3", "on text alone")):
-        folder = tmp_path / family
-        FAMILIES[family]().save_pretrained(folder)
+    for config, words in ((tiny.llama(), "is a llama, which has no vision model"), (Gemma3Config(), "on text alone")):
+        folder = tmp_path / config.model_type
+        config.save_pretrained(folder)
         tiny.write_tokenizer(folder, tiny.VOCABULARY)
         refused = refusal(folder, MARKER, path)
         assert isinstance(refused, UnsupportedModelError)
