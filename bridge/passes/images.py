@@ -1,9 +1,9 @@
 """Images in packed sequences: the server's own frozen tower computes their embeddings, in place and without gradients.
 
-The decoder gets the embeddings in place of the images' tokens; in Qwen's families also what its first layers add to them
-(DeepStack), and positions in time, rows and columns. Without an image nothing of this runs, and the tower takes no
-memory here. With one it needs no more than the decoder after it: for an image token 0.2 MB (Qwen3-VL-2B and 8B), where
-the decoder takes 0.2 to 7.7.
+The decoder gets the embeddings in place of the images' tokens. In Qwen's families it also gets what its first layers
+add to them (DeepStack), and positions in time, rows and columns. Without an image nothing of this runs, and the tower
+takes no memory here. With one it takes less than the decoder after it: 0.2 MB for an image token (Qwen3-VL-2B and 8B),
+of which the decoder takes 0.2 to 7.7.
 
 Not covered: how images become tokens and tensors (`bridge/rollouts/images.py`).
 Source: positions are those of Qwen2-VL (arXiv 2409.12191, section 2.1), `get_rope_index` in transformers 5.19.

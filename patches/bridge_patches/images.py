@@ -26,7 +26,7 @@ vllm.multimodal.inputs
     MultiModalFieldElem: data
 vllm.multimodal.parse
     MultiModalDataItems
-    call ImageProcessorItems(data)
+    call ImageProcessorItems.__init__(data)
     ImageProcessorItems: get_image_size
 vllm.multimodal.processing.processor
     call BaseMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
