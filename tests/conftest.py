@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--record-families", action="store_true", help="record the results of the family proofs for docs/families.md"
     )
     parser.addoption(
-        "--record-into", type=Path, help="a folder for results of tests/gpu/test_families.py: a file for each family"
+        "--record-into", type=Path, help="a file to which tests/gpu/test_families.py appends the result of each family"
     )
     parser.addoption("--several", action="store_true", help="run what many processes take part in on few cores, too")
 

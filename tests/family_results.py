@@ -1,17 +1,20 @@
 """Results of the family proofs, kept as JSON, and docs/families.md, generated from them.
 
-`python -m tests.family_results` regenerates the page, and `python -m tests.family_results FOLDER` with what
-`pytest tests/gpu/test_families.py --record-into FOLDER` found. The proof itself is `family_proof.py`.
+`python -m tests.family_results` regenerates the page, and `python -m tests.family_results FILE` with what
+`pytest tests/gpu/test_families.py --record-into FILE` found. The proof itself is `family_proof.py`.
 """
 
 import dataclasses
+import fcntl
 import json
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from bridge.core.process import ProcessIdentity
 from tests.models.families import FAMILIES, ON_GPUS
 
 ROOT = Path(__file__).parents[1]
@@ -197,28 +200,35 @@ def record_parts(family: str, num_parts: int, difference: float) -> None:
     _add("parts", {family: dict(sorted(of_family.items()))})
 
 
-def claim(family: str, folder: Path) -> Path | None:
-    """Return a new, empty file for the result of `family`; None if there is one: another process is at it, or was.
-
-    What failed or was cut off leaves it empty; removed, it is tried again.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{re.sub('[^A-Za-z0-9.]+', '-', family)}.json"
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return None
-    return path
+def claim(family: str, file: Path) -> bool:
+    """Note in `file` that this process proves `family`; False if its result is there, or another process proves it."""
+    with _appended(file) as (lines, add):
+        known = [line for line in lines if line["family"] == family]
+        if any(line["result"] or ProcessIdentity(**line["process"]).is_alive() for line in known):
+            return False
+        add({"family": family, "process": ProcessIdentity.current().model_dump(), "result": None})
+    return True
 
 
-def write(path: Path, family: str, result: Result) -> None:
-    path.write_text(json.dumps({family: dataclasses.asdict(result)}))
+def write(family: str, result: Result, file: Path) -> None:
+    """Append a result, as one line."""
+    with _appended(file) as (_, add):
+        add({"family": family, "result": dataclasses.asdict(result)})
 
 
-def collect(folder: Path) -> None:
-    """Add the results of a GPU in `folder` to their file, and to the page."""
-    texts = [path.read_text() for path in sorted(folder.glob("*.json"))]
-    _add("gpu", {family: result for text in texts if text for family, result in json.loads(text).items()})
+@contextmanager
+def _appended(file: Path) -> Iterator[tuple[list[dict[str, Any]], Callable[[object], object]]]:
+    """Keep other processes from the file inside the block; give its lines, and what appends one."""
+    with file.open("a+") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        opened.seek(0)
+        yield [json.loads(line) for line in opened], lambda line: opened.write(f"{json.dumps(line)}\n")
+
+
+def collect(file: Path) -> None:
+    """Add the results of a GPU in `file` to the others, and to the page."""
+    with _appended(file) as (lines, _):
+        _add("gpu", {line["family"]: line["result"] for line in lines if line["result"]})
 
 
 def _add(device: str, results: Results) -> None:

@@ -1,10 +1,10 @@
 """Families with more than 100 million parameters on a GPU, with CUDA graphs and torch.compile: the CPU's proof.
 
-By default some of them. With `--record-into FOLDER` every family that has no file there. Each writes its own when it is
-proved, so that nothing is lost if the run is cut off, and several processes with one folder share the families:
+By default some of them. With `--record-into FILE` every family whose result is not in the file. Each result is appended
+as a line when it is known, so that nothing is lost if the run is cut off, and several processes share the families:
 
-    for gpu in 0 1; do CUDA_VISIBLE_DEVICES=$gpu pytest tests/gpu/test_families.py --record-into FOLDER & done; wait
-    python -m tests.family_results FOLDER
+    for gpu in 0 1; do CUDA_VISIBLE_DEVICES=$gpu pytest tests/gpu/test_families.py --record-into FILE & done; wait
+    python -m tests.family_results FILE
 
 Not covered: tiny ones (`tests/cpu/test_families.py`).
 """
@@ -34,22 +34,21 @@ LONG_WINDOW = 4096
 def test_a_large_family_trains_in_place_and_equals_its_checkpoint(
     family: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    folder: Path | None = pytestconfig.getoption("--record-into")
-    if folder is None and family not in SUBSET:
+    file: Path | None = pytestconfig.getoption("--record-into")
+    if file is None and family not in SUBSET:
         pytest.skip("--record-into runs it, too")
     if family in WITH_VISION and find_spec("torchvision") is None:
         pytest.skip("vLLM's module of the family imports torchvision")
-    record = None if folder is None else family_results.claim(family, folder)
-    if folder is not None and record is None:
-        pytest.skip(f"{folder} has a file of it")
+    if file is not None and not family_results.claim(family, file):
+        pytest.skip("its result is known, or another process proves it")
     config = large(ALL[family]())
     if family in WINDOWED:
         config.sliding_window = LONG_WINDOW
     result = family_proof.prove(config, tmp_path, engine=KV_CACHE, lr=LR)
     assert result.num_parameters > LEAST_PARAMETERS
     assert "CUDA graph" in (tmp_path / "server" / "serve.log").read_text()
-    if record is not None:
-        family_results.write(record, family, result)
+    if file is not None:
+        family_results.write(family, result, file)
 
 
 def test_a_window_shorter_than_a_sequence_is_decoded_rightly(tmp_path: Path) -> None:

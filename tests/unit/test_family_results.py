@@ -1,5 +1,7 @@
 """The page of families is generated from the results, and the docs are up to date."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +52,24 @@ def _own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_own_files")
 def test_processes_share_the_families_and_lose_no_result(tmp_path: Path) -> None:
-    folder = tmp_path / "found"
+    file = tmp_path / "found.jsonl"
     names = "Qwen3", "Qwen2, Qwen2.5", "Gemma 3 (text)"
-    first, second, cut_off = (family_results.claim(name, folder) for name in names)
-    assert first
-    assert second
-    assert cut_off
-    assert family_results.claim("Qwen3", folder) is None
-    for path, name in ((first, "Qwen3"), (second, "Qwen2, Qwen2.5")):
-        family_results.write(path, name, result())
-    family_results.collect(folder)
+    assert all(family_results.claim(name, file) for name in names)
+    assert not any(family_results.claim(name, file) for name in names), "this process still runs"
+    for name in names[:2]:
+        family_results.write(name, result(), file)
+    family_results.collect(file)
     assert [*family_results.load("gpu")] == ["Qwen2, Qwen2.5", "Qwen3"]
     assert "| Qwen3 | A | B |" in family_results.PAGE.read_text()
-    cut_off.unlink()
-    assert family_results.claim("Gemma 3 (text)", folder) == cut_off
-    family_results.write(cut_off, "Gemma 3 (text)", result())
-    family_results.collect(folder)
-    assert [*family_results.load("gpu")] == ["Qwen2, Qwen2.5", "Gemma 3 (text)", "Qwen3"]
+
+
+@pytest.mark.usefixtures("_own_files")
+def test_what_a_cut_off_process_began_is_proved_again(tmp_path: Path) -> None:
+    file, code = tmp_path / "found.jsonl", "import sys; from tests import family_results; from pathlib import Path;"
+    argv = [sys.executable, "-c", f"{code} assert family_results.claim('Qwen3', Path(sys.argv[1]))", file]
+    subprocess.run(argv, check=True)
+    assert family_results.claim("Qwen3", file)
+    assert not family_results.claim("Qwen3", file)
+    family_results.write("Qwen3", result(), file)
+    family_results.collect(file)
+    assert [*family_results.load("gpu")] == ["Qwen3"]
