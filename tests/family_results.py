@@ -117,6 +117,11 @@ REFUSED = (
         "its text model, `Gemma3ForCausalLM`",
     ),
     (
+        "images with Gemma 3 and Gemma 4",
+        "an image's tokens attend to each other in both directions (in larger models of Gemma 4), and packs are causal",
+        "prompts of text, or a family whose images are proved",
+    ),
+    (
         "MiniMax-M2 on a CPU (tried nowhere else)",
         "vLLM 0.32's router for CPUs takes scores by softmax alone (an assertion in its log)",
         "another model",

@@ -99,7 +99,7 @@ def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]
 
 def _positions(given: Mapping[str, Any]) -> Tensor:
     """Return the positions that a decoder is given, by axis; one that is given none counts."""
-    positions = given.get("position_ids")
+    positions: Tensor | None = given.get("position_ids")
     if positions is None:
         return torch.arange(given["inputs_embeds"].shape[1], device=given["inputs_embeds"].device).unsqueeze(0)
     return positions[-3:, 0] if positions.dim() > 2 else positions

@@ -65,8 +65,13 @@ def test_processes_share_the_families_and_lose_no_result(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("_own_files")
 def test_what_a_cut_off_process_began_is_proved_again(tmp_path: Path) -> None:
-    file, code = tmp_path / "found.jsonl", "import sys; from tests import family_results; from pathlib import Path;"
-    argv = [sys.executable, "-c", f"{code} assert family_results.claim('Qwen3', Path(sys.argv[1]))", file]
+    file, code = tmp_path / "found.jsonl", "from pathlib import Path; import sys; from tests import family_results;"
+    argv: list[str | Path] = [
+        sys.executable,
+        "-c",
+        f"{code} assert family_results.claim('Qwen3', Path(sys.argv[1]))",
+        file,
+    ]
     subprocess.run(argv, check=True)
     assert family_results.claim("Qwen3", file)
     assert not family_results.claim("Qwen3", file)
