@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "families.md"
 INTRODUCTION = """\
 # Families
 
-`make families` proves every row on a real vLLM on the CPU, with a tiny configuration, random weights and default
+`make families` proves the families on a real vLLM on the CPU, with tiny configurations, random weights and default
 settings: each parameter of the transformers model is matched to elements of vLLM's; log-probs agree before training;
 `bridge train` takes three steps in place; then the server agrees with the saved checkpoint in plain transformers and
 no longer with the old weights; and `bridge verify` passes. This page is generated from the results.
@@ -58,10 +58,11 @@ other parts stay unchanged in the server's memory. They cost the trainer nothing
 `--mode shared_vllm` trains such models, and without a KL divergence. For them, and for Qwen3.5's text model, vLLM needs
 torchvision.
 
-Prompts may have [images](environments.md#images) with Qwen3-VL, Qwen3.5 and Qwen3.5-MoE; the others are trained on text
-alone. With one and two images vLLM 0.32 and the trainer differ as on text: by 0.004, 0.013 and 0.015 nats on average
-(bf16, before training), and by 0.8, 0.2 and 0.4 if the trainer computes with another image of the same size. In
-float32, Qwen3-VL comes to 4e-7 (`pytest tests/cpu/test_images.py`, 2026-11-26).
+Prompts may have [images](environments.md#images) with Qwen3-VL, Qwen3.5, Qwen3.5-MoE and Mistral 3; the others are
+trained on text alone. With one and two images vLLM 0.32 and the trainer differ as on text: by 0.004, 0.013 and 0.015
+nats on average with Qwen's (bf16, before training), and by 0.8, 0.2 and 0.4 if the trainer computes with another image
+of the same size. In float32, Qwen3-VL comes to 4e-7 (`pytest tests/cpu/test_images.py`, 2026-11-26).
+Mistral 3 differs by 0.003, and by 0.6 with the other image.
 
 vLLM serves families with `TransformersForCausalLM` through its Transformers backend.
 
