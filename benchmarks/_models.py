@@ -1,4 +1,4 @@
-"""Benchmark models: Qwen2.5's shapes with random weights, in a folder or in a server's memory."""
+"""Benchmark models: shapes of Qwen2.5 and Qwen3 with random weights, in a folder or in a server's memory."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2Tokenizer, Qwen3Config
+from transformers import Qwen2Config, Qwen2Tokenizer, Qwen3Config, Qwen3MoeConfig
 
 from bridge.weights import skeleton
 from bridge.weights.attach import AttachedModel
@@ -41,8 +41,17 @@ SIZES = {
                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
+    "qwen3-moe-tiny": {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2,
+                       "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024,
+                       "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+                       "tie_word_embeddings": False},
+    "qwen3-30b-a3b": {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+                      "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                      "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+                      "tie_word_embeddings": False},
 }  # fmt: skip
-"""Qwen2.5's and Qwen3's shapes, and two small ones to try on the CPU."""
+"""Qwen2.5's and Qwen3's shapes, and three small ones to try on the CPU."""
+CONFIGS = {"Qwen2": Qwen2Config, "Qwen3": Qwen3Config, "Qwen3Moe": Qwen3MoeConfig}
 LONGEST = 2**18
 """Positions of a Qwen3 model here: more than any benchmark needs."""
 DUMMY = "dummy"
@@ -51,20 +60,19 @@ SHARD_BYTES = 4 * 10**9
 """Largest weight file, and its copy in host memory while it is written."""
 
 
-def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config | Qwen3Config:
+def model_config(size: str, *, eos_token_id: int | None = None) -> Qwen2Config | Qwen3Config | Qwen3MoeConfig:
     """Return the configuration of one size."""
+    shape, kind = SIZES[size], "Qwen3" if size.startswith("qwen3") else "Qwen2"
     tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": eos_token_id, "dtype": "bfloat16"}
-    if size.startswith("qwen3"):
-        config: Qwen2Config | Qwen3Config = Qwen3Config(**SIZES[size], **tokens, max_position_embeddings=LONGEST)
-        config.architectures = ["Qwen3ForCausalLM"]
-    else:
-        config = Qwen2Config(**SIZES[size], **tokens, max_position_embeddings=32768)
-        config.architectures = ["Qwen2ForCausalLM"]
+    kind += "Moe" if "num_experts" in shape else ""
+    longest = 32768 if kind == "Qwen2" else LONGEST
+    config = CONFIGS[kind](**shape, **tokens, max_position_embeddings=longest)
+    config.architectures = [f"{kind}ForCausalLM"]
     return config
 
 
 def make_model(size: str, folder: Path) -> Path:
-    """Write configuration and tokenizer; vLLM makes dummy weights, which `scatter` then spreads."""
+    """Write configuration and tokenizer; vLLM makes dummy weights, which are then spread."""
     model_config(size, eos_token_id=2).save_pretrained(folder)
     write_tokenizer(folder, 1024)
     return folder

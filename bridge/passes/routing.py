@@ -14,7 +14,6 @@ Shape suffixes: T tokens, L layers with experts, K experts of a token, E experts
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -71,7 +70,7 @@ def use(model: PreTrainedModel, shape: tuple[int, int]) -> None:
         block.chosen_TK = None
         block.own_TK = None
         block.num_rerouted = torch.zeros(2, dtype=torch.int64, device=model.device)
-        block.forward = MethodType(partial(_replayed, block.forward), block)
+        block.forward = MethodType(_replayed, block)
     try:
         _prove(model, routed, shape)
     except UnsupportedModelError:
@@ -156,9 +155,10 @@ def _blocks(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.get_decoder().modules() if "experts" in dict(module.named_children())]
 
 
-def _replayed(forward: Callable[..., Any], block: nn.Module, *args: Any, **options: Any) -> Any:
+def _replayed(block: nn.Module, *args: Any, **options: Any) -> Any:
+    """Call the block; one function for all of them, so that layers of one kind still share their compiled code."""
     with Replay(block):
-        return forward(*args, **options)
+        return type(block).forward(block, *args, **options)
 
 
 def _scores(input: Tensor, k: int, dim: int = -1, *_: bool, **__: bool) -> Tensor | None:  # noqa: A002, ARG001  torch's

@@ -227,6 +227,19 @@ def test_the_choice_lasts_for_the_backward_pass(how: str, monkeypatch: pytest.Mo
     assert rerouted / known == pytest.approx(np.divide(*routing.rerouted(plain).tolist()), abs=0.05)
 
 
+def test_layers_with_given_experts_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    model = model_of(Qwen3MoeConfig(**EXPERTS | {"num_hidden_layers": 3}, head_dim=8))
+    routing.use(model, (3, NUM_CHOSEN))
+    layers.compile_layers(model)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for num_tokens in (9, 12):
+            routing.choose(model, torch.zeros(num_tokens, 3, NUM_CHOSEN, dtype=torch.int16), num_tokens)
+            model.get_decoder()(input_ids=torch.arange(num_tokens).unsqueeze(0), use_cache=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 WAYS: dict[str, Callable[[Tensor], Any]] = {
     "a function": lambda scores: torch.topk(scores, NUM_CHOSEN),
     "a method": lambda scores: scores.topk(NUM_CHOSEN, dim=-1),

@@ -1,0 +1,68 @@
+"""vLLM's dummy weights (`--load-format dummy`), spread in vLLM's own processes, so that experts are chosen by score.
+
+vLLM fills all weights, norms included, with numbers up to 0.001. The scores of all experts are then equal in float32,
+and every token goes to the first ones. Here each matrix is normally distributed, with a deviation of 0.5 / sqrt(inputs),
+and each norm about 1, as `_models.spread` does it. Parameters that every tensor-parallel rank holds whole are equal on
+all ranks; the others differ.
+
+A plugin of vLLM does it, which `installed` writes into a folder: it fits the stock vLLM and a patched one.
+
+Source: `DummyModelLoader` in `vllm/model_executor/model_loader/dummy_loader.py`, vLLM 0.26 to 0.33.
+"""
+
+import os
+import zlib
+from collections.abc import Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+NAME = "bridge_dummy_weights"
+DONE = "dummy weights are spread"
+"""What a server's process prints when it did."""
+
+
+def installed(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Write the plugin into `folder`; return the environment in which a vLLM loads it."""
+    package = folder / f"{NAME}-1.dist-info"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{NAME} = {__name__}:patch\n")
+    path = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
+    plugins = environment.get("VLLM_PLUGINS")  # unset: all
+    named = {} if plugins is None else {"VLLM_PLUGINS": f"{plugins},{NAME}"}
+    return {**environment, "PYTHONPATH": path, **named}
+
+
+def patch() -> None:
+    """Have vLLM's loader of dummy weights spread them; vLLM may call it several times."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader  # noqa: PLC0415  only vLLM has it
+
+    load = DummyModelLoader.load_weights
+    if getattr(load, NAME, False):
+        return
+
+    @wraps(load)
+    def load_weights(loader: Any, model: Any, *args: Any, **options: Any) -> None:
+        load(loader, model, *args, **options)
+        _spread_all(model)
+
+    setattr(load_weights, NAME, True)
+    DummyModelLoader.load_weights = load_weights
+
+
+def _spread_all(model: Any) -> None:
+    import torch  # noqa: PLC0415
+    from vllm.distributed import get_tensor_model_parallel_rank  # noqa: PLC0415
+    from vllm.model_executor.layers.linear import ReplicatedLinear  # noqa: PLC0415
+
+    from benchmarks._models import spread  # noqa: PLC0415  imports transformers, which vLLM has done by then
+
+    rank = get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            module = model.get_submodule(name.rpartition(".")[0])
+            is_whole = parameter.ndim == 1 or isinstance(module, ReplicatedLinear)
+            seed = zlib.crc32(f"{name} {0 if is_whole else rank}".encode())
+            spread(parameter, torch.Generator(device=parameter.device).manual_seed(seed))
+    print(DONE, flush=True)  # noqa: T201  to the server's log
