@@ -1,9 +1,9 @@
 """vLLM's dummy weights (`--load-format dummy`), spread in vLLM's own processes, so that experts are chosen by score.
 
 vLLM fills all weights, norms included, with numbers up to 0.001. The scores of all experts are then equal in float32,
-and every token goes to the first ones. Here each matrix is normally distributed, with a deviation of 0.5 / sqrt(inputs),
-and each norm about 1, as `_models.spread` does it. Parameters that every tensor-parallel rank holds whole are equal on
-all ranks; the others differ.
+and every token goes to the first ones. Here each matrix is normally distributed, with a deviation of 0.5 / sqrt(inputs)
+and each norm about 1 (`_models.spread`). Parameters that every tensor-parallel rank holds whole are equal on all ranks;
+the others differ.
 
 A plugin of vLLM does it, which `installed` writes into a folder: it fits the stock vLLM and a patched one.
 
@@ -65,4 +65,4 @@ def _spread_all(model: Any) -> None:
             is_whole = parameter.ndim == 1 or isinstance(module, ReplicatedLinear)
             seed = zlib.crc32(f"{name} {0 if is_whole else rank}".encode())
             spread(parameter, torch.Generator(device=parameter.device).manual_seed(seed))
-    print(DONE, flush=True)  # noqa: T201  to the server's log
+    print(DONE, flush=True)

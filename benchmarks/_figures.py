@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import _results
-from benchmarks._sides import Side
+from benchmarks._sides import MEASURED, Side
 from benchmarks._stamped import Run
 
 PARTS = ("generation_s", "training_s", "optimizer_s", "sync_s")
@@ -16,8 +16,11 @@ COLUMNS = {
     "gpus": "GPUs", "num_steps": "steps", "tokens": "tokens", "tokens_per_s": "tokens/s",
     "step_s": "step s", "generation_s": "generate", "training_s": "train", "optimizer_s": "optimizer",
     "sync_s": "sync, fence", "other_s": "other", "speed": "speed", "scaling": "scaling", "peak_device_gib": "peak GiB",
-    "kv_cache_gib": "KV cache", "peak_without_kv_gib": "without KV",
+    "kv_cache_gib": "KV cache", "peak_without_kv_gib": "without KV", "planned_gib": "planned",
+    "trained_per_gpu": "trained/s/GPU", "mfu": "MFU", "mismatch_kl": "k3 KL", "rerouted": "rerouted",
 }  # fmt: skip
+DIGITS = {"mfu": 3, "mismatch_kl": 6, "rerouted": 4}
+"""Digits of numbers that are small."""
 
 Row = dict[str, Any]
 
@@ -50,6 +53,11 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) 
         known["peak_without_kv_gib"] = known["peak_device_gib"] - known["kv_cache_gib"]
     if known["tokens"] is not None:
         known["tokens_per_s"] = known["tokens"] / average([step["step_s"] for step in steps])
+    for name in MEASURED:
+        if measured := [step[name] for step in steps if name in step]:
+            known[name] = statistics.fmean(measured)
+    if rate := known.get("trained_per_s"):
+        known["trained_per_gpu"] = rate / side.gpus
     return {
         "side": side.name, "variant": side.variant, "gpus": side.gpus, "num_steps": len(steps),
         **{name: value for name, value in known.items() if value is not None},
@@ -93,8 +101,9 @@ def _against(row: Row, rival: Row, weights_gib: float) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """Format the rows; failures are explained below."""
-    cells = [["", *COLUMNS.values()]]
-    cells += [[_name(row), *(_cell(name, row.get(name)) for name in COLUMNS)] for row in rows]
+    shown = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
+    cells = [["", *(COLUMNS[name] for name in shown)]]
+    cells += [[_name(row), *(_cell(name, row.get(name)) for name in shown)] for row in rows]
     faults = [f"{_name(row)}: {fault}" for row in rows for fault in row["failures"]]
     return "\n".join([_results.table(cells), *faults])
 
@@ -129,4 +138,5 @@ def _cell(name: str, value: float | None) -> str:
         return "-"
     if name in ("speed", "scaling"):
         return f"{value:.2f}x"
-    return f"{value:.{1 if name.endswith('_gib') else 3 if name.endswith('_s') else 0}f}"
+    digits = 1 if name.endswith("_gib") else 3 if name.endswith("_s") else 0
+    return f"{value:.{DIGITS.get(name, digits)}f}"

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2Tokenizer, Qwen3Config, Qwen3MoeConfig
 
 from bridge.weights import skeleton
-from bridge.weights.attach import AttachedModel
 from bridge.weights.model_folder import INDEX_NAME
 from tests.models.tiny import write_tokenizer
 
@@ -95,16 +94,8 @@ def make_dummy_model(size: str, folder: Path) -> Path:
     return folder
 
 
-def scatter(attached: AttachedModel) -> None:
-    """Spread the live weights: logits of about +-0.5, norms around one."""
-    generator = torch.Generator(device=attached.device).manual_seed(0)
-    with torch.no_grad():
-        for parameter in attached.model.parameters():
-            spread(parameter, generator)
-
-
 def spread(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Fill one parameter in place, as `scatter` does."""
+    """Fill one parameter in place: logits of about +-0.5, norms around one."""
     centre, deviation = (1.0, 0.1) if parameter.ndim == 1 else (0.0, 0.5 / math.sqrt(parameter.shape[-1]))
     return parameter.normal_(centre, deviation, generator=generator)
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import _results, _sides
+from benchmarks import _dummy_weights, _results, _sides
 from benchmarks._results import say
 from bridge.config import ServeConfig
 from bridge.errors import ServerUnreachableError
 from bridge.processes import children
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.start_checks import free_port
+from bridge.processes.vllm_flags import MOE_BACKEND, WORKER_EXTENSION
 from bridge.server.client import VllmClient, open_async_http
 from bridge.server.manifest import MANIFEST_NAME
 from bridge.server.protocol import TRANSFER_FLAG
@@ -56,22 +57,32 @@ def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
 
 
 def serve_command(
-    model: Path, folder: Path, *, max_lora_rank: int | None = None, max_model_len: int = 1024
+    model: Path,
+    folder: Path,
+    *,
+    max_lora_rank: int | None = None,
+    max_model_len: int = 1024,
+    share: float = 0.3,
+    num_parts: int = 1,
 ) -> ServerCommand:
-    """Return the patched server's command: `bridge serve-vllm --gpu-memory-utilization 0.3`."""
-    share = 0.3 if torch.cuda.is_available() else None
+    """Return the patched server's command: `bridge serve-vllm` with dummy weights, which are spread."""
     config = ServeConfig(
-        model=str(model), port=free_port("127.0.0.1"), gpu_memory_utilization=share, max_model_len=max_model_len,
+        model=str(model), port=free_port("127.0.0.1"), max_model_len=max_model_len, tensor_parallel_size=num_parts,
+        gpu_memory_utilization=share if torch.cuda.is_available() else None,
         vllm_config_path=folder / "manifest.json", max_lora_rank=max_lora_rank,
     )  # fmt: skip
-    return ServerCommand.of(config, ["--load-format", "dummy", "--no-enable-log-requests"])
+    command = ServerCommand.of(config, ["--load-format", "dummy", "--no-enable-log-requests"])
+    importing = {**command.environment, "PYTHONPATH": _sides.environment(_sides.Work())["PYTHONPATH"]}
+    return replace(command, environment=_dummy_weights.installed(folder / "plugin", importing))
 
 
 def stock(command: ServerCommand) -> ServerCommand:
-    """Return the same command for stock vLLM."""
+    """Return the same command for stock vLLM, which chooses the kernels of experts itself."""
     argv = list(command.argv)
-    at = argv.index("--worker-extension-cls")
-    del argv[at : at + 2]
+    for flag in (WORKER_EXTENSION[0], MOE_BACKEND[0]):
+        if flag in argv:
+            at = argv.index(flag)
+            del argv[at : at + 2]
     ours = {"VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_PLUGINS", "BRIDGE_MANIFEST_PATH"}
     environment = {name: value for name, value in command.environment.items() if name not in ours}
     return replace(command, argv=tuple(argv), environment=environment)

@@ -3,19 +3,23 @@
 Both get the same engine settings and the same KV cache, which stays allocated during training.
 """
 
+import json
 import math
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from benchmarks import _lengths, _work
+from bridge.processes import accelerator
 from bridge.processes.start_checks import free_port
 from bridge.run.run_directory import RunDirectory
 
@@ -33,6 +37,17 @@ SPLIT = {"trl": {"--async", "--server"}, "bridge": {"--trainer-device"}}
 """The flags of a variant whose trainer and vLLM have a GPU each."""
 SPLIT_SHARE = 0.85
 """Share of GPU memory for a vLLM that has a GPU to itself."""
+MEASURED = {
+    "trained_per_s": "train_tokens_per_s", "mfu": "mfu", "mismatch_kl": "mismatch_kl", "rerouted": "rerouted_share",
+    "busiest": "max_vio", "dead": "dead_experts",
+}  # fmt: skip
+"""Figures of a step of Bridge that belong in its row, by the names of a run's metrics; some models lack some."""
+PLANNED = ("weights_gib", "gradients_gib", "state_gib", "activations_gib", "rest_gib")
+"""What is in a GPU's memory during the passes, apart from the KV cache: columns of `bridge plan`."""
+ENOUGH_GIB = 80
+"""Memory of a GPU for which is planned where there is none."""
+OF_SERVER = re.compile(r"\s--(?=\s|$)")
+"""What separates the flags of `bridge run` from vLLM's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +63,7 @@ class Work:
     lengths: str | None = None
     """Lengths that differ, as `_lengths.Lognormal` reads them."""
     share: float = 0.3
-    """Share of GPU memory for vLLM."""
+    """Share of GPU memory for vLLM; 0: Bridge chooses."""
 
     @property
     def max_model_len(self) -> int:
@@ -104,6 +119,7 @@ class Side:
             "sync_s": line["fence_pause_s"] + line["fence_publish_s"],
             "peak_allocated_gib": line["peak_memory_gib"],
             "tokens": line["tokens_generated"],
+            **{name: line[key] for name, key in MEASURED.items() if line.get(key) is not None},
         }
 
     def kv_cache_gib(self, log: Path, folder: Path) -> float | None:
@@ -126,7 +142,8 @@ class Side:
         ]  # fmt: skip
 
     def _bridge(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
-        share = ["--gpu-memory-utilization", str(work.share)] if torch.cuda.is_available() else []
+        is_shared = work.share and torch.cuda.is_available()
+        share = ["--gpu-memory-utilization", str(work.share)] if is_shared else []
         num_completions = work.completions * (self.gpus if self.is_split else self.num_parts)
         engine = [*engine_flags(num_completions), *lengths_flags(work.lengths)]
         kv_cache = [] if self.is_split else ["--kv-sleep", "never"]
@@ -141,6 +158,27 @@ class Side:
             "--vllm-config-path", str(folder / "manifest.json"), *kv_cache, "--optimizer",
             *arguments[:separator], "--", *engine, *self.engine, *arguments[separator + 1 :],
         ]  # fmt: skip
+
+
+@cache
+def planned_gib(side: Side, work: Work, model: Path) -> float | None:
+    """Return what `bridge plan` predicts for each GPU during the passes, without the KV cache; None: nothing."""
+    if side.name == "trl" or side.is_split:
+        return None
+    argv = [
+        sys.executable, "-c", BRIDGE, "plan", "--json", "--gpu-memory", f"{gpu_gib():.1f}", "--model", str(model),
+        "--batch-size", str(work.completions * side.gpus), "--group-size", str(work.group), "--max-new-tokens",
+        str(work.tokens), "--max-model-len", str(work.max_model_len), "--optimizer",
+        *shlex.split(OF_SERVER.split(side.variant)[0]),
+    ]  # fmt: skip
+    shown = subprocess.run(argv, env=environment(work), capture_output=True, text=True, check=False)
+    rows = json.loads(shown.stdout)["rows"] if shown.stdout else []
+    return float(sum(rows[0][column] for column in PLANNED)) if rows else None
+
+
+def gpu_gib() -> float:
+    """Return the memory of a GPU of this host, without a context on it."""
+    return min(accelerator.gpu_memory_bytes(), default=ENOUGH_GIB * 2**30) / 2**30
 
 
 def engine_flags(completions: int) -> list[str]:

@@ -6,6 +6,10 @@ r"""GRPO: Bridge against TRL, back to back on the same work and model folder.
         "adamw-4bit --max-staleness 8 --groups-in-flight 32 -- --max-num-seqs 256"
     python -m benchmarks.grpo --sizes 32b --dummy-weights --trl --share 0.6 --completions 32 --steps 3 --warm-up 1 \
         --ours "adamw-4bit --gradient-release --updates-per-batch 2 --kv-sleep always --no-compile-layers"
+    python -m benchmarks.grpo --sizes qwen3-30b-a3b --dummy-weights --trl --share 0 --steps 20 --warm-up 1 \
+        --ours "adamw --mode lora_only" "adamw --mode lora_only --no-router-replay"
+    python -m benchmarks.grpo --sizes qwen3-30b-a3b --dummy-weights --trl --share 0.35 \
+        --ours "adamw-4bit --tensor-parallel-size 2 --gradient-checkpointing"
     python -m benchmarks.grpo --sizes 7b --trl "16" "16 --gpus 2" --ours adamw-8bit "adamw-8bit --gpus 2" \
         "adamw-8bit --tensor-parallel-size 2"
     python -m benchmarks.grpo --sizes 7b --trl "16 --async" "16 --server --optim adamw_bnb_8bit" \
@@ -27,8 +31,13 @@ staleness, `generate` is the time that the trainer waited for completions; give 
 `--max-staleness`: the first one waits for its longest completion, and the next find theirs.
 
 Memory is the peak of the whole device above its level before the run, without the KV cache, which either engine sizes
-by its share. Bridge uses free memory for activations unless told otherwise. A run that fails, or for which no time is
-left, becomes a row that says so.
+by its share; beside it stands what `bridge plan` predicts. Bridge uses free memory for activations unless told
+otherwise. A run that fails, or for which no time is left, becomes a row that says so.
+
+Of Bridge's runs the row also has trained tokens per second and GPU of the passes and the update alone, their MFU (of
+experts, those that a token is routed to), the k3 KL divergence between vLLM and the trainer, and of a mixture of
+experts with router replay the share of choices that the trainer would have made otherwise; means over the steps.
+`--dummy-weights` are vLLM's, spread by `_dummy_weights.py` so that experts are chosen by their scores.
 
 With `--gpus N` in a variant, a step has N times as many completions: N processes of TRL by torchrun, N servers of
 Bridge, or fewer with `--tensor-parallel-size T`. `scaling` is the gain in tokens/s over the same variant without these
@@ -51,7 +60,7 @@ from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import _figures, _gpu_memory, _results, _sides, _stamped
+from benchmarks import _dummy_weights, _figures, _gpu_memory, _results, _sides, _stamped
 from benchmarks._lengths import Lognormal
 from benchmarks._models import DUMMY, SIZES, weight_bytes
 from benchmarks._results import say
@@ -112,7 +121,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument(
         "--lengths", metavar="lognormal:MEDIAN:SIGMA:CAP", help="lengths in tokens, in place of --tokens"
     )
-    flags.add_argument("--share", type=float, default=work.share, help="share of the GPU for vLLM")
+    flags.add_argument("--share", type=float, default=work.share, help="share of the GPU for vLLM; 0: Bridge chooses")
     flags.add_argument("--run-limit-s", type=float, default=600, help="seconds of one run, its start included")
     flags.add_argument("--limit-s", type=float, default=3600, help="seconds of everything")
     flags.add_argument("--keep-logs", type=Path, help="folder for the logs of every run")
@@ -145,7 +154,7 @@ class Bench:
                 say(f"{size}: {side.name} {side.variant}")
                 runs.setdefault(side, []).append(self._run(side, model, folder))
                 self._keep_logs(folder, f"{size}-{number}-{side.name}")
-                self._tell(size, runs, weights_gib)
+                self._tell(size, model, runs, weights_gib)
 
     def _turns(self) -> Iterator[Side]:
         engine = ("--load-format", DUMMY) if self.options.dummy_weights else ()
@@ -162,9 +171,10 @@ class Bench:
             return Run(failure="TRL is not installed: pip install trl==1.16.0")
         steps = self._warm_up(side) + self._steps(side)
         argv, log = side.argv(self._work(), model, folder, steps), folder / "log"
-        run = _stamped.run(
-            argv, _sides.environment(self._work()), log, num_lines=steps, limit_s=limit_s, used_bytes=self.used_bytes
-        )
+        environment = _sides.environment(self._work())
+        if self.options.dummy_weights:
+            environment = _dummy_weights.installed(folder / "plugin", environment)
+        run = _stamped.run(argv, environment, log, num_lines=steps, limit_s=limit_s, used_bytes=self.used_bytes)
         if self.used_bytes is not None:
             _gpu_memory.settle(self.used_bytes, run.baseline_bytes + GIB, limit_s=30)
         return replace(run, kv_cache_gib=side.kv_cache_gib(log, folder))
@@ -187,10 +197,13 @@ class Bench:
                 if log.exists():
                     copyfile(log, kept / f"{name}{suffix}.log")
 
-    def _tell(self, size: str, runs: Mapping[Side, Sequence[Run]], weights_gib: float) -> None:
+    def _tell(self, size: str, model: Path, runs: Mapping[Side, Sequence[Run]], weights_gib: float) -> None:
         differ = bool(self.options.lengths)
         measured = {
-            side: _figures.row(side, of_side, warm_up=self._warm_up(side), differ=differ)
+            side: {
+                **_figures.row(side, of_side, warm_up=self._warm_up(side), differ=differ),
+                "planned_gib": _sides.planned_gib(side, self._work(), model),
+            }
             for side, of_side in runs.items()
         }
         rows = _figures.compare(_figures.scale(measured), weights_gib=weights_gib)

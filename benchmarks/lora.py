@@ -23,7 +23,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks._models import SIZES, make_model, scatter
+from benchmarks._models import SIZES, make_model
 from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.checks.verify import logprob_diffs, sample
@@ -33,8 +33,8 @@ from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
-from bridge.server import fence, manifest, protocol
-from bridge.server.client import BridgeClient, VllmClient, open_http
+from bridge.server import manifest, protocol
+from bridge.server.client import VllmClient, open_http
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update
 from bridge.types import Group
@@ -64,8 +64,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         model = make_model(options.size, folder / "model")
         command = serve_command(model, folder, max_lora_rank=options.rank)
         with served(command, folder / "patched.log") as url:
-            exported = manifest.load(command.manifest)
-            spread(exported)
             by_disk = trained(options, folder, model, "disk", Sampled(url, options))
             by_memory = trained(options, folder, model, "memory", Sampled(url, options))
             plain = stock(serve_command(model, folder, max_lora_rank=options.rank))
@@ -76,13 +74,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result = {"rank": options.rank, "cuda_graphs": graphs, **speeds, "memory": by_memory, "disk": by_disk}
     say(json.dumps({k: v for k, v in result.items() if k != "rounds"}, indent=1))
     return result
-
-
-def spread(exported: manifest.Manifest) -> None:
-    """Spread vLLM's dummy weights, through the fence."""
-    attached = attach(exported)
-    with BridgeClient(exported, timeout_s=600) as client, fence.publish(client, Update()):
-        scatter(attached)
 
 
 class Sampled:

@@ -21,7 +21,6 @@ Not covered: several hosts.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,10 +55,6 @@ LARGE: Mapping[str, tuple[str, int, int, int, str]] = {
 }
 """Model, parts at least and at most, completions for each GPU, and choices."""
 PROOF_GPUS = 4
-PLANNED = ("weights_gib", "gradients_gib", "state_gib", "activations_gib", "rest_gib")
-"""What is in a GPU's memory during the passes, apart from the KV cache: columns of `bridge plan`."""
-ENOUGH_GIB = 80
-"""Memory of a GPU for which is planned where there is none."""
 POLL_S = 0.2
 
 
@@ -75,8 +70,6 @@ class Measurement:
     """How long it takes, at most."""
     argv: tuple[str, ...]
     """After `python -m`."""
-    plan: tuple[str, ...] = ()
-    """Flags of `bridge plan` for it."""
 
     def result(self, out: Path) -> dict[str, Any] | None:
         """Return its row; None if it did not run yet, or failed."""
@@ -105,9 +98,6 @@ def main() -> None:
             _models.make_dummy_model(size, host.models / f"{size}-{DUMMY}")
         side_by_side(missing, options.gpus, options.out, deadline=time.monotonic() + options.limit_s)
         results = {run.name: row for run in wanted if (row := run.result(options.out)) is not None}
-        for run in wanted:
-            if run.plan and run.name in results:
-                results[run.name]["planned_gib"] = planned_gib(run.plan)
         path = _results.write("node", results, options.out)
         say(f"{_results.table(list(table(wanted, results)))}\nin {path}")
 
@@ -143,7 +133,7 @@ class Host:
 
     def fixed(self) -> Iterator[Measurement]:
         """Yield the runs with completions of equal length."""
-        kept = "" if gpu_gib() > KEPT_GIB else " --gradient-checkpointing"
+        kept = "" if _sides.gpu_gib() > KEPT_GIB else " --gradient-checkpointing"
         for count, parts in self.counts():
             choices = f"adamw-8bit --micro-batch-tokens {MICRO_BATCH * parts}{kept}{_several(count, parts)}"
             yield self._grpo("fixed", _name("fixed", count, parts), "7b", choices, seconds=FIXED_S)
@@ -179,12 +169,8 @@ class Host:
         work = more if accelerator.gpu_memory_bytes() else REHEARSED
         argv = "benchmarks.grpo", "--dummy-weights", "--models", str(self.models), "--sizes", size, "--trl", "--ours"
         to_folder = "--run-limit-s", str(2 * seconds), "--keep-logs", str(folder / "logs"), "--out", str(folder)
-        plan: tuple[str, ...] = ()
-        if kind == "sizes":
-            batch = "--batch-size", str(int(more[1]) * side.gpus), "--max-new-tokens", "256", "--max-model-len", "1024"
-            plan = "--model", str(self.models / f"{size}-{DUMMY}"), *batch, "--optimizer", *choices.split()
         return Measurement(
-            kind=kind, name=name, gpus=side.gpus, seconds=seconds, argv=(*argv, choices, *work, *to_folder), plan=plan
+            kind=kind, name=name, gpus=side.gpus, seconds=seconds, argv=(*argv, choices, *work, *to_folder)
         )
 
 
@@ -239,19 +225,6 @@ def _start(run: Measurement, taken: Sequence[str], out: Path) -> Child:
     return children.start([sys.executable, "-m", *run.argv], environment, folder / "log")
 
 
-def gpu_gib() -> float:
-    """Return the memory of a GPU of this host, without a context on it."""
-    return min(accelerator.gpu_memory_bytes(), default=ENOUGH_GIB * 2**30) / 2**30
-
-
-def planned_gib(flags: Sequence[str]) -> float:
-    """Return what `bridge plan` predicts for each GPU during the passes, without the KV cache."""
-    argv = [sys.executable, "-c", _sides.BRIDGE, "plan", "--json", "--gpu-memory", f"{gpu_gib():.1f}", *flags]
-    shown = subprocess.run(argv, env=_sides.environment(_sides.Work()), capture_output=True, text=True, check=True)
-    row = json.loads(shown.stdout)["rows"][0]
-    return float(sum(row[column] for column in PLANNED))
-
-
 def table(runs: Sequence[Measurement], results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield a row for every run of `grpo.py`: speed against one GPU, and memory against the planned one."""
     yield "", "GPUs", "tokens/s", "step s", "of one GPU", "peak GiB", "planned"
@@ -266,7 +239,7 @@ def table(runs: Sequence[Measurement], results: Mapping[str, Mapping[str, Any]])
 
 def _peak(run: Measurement) -> str:
     """Return the figure to compare with the plan: a cache that sleeps is no part of the passes' memory."""
-    return "peak_device_gib" if "--kv-sleep" in run.plan else "peak_without_kv_gib"
+    return "peak_device_gib" if any("--kv-sleep" in argument for argument in run.argv) else "peak_without_kv_gib"
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """One copy on one GPU: attaching, the fence, parity after training, and the patches' cost to generation.
 
     python -m benchmarks.one_copy --sizes 0.5b 7b
+    python -m benchmarks.one_copy --sizes qwen3-30b-a3b --generation-only --tensor-parallel-size 2 --share 0.44
 
-For each size, stock vLLM and `bridge serve-vllm` serve a random-weight Qwen2 side by side, both with CUDA graphs and
+For each size, stock vLLM and `bridge serve-vllm` serve a random-weight model side by side, both with CUDA graphs and
 torch.compile, and generate in turns. The trainer then attaches to the patched server, verifies it, trains three steps
-in place, and compares it with its own checkpoint in plain transformers.
+in place, and compares it with its own checkpoint in plain transformers; not with `--generation-only`. The weights are
+vLLM's dummies, spread by `_dummy_weights.py`. Stock vLLM chooses the kernels of experts itself, and `backends` are what
+both chose.
 """
 
 import argparse
 import gc
 import json
+import re
 import statistics
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks._models import SIZES, make_model, scatter
+from benchmarks._models import SIZES, make_model
 from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.checks.verify import logprob_diffs, sample, verify
@@ -37,6 +41,9 @@ from tests.listener import Listener
 def main() -> None:
     flags = parser(__doc__, rounds=10)
     flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5b", "7b"])
+    flags.add_argument("--generation-only", action="store_true", help="attach to nothing, and train nothing")
+    flags.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of each server")
+    flags.add_argument("--share", type=float, default=0.3, help="share of a GPU for each server")
     options = flags.parse_args()
     results = {size: measure(size, options) for size in options.sizes}
     say(f"written: {write('one_copy', results, options.out)}")
@@ -47,14 +54,23 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory(prefix="bridge-bench-") as scratch:
         folder = Path(scratch)
         model = make_model(size, folder / "model")
-        command = serve_command(model, folder)
+        how: dict[str, Any] = {"share": options.share, "num_parts": options.tensor_parallel_size}
+        command, figures = serve_command(model, folder, **how), {}
         with served(command, folder / "patched.log") as url:
-            with served(stock(serve_command(model, folder)), folder / "stock.log") as stock_url:
+            with served(stock(serve_command(model, folder, **how)), folder / "stock.log") as stock_url:
                 stock_rates, patched_rates = rates((stock_url, url), options)
-            figures = in_place(manifest.load(command.manifest), model, folder)
-    result = {**compared(stock_rates, patched_rates), **figures}
+            if not options.generation_only:
+                figures = in_place(manifest.load(command.manifest), model, folder)
+        backends = {name: backend(folder / f"{name}.log") for name in ("stock", "patched")}
+    result = {**compared(stock_rates, patched_rates), "backends": backends, **figures}
     say(f"{size}: {json.dumps({k: v for k, v in result.items() if k != 'rounds'}, indent=1)}")
     return result
+
+
+def backend(log: Path) -> str | None:
+    """Return which kernels of experts a server chose, from its log; None: it has no experts."""
+    chosen = re.search(r"Using (.+) Unquantized MoE (?:LoRA )?backend", log.read_text(errors="replace"))
+    return chosen[1] if chosen else None
 
 
 def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str, Any]:
@@ -62,8 +78,6 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     with BridgeClient(exported, timeout_s=600) as client:
         attached = attach(exported)
         attach_ms = [attached.attach_s * 1e3]
-        with fence.publish(client, Update()):
-            scatter(attached)
         checks = list(verify(folder / "manifest.json"))
         idle = list[FenceTimes]()
         for _ in range(200):

@@ -7,7 +7,11 @@ A LoRA layer holds one pair of tensors per module that it fuses, with room for e
 rank, input) and B of shape (slots, 1, output, largest rank). vLLM writes them when it loads an adapter into a slot, and
 reads them at every step, so writing a slot changes that adapter. With tensor parallelism a rank's A has the columns,
 and its B the rows, that the rank has of the weight. Slots of other shapes are left out: those of
-`--fully-sharded-loras`, of experts, and of embeddings.
+`--fully-sharded-loras`, and of embeddings.
+
+Experts get no slot, because an adapter of ours has nothing for them (`bridge/weights/adapter.py`): vLLM would hold A and
+B of each expert, 1.5 GiB for Qwen3-30B-A3B at rank 16, and call their kernels for every token. vLLM refuses an adapter
+that has weights for experts.
 
 Symptom: with `--enable-sleep-mode` no weight can be exported, and since 0.33 no LoRA slot either.
 Cause: vLLM allocates all of these in its cuMem pool, whose memory has no legacy CUDA IPC handle.
@@ -54,7 +58,10 @@ vllm.lora.layers.column_parallel_linear: MergedColumnParallelLinearWithLoRA: lor
 # The slots of the head, which itself is not wrapped.
 vllm.lora.layers.logits_processor: LogitsProcessorWithLoRA: base_layer, lora_a_stacked, lora_b_stacked
 vllm.lora.lora_weights: call LoRALayerWeights.optimize()  # multiplies the scaling into B before a slot gets it
-vllm.lora.model_manager: LoRAModelManager: model, modules, packed_modules_mapping  # as model.lora_manager
+vllm.lora.model_manager
+    LoRAModelManager: model, modules, packed_modules_mapping  # as model.lora_manager
+vllm.lora.utils: wrap get_supported_lora_modules(model)  # last names of modules; as vllm.lora.model_manager has it
+vllm.model_executor.layers.fused_moe.runner.moe_runner: MoERunner
 """
 SIDES = ("lora_a_stacked", "lora_b_stacked")
 OUTSIDE = ("weights", "runtime")
@@ -67,9 +74,11 @@ _blocks: dict[int, SharedBlock] = {}
 
 def patch() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
+    from vllm.lora import model_manager
     from vllm.platforms import current_platform
 
     wrap(CuMemAllocator, "use_memory_pool")(_use_memory_pool)
+    wrap(model_manager, "get_supported_lora_modules")(_without_experts)
     if current_platform.is_cpu():
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -163,6 +172,14 @@ def _use_memory_pool(
     original: Callable[..., AbstractContextManager[None]], allocator: Any, tag: str | None = None
 ) -> AbstractContextManager[None]:
     return nullcontext() if tag in OUTSIDE else original(allocator, tag)
+
+
+def _without_experts(original: Callable[[nn.Module], list[str]], model: nn.Module) -> list[str]:
+    """Return the last names of the modules that get a LoRA slot: all but those of experts."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    experts = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, MoERunner)}
+    return [name for name in original(model) if name not in experts]
 
 
 def _load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """LoRA slots in hand-made layers: matched to modules, moved into shared memory, watched and exported."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,16 @@ def slots(outputs: int, inputs: int, *, rank: int = RANK) -> tuple[Tensor, Tenso
 def stack(layer: Any, *pairs: tuple[Tensor, Tensor]) -> Any:
     layer.lora_a_stacked, layer.lora_b_stacked = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
     return layer
+
+
+def test_experts_get_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MoERunner(nn.Module):
+        """Stands for vLLM's layer of experts."""
+
+    fused_moe = SimpleNamespace(MoERunner=MoERunner)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fused_moe.runner.moe_runner", fused_moe)
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": nn.Linear(1, 1), "experts": MoERunner()})})
+    assert placement._without_experts(lambda _: ["experts", "gate"], model) == ["gate"]
 
 
 def model_with_slots() -> Any:
