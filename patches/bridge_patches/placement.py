@@ -9,9 +9,8 @@ reads them at every step, so writing a slot changes that adapter. With tensor pa
 and its B the rows, that the rank has of the weight. Slots of other shapes are left out: those of
 `--fully-sharded-loras`, and of embeddings.
 
-Experts get no slot, because an adapter of ours has nothing for them (`bridge/weights/adapter.py`): vLLM would hold A and
-B of each expert, 1.5 GiB for Qwen3-30B-A3B at rank 16, and call their kernels for every token. vLLM refuses an adapter
-that has weights for experts.
+Experts get no slot, because no adapter of ours has anything for them (`bridge/weights/adapter.py`): vLLM would hold A
+and B of each expert, 1.5 GiB for Qwen3-30B-A3B at rank 16, and call their kernels for every token.
 
 Symptom: with `--enable-sleep-mode` no weight can be exported, and since 0.33 no LoRA slot either.
 Cause: vLLM allocates all of these in its cuMem pool, whose memory has no legacy CUDA IPC handle.
