@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import (
+    _dummy_weights,
     _figures,
     _gpu_memory,
     _lengths,
@@ -37,7 +39,7 @@ from benchmarks import (
     turns,
 )  # fmt: skip
 from benchmarks._lengths import Lognormal
-from benchmarks._models import make_whole_model, model_config
+from benchmarks._models import make_dummy_model, make_whole_model, model_config
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
 from benchmarks.train_step import Case
@@ -108,6 +110,36 @@ def test_ours_is_compared_with_trl_by_speed_and_by_the_peak_without_the_kv_cache
     assert ours["is_fast_enough"]
     assert ours["memory_saved_gib"] == 20
     assert ours["is_small_enough"]
+
+
+def test_a_row_of_bridge_has_means_of_what_it_measured() -> None:
+    side = Side("bridge", "adamw --tensor-parallel-size 2")
+    measured = {"train_tokens_per_s": 800.0, "mfu": 0.25, "rerouted_share": None}
+    lines = [{**our_line(n), **measured, "mismatch_kl": kl} for n, kl in enumerate((9.0, 0.001, 0.003))]
+    row = _figures.row(side, [run_of(lines, step_s=3, peak_gib=90)], warm_up=1)
+    assert (row["trained_per_gpu"], row["mfu"], row["mismatch_kl"]) == (400, 0.25, 0.002)
+    assert "rerouted" not in row
+    head, line = _figures.table([row]).splitlines()
+    assert "rerouted" not in head
+    assert "0.002000" in line
+
+
+def test_what_is_planned_is_read_from_bridge_plan(tmp_path: Path) -> None:
+    model = make_dummy_model("qwen3-moe-tiny", tmp_path / "model")
+    both = [Side("bridge", f"adamw-4bit{more} -- --max-num-seqs 8") for more in ("", " --tensor-parallel-size 2")]
+    planned = [_sides.planned_gib(side, Work(), model) for side in both]
+    assert all(gib is not None and gib > 1 for gib in planned)
+    assert _sides.planned_gib(TRL, Work(), model) is None
+
+
+def test_dummy_weights_are_spread_by_a_plugin_of_vllm(tmp_path: Path) -> None:
+    environment = _dummy_weights.installed(tmp_path, {"PYTHONPATH": "other", "VLLM_PLUGINS": "bridge"})
+    assert environment["PYTHONPATH"] == f"{tmp_path}{os.pathsep}other"
+    assert environment["VLLM_PLUGINS"] == f"bridge,{_dummy_weights.NAME}"
+    assert "VLLM_PLUGINS" not in _dummy_weights.installed(tmp_path, {})
+    (distribution,) = metadata.distributions(path=[str(tmp_path)])
+    (plugin,) = distribution.entry_points
+    assert (plugin.group, plugin.load()) == ("vllm.general_plugins", _dummy_weights.patch)
 
 
 def test_the_fastest_of_several_rivals_is_compared_with() -> None:
