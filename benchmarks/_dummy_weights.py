@@ -1,7 +1,7 @@
 """vLLM's dummy weights (`--load-format dummy`), spread in vLLM's own processes, so that experts are chosen by score.
 
-vLLM fills all weights, norms included, with numbers up to 0.001. The scores of all experts are then equal in float32,
-and every token goes to the first ones. Here each matrix is normally distributed, with a deviation of 0.5 / sqrt(inputs)
+vLLM fills all weights, norms included, with numbers up to 0.001. The scores of a token's experts then differ by some
+1e-5, so that rounding chooses among them, and log-probabilities hardly depend on the choice. Here each matrix is normally distributed, with a deviation of 0.5 / sqrt(inputs)
 and each norm about 1 (`_models.spread`). Parameters that every tensor-parallel rank holds whole are equal on all ranks;
 the others differ.
 

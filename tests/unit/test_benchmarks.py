@@ -114,7 +114,7 @@ def test_ours_is_compared_with_trl_by_speed_and_by_the_peak_without_the_kv_cache
 
 def test_a_row_of_bridge_has_means_of_what_it_measured() -> None:
     side = Side("bridge", "adamw --tensor-parallel-size 2")
-    measured = {"train_tokens_per_s": 800.0, "mfu": 0.25, "rerouted_share": None}
+    measured: dict[str, Any] = {"train_tokens_per_s": 800.0, "mfu": 0.25, "rerouted_share": None}
     lines = [{**our_line(n), **measured, "mismatch_kl": kl} for n, kl in enumerate((9.0, 0.001, 0.003))]
     row = _figures.row(side, [run_of(lines, step_s=3, peak_gib=90)], warm_up=1)
     assert (row["trained_per_gpu"], row["mfu"], row["mismatch_kl"]) == (400, 0.25, 0.002)
