@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +94,21 @@ def make_dummy_model(size: str, folder: Path) -> Path:
     return folder
 
 
-def spread(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Fill one parameter in place: logits of about +-0.5, norms around one."""
-    centre, deviation = (1.0, 0.1) if parameter.ndim == 1 else (0.0, 0.5 / math.sqrt(parameter.shape[-1]))
-    return parameter.normal_(centre, deviation, generator=generator)
+def spread(parameter: Tensor, generator: torch.Generator, *, is_table: bool = False) -> Tensor:
+    """Fill one parameter in place: logits of about +-0.5, norms around one.
+
+    `is_table` is true of an embedding that is not the head, too. Its deviation is 1. With a smaller one all tokens grow
+    alike from layer to layer, and a router sends all to the same experts.
+    """
+    if parameter.ndim == 1:
+        return parameter.normal_(1.0, 0.1, generator=generator)
+    deviation = 1.0 if is_table else 0.5 / math.sqrt(parameter.shape[-1])
+    return parameter.normal_(0.0, deviation, generator=generator)
+
+
+def is_table(name: str, names: Collection[str]) -> bool:
+    """Whether the parameter `name` is an embedding that is not the head, too, by the `names` of all parameters."""
+    return name.endswith("embed_tokens.weight") and "lm_head.weight" in names
 
 
 def weight_bytes(folder: Path) -> int:

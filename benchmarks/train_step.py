@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import _results, _work
-from benchmarks._models import SIZES, model_config, spread
+from benchmarks._models import SIZES, is_table, model_config, spread
 from benchmarks._results import say
 from benchmarks._sides import Work
 from bridge.config import TrainConfig
@@ -277,8 +277,8 @@ def build(size: str, device: torch.device) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(size), dtype=torch.bfloat16)
     generator = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            spread(parameter, generator)
+        for name, parameter in (parameters := dict(model.named_parameters())).items():
+            spread(parameter, generator, is_table=is_table(name, parameters))
     return model.eval()
 
 

@@ -39,7 +39,7 @@ from benchmarks import (
     turns,
 )  # fmt: skip
 from benchmarks._lengths import Lognormal
-from benchmarks._models import make_dummy_model, make_whole_model, model_config
+from benchmarks._models import SIZES, make_dummy_model, make_whole_model, model_config
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
 from benchmarks.train_step import Case
@@ -130,6 +130,19 @@ def test_what_is_planned_is_read_from_bridge_plan(tmp_path: Path) -> None:
     planned = [_sides.planned_gib(side, Work(), model) for side in both]
     assert all(gib is not None and gib > 1 for gib in planned)
     assert _sides.planned_gib(TRL, Work(), model) is None
+
+
+def test_spread_weights_send_tokens_to_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = {**SIZES["qwen3-moe-tiny"], "num_hidden_layers": 12, "num_experts": 16}
+    monkeypatch.setitem(SIZES, "qwen3-moe-deep", deep)
+    model: Any = train_step.build("qwen3-moe-deep", torch.device("cpu"))
+    routed: list[torch.Tensor] = []
+    model.model.layers[-1].mlp.gate.register_forward_hook(lambda _, inputs, output: routed.append(output[2]))
+    with torch.no_grad():
+        model.get_decoder()(input_ids=torch.arange(400).unsqueeze(0), use_cache=False)
+    loads = torch.bincount(routed[0].flatten(), minlength=16) / routed[0].numel() * 16
+    assert loads.min() > 0.3
+    assert loads.max() < 2.5
 
 
 def test_dummy_weights_are_spread_by_a_plugin_of_vllm(tmp_path: Path) -> None:
