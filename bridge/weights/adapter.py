@@ -33,6 +33,8 @@ from bridge.weights.stored_tensors import ADAPTER_WEIGHTS
 
 NAME = "default"
 """PEFT's name of the one adapter."""
+NAMES_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Last names of layers that PEFT takes for those of stacked experts."""
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer but the head."""
 
@@ -72,7 +74,7 @@ class Adapter:
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules=ALL_LINEAR if names == [ALL_LINEAR] else names,
+            target_modules=_all_linear(model) if names == [ALL_LINEAR] else names,
             task_type="CAUSAL_LM",
         )
         self.scaling = lora.alpha / lora.r
@@ -197,6 +199,19 @@ def _inserted(model: PreTrainedModel, settings: peft.LoraConfig, target_modules:
             f"--lora-target-modules {target_modules}: PEFT cannot adapt that: {' '.join(str(error).split())}",
             remedy="choose layers of attention alone, or all-linear",
         ) from error
+
+
+def _all_linear(model: PreTrainedModel) -> str | list[str]:
+    """Return PEFT's word for all linear layers, or in a mixture of experts the full names of those it takes for linear.
+
+    PEFT 0.21 adapts stacked experts instead of linear layers whose names experts once had, a shared expert's included.
+    No slot of vLLM has the layout of such an adapter.
+    """
+    if not any("experts" in dict(module.named_children()) for module in model.modules()):
+        return ALL_LINEAR
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    return [name for name in linear if name.rpartition(".")[2] not in NAMES_OF_EXPERTS]
 
 
 def _refuse_unmatched(model: PreTrainedModel, wanted: list[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
@@ -242,7 +242,7 @@ def test_it_trains_as_plain_adamw_trains_the_saved_one(
             assert held.grad is not None
             assert torch.allclose(held.grad * factor, expected, atol=1e-3 * expected.abs().max().item()), (step, name)
             held.grad.copy_(expected / factor)  # otherwise Adam amplifies the sign of a rounding error
-        norm = float(torch.nn.utils.clip_grad_norm_([theirs[name] for name in ours], max_norm))
+        norm = float(nn.utils.clip_grad_norm_([theirs[name] for name in ours], max_norm))
         assert optimizers[0].global_norm() == pytest.approx(norm, rel=1e-5)
         optimizers[0].step(grad_norm=optimizers[0].global_norm(), max_norm=max_norm)
         optimizers[1].step()
@@ -278,6 +278,14 @@ def test_what_peft_cannot_adapt_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["Qwen3-Next"]())
     with pytest.raises(UsageError, match="--lora-target-modules q_proj,gate_proj: "):
         put_in(model, lora_target_modules="q_proj,gate_proj")
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Qwen3-Next"])
+def test_experts_get_no_adapter(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    adapted = put_in(model, lora_target_modules="all-linear").modules.keys()
+    assert adapted == {name for name in names if not name.endswith(("lm_head", "gate_proj", "up_proj", "down_proj"))}
 
 
 def test_chosen_modules_alone_get_an_adapter() -> None:
