@@ -109,6 +109,18 @@ def dynamic_limit(config: Config | None) -> int | None:
     return limit if is_dynamic and isinstance(limit, int) else None
 
 
+def longest_sequence(config: Config | None) -> int | None:
+    """Return the longest sequence, in tokens, that vLLM serves by default; None: unknown, as with scaled RoPE.
+
+    Source: `_get_and_verify_max_len` of vLLM 0.26 to 0.33.
+    """
+    config = _language(config)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_longer = "factor" in json.dumps(rope) and "llama3" not in (rope.get("rope_type"), rope.get("type"))
+    limit = config.get("max_position_embeddings")
+    return limit if isinstance(limit, int) and not is_longer else None
+
+
 def undivided(config: Config | None, num_ranks: int) -> str:
     """Return what vLLM cannot cut into `num_ranks` parts of a model; empty: nothing, or it is unknown.
 

@@ -104,13 +104,15 @@ class FirstRank:
     def open(self) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
         """Open the run, and check all that can be known before vLLM starts."""
         from bridge.agents import stream
+        from bridge.checks import model as model_checks
         from bridge.rollouts.sampler import fit_completions
 
         job = self.job
         train, self.directory, checkpoint = open_run(job.chosen)
         if (own_rank := rank.OWN_RANK.get()) is not None:
             own_rank.keep(self.directory.path)
-        train = fit_completions(train, job.serve.max_model_len, console.note)
+        longest = job.serve.max_model_len or model_checks.longest_sequence(model_checks.read(job.serve.model))
+        train = fit_completions(train, longest, console.note)
         shares = train.needs_patched_server
         self.command = prepare(job.serve, job.vllm_flags, shares_weights=shares, trainer=train, output=console)
         send_key(job.vllm_flags)

@@ -241,6 +241,7 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("run", "--start-command x", "hint: --mode none, or leave --start-command out"),
     ("run", "--logging-steps 3", "hint: every step is printed and written to metrics.jsonl in the run directory"),
     ("run", "--max-model-len 256 --max-new-tokens 256", "--max-new-tokens 256 leaves no room for a prompt: the server"),
+    ("run", "--max-new-tokens 4000000", "--max-new-tokens 4000000 leaves no room for a prompt: the server"),
     ("run", "--environment jsonl --data p.jsonl --eval-samples 2", "no held-out problems to evaluate on"),
     ("train", "--rollouts atropos --environment gsm8k", "--environment has no effect with --rollouts atropos"),
     ("train", "--rollouts atropos --top-p 0.9", "--top-p has no effect with --rollouts atropos"),

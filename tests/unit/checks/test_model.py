@@ -157,6 +157,24 @@ def test_window_counts_if_a_sequence_may_be_longer(config: dict[str, Any] | None
     assert len(findings) == (len(model.MODES) if expected else 0)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"text_config": {"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default"}}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"full_attention": {"factor": 8.0}}}, None),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 4.0}}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_longest_sequence_is_known_where_rope_is_not_scaled(
+    config: dict[str, Any] | None, expected: int | None
+) -> None:
+    assert model.longest_sequence(config) == expected
+
+
 def test_configuration_is_read_from_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8}))
     assert model.has_experts(model.read(str(tmp_path)))
