@@ -60,8 +60,8 @@ class Batch:
         distributed = [distribute(mini_batch, ranks.num_shares) for update in updates for mini_batch in update]
         own = [shares[ranks.share] for shares in distributed]
         if ranks.world_size > 1:
-            images = exchanged_images(groups, distributed, ranks)
-            own = [[_with_images(sample, images) for sample in mini_batch] for mini_batch in own]
+            arrays = exchanged_images(groups, distributed, ranks)
+            own = [[_with_images(sample, arrays) for sample in mini_batch] for mini_batch in own]
         return cls(
             mini_batches=own[::2],
             only_ranked=own[1::2],
@@ -163,12 +163,14 @@ def distribute(mini_batch: list[Sample], size: int) -> list[list[Sample]]:
 
 def exchanged_images(
     groups: Sequence[Group], shares_of_updates: Sequence[list[list[Sample]]], ranks: Ranks
-) -> dict[str, Images]:
+) -> dict[str, tuple[Array, ...]]:
     """Return, by digest, the images of this rank and those that it trains on: another rank that has one sends it.
+
+    Where they are in a prompt is each sample's own: prompts with other texts have the same images.
 
     Ranks of a pass that is cut have no images, so a share is a rank's. All ranks derive the same routes.
     """
-    here = {group.images.digest: group.images for group in groups if group.images is not None and group.images.is_here}
+    here = {group.images.digest: group.images.arrays for group in groups if group.images and group.images.is_here}
     needed = [
         {
             sample.images.digest: sample.images
@@ -193,20 +195,19 @@ def exchanged_images(
 
 
 def _sent_along(
-    routes: Sequence[tuple[int, int, Images]], here: Mapping[str, Images], ranks: Ranks
-) -> dict[str, Images]:
+    routes: Sequence[tuple[int, int, Images]], here: Mapping[str, tuple[Array, ...]], ranks: Ranks
+) -> dict[str, tuple[Array, ...]]:
     """Send images from rank to rank, and return those that came to this one."""
     sent, lengths = [bytearray() for _ in range(ranks.world_size)], [0] * ranks.world_size
     for sender, receiver, images in routes:
         if sender == ranks.rank:
-            sent[receiver] += b"".join(array.content for array in here[images.digest].arrays)
+            sent[receiver] += b"".join(array.content for array in here[images.digest])
         if receiver == ranks.rank:
             lengths[sender] += sum(map(_num_bytes, images.arrays))
     received = [*map(BytesIO, ranks.all_to_all(sent, lengths))]
     return {
-        images.digest: replace(
-            images,
-            arrays=tuple(replace(array, content=received[sender].read(_num_bytes(array))) for array in images.arrays),
+        images.digest: tuple(
+            replace(array, content=received[sender].read(_num_bytes(array))) for array in images.arrays
         )
         for sender, receiver, images in routes
         if receiver == ranks.rank
@@ -218,8 +219,9 @@ def _num_bytes(array: Array) -> int:
     return itemsize * math.prod(array.shape)
 
 
-def _with_images(sample: Sample, images: Mapping[str, Images]) -> Sample:
-    return sample if sample.images is None else replace(sample, images=images[sample.images.digest])
+def _with_images(sample: Sample, arrays: Mapping[str, tuple[Array, ...]]) -> Sample:
+    images = sample.images
+    return sample if images is None else replace(sample, images=replace(images, arrays=arrays[images.digest]))
 
 
 def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:

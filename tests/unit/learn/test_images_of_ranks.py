@@ -14,19 +14,22 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from bridge.agents.stream import open_stream
 from bridge.config import TrainConfig
 from bridge.learn.learner import Learner
+from bridge.learn.policy_loss import LossSpec
+from bridge.learn.replica_batch import Batch
+from bridge.passes.packing import Sample
 from bridge.ranks import messages
 from bridge.ranks.tensors import Tensors
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts import images
 from bridge.server.endpoint import Endpoint
-from bridge.types import Group, Problem
+from bridge.types import Completion, Group, Problem
 from bridge.weights import skeleton
-from tests.models import tiny
+from tests.models import pictures, tiny
 from tests.models.families import FAMILIES
 from tests.models.processors import END, IMAGE, START
 from tests.unit.http_server import serving
@@ -164,3 +167,37 @@ def test_ranks_learn_from_sent_images_as_from_their_own(model: Path) -> None:
 
 def weights_of(ranks: Ranks, model: Path, groups: Sequence[Group]) -> dict[str, Tensor]:
     return trained(ranks, model, groups)[2]
+
+
+def test_images_stay_where_each_prompt_has_them(model: Path) -> None:
+    """Prompts with one image and other questions have one digest."""
+    config = AutoConfig.from_pretrained(model)
+    groups = [group_of(config, *parts) for parts in (((2, 3), 6), (5, (2, 3)), (5, 6, (2, 3)), (5, 6, 7, (2, 3)))]
+    places = {group.prompt_token_ids: group.images.starts for group in groups if group.images}
+    assert len({group.images.digest for group in groups if group.images}) == 1
+    assert len(places) == len(groups)
+    for samples in on_ranks(NUM_RANKS, own_samples, model, groups):
+        assert len(samples) == len(groups), "two completions of half of the groups"
+        assert all(sample.images.is_here for sample in samples)
+        assert [sample.images.starts for sample in samples] == [places[sample.prompt_token_ids] for sample in samples]
+
+
+def group_of(config: PretrainedConfig, *parts: tuple[int, int] | int) -> Group:
+    ids, shown = pictures.prompt(config, *parts)
+    completions = tuple(
+        Completion(token_ids=(token,), logprobs=(0.0,), text="", finish_reason="stop") for token in (8, 9)
+    )
+    return Group(
+        problem={"prompt": ""}, prompt_token_ids=ids, images=shown, completions=completions, rewards=(0.0, 1.0)
+    )
+
+
+def own_samples(ranks: Ranks, model: Path, groups: Sequence[Group]) -> list[Sample]:
+    """Return the samples of this rank, which has sampled every other group."""
+    known = [
+        group if number % NUM_RANKS == ranks.rank else messages.loads(messages.dumps(group))
+        for number, group in enumerate(groups)
+    ]
+    config = config_of(model)
+    batch = Batch.of(known, LossSpec.of(config.loss), ranks, config.optimizer, longest=8, step=1)
+    return [sample for mini_batch in batch.mini_batches for sample in mini_batch]
