@@ -9,7 +9,7 @@ import fcntl
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,13 +228,24 @@ def _appended(file: Path) -> Iterator[tuple[list[dict[str, Any]], Callable[[obje
     with file.open("a+") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         opened.seek(0)
-        yield [json.loads(line) for line in opened], lambda line: opened.write(f"{json.dumps(line)}\n")
+        text = opened.read()
+        if text and not text.endswith("\n"):
+            opened.write("\n")
+        yield _lines(text), lambda line: opened.write(f"{json.dumps(line)}\n")
+
+
+def _lines(text: str) -> list[dict[str, Any]]:
+    """Return the lines, except those that were cut off: what they are of is proved again."""
+    lines = list[dict[str, Any]]()
+    for line in text.splitlines():
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def collect(file: Path) -> None:
     """Add the results of a GPU in `file` to the others, and to the page."""
-    with _appended(file) as (lines, _):
-        _add("gpu", {line["family"]: line["result"] for line in lines if line["result"]})
+    _add("gpu", {line["family"]: line["result"] for line in _lines(file.read_text()) if line["result"]})
 
 
 def _add(device: str, results: Results) -> None:

@@ -78,3 +78,23 @@ def test_what_a_cut_off_process_began_is_proved_again(tmp_path: Path) -> None:
     family_results.write("Qwen3", result(), file)
     family_results.collect(file)
     assert [*family_results.load("gpu")] == ["Qwen3"]
+
+
+@pytest.mark.usefixtures("_own_files")
+def test_a_line_that_was_cut_off_hides_no_other(tmp_path: Path) -> None:
+    """As on a full disk."""
+    file = tmp_path / "found.jsonl"
+    family_results.write("Qwen3", result(), file)
+    with file.open("a") as opened:
+        opened.write('{"family": "OLMo 3", "res')
+    assert family_results.claim("OLMo 3", file)
+    family_results.write("OLMo 3", result(), file)
+    family_results.collect(file)
+    assert [*family_results.load("gpu")] == ["Qwen3", "OLMo 3"]
+
+
+@pytest.mark.usefixtures("_own_files")
+def test_a_file_that_is_missing_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        family_results.collect(tmp_path / "typo.jsonl")
+    assert not (tmp_path / "typo.jsonl").exists()
