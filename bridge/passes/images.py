@@ -10,7 +10,7 @@ Source: positions are those of Qwen2-VL (arXiv 2409.12191, section 2.1), `get_ro
 Shape suffixes: T tokens of a pack, P tokens of a prompt, I image tokens, D those of distinct ones, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
 from bridge.types import Images
+
+SIZES = "image_sizes"
+"""A processor's name for the height and width of each image in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +112,23 @@ def tensors(several: Sequence[Images]) -> dict[str, Tensor]:
         for array in images.arrays:
             tensor = torch.frombuffer(bytearray(array.content), dtype=getattr(torch, array.dtype)).view(array.shape)
             parts.setdefault(array.name, []).append(tensor)
-    return {name: torch.cat(_padded(of_prompts)) for name, of_prompts in parts.items()}
+    return {name: torch.cat(of_prompts) for name, of_prompts in parts.items()}
 
 
-def _padded(of_prompts: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors that differ in the number of images alone: some processors pad those of a prompt to one size."""
-    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in of_prompts), strict=True)]
-    missing = [[most - size for most, size in zip(largest, one.shape[1:], strict=True)] for one in of_prompts]
-    pairs = [[size for more in reversed(sizes) for size in (0, more)] for sizes in missing]
-    return [
-        functional.pad(tensor, before_and_after) for tensor, before_and_after in zip(of_prompts, pairs, strict=True)
-    ]
+@torch.no_grad()
+def features(model: PreTrainedModel, several: Sequence[Images]) -> list[Any]:
+    """Return what the tower makes of the images of several prompts, in their order: of all at once, if it can.
+
+    A tower that takes sizes in pixels, Pixtral's, gets one prompt at a time: its mask is of all patches by all, and the
+    images of each prompt are padded to a size of its own.
+    """
+    is_dense = any(array.name == SIZES for array in several[0].arrays)
+    made = []
+    for at_once in [[one] for one in several] if is_dense else [several]:
+        on_device = {name: tensor.to(model.device) for name, tensor in tensors(at_once).items()}
+        get_features: Any = model.get_image_features
+        made.append(get_features(**on_device, return_dict=True))
+    return made
 
 
 def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images: PackedImages) -> dict[str, Any]:
@@ -129,11 +137,9 @@ def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images
     Raises:
         UnsupportedModelError: the tower makes another number of embeddings than the images have tokens.
     """
-    with torch.no_grad():
-        on_device = {name: tensor.to(tokens_T.device) for name, tensor in tensors(images.distinct).items()}
-        features: Any = model.get_image_features(**on_device, return_dict=True)
+    of_tower = features(model, images.distinct)
     embeds_TH = model.get_input_embeddings()(tokens_T)
-    of_distinct_DH = _of_all(features.pooler_output).to(embeds_TH.dtype)
+    of_distinct_DH = _of_all(one.pooler_output for one in of_tower).to(embeds_TH.dtype)
     num_tokens = sum(len(image_tokens(of_prompt)) for of_prompt in images.distinct)
     if len(of_distinct_DH) != num_tokens:
         raise UnsupportedModelError(
@@ -147,13 +153,13 @@ def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images
     }
     if "mrope_section" in (model.config.get_text_config().rope_parameters or {}):
         taken["position_ids"] = torch.cat([taken["position_ids"], images.positions_3T]).unsqueeze(1)
-    if (deep := getattr(features, "deepstack_features", None)) is not None:
+    if (deep := getattr(of_tower[0], "deepstack_features", None)) is not None:
         is_image_T = torch.zeros_like(tokens_T, dtype=torch.bool).index_fill(0, images.indices_I, True)
         taken["visual_pos_masks"] = is_image_T.unsqueeze(0)
-        taken["deepstack_visual_embeds"] = [_of_all(of_layer).index_select(0, images.rows_I) for of_layer in deep]
+        taken["deepstack_visual_embeds"] = [_of_all([of_layer]).index_select(0, images.rows_I) for of_layer in deep]
     return taken
 
 
-def _of_all(embeds: Tensor | Sequence[Tensor]) -> Tensor:
+def _of_all(several: Iterable[Tensor | Sequence[Tensor]]) -> Tensor:
     """Return the embeddings of all images, which transformers cuts by image or, before 5.18, leaves whole."""
-    return embeds if isinstance(embeds, Tensor) else torch.cat([*embeds])
+    return torch.cat([one for embeds in several for one in ([embeds] if isinstance(embeds, Tensor) else embeds)])

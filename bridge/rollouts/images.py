@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 from bridge.core import image_file
 from bridge.core.foreign_code import described
 from bridge.errors import RewardError, UnsupportedModelError, UsageError
+from bridge.passes.images import SIZES
 from bridge.planning.model_size import SEEING
 from bridge.rollouts import problems
 from bridge.types import Array, Images, Message, Problem
@@ -29,8 +30,6 @@ PART = {"type": "image"}
 """The part of a message that stands for an image."""
 GRIDS = "image_grid_thw"
 """A processor's name for the patches of each image, in time, rows and columns."""
-SIZES = "image_sizes"
-"""Another one's name for the height and width of each image in pixels: each row of its tokens is a run."""
 
 
 class Encoded(NamedTuple):
@@ -181,7 +180,7 @@ def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Array:
 
 
 def _grids(config: Any, made: Mapping[str, torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Return the tokens of each run of image tokens, in time, rows and columns."""
+    """Return the tokens of each run of image tokens, in time, rows and columns; sizes in pixels: a row is a run."""
     if GRIDS in made:
         merged = config.vision_config.spatial_merge_size
         return tuple((t, rows // merged, columns // merged) for t, rows, columns in made[GRIDS].tolist())

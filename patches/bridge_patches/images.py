@@ -58,14 +58,14 @@ def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> 
     from vllm.multimodal.inputs import MultiModalKwargsItems
     from vllm.multimodal.parse import MultiModalDataItems
 
-    features = BatchFeature({name: _tensor(*array) for name, array in images.items()})
     try:
+        features = BatchFeature({name: _tensor(*array) for name, array in images.items()})
         shown = _cropped(features)
         items = MultiModalKwargsItems.from_hf_inputs(features, processor._get_mm_fields_config(features, {}))
         updates = processor._get_prompt_updates(MultiModalDataItems(shown), {}, items)
         counts = {IMAGE: len(items[IMAGE])}
         placeholders = processor._find_mm_placeholders(list(ids), processor._bind_and_group_updates(updates, counts))
-    except (ValueError, LookupError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise HTTPException(400, f"these are no images of this model: {type(error).__name__}: {error}") from error
     of_images = placeholders.get(IMAGE, [])
     if fault := _fault(ids, of_images, counts[IMAGE]):

@@ -171,10 +171,16 @@ def refuses_other_tokens(server: LiveServer, data: Path, marker: str = MARKER) -
         answer = httpx.post(f"{server.manifest.url}{COMPLETIONS}", json=document, trust_env=False, timeout=60)
         assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
         assert words in answer.text
-    odd = {name: (kind, [1, *shape], content) for name, (kind, shape, content) in openai_api.sent(shown).items()}
-    document = {**body, "prompt": ids, "images": odd}
-    answer = httpx.post(f"{server.manifest.url}{COMPLETIONS}", json=document, trust_env=False, timeout=60)
-    assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
+    whole = openai_api.sent(shown).items()
+    for odd in (
+        {name: (kind, [1, *shape], content) for name, (kind, shape, content) in whole},
+        {name: (kind, shape, content[:4]) for name, (kind, shape, content) in whole},
+        {name: ("int64", [1], "AAAAAAAAAAA=") for name, _ in whole},
+    ):
+        document = {**body, "prompt": ids, "images": odd}
+        answer = httpx.post(f"{server.manifest.url}{COMPLETIONS}", json=document, trust_env=False, timeout=60)
+        assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
+        assert "these are no images of this model" in answer.text
 
 
 def learns(server: LiveServer, folder: Path, *flags: str, steps: int) -> None:

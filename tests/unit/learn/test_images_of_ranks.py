@@ -173,13 +173,13 @@ def test_images_stay_where_each_prompt_has_them(model: Path) -> None:
     """Prompts with one image and other questions have one digest."""
     config = AutoConfig.from_pretrained(model)
     groups = [group_of(config, *parts) for parts in (((2, 3), 6), (5, (2, 3)), (5, 6, (2, 3)), (5, 6, 7, (2, 3)))]
-    places = {group.prompt_token_ids: group.images.starts for group in groups if group.images}
+    starts = {group.prompt_token_ids: group.images.starts for group in groups if group.images}
     assert len({group.images.digest for group in groups if group.images}) == 1
-    assert len(places) == len(groups)
+    assert len(starts) == len(groups)
     for samples in on_ranks(NUM_RANKS, own_samples, model, groups):
         assert len(samples) == len(groups), "two completions of half of the groups"
         assert all(sample.images.is_here for sample in samples)
-        assert [sample.images.starts for sample in samples] == [places[sample.prompt_token_ids] for sample in samples]
+        assert [sample.images.starts for sample in samples] == [starts[sample.prompt_token_ids] for sample in samples]
 
 
 def group_of(config: PretrainedConfig, *parts: tuple[int, int] | int) -> Group:
