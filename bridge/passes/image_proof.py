@@ -24,7 +24,7 @@ from bridge.types import Images
 NUM_PROMPTS = 2
 """How many prompts are compared, packed together."""
 TOLERANCE = 1 / 16
-"""Largest relative difference of embeddings, which rounding explains: the tower gets all images of a pack at once.
+"""Largest relative difference of embeddings, which rounding explains: the tower may get all images of a pack at once.
 
 Tiny models came to 0 on a CPU, and those of images in another order to 0.9 and more."""
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
@@ -82,6 +82,8 @@ def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]
             for sample in in_order
             if sample.images is not None
         ]
+    except torch.OutOfMemoryError:
+        raise
     except MISFITS as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     theirs = {name for given in alone for name, value in given.items() if isinstance(value, Tensor | list | tuple)}

@@ -219,6 +219,20 @@ def test_the_proof_refuses(fault: str, model: PreTrainedModel, monkeypatch: pyte
     assert model not in image_proof._proved
 
 
+def test_too_little_memory_says_nothing_about_the_family(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer tries again in less memory."""
+
+    def too_large(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(images, "features", too_large)
+    with pytest.raises(torch.OutOfMemoryError):
+        image_proof.prove(model, samples_of(model))
+    assert model not in image_proof._proved
+
+
 def test_the_proof_refuses_a_family_that_is_called_otherwise() -> None:
     """Mistral 3 gets the grids of Qwen's kind."""
     made = model_of("Mistral 3")
