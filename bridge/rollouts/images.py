@@ -201,7 +201,8 @@ def _starts(ids: Sequence[int], image_token: int, grids: Sequence[tuple[int, ...
         expected = ", ".join(str(math.prod(grid)) for grid in grids)
         raise UnsupportedModelError(
             f"the model's processor made {lengths} image tokens, expected {expected}: one for each piece of the images",
-            remedy="use a model and a processor of one version, of a family in docs/families.md",
+            remedy="separate images by text or by the family's own tokens; if they are, use a model and a processor of"
+            " one version, of a family in docs/families.md",
         )
     return tuple(indices[0] for indices in of_images)
 

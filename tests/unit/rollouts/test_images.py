@@ -186,6 +186,9 @@ def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path, processor: Pr
     assert "rejects" in refusal(model, MARKER, file(tmp_path, "wide.png", (128, 8))).message
     processor.chat_template = "{{ raise_exception('no') }}"
     assert "chat template rejects" in refusal(model, [{"role": "user", "content": "q"}], path).message
+    adjacent = refusal(model, IMAGE * 2, path, path)
+    assert "made 4 image tokens, expected 2, 2" in adjacent.message
+    assert "separate images by text" in adjacent.remedy
     processor.expands_twice = True
     twice = refusal(model, MARKER, path)
     assert isinstance(twice, UnsupportedModelError)
