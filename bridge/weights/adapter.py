@@ -193,12 +193,15 @@ def _name_of(key: str) -> str:
 
 def _inserted(model: PreTrainedModel, settings: peft.LoraConfig, target_modules: str) -> PeftModel:
     try:
-        return get_peft_model(model, settings, autocast_adapter_dtype=False)
+        inserted = get_peft_model(model, settings, autocast_adapter_dtype=False)
+        if settings.target_parameters:
+            raise ValueError("it adapts stacked experts in place of layers of these names")
     except ValueError as error:  # such as a layer with the name of stacked experts' weights
         raise UsageError(
             f"--lora-target-modules {target_modules}: PEFT cannot adapt that: {' '.join(str(error).split())}",
             remedy="choose layers of attention alone, or all-linear",
         ) from error
+    return inserted
 
 
 def _all_linear(model: PreTrainedModel) -> str | list[str]:

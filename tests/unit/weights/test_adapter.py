@@ -280,6 +280,14 @@ def test_what_peft_cannot_adapt_is_refused() -> None:
         put_in(model, lora_target_modules="q_proj,gate_proj")
 
 
+@pytest.mark.parametrize("wanted", ["gate_proj,up_proj,down_proj", "layers.0.mlp.down_proj"])
+def test_experts_are_not_adapted_in_place_of_the_chosen_layers(wanted: str) -> None:
+    """DeepSeek's first layer is a plain one, but PEFT takes its name for that of every layer's stacked experts."""
+    model = AutoModelForCausalLM.from_config(FAMILIES["DeepSeek-V3"]())
+    with pytest.raises(UsageError, match=f"--lora-target-modules {wanted}: .*experts"):
+        put_in(model, lora_target_modules=wanted)
+
+
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "Qwen3-Next"])
 def test_experts_get_no_adapter(family: str) -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES[family]())
