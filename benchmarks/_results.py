@@ -28,6 +28,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def count(text: str) -> int:
+    """Return a flag's number, which is 1 or more."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures with command, date, hardware and versions."""
     rivals = {name: importlib.metadata.version(name) for name in RIVALS if software.installed_version(name)}

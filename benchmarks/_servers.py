@@ -50,9 +50,9 @@ class Parity:
 def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """Return a parser with the options for alternating generation."""
     made = _results.parser(description)
-    made.add_argument("--requests", type=int, default=256, help="concurrent completions of a round")
-    made.add_argument("--tokens", type=int, default=256, help="tokens of each")
-    made.add_argument("--rounds", type=int, default=rounds, help="rounds of generation per server")
+    made.add_argument("--requests", type=_results.count, default=256, help="concurrent completions of a round")
+    made.add_argument("--tokens", type=_results.count, default=256, help="tokens of each")
+    made.add_argument("--rounds", type=_results.count, default=rounds, help="rounds of generation per server")
     return made
 
 

@@ -102,11 +102,11 @@ def main() -> None:
 def _flags() -> argparse.ArgumentParser:
     flags, work = _results.parser(__doc__), Work()
     flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["1.5b", "7b"])
-    flags.add_argument("--steps", type=int, default=8, help="measured steps of a run")
+    flags.add_argument("--steps", type=_results.count, default=8, help="measured steps of a run")
     flags.add_argument("--warm-up", type=int, default=2, help="steps before them, in which is compiled")
-    flags.add_argument("--trl-steps", type=int, help="the same of a run of TRL; default: as many")
+    flags.add_argument("--trl-steps", type=_results.count, help="the same of a run of TRL; default: as many")
     flags.add_argument("--trl-warm-up", type=int, help="the same before them; default: as many")
-    flags.add_argument("--rounds", type=int, default=1, help="runs of each side, in turns")
+    flags.add_argument("--rounds", type=_results.count, default=1, help="runs of each side, in turns")
     flags.add_argument(
         "--trl", nargs="*", default=["16"], metavar="BATCH", help='"BATCH [flags of benchmarks._trl]", each a run'
     )
@@ -115,9 +115,11 @@ def _flags() -> argparse.ArgumentParser:
     )
     flags.add_argument("--models", type=Path, help="folder for the models, which stay there for the next time")
     flags.add_argument("--dummy-weights", action="store_true", help="vLLM's own, of no file; goes without --trl's runs")
-    flags.add_argument("--completions", type=int, default=work.completions, help="completions of a step, on each GPU")
-    flags.add_argument("--group", type=int, default=work.group, help="completions of a prompt")
-    flags.add_argument("--tokens", type=int, default=work.tokens, help="tokens of a completion")
+    flags.add_argument(
+        "--completions", type=_results.count, default=work.completions, help="completions of a step, on each GPU"
+    )
+    flags.add_argument("--group", type=_results.count, default=work.group, help="completions of a prompt")
+    flags.add_argument("--tokens", type=_results.count, default=work.tokens, help="tokens of a completion")
     flags.add_argument(
         "--lengths", metavar="lognormal:MEDIAN:SIGMA:CAP", help="lengths in tokens, in place of --tokens"
     )

@@ -104,7 +104,7 @@ def main() -> None:
 
 def _flags() -> argparse.ArgumentParser:
     flags = _results.parser(__doc__)
-    flags.add_argument("--gpus", type=int, default=2, help="GPUs of the host, or processes of a CPU")
+    flags.add_argument("--gpus", type=_results.count, default=2, help="GPUs of the host, or processes of a CPU")
     flags.add_argument("--runs", nargs="+", choices=KINDS, default=list(KINDS), help="what to run; all by default")
     flags.add_argument(
         "--size", choices=_models.SIZES, help="one model for everything; default: 7b, those of `sizes`, 0.5b for proofs"

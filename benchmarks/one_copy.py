@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks._models import SIZES, make_model
-from benchmarks._results import say, write
+from benchmarks._results import count, say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
 from bridge.checks.verify import logprob_diffs, sample, verify
 from bridge.config import SamplingConfig, TrainConfig
@@ -42,9 +42,11 @@ def main() -> None:
     flags = parser(__doc__, rounds=10)
     flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5b", "7b"])
     flags.add_argument("--generation-only", action="store_true", help="attach to nothing, and train nothing")
-    flags.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of each server")
+    flags.add_argument("--tensor-parallel-size", type=count, default=1, help="GPUs of each server")
     flags.add_argument("--share", type=float, default=0.3, help="share of a GPU for each server")
     options = flags.parse_args()
+    if options.tensor_parallel_size > 1 and not options.generation_only:
+        flags.error("--tensor-parallel-size goes with --generation-only: one process cannot train on parts")
     results = {size: measure(size, options) for size in options.sizes}
     say(f"written: {write('one_copy', results, options.out)}")
 

@@ -32,7 +32,9 @@ from benchmarks import (
     _trl,
     _trl_async,
     _work,
+    grpo,
     node,
+    one_copy,
     replicas,
     startup,
     train_step,
@@ -631,3 +633,28 @@ def test_equal_replicas_are_counted_part_by_part(tmp_path: Path, parts: int, equ
         (tmp_path / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     counted = replicas.equal_digests(tmp_path, 4, parts)
     assert counted == {"ranks": 4, "steps": 3, "equal": equal, "different_weights": 3}
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "why"),
+    [
+        (grpo.main, "--rounds 0", "--rounds: 0 is less than 1"),
+        (grpo.main, "--group -8", "--group: -8 is less than 1"),
+        (grpo.main, "--dummy-weights", "give an empty --trl"),
+        (node.main, "--gpus 0", "--gpus: 0 is less than 1"),
+        (one_copy.main, "--rounds 0", "--rounds: 0 is less than 1"),
+        (one_copy.main, "--tensor-parallel-size 2", "goes with --generation-only"),
+    ],
+)
+def test_flags_that_cannot_be_measured_are_refused_before_anything_starts(
+    main: Callable[[], None],
+    flags: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", *flags.split()])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert why in capsys.readouterr().err
