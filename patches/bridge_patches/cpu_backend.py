@@ -30,6 +30,7 @@ vllm.model_executor.layers.fused_moe.experts.cpu_moe
         wrap CPUUnquantizedExperts.process_weights_after_loading(layer)
     if CPUUnquantizedExperts.finalize_weight_and_reduce_impl: wrap CPUUnquantizedExperts.apply(output,
         hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input)
+vllm.model_executor.layers.fused_moe.config: FusedMoEConfig: is_lora_enabled, __post_init__
 vllm.model_executor.layers.mamba.ops.cpu.gdn_attention
     if _causal_conv1d_fwd_cpu: wrap _causal_conv1d_fwd_cpu(weight)
     if _causal_conv1d_update_cpu: wrap _causal_conv1d_update_cpu(weight)
@@ -51,6 +52,7 @@ vllm.v1.worker.gpu_input_batch: InputBatch: generators, num_reqs, req_id_to_inde
 vllm.v1.worker.cpu_model_runner: CPUModelRunner
 """
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+CONFIGURATION = "vllm.model_executor.layers.fused_moe.config"
 CONVOLVING = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 CONVOLUTIONS = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
 MODULAR = "finalize_weight_and_reduce_impl"
@@ -136,6 +138,19 @@ def patch_experts() -> None:
     if MODULAR in dir(experts):
         wrap(experts, "process_weights_after_loading")(_pack_experts)
         wrap(experts, "apply")(_apply_experts)
+        wrap(import_module(CONFIGURATION).FusedMoEConfig, "__post_init__")(_without_lora)
+
+
+def _without_lora(original: Callable[..., None], config: Any) -> None:
+    """Let vLLM choose the CPU's kernels for experts, also in a server with LoRA.
+
+    Symptom: the first request ends a server with LoRA and experts: "'triton.language' has no attribute 'bfloat16'".
+    Cause: with LoRA, vLLM takes Triton's kernels on every platform.
+    Why this is safe: experts have no slots (`placement.py`), so their kernels need not know adapters.
+    Seen in vLLM 0.26 to 0.33, `vllm/model_executor/layers/fused_moe/oracle/unquantized.py`.
+    """
+    config.is_lora_enabled = False
+    original(config)
 
 
 def _pack_experts(original: Callable[..., None], experts: Any, layer: Any) -> None:

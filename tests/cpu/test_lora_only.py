@@ -14,6 +14,8 @@ from tests import disturbed, scenarios
 from tests.disturbed import Disturbance
 from tests.forked import Command
 from tests.ground import UNEVEN
+from tests.models import tiny
+from tests.models.families import FAMILIES
 from tests.scenarios import LiveServer
 
 KILLED_IN_STEP = 3
@@ -47,6 +49,16 @@ def test_a_run_goes_on_from_its_adapter_and_takes_each_step_once(
     assert steps[0]["weight_version"] < steps[1]["weight_version"] < steps[2]["weight_version"]
     assert all(step["logprob_diff_mean"] < scenarios.PARITY_LIMIT for step in steps), steps
     scenarios.serves_the_adapter(lora_llama, tmp_path / "saved" / "adapter_step_4", base)
+
+
+def test_a_mixture_of_experts_gets_an_adapter_on_its_other_layers(tmp_path: Path) -> None:
+    """In float32, where no expert is exchanged by rounding."""
+    model = tiny.write(FAMILIES["Qwen3-MoE"](), tmp_path / "model")
+    with scenarios.served(model, tmp_path / "server", max_lora_rank=scenarios.LORA_RANK, dtype="float32") as server:
+        assert not [name for name in server.manifest.shard(0).lora_slots if "experts" in name]
+        scenarios.trained(server, tmp_path, *adapter_flags("memory"))
+    steps = scenarios.metrics(tmp_path / "run")
+    assert max(step["logprob_diff_max"] for step in steps) < 1e-4, steps
 
 
 def killed_while_it_writes(server: LiveServer, folder: Path, *flags: str) -> int:

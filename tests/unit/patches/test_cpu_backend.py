@@ -52,11 +52,22 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def finalize_weight_and_reduce_impl(self) -> None: ...
 
+    class FusedMoEConfig:
+        def __init__(self, is_lora_enabled: bool) -> None:
+            self.is_lora_enabled = is_lora_enabled
+            self.__post_init__()
+
+        def __post_init__(self) -> None: ...
+
+    configuration = ModuleType(cpu_backend.CONFIGURATION)
+    configuration.FusedMoEConfig = FusedMoEConfig  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, cpu_backend.CONFIGURATION, configuration)
     module = ModuleType(cpu_backend.EXPERTS)
     module.__spec__ = ModuleSpec(cpu_backend.EXPERTS, loader=None)
     module.CPUUnquantizedExperts = CPUUnquantizedExperts  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, cpu_backend.EXPERTS, module)
     cpu_backend.patch_experts()
+    assert not FusedMoEConfig(is_lora_enabled=True).is_lora_enabled  # else vLLM would choose Triton's kernels
     made = CPUUnquantizedExperts()
     made.process_weights_after_loading(SimpleNamespace(activation=Activation.SILU, expert_map=None))
     return made
