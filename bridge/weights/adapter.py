@@ -33,8 +33,9 @@ from bridge.weights.stored_tensors import ADAPTER_WEIGHTS
 
 NAME = "default"
 """PEFT's name of the one adapter."""
-NAMES_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Last names of layers that PEFT takes for those of stacked experts."""
+NAMES_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "shared_expert_gate"})
+"""Last names of layers that PEFT takes for those of stacked experts; and of a shared expert's gate, which vLLM 0.32
+calls by another name, without its adapter."""
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer but the head."""
 
