@@ -57,7 +57,7 @@ class Refusal:
 
 
 def _at_most(limit: float) -> Callable[[str], bool]:
-    return lambda value: re.fullmatch(r"[0-9.]+", value) is not None and float(value) <= limit
+    return lambda value: re.fullmatch(r"\d+\.?\d*", value) is not None and float(value) <= limit
 
 
 def _drafts_without_weights(value: str) -> bool:
@@ -109,6 +109,9 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
 }  # fmt: skip
 REFUSED: Mapping[str, Refusal] = {flag: refusal for flags, refusal in _REFUSED.items() for flag in flags}
 """vLLM's flag -> why it cannot be combined with one copy."""
+OURS = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields}
+WHOLE_NAMES = (*OURS, *REFUSED)
+"""What may be given shortened: argparse takes every beginning that is no other flag's."""
 LOGPROBS_MODE = ("--logprobs-mode", "processed_logprobs")
 """The trainer compares with the distribution that was sampled from, after temperature."""
 WORKER_EXTENSION = ("--worker-extension-cls", "bridge_patches.worker.BridgeWorker")
@@ -150,16 +153,13 @@ def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weight
         raise UsageError(
             f"unexpected argument {flags[0]!r}", remedy="give the model as --model, and vLLM's own flags after --"
         )
-    ours = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields} - SHARED_NAMES
     faults = []
     for name, value in _pairs(flags):
-        if name in ours:
+        if name in OURS - SHARED_NAMES:
             faults.append(f"{name} after --: it is a flag of bridge serve-vllm, give it before --")
-        meant = [other for other in REFUSED if len(name) > 5 and other.startswith(name)]  # argparse takes abbreviations
-        refused = name if name in REFUSED else next(iter(meant), "")
-        why = REFUSED.get(refused)
+        why = REFUSED.get(name)
         if why is not None and (shares_weights or why.any_server) and not why.allowed(value):
-            faults.append(f"{f'{refused} {value}'.strip()}: {why.reason}")
+            faults.append(f"{f'{name} {value}'.strip()}: {why.reason}")
     if shares_weights:
         values = {name: environment.get(name, "") for name in REFUSED_VARIABLES}
         faults += [f"{name}={value}: {REFUSED_VARIABLES[name]}" for name, value in values.items() if value not in OFF]
@@ -310,5 +310,8 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
             if not name.startswith("--"):  # argparse takes -qfp8, and -t for -tp
                 short = next((other for other in SHORT_NAMES if other.startswith(name)), name[:2])
                 name, value = SHORT_NAMES.get(short, name), value or name[len(short) :]
+            name = name.replace("_", "-")
+            if name not in WHOLE_NAMES:
+                name = next((other for other in WHOLE_NAMES if other.startswith(name)), name)
             following = flags[index + 1] if index + 1 < len(flags) else ""
-            yield name.replace("_", "-"), value or ("" if following.startswith("-") else following)
+            yield name, value or ("" if following.startswith("-") else following)

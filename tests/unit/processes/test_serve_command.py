@@ -342,6 +342,10 @@ def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.
         ["--quantization=fp8"],
         ["--quant", "fp8"],
         ["-n2"],
+        ["--moe", "flashinfer"],
+        ["--pi=2"],
+        ["--pipeline-parallel-size", "1..2"],
+        ["--data-parallel-size", "."],
         ["-as", "2"],
         ["-e"],
         ["--speculative_config", "{}"],
@@ -356,6 +360,8 @@ def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.
         ["--port", "9"],
         ["-tp", "2"],
         ["--tensor-parallel-size=2"],
+        ["--tensor_parallel", "2"],
+        ["--por", "9"],
         ["mymodel"],
     ],
 )
@@ -382,6 +388,7 @@ def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
         ["-qnone"],
         ["--compilation-config.mode", "3"],
         ["--config-format", "hf"],
+        ["--max-loras", "2"],
     ],
 )
 def test_a_flag_that_does_no_harm_passes(flags: list[str]) -> None:
@@ -642,6 +649,16 @@ def test_a_stock_server_quantizes_by_vllms_own_flag(monkeypatch: pytest.MonkeyPa
         start_checks.check_quantization(config, shares_weights=False)
     assert refused.value.remedy.endswith("-- --quantization fp8_per_block")
     vllm_flags.check(["--quantization", "fp8_per_block"], {}, shares_weights=False)
+
+
+@pytest.mark.parametrize("flags", [["--quantization", "fp8"], ["--quant", "fp8"], ["-qfp8"]])
+def test_a_second_quantization_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]
+) -> None:
+    on(monkeypatch, "vllm", 140)
+    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
+    with pytest.raises(UsageError, match="after -- another --quantization"):
+        start_checks.check_quantization(config, flags, shares_weights=False, is_fed=True)
 
 
 @pytest.mark.parametrize(
