@@ -4,6 +4,7 @@ Both are paused, called and resumed in the same way. A stock vLLM has the routes
 neither a lease nor versions. A patched one refuses that mode, and takes the calls from the holder of its fence.
 """
 
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +74,8 @@ class StockReceiver(VllmClient):
     def __init__(self, url: str, run: str, *, timeout_s: float) -> None:
         super().__init__(url, timeout_s=timeout_s)
         self._run = run
+        self._nonce = secrets.token_hex(4)
+        """In the name of the weights: in two containers, two runs may be called the same."""
 
     def check(self, model: str, vllm: str) -> int:
         """Return its number of workers; refuse a server that cannot be fed `model` by this `vllm`, and change nothing.
@@ -119,7 +122,7 @@ class StockReceiver(VllmClient):
 
     def publish(self, version: int) -> None:
         """Generate with the weights that it received, and name them."""
-        name = f"{self._run}: version {version}"
+        name = f"{self._run}: version {version} ({self._nonce})"
         response = self._send("POST", "/update_weight_version", {"new_version": name}, limit_s=self._control_limit_s)
         if response.status_code != httpx.codes.NOT_FOUND:
             self._refuse_failure("/update_weight_version", response)
@@ -130,7 +133,7 @@ class StockReceiver(VllmClient):
         """Raise AttachError if the server no longer has the weights that it received last, as far as it reports it."""
         if self._served is None:
             return
-        served = self._answer("GET", "/weight_info", _WeightInfo).weight_version
+        served = self._answer("GET", "/weight_info", _WeightInfo, limit_s=self._control_limit_s).weight_version
         if served != self._served:
             raise AttachError(
                 f"the server at {self.url} serves weights named {served!r}, expected {self._served!r}: it was"
