@@ -17,7 +17,7 @@ from bridge.errors import BridgeError, RewardError, UsageError
 
 LIBRARIES = (
     "<",
-    f"{Path(__file__).parents[1]}/",
+    *(f"{Path(__file__).parents[2] / ours}/" for ours in ("bridge", "environments")),
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 """Prefixes of files that error messages never point at."""

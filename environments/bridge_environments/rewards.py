@@ -140,13 +140,12 @@ def _reward(item: str) -> Reward:
 
 def _own(name: str, weight: float) -> Reward:
     score = find_object("reward", name)
-    title = getattr(score, "__name__", type(score).__name__)
-    code, file = getattr(score, "__code__", None), Path(name.rpartition(":")[0]).name
+    path, _, title = name.rpartition(":")
     remedy = f"write it as: def {title}(problem: dict, completion: str) -> float"
     if inspect.iscoroutinefunction(score):
         raise UsageError(f"reward {name} is an async function, expected a plain one", remedy=remedy)
     try:
-        signature = inspect.signature(score)
+        signature, code = inspect.signature(score), getattr(inspect.unwrap(score), "__code__", None)
         if "completions" in signature.parameters:
             score = _of_lists(score, signature.parameters)
         else:
@@ -155,9 +154,8 @@ def _own(name: str, weight: float) -> Reward:
         raise UsageError(
             f"reward {name} cannot be called with (problem, completion): {error}", remedy=remedy
         ) from error
-    return Reward(
-        name=title, weight=weight, score=score, location=f"{file} line {code.co_firstlineno}" if code else file
-    )
+    location = f"{Path(code.co_filename).name} line {code.co_firstlineno}" if code else Path(path).name
+    return Reward(name=title, weight=weight, score=score, location=location)
 
 
 def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Score:

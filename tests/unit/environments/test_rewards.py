@@ -79,7 +79,7 @@ def test_a_file_may_hold_a_callable_object(write: Write) -> None:
     path = write(
         "import functools, operator\nclass F:\n    def __call__(self, problem, completion): return 3\nf = F()\n"
     )
-    assert scores(f"{path}:f", "x") == (3.0, {"F": 3.0})
+    assert scores(f"{path}:f", "x") == (3.0, {"f": 3.0})
 
 
 @pytest.mark.parametrize("value", ["'1.0'", "None", "[1.0]", "float('nan')", "float('inf')"])
@@ -103,6 +103,36 @@ def test_a_failed_reward_is_named_as_the_user_named_it(write: Write, body: str, 
     answer = host.score({"prompt": "p"}, "x")
     assert isinstance(answer, FailedScore)
     assert re.match(message + ", on prompt", answer.line)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def mine(completions): return [1, 2]", "raised ValueError: too many values to unpack .* [(]mine.py line 1[)]"),
+        ("def mine(completions): return 1.0", "raised TypeError: cannot unpack .* [(]mine.py line 1[)]"),
+        ("from operator import truediv as mine", "raised TypeError: unsupported .* [(]mine.py[)]"),
+        ("\nmine = lambda problem, completion: None", "returned None, .* [(]mine.py line 2[)]"),
+        ("from theirs import add as mine", "returned None, .* [(]theirs.py line 1[)]"),
+        ("from theirs import twice\n\n@twice\ndef mine(p, c): pass", "returned None, .* [(]mine.py line 3[)]"),
+    ],
+)
+def test_a_reward_of_any_kind_is_named_as_the_user_named_it(write: Write, source: str, message: str) -> None:
+    path = write(source)
+    (path.parent / "theirs.py").write_text(
+        "def add(problem, completion): pass\n\nimport functools\ndef twice(function):\n"
+        "    @functools.wraps(function)\n    def both(*given): return function(*given)\n    return both\n"
+    )
+    with pytest.raises(RewardError, match=f"^reward mine {message}"):
+        scores(f"{path}:mine", "x")
+
+
+def test_functions_without_a_name_of_their_own_have_the_given_one(write: Write) -> None:
+    path = write(
+        "import functools\ndef power(n, problem, completion): return n\n"
+        "one, two = functools.partial(power, 1), lambda problem, completion: 2\nthree = lambda p, c: 3\n"
+    )
+    spec = ",".join(f"{path}:{name}" for name in ("one", "two", "three"))
+    assert scores(spec, "x") == (6.0, {"one": 1.0, "two": 2.0, "three": 3.0})
 
 
 def test_an_unknown_name_lists_what_is_known_and_guesses() -> None:
