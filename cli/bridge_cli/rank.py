@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.core import atomic_file
 from bridge.errors import RankError
 from bridge.processes.leash import PR_SET_PDEATHSIG
 from bridge_cli import ending, signals
@@ -106,9 +107,9 @@ class OwnRank:
             os.dup2(output.fileno(), sys.stderr.fileno())
 
     def report(self, code: int, error: RankError | None = None) -> None:
-        """Let the launcher know how this rank ended."""
+        """Let the launcher know how this rank ended; UsageError if the disk is full."""
         lost = {} if error is None else {"message": error.message, "remedy": error.remedy}
-        (self.scratch / f"{self.local_rank}.json").write_text(json.dumps({"code": code, **lost}))
+        atomic_file.replace(self.scratch / f"{self.local_rank}.json", json.dumps({"code": code, **lost}).encode())
 
 
 OWN_RANK: ContextVar[OwnRank | None] = ContextVar("OWN_RANK", default=None)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, TypeVar, cast
 
@@ -82,12 +83,13 @@ class DisconnectableStream:
 def prepare() -> InterruptHandler:
     """Let this process end cleanly on every signal except SIGQUIT, which ends it at once, and outlive its terminal.
 
-    Ignored signals stay ignored: a run under `nohup` continues.
+    Ignored signals stay ignored: a run under `nohup` continues. A standard stream that is closed is /dev/null.
     """
     ending = InterruptHandler()
     for number in set(SIGNALS) - {signal.SIGQUIT}:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, ending)
-    sys.stdout = cast(TextIO, DisconnectableStream(sys.stdout))
-    sys.stderr = cast(TextIO, DisconnectableStream(sys.stderr, holds_notes=True))
+    output, notes = (stream or Path(os.devnull).open("w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    sys.stdout = cast(TextIO, DisconnectableStream(output))
+    sys.stderr = cast(TextIO, DisconnectableStream(notes, holds_notes=True))
     return ending

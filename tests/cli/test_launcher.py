@@ -5,6 +5,7 @@ Not covered: whole runs (`tests/cpu/test_gpus.py`, `tests/cpu/test_hosts.py`), N
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from bridge.errors import UsageError
 from bridge_cli import launcher
 from bridge_cli.layout import Layout
+from bridge_cli.rank import OwnRank
 
 LIMIT_S = 120.0
 LAUNCHER = """
@@ -189,6 +191,23 @@ def test_an_error_of_one_rank_is_the_runs_and_is_not_restarted(tmp_path: Path) -
     assert launched.output.count("error: no room") == 1
     assert "restarting" not in launched.output
     assert "Traceback" not in launched.output
+
+
+def test_a_rank_that_cannot_report_leaves_no_broken_report(tmp_path: Path) -> None:
+    """The launcher would read it after Ctrl-C."""
+    own_rank = OwnRank(
+        rank=0, world_size=1, local_rank=0, tp_size=1, cp_size=1, device="cpu", address="", port=0, scratch=tmp_path
+    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(UsageError, match=r"cannot write .*0\.json"):
+            own_rank.report(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*tmp_path.iterdir()] == []
+    own_rank.report(3)
+    assert json.loads((tmp_path / "0.json").read_text()) == {"code": 3}
 
 
 def test_a_killed_rank_is_named_once_the_others_have_saved(tmp_path: Path) -> None:

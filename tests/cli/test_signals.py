@@ -117,6 +117,15 @@ def test_output_to_a_full_disk_is_one_error_line(arguments: str) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("stream", ["1", "2"])
+def test_a_stream_that_was_closed_from_the_start_ends_nothing(stream: str) -> None:
+    command = f'exec "{sys.executable}" -m bridge --version {stream}>&-'
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("bridge") is (stream == "2")
+
+
 def test_notes_to_a_full_disk_end_nothing() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "bridge", "--no-such-flag"]

@@ -108,7 +108,10 @@ def test_a_failed_reward_is_named_as_the_user_named_it(write: Write, body: str, 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def mine(completions): return [1, 2]", "raised ValueError: too many values to unpack .* [(]mine.py line 1[)]"),
+        (
+            "def mine(completions): return [1, 2]",
+            "raised ValueError: too many values to unpack .* [(]mine.py line 1[)]",
+        ),
         ("def mine(completions): return 1.0", "raised TypeError: cannot unpack .* [(]mine.py line 1[)]"),
         ("from operator import truediv as mine", "raised TypeError: unsupported .* [(]mine.py[)]"),
         ("\nmine = lambda problem, completion: None", "returned None, .* [(]mine.py line 2[)]"),

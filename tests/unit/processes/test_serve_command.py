@@ -652,9 +652,7 @@ def test_a_stock_server_quantizes_by_vllms_own_flag(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("flags", [["--quantization", "fp8"], ["--quant", "fp8"], ["-qfp8"]])
-def test_a_second_quantization_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]
-) -> None:
+def test_a_second_quantization_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]) -> None:
     on(monkeypatch, "vllm", 140)
     config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
     with pytest.raises(UsageError, match="after -- another --quantization"):
