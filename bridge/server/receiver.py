@@ -194,7 +194,7 @@ class PatchedReceiver:
         self.version = self._client.publish(version).version
 
     def check_served(self) -> None:
-        """Raise AttachError if another server has its place, which does not know this one's token."""
+        """Raise ServerUnreachableError if another server has its place, which does not know this one's token."""
         self._client.status()
 
     def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:

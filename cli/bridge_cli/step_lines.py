@@ -95,9 +95,9 @@ def duration(seconds: float) -> str:
 
 
 def value_range(low: str, high: str) -> str:
-    """Return a range of two values as text; its unit is written once if both ends have the same."""
-    number, _, unit = low.partition(" ")
-    return f"{number if unit == high.partition(' ')[2] else low} to {high}"
+    """Return a range of two values as text; its unit is written once if both ends have the same, and one alone."""
+    number, *units = low.split(" ")
+    return f"{number if units == high.split(' ')[1:] and len(units) < 2 else low} to {high}"
 
 
 def or_dash(value: float, digits: int) -> str:

@@ -85,6 +85,7 @@ def test_view_shows_progress_metrics_and_a_sample() -> None:
         ("87.3 ms", "412 ms", "87.3 to 412 ms"),
         ("884 ms", "6.9 s", "884 ms to 6.9 s"),
         ("1 min 47 s", "2 min 03 s", "1 min 47 s to 2 min 03 s"),
+        ("1 min 03 s", "2 min 03 s", "1 min 03 s to 2 min 03 s"),
     ],
 )
 def test_a_range_names_both_units_if_they_differ(low: str, high: str, span: str) -> None:
