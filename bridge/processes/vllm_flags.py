@@ -110,7 +110,7 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
 REFUSED: Mapping[str, Refusal] = {flag: refusal for flags, refusal in _REFUSED.items() for flag in flags}
 """vLLM's flag -> why it cannot be combined with one copy."""
 OURS = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields}
-WHOLE_NAMES = (*OURS, *REFUSED)
+WHOLE_NAMES = (*OURS, *REFUSED, TRANSFER_FLAG[0])
 """What may be given shortened: argparse takes every beginning that is no other flag's."""
 LOGPROBS_MODE = ("--logprobs-mode", "processed_logprobs")
 """The trainer compares with the distribution that was sampled from, after temperature."""

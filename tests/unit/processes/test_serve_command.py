@@ -651,6 +651,15 @@ def test_a_stock_server_quantizes_by_vllms_own_flag(monkeypatch: pytest.MonkeyPa
     vllm_flags.check(["--quantization", "fp8_per_block"], {}, shares_weights=False)
 
 
+def test_fp8_does_not_go_with_a_shortened_flag_of_vllms_transfer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on(monkeypatch, "vllm", 140)
+    monkeypatch.setattr(accelerator, "capability", lambda: (9, 0))
+    with pytest.raises(UsageError, match="vLLM's transfer would write the FP8"):
+        start_checks.check_quantization(ServeConfig(model=folder_with(tmp_path), **QUANTIZED), ["--weight-tr", "{}"])
+
+
 @pytest.mark.parametrize("flags", [["--quantization", "fp8"], ["--quant", "fp8"], ["-qfp8"]])
 def test_a_second_quantization_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]) -> None:
     on(monkeypatch, "vllm", 140)

@@ -375,7 +375,9 @@ def test_a_killed_tree_can_still_be_stopped(tmp_path: Path, log: Path) -> None:
     children.stop(child)
 
 
-@pytest.mark.parametrize(("sleeps_s", "report"), [(1.0, "ended with exit code 3: "), (60.0, "some of its threads still run")])
+@pytest.mark.parametrize(
+    ("sleeps_s", "report"), [(1.0, "ended with exit code 3: "), (60.0, "some of its threads still run")]
+)
 def test_a_server_whose_first_thread_ended_before_the_others_is_reported(
     sleeps_s: float, report: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
