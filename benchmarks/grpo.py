@@ -31,8 +31,8 @@ staleness, `generate` is the time that the trainer waited for completions; give 
 `--max-staleness`: the first one waits for its longest completion, and the next find theirs.
 
 Memory is the peak of the whole device above its level before the run, without the KV cache, which either engine sizes
-by its share; beside it stands what `bridge plan` predicts. Bridge uses free memory for activations unless told
-otherwise. A run that fails, or for which no time is left, becomes a row that says so.
+by its share; the next column is what `bridge plan` predicts. Bridge uses free memory for activations unless a variant
+limits it. A run that fails, or for which no time is left, becomes a row that says so.
 
 Of Bridge's runs the row also has trained tokens per second and GPU of the passes and the update alone, their MFU (of
 experts, those that a token is routed to), the k3 KL divergence between vLLM and the trainer, and of a mixture of

@@ -80,7 +80,8 @@ class Sampled:
     """Samples completions of fixed prompts."""
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
-        self.url, self._vocabulary = url, int(str(SIZES[options.size]["vocab_size"]))
+        self.url = url
+        self._vocabulary = int(str(SIZES[options.size]["vocab_size"]))
 
     def by(self, name: str | None) -> list[Group]:
         """Sample completions with the model or adapter `name`."""

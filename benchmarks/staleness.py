@@ -72,7 +72,8 @@ class Counting:
             {"prompt": f"{first}={last}=", "answer": "+".join(map(str, range(first, last + 1)))}
             for first, last in pairs
         ]
-        self._held_out, self._training = problems[:40], problems[40:]
+        self._held_out = problems[:40]
+        self._training = problems[40:]
 
     def __iter__(self) -> Iterator[Problem]:
         return iter(self._training)

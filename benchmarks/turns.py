@@ -58,7 +58,8 @@ class Counted(Sampler):
 
     def __init__(self, config: SamplingConfig, *, turns: int, tokens: int, **other: Any) -> None:
         super().__init__(config, **other)
-        self._num_turns, self._num_tokens = turns, tokens
+        self._num_turns = turns
+        self._num_tokens = tokens
 
     async def one(
         self,

@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.core.foreign_code import shortened
-from bridge.rollouts.problems import LONE_SURROGATE
+from bridge.core.foreign_code import LONE_SURROGATE, shortened
 from bridge.types import Completion
 
 SAMPLING = (

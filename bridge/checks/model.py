@@ -116,9 +116,9 @@ def longest_sequence(config: Config | None) -> int | None:
     """
     config = _language(config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    is_longer = "factor" in json.dumps(rope) and "llama3" not in (rope.get("rope_type"), rope.get("type"))
+    is_scaled = "factor" in json.dumps(rope) and "llama3" not in (rope.get("rope_type"), rope.get("type"))
     limit = config.get("max_position_embeddings")
-    return limit if isinstance(limit, int) and not is_longer else None
+    return limit if isinstance(limit, int) and not is_scaled else None
 
 
 def undivided(config: Config | None, num_ranks: int) -> str:

@@ -1,4 +1,4 @@
-"""Await several coroutines, and run a call in a thread of its own."""
+"""Run several coroutines, and a call in a thread that can be left behind."""
 
 import asyncio
 import threading

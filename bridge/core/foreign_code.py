@@ -3,6 +3,8 @@
 import difflib
 import importlib.util
 import inspect
+import json
+import re
 import sys
 import sysconfig
 import traceback
@@ -28,6 +30,7 @@ FORMS: Mapping[Choice, str] = {
     "reward": "path/to/file.py:function",
     "loss": "path/to/file.py:function",
 }
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 NOUNS: Mapping[Choice, str] = {"environment": "class", "reward": "function", "loss": "function"}
 
 
@@ -68,6 +71,13 @@ def described(value: object, limit: int = 60) -> str:
         return shortened(repr(value), limit)
     except Exception:  # noqa: BLE001  a foreign __repr__, a nesting too deep, an integer of too many digits
         return f"a {shortened(type(value).__name__)} that cannot be printed"
+
+
+def surrogate_fault(prompt: Any) -> str:
+    """Return what is wrong with the characters of a prompt, text or messages; empty if nothing is."""
+    text = json.dumps(prompt, ensure_ascii=False, default=str, skipkeys=True)
+    is_broken = LONE_SURROGATE.search(text) is not None
+    return f"{shortened(ascii(prompt))} has half of a surrogate pair, which is no character" if is_broken else ""
 
 
 def source_file(kind: type) -> str:

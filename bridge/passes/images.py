@@ -119,8 +119,8 @@ def tensors(several: Sequence[Images]) -> dict[str, Tensor]:
 def features(model: PreTrainedModel, several: Sequence[Images]) -> list[Any]:
     """Return what the tower makes of the images of several prompts, in their order: of all at once, if it can.
 
-    A tower that takes sizes in pixels, Pixtral's, gets one prompt at a time: its mask is of all patches by all, and the
-    images of each prompt are padded to a size of its own.
+    A tower that takes sizes in pixels, Pixtral's, gets one prompt at a time: its mask is of all patches by all, and
+    prompts are padded to different sizes.
     """
     is_dense = any(array.name == SIZES for array in several[0].arrays)
     made = []

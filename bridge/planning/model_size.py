@@ -159,7 +159,7 @@ class ModelSize:
     exact: bool  # whether they were counted in the headers of its weights, not estimated from its dimensions
     dimensions: Dimensions
     max_tokens: int | None = None  # longest sequence, if its configuration names one
-    num_untrained: int = 0  # held beside it and never trained, such as a vision model, in elements of its size
+    num_untrained: int = 0  # held beside it and never trained, such as a vision model; negative: FP8 alone saves these
 
     @classmethod
     def of(cls, model: str | Path) -> Self:

@@ -1,8 +1,6 @@
 """A run's problems: their endless order, those held out for evaluation, and their prompts as token ids."""
 
-import json
 import random
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import length_hint
@@ -10,14 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.core.foreign_code import described, reason_of, shortened
+from bridge.core.foreign_code import described, reason_of, surrogate_fault
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Message, Problem
 
 WINDOW = 4096
 """Size of the shuffle buffer; a list, which is in memory anyway, is shuffled as a whole."""
-
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
@@ -66,9 +62,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
     prompt: Any = problem["prompt"]
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
         prompt = problem.get("plain_prompt", prompt)
-    if LONE_SURROGATE.search(json.dumps(prompt, ensure_ascii=False, default=str)):
+    if fault := surrogate_fault(prompt):
         raise RewardError(
-            f"the prompt {shortened(ascii(prompt))} has half of a surrogate pair, which is no character",
+            f"the prompt {fault}",
             remedy="remove it from the problem, as prompt.encode(errors='ignore').decode() does",
         )
     if isinstance(prompt, str):

@@ -4,14 +4,13 @@ The first problems are checked before anything starts, the others as they are re
 """
 
 import inspect
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
 from bridge.agents.tools import names as tool_names
 from bridge.core import image_file
-from bridge.core.foreign_code import foreign_code, shortened, source_file
+from bridge.core.foreign_code import foreign_code, shortened, source_file, surrogate_fault
 from bridge.errors import RewardError
 from bridge.types import Interaction, Problem
 
@@ -138,12 +137,8 @@ def problem_fault(problem: object) -> str:
 
 
 def _text_fault(prompt: Any) -> str:
-    """Return what is wrong with the characters of a prompt; empty if nothing is."""
-    try:
-        json.dumps(prompt, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        return f"its prompt {shortened(ascii(prompt))} has half of a surrogate pair, which is no character"
-    return ""
+    fault = surrogate_fault(prompt)
+    return fault and f"its prompt {fault}"
 
 
 def _places_fault(messages: list[Any], num_images: int) -> str:

@@ -2,11 +2,9 @@ import json
 import math
 import os
 import re
-import resource
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from bridge.run import rollout_record
 from bridge.run.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group, Message, Unscored
+from tests.unit.core.test_atomic_folder import largest_file
 
 
 def metrics(step: int, **changed: float) -> StepMetrics:
@@ -316,7 +315,7 @@ def test_a_full_disk_is_reported_with_the_file_and_its_room(tmp_path: Path) -> N
     ]
     paths = (run.metrics, run.events, run.rollouts, run.evaluations, run.config)
     for write, path in zip(writes, paths, strict=True):
-        with no_file_over(20), pytest.raises(UsageError) as refused:
+        with largest_file(20), pytest.raises(UsageError) as refused:
             write()
         pattern = rf"cannot write {re.escape(str(path))}: File too large \(with \d+ bytes free\)"
         assert re.fullmatch(pattern, refused.value.message)
@@ -326,17 +325,6 @@ def test_a_full_disk_is_reported_with_the_file_and_its_room(tmp_path: Path) -> N
     RunDirectory.reopen(tmp_path, 0)
     run.append(metrics(1))
     assert steps(run.metrics) == [1]
-
-
-@contextmanager
-def no_file_over(num_bytes: int) -> Iterator[None]:
-    """Refuse to let any file grow, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_line_that_was_cut_short_is_moved_aside_as_it_is(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from bridge.errors import RewardError
 from bridge.rollouts.problems import WINDOW, encode, endless, held_out
 from bridge.types import Message, Problem
 from bridge.weights import skeleton
+from bridge_environments.environment_checks import problem_fault
 from tests.models import tiny
 
 PROBLEMS: list[Problem] = [{"prompt": str(number)} for number in range(20)]
@@ -165,6 +166,13 @@ def test_arguments_fill_the_template(tokenizer: PreTrainedTokenizerBase, monkeyp
 def test_half_of_a_surrogate_pair_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
     with pytest.raises(RewardError, match=r"the prompt .*ud800.* has half of a surrogate pair"):
         encode(tokenizer, {"prompt": prompt})
+
+
+def test_keys_of_a_message_may_be_anything(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    message: Any = {"role": "user", "content": "1+2", ("own", 1): "note"}
+    assert problem_fault({"prompt": [message]}) == ""
+    assert encode(tokenizer, {"prompt": [message]}) == tuple(tokenizer.convert_tokens_to_ids(list("1+2>")))
 
 
 def test_messages_without_a_template_use_the_plain_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
