@@ -154,8 +154,11 @@ class Bench:
                 folder = Path(scratch, str(number))
                 folder.mkdir()
                 say(f"{size}: {side.name} {side.variant}")
-                runs.setdefault(side, []).append(self._run(side, model, folder))
-                self._keep_logs(folder, f"{size}-{number}-{side.name}")
+                try:
+                    run = self._run(side, model, folder)
+                finally:
+                    self._keep_logs(folder, f"{size}-{number}-{side.name}")
+                runs.setdefault(side, []).append(run)
                 self._tell(size, model, runs, weights_gib)
 
     def _turns(self) -> Iterator[Side]:
