@@ -70,6 +70,7 @@ def run(
     finally:
         children.stop(child)
     reader.join(timeout=10)
+    del result.stamps[num_lines:], result.lines[num_lines:]  # its summary, if it ended before it was killed
     result.seconds = time.monotonic() - begun
     if len(result.lines) < num_lines:
         result.failure = f"not done after {limit_s:.0f} s" if alive else reason(log)

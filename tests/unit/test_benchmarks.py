@@ -376,6 +376,12 @@ def test_lines_are_stamped_and_the_process_is_ended_after_the_last(tmp_path: Pat
     assert run.peak_gib is None
 
 
+def test_lines_after_the_last_are_left_out(tmp_path: Path) -> None:
+    run = process("print('{\"step\": 1}\\n{\"step\": 2}\\n{\"steps\": 2}')", tmp_path / "log")
+    assert run.lines == [{"step": 1}, {"step": 2}]
+    assert len(run.stamps) == len(run.lines)
+
+
 def test_a_process_that_dies_keeps_its_lines_and_says_why(tmp_path: Path) -> None:
     code = "import sys; print('{}'); print('torch.OutOfMemoryError: CUDA out of memory. Tried', file=sys.stderr); 1 / 0"
     run = process(code, tmp_path / "log")
