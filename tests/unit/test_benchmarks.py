@@ -377,7 +377,7 @@ def test_lines_are_stamped_and_the_process_is_ended_after_the_last(tmp_path: Pat
 
 
 def test_lines_after_the_last_are_left_out(tmp_path: Path) -> None:
-    run = process("print('{\"step\": 1}\\n{\"step\": 2}\\n{\"steps\": 2}')", tmp_path / "log")
+    run = process('print(\'{"step": 1}\\n{"step": 2}\\n{"steps": 2}\')', tmp_path / "log")
     assert run.lines == [{"step": 1}, {"step": 2}]
     assert len(run.stamps) == len(run.lines)
 
