@@ -17,10 +17,10 @@ import torch
 from benchmarks import _dummy_weights, _results, _sides
 from benchmarks._results import say
 from bridge.config import ServeConfig
+from bridge.core.address import free_port
 from bridge.errors import ServerUnreachableError
 from bridge.processes import children
 from bridge.processes.server_command import ServerCommand
-from bridge.processes.start_checks import free_port
 from bridge.processes.vllm_flags import MOE_BACKEND, WORKER_EXTENSION
 from bridge.server.client import VllmClient, open_async_http
 from bridge.server.manifest import MANIFEST_NAME

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 
 from benchmarks import _lengths, _work
+from bridge.core.address import free_port
 from bridge.processes import accelerator
-from bridge.processes.start_checks import free_port
 from bridge.run.run_directory import RunDirectory
 
 BRIDGE = "from bridge_cli.main import main; main()"

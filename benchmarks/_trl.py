@@ -33,9 +33,9 @@ from benchmarks import _servers, _sides, _work
 from benchmarks._lengths import Lognormal
 from benchmarks._results import say
 from bridge.config import ServeConfig, TaskConfig
+from bridge.core.address import free_port
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import free_port
 from bridge.rollouts import problems
 from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Task

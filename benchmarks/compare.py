@@ -21,8 +21,8 @@ import torch
 
 from benchmarks import _results
 from benchmarks._sides import BRIDGE
+from bridge.core.address import free_port
 from bridge.processes import accelerator
-from bridge.processes.start_checks import free_port
 from bridge.run.run_directory import RunDirectory
 from bridge_cli.demo import HOST, LEARNING_RATE, demo_model_folder
 

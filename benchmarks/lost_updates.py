@@ -21,11 +21,11 @@ from torch import Tensor
 from benchmarks import _results
 from benchmarks._results import say
 from bridge.config import OptimizerConfig, ServeConfig, TrainConfig
+from bridge.core.address import free_port
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import free_port
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest

@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import _digests, _gpu_memory, _models, _results, _sides
 from benchmarks._results import say
-from bridge.processes.start_checks import free_port
+from bridge.core.address import free_port
 from bridge_cli.rank import MAIN
 
 STEPS = 200

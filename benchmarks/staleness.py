@@ -30,12 +30,12 @@ from benchmarks import _results
 from benchmarks._results import say
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import atomic_folder
+from bridge.core.address import free_port
 from bridge.learn import learner
 from bridge.learn.policy_loss import LossSpec, Sums, policy_loss
 from bridge.passes.packing import MicroBatch
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import free_port
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run

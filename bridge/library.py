@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bridge.config import ComputeConfig, LossConfig, SamplingConfig, ServeConfig
+from bridge.core.address import free_port
 from bridge.errors import UsageError
 from bridge.learn import policy_loss as losses
 from bridge.learn import samples as learning
@@ -17,7 +18,6 @@ from bridge.passes.packing import MicroBatch, Sample
 from bridge.policy import Policy
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import free_port
 from bridge.server import discovery, manifest
 from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Group

@@ -18,9 +18,9 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
+from bridge.core.address import free_port
 from bridge.errors import BridgeError
 from bridge.processes import children
-from bridge.processes.start_checks import free_port
 from bridge.run import checkpoint
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import COMPLETIONS, Status

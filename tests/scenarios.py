@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.checks.verify import NEW_TOKENS, logprob_diffs, sample
 from bridge.config import SamplingConfig, ServeConfig
+from bridge.core.address import free_port
 from bridge.processes import children
 from bridge.processes.server_command import ServerCommand
-from bridge.processes.start_checks import free_port
 from bridge.rollouts import openai_api
 from bridge.rollouts.sampler import Sampler
 from bridge.server import api_key, manifest

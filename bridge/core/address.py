@@ -1,12 +1,17 @@
-"""Types of hosts and URLs in the configuration, which refuse malformed ones."""
+"""Free ports; types of hosts and URLs in the configuration, which refuse malformed ones."""
 
+import errno
 import ipaddress
+import random
 import re
+import socket
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
+PORTS = range(20000, 32768)
+"""Ports below Linux's default range for outgoing connections (`net.ipv4.ip_local_port_range`)."""
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*\.?")
 
 
@@ -26,6 +31,19 @@ Host = Annotated[str, AfterValidator(_host)]
 """Name or address of a machine."""
 Urls = Annotated[str, AfterValidator(_urls)]
 """One or more server URLs, separated by commas."""
+
+
+def free_port(host: str) -> int:
+    """Return a port on which nothing listens, and which no outgoing connection gets before its server binds it."""
+    draw = random.SystemRandom()  # processes that start together should not draw the same
+    for port in draw.sample(PORTS, len(PORTS)):
+        try:
+            with socket.create_server((host, port)):
+                return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"all ports from {PORTS.start} to {PORTS.stop - 1} of {host} are in use")
 
 
 def _is_host(text: str) -> bool:

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from bridge.core.address import free_port
 from bridge.core.concurrency import in_thread
 from bridge.errors import AttachError, BridgeError, UsageError
 from bridge.modes.none import OwnCopy
@@ -266,9 +267,7 @@ class Transfer(OwnCopy):
         def meet() -> Any:
             with torch.accelerator.device_index(self._device.index):
                 workers = sum(self._receivers.num_workers)
-                return import_module(SENDER).open_sender(
-                    tensors, self._receivers, address, _free_port(address), workers
-                )
+                return import_module(SENDER).open_sender(tensors, self._receivers, address, free_port(address), workers)
 
         in_thread(meet, "sender").add_done_callback(outcomes.put)
         if isinstance(first := outcomes.get(), BaseException):
@@ -312,8 +311,3 @@ def _address_seen_by(urls: Sequence[str]) -> str:
                 raise unreachable(url, f"over IPv4, where vLLM's weight transfer meets: {error}") from error
             addresses.append(connection.getsockname()[0])
     return next((address for address in addresses if address != LOOPBACK), LOOPBACK)
-
-
-def _free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import random
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 from bridge.checks import model as model_checks
 from bridge.checks import software
 from bridge.config import ServeConfig
+from bridge.core.address import free_port
 from bridge.core.process import boot_id
 from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
 from bridge.processes import PLAIN, Output, accelerator, vllm_flags
@@ -24,8 +24,6 @@ from bridge.types import Quantization
 FP8_BLOCKS: dict[Quantization, int] = {"fp8_per_block": 128, "fp8_per_channel": 16}
 """What divides the inputs of a layer: vLLM rounds them in such groups, or its kernels take no others."""
 FP8_CAPABILITY = (8, 9)
-PORTS = range(20000, 32768)
-"""Ports below Linux's default range for outgoing connections (`net.ipv4.ip_local_port_range`)."""
 
 
 def check_software(device: Literal["auto", "cpu", "cuda"]) -> None:
@@ -148,19 +146,6 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
             raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
         remedy = f"choose another with {flag}, such as {free_port(host)}"
         raise UsageError(f"port {port} is taken{holder(port)}", remedy=remedy) from error
-
-
-def free_port(host: str) -> int:
-    """Return a port on which nothing listens, and which no outgoing connection gets before vLLM binds it."""
-    draw = random.SystemRandom()  # processes that start together should not draw the same
-    for port in draw.sample(PORTS, len(PORTS)):
-        try:
-            with socket.create_server((host, port)):
-                return port
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    raise OSError(errno.EADDRINUSE, f"all ports from {PORTS.start} to {PORTS.stop - 1} of {host} are in use")
 
 
 def clear_manifest(path: Path, output: Output = PLAIN) -> None:

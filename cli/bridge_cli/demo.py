@@ -12,9 +12,10 @@ from rich.table import Table
 from bridge.checks import Check, any_failed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
+from bridge.core.address import free_port
 from bridge.errors import UsageError
 from bridge.processes.server_command import prepare
-from bridge.processes.start_checks import check_model, check_software, free_port
+from bridge.processes.start_checks import check_model, check_software
 from bridge.run.run_directory import RunDirectory, write_json
 from bridge_cli import console, layout, rank, rank_run, report
 from bridge_cli.options import Json

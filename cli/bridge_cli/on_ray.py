@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config.choices import ENVIRONMENT_PREFIX
+from bridge.core.address import free_port
 from bridge.errors import RankError, UsageError
 from bridge.processes import children
-from bridge.processes.start_checks import free_port
 from bridge_cli import console, ending
 
 LIMIT_S = 600.0

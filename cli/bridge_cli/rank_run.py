@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, mark
+from bridge.core.address import free_port
 from bridge.errors import RankError, UsageError
 from bridge.processes.preload import Preloaded, preloading
 from bridge.processes.server_command import ServerCommand, prepare
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import free_port
 from bridge.processes.vllm_flags import value
 from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import bridge
-from bridge.processes.start_checks import free_port
+from bridge.core.address import free_port
 from bridge.run.trainer import Run
 from bridge.types import Group
 from bridge_cli.main import answer

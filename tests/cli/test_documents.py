@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from bridge.processes.start_checks import free_port
+from bridge.core.address import free_port
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Progress
 from bridge_cli import demo_model, main

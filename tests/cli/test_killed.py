@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.processes.start_checks import free_port
+from bridge.core.address import free_port
 from bridge.run import checkpoint
 from tests import disturbed, forked, scenarios
 from tests.disturbed import UNDISTURBED, Disturbance

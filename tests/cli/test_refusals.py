@@ -20,10 +20,10 @@ import pytest
 
 from bridge.checks import child, software
 from bridge.config import FeedConfig, ServeConfig
+from bridge.core.address import free_port
 from bridge.core.process import ProcessIdentity
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.processes import accelerator, children
-from bridge.processes.start_checks import free_port
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Status

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bridge.core.address import free_port
 from bridge.core.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
 from bridge.errors import UsageError
-from bridge.processes.start_checks import free_port
 from bridge_cli.signals import DisconnectableStream, InterruptHandler
 from tests.cli.test_refusals import RUN_LIMIT_S, RUN_ON_A_TOY, TOY_VLLM
 from tests.models import tiny

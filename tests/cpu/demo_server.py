@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core.address import free_port
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import free_port
 from bridge.run.metrics import StepMetrics, Summary
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run

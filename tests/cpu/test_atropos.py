@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bridge.core.address import free_port
 from bridge.processes import children
-from bridge.processes.start_checks import free_port
 from bridge.server import manifest
 from tests import forked, scenarios
 from tests.models import answering, tiny

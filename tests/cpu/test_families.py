@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bridge.core.address import free_port
 from bridge.errors import UnsupportedModelError
-from bridge.processes.start_checks import free_port
 from bridge.server.manifest import MANIFEST_NAME
 from tests import family_proof, family_results, scenarios
 from tests.models import tiny

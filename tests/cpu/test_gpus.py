@@ -18,9 +18,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from bridge.core.address import free_port
 from bridge.errors import ServerUnreachableError
 from bridge.processes.leash import GRACE_S
-from bridge.processes.start_checks import free_port
 from bridge.server import manifest
 from bridge_cli.rank import MAIN
 from tests import scenarios

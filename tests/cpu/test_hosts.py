@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.processes.start_checks import free_port
+from bridge.core.address import free_port
 from tests import scenarios
 from tests.cpu.test_gpus import LIMIT_S, command, everything, left, metrics, started, wait_for_steps
 from tests.models import tiny

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.processes.start_checks import free_port
+from bridge.core.address import free_port
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import LiveServer

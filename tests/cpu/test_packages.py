@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from bridge.core.address import free_port
 from bridge.processes import children
-from bridge.processes.start_checks import free_port
 from bridge_environments import packages
 from tests import scenarios
 from tests.models import answering

@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core.address import free_port
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import free_port
 from bridge.run.metrics import StepMetrics
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run

@@ -22,8 +22,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bridge.core.address import free_port
 from bridge.processes.leash import GRACE_S
-from bridge.processes.start_checks import free_port
 from tests import scenarios
 from tests.models import tiny
 from tests.scenarios import IN_THE_ENGINE

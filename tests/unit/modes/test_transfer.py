@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bridge.config import TrainConfig
+from bridge.core import address
 from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
 from bridge.modes import transfer
 from bridge.modes.mode import RunContext
@@ -153,6 +154,8 @@ def test_each_worker_joins_under_a_rank_of_its_own(opened: Callable[..., Fed]) -
     assert [info["rank_offset"] for info in infos] == [1, 3]
     assert {info["world_size"] for info in infos} == {4}
     assert {info["master_address"] for info in infos} == {"127.0.0.1"}
+    (port,) = {info["master_port"] for info in infos}
+    assert port in address.PORTS, "an outgoing connection may get another before the workers have joined"
 
 
 def test_workers_of_all_data_parallel_engines_join(feeding: Callable[..., Fed], folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.processes.start_checks import free_port
+from bridge.core.address import free_port
 from bridge_patches import startup
 from tests.unit.patches.test_plugin import LIMIT_S, find, start
 

@@ -11,6 +11,7 @@ import pytest
 
 from bridge.checks import software
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core import address
 from bridge.core.process import ProcessIdentity
 from bridge.errors import BridgeError, IncompatibleVersionError, ManifestError, UsageError
 from bridge.processes import accelerator, server_command, start_checks, vllm_flags
@@ -432,18 +433,18 @@ def test_a_taken_port_is_told_with_the_pid_that_holds_it() -> None:
 
 
 def test_a_free_port_passes() -> None:
-    start_checks.check_port("127.0.0.1", start_checks.free_port("127.0.0.1"))
+    start_checks.check_port("127.0.0.1", address.free_port("127.0.0.1"))
 
 
 def test_a_free_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server binds it half a minute later; of the kernel's own, another process had one by then."""
-    assert start_checks.free_port("127.0.0.1") < 32768
-    with socket.create_server(("127.0.0.1", start_checks.free_port("127.0.0.1"))) as taken:
+    assert address.free_port("127.0.0.1") < 32768
+    with socket.create_server(("127.0.0.1", address.free_port("127.0.0.1"))) as taken:
         only = taken.getsockname()[1]
-        monkeypatch.setattr(start_checks, "PORTS", range(only, only + 1))
+        monkeypatch.setattr(address, "PORTS", range(only, only + 1))
         with pytest.raises(OSError, match=f"all ports from {only} to {only} of 127.0.0.1 are in use"):
-            start_checks.free_port("127.0.0.1")
-    assert start_checks.free_port("127.0.0.1") == only
+            address.free_port("127.0.0.1")
+    assert address.free_port("127.0.0.1") == only
 
 
 def test_a_host_that_is_none_is_refused() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bridge.core.address import free_port
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
 from bridge.errors import RankError, ServerUnreachableError, UnsupportedModelError, UsageError
@@ -22,7 +23,6 @@ from bridge.modes.mode import ServerProcess
 from bridge.processes import children, server_process
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import free_port
 from tests.unit.processes.test_serve_command import written
 
 HOST = "127.0.0.1"

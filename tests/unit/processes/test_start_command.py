@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from bridge.config import TrainConfig
+from bridge.core.address import free_port
 from bridge.errors import UsageError
 from bridge.processes.server_command import StartCommand
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import free_port
 
 FAKE_VLLM = Path(__file__).with_name("fake_vllm.py")
 
