@@ -155,6 +155,9 @@ class Mode(ABC):
     def publish(self, update: Update) -> AbstractContextManager[Window]:
         """Let the block write the model's parameters, and publish the result."""
 
+    def check_served(self) -> None:  # noqa: B027 - most servers report the version of each token
+        """Raise AttachError if a server has other weights than it was sent last."""
+
     def catch_up(self) -> None:  # noqa: B027 - most modes have nothing to do
         """Publish what was written and not published yet: nothing, where every update is published."""
 

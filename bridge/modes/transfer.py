@@ -163,10 +163,13 @@ class Transfer(OwnCopy):
     @contextmanager
     def publish(self, update: Update) -> Iterator[Window]:
         """Let the block write, and send it; AttachError if rollouts may be of other weights than were sent last."""
-        for server in self._servers:
-            server.check_served()
+        self.check_served()
         with super().publish(update) as window:
             yield window
+
+    def check_served(self) -> None:
+        for server in self._servers:
+            server.check_served()
 
     def open(self) -> OpenedModel:
         """Load the model, meet the workers of all servers, and send it: an earlier run may have trained theirs."""

@@ -196,6 +196,7 @@ class Run:
         groups = self._stream.evaluate(step=self._checkpoints.step)
         if groups is None:
             return None
+        self._mode.check_served()
         evaluation = measuring.evaluation(
             groups, step=self._checkpoints.step, version=self._mode.version, seconds=time.perf_counter() - start,
             pass_reward=self._config.evaluation.pass_reward,

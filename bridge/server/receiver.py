@@ -137,7 +137,7 @@ class StockReceiver(VllmClient):
         if served != self._served:
             raise AttachError(
                 f"the server at {self.url} serves weights named {served!r}, expected {self._served!r}: it was"
-                " restarted, or another trainer feeds it; nothing that it generated since the last step is trained on",
+                " restarted, or another trainer feeds it; nothing that it generated since the last step counts",
                 remedy="--resume, which begins by sending the newest weights to all servers",
             )
 

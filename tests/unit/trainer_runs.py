@@ -94,6 +94,7 @@ class FakeMode:
     calls: list[str] = field(default_factory=list)
     before_pause: Callable[[int], None] = lambda _: None
     before_publish: Callable[[int], None] = lambda _: None
+    after_evaluation: Callable[[int], None] = lambda _: None
     dropout: float = 0.0
     killed: bool = False
     can_sleep: bool = False
@@ -135,6 +136,9 @@ class FakeMode:
         window.times = FenceTimes(
             version=self.version, pause_s=0.25, prepare_s=window.prepare_s, write_s=0.5, publish_s=1.0
         )
+
+    def check_served(self) -> None:
+        self.after_evaluation(self.version)
 
     def catch_up(self) -> None:
         self.calls.append("catch up")

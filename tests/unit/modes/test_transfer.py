@@ -389,6 +389,8 @@ def test_rollouts_of_other_weights_are_not_trained_on(opened: Callable[..., Fed]
     ) as caught:
         fed.publish()
     assert "\n" not in caught.value.message + caught.value.remedy
+    with pytest.raises(AttachError, match="serves weights named"):
+        fed.mode.check_served()  # as after an evaluation
     assert fed.mode._model.get_parameter(NORM).equal(before)
     assert fed.calls() == [[], []]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bridge.config import TrainConfig
 from bridge.core import json_lines
-from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
+from bridge.errors import AttachError, BridgeError, RewardError, ServerUnreachableError, UsageError
 from bridge.learn import learner, policy_loss
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import Sums
@@ -117,6 +117,21 @@ def test_a_run_ends_with_the_evaluation_that_reaches_its_goal(running: Running) 
         assert run.notes == ["--stop-at eval_truncated_share <= 0: reached after step 2"]
     with pytest.raises(ValueError, match="--stop-at eval_kl>=1 has no effect without --eval-interval"):
         TrainConfig.of(model_name="m", stop_at="eval_kl>=1", eval_samples=2)
+
+
+def test_a_reward_of_other_weights_is_not_recorded(running: Running) -> None:
+    """As a stock server has them that was restarted while it was evaluated: it reports no version with its tokens."""
+
+    def restarted(version: int) -> None:
+        if version == 5:
+            raise AttachError("restarted", remedy="")
+
+    with running() as run:
+        run.mode.after_evaluation = restarted
+        run.stopped(AttachError, training_steps=6, eval_samples=2, eval_interval=2)
+        evaluations = (run.folder / "run" / "evaluations.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in evaluations] == [0]
+        assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
 
 
 def test_a_goal_that_no_step_reaches_changes_nothing(running: Running) -> None:
