@@ -24,7 +24,7 @@ import torch
 
 from bridge.core.address import free_port
 from bridge.core.concurrency import in_thread
-from bridge.errors import AttachError, BridgeError, UsageError
+from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
 from bridge.modes.none import OwnCopy
 from bridge.server import discovery, fence, manifest
 from bridge.server.client import CONNECT_LIMIT_S, max_model_len, unreachable
@@ -38,6 +38,7 @@ from bridge.weights.attach import OpenedModel
 SENDER = "bridge_patches.sender"
 """Module whose functions import vLLM, which `bridge` itself never does."""
 LOOPBACK = "127.0.0.1"
+RESTART = "look into its log; restart it, and each server that stays paused, whose weights may be half-written"
 
 
 class Receivers:
@@ -99,7 +100,7 @@ class Receivers:
 
     def abandon_exchange(self) -> None:
         """Let the caller of an exchange wait no longer: vLLM's thread, which the interpreter joins at its end."""
-        self._outcomes.put(AttachError("the transfer was given up", remedy="restart servers that stay paused"))
+        self._outcomes.put(AttachError("the transfer was given up", remedy=RESTART))
 
     def close(self) -> None:
         for server in self._servers:
@@ -248,12 +249,14 @@ class Transfer(OwnCopy):
         try:
             yield
         except BaseException as error:
-            failure = self._receivers.failure
+            cause = error if isinstance(error, BridgeError) else self._receivers.failure
             self._give_up()
-            if isinstance(error, BridgeError) or not isinstance(error, RuntimeError | OSError):
+            if isinstance(cause, ServerUnreachableError):
+                cause.remedy = RESTART
+            if cause is error or not isinstance(error, RuntimeError | OSError):
                 raise
-            if failure is not None:  # the error is that its broadcast was ended
-                raise failure from error
+            if cause is not None:  # the error is that its broadcast was ended
+                raise cause from error
             raise AttachError(
                 f"the weights could not be sent: {(str(error).strip() or repr(error)).splitlines()[0]}",
                 remedy="the trainer and each server need GPUs of their own that reach each other by NCCL"

@@ -299,7 +299,8 @@ def error_message(response: httpx.Response) -> str:
     """Return the server's own error message on one line, truncated."""
     words = response.text
     with suppress(ValueError, KeyError, TypeError):
-        words = str(response.json()["error"]["message"])
+        fault = response.json()["error"]  # of vLLM's routes for development, a text
+        words = fault if isinstance(fault, str) else str(fault["message"])
     return " ".join(words.split())[:300]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import httpx
 from pydantic import AliasPath, BaseModel, Field
 
-from bridge.errors import AttachError, BridgeError, IncompatibleVersionError
+from bridge.errors import AttachError, BridgeError, IncompatibleVersionError, ServerUnreachableError
 from bridge.server import fence, protocol
 from bridge.server.client import BridgeClient, VllmClient, error_message, unreachable
 from bridge.server.manifest import Manifest
@@ -117,17 +117,25 @@ class StockReceiver(VllmClient):
             raise
 
     def resume(self) -> None:
-        """Generate with the same weights, because none were sent."""
-        self._call("/resume", limit_s=self._control_limit_s)
+        """Generate: none of its weights were sent, or all of them."""
+        try:
+            self._call("/resume", limit_s=self._control_limit_s)
+        except ServerUnreachableError as error:
+            error.remedy = (
+                f"its weights are whole; if it is still paused: curl -X POST {self.url}/resume, or restart it"
+            )
+            raise
 
     def publish(self, version: int) -> None:
         """Generate with the weights that it received, and name them."""
-        name = f"{self._run}: version {version} ({self._nonce})"
-        response = self._send("POST", "/update_weight_version", {"new_version": name}, limit_s=self._control_limit_s)
-        if response.status_code != httpx.codes.NOT_FOUND:
-            self._refuse_failure("/update_weight_version", response)
-            self._served = name
-        self.resume()
+        name, limit_s = f"{self._run}: version {version} ({self._nonce})", self._control_limit_s
+        try:
+            response = self._send("POST", "/update_weight_version", {"new_version": name}, limit_s=limit_s)
+            if response.status_code != httpx.codes.NOT_FOUND:
+                self._refuse_failure("/update_weight_version", response)
+                self._served = name
+        finally:  # whatever it answers, its weights are whole
+            self.resume()
 
     def check_served(self) -> None:
         """Raise AttachError if the server no longer has the weights that it received last, as far as it reports it."""

@@ -65,7 +65,8 @@ class FedServer:
         if request.method == "POST":
             self.calls.append(request.path.lstrip("/"))
         if route == self.fails_at:
-            return as_json({"error": {"message": "size mismatch for q_proj"}}, 500)
+            fault = "size mismatch for q_proj"  # vLLM answers these two routes in another form
+            return as_json({"error": fault if route in ("pause", "resume") else {"message": fault}}, 500)
         if route == "v1/models":
             return as_json({"data": [{"id": self.model, "owned_by": "vllm", "max_model_len": 2048}]})
         return self._dev(route, request) if self.has_dev_routes else Answer("Not Found", 404)

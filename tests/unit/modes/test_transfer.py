@@ -280,8 +280,29 @@ def test_a_receiver_that_fails_inside_ends_the_run_and_none_resumes(
     assert time.perf_counter() - start < SOON_S
     assert "\n" not in caught.value.message
     assert "resume" not in fed.calls()[0]
+    assert "restart it, and each server that stays paused" in caught.value.remedy
     assert fed.servers[0].is_paused
     assert fed.mode.version == 0
+
+
+def test_a_server_that_refuses_a_name_serves_whole_weights(opened: Callable[..., Fed]) -> None:
+    fed = opened()
+    fed.servers[1].fails_at = "update_weight_version"
+    with pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.*/update_weight_version answered 500"):
+        fed.publish()
+    assert fed.calls() == [[*PAUSE, *SEND]] * 2
+    assert not any(server.is_paused for server in fed.servers)
+
+
+def test_a_server_that_does_not_resume_has_whole_weights(opened: Callable[..., Fed]) -> None:
+    fed = opened()
+    fed.servers[1].fails_at = "resume"
+    with pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.*/resume answered 500: size") as caught:
+        fed.publish()
+    assert f"its weights are whole; if it is still paused: curl -X POST {fed.servers[1].url}/resume" in (
+        caught.value.remedy
+    )
+    assert [server.is_paused for server in fed.servers] == [False, True]
 
 
 def test_a_worker_that_cannot_join_is_not_waited_for_and_all_resume(feeding: Callable[..., Fed], folder: Path) -> None:

@@ -299,8 +299,9 @@ def test_a_server_without_a_health_route_counts_as_healthy(status: int) -> None:
         client.check_health()
 
 
-def test_vllms_own_message_is_quoted_on_one_line() -> None:
-    answer = as_json({"error": {"message": "no slot\nis free", "code": 400}}, 400)
+@pytest.mark.parametrize("fault", [{"message": "no slot\nis free", "code": 400}, "no slot\nis free"])
+def test_vllms_own_message_is_quoted_on_one_line(fault: object) -> None:
+    answer = as_json({"error": fault}, 400)
     with (
         serving(lambda _: answer) as server,
         VllmClient(server.url) as client,
