@@ -190,6 +190,13 @@ class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)),
     handover: Literal["memory", "disk"] = "memory"
     """How vLLM gets the adapter: trained in vLLM's own slot, or saved and loaded by the server."""
 
+    @field_validator("target_modules")
+    @classmethod
+    def _names_what_vllm_adapts(cls, names: str) -> str:
+        if "shared_expert_gate" in names:
+            raise ValueError("must not name shared_expert_gate, whose adapter vLLM never applies: leave it out")
+        return names
+
 
 class PublishingConfig(
     Section, panel="Mode none", only=("mode", ("none",)), renamed={"restart_interval": "vllm_restart_interval"}

@@ -252,6 +252,10 @@ CASES: tuple[tuple[str, str, str], ...] = (
     ("train", "--loss cispo --clip-dual 3", "--clip-dual has no effect with --loss cispo, only with dapo"),
     ("train", "--mismatch none --mismatch-level token", "--mismatch-level has no effect with --mismatch none"),
     ("train", "--mode lora_only --lora-handover disk --kv-sleep always", "the server generates while the adapter is"),
+    (
+        "train run", "--mode lora_only --lora-target-modules q_proj,mlp.shared_expert_gate",
+        "--lora-target-modules: must not name shared_expert_gate, whose adapter vLLM never applies: leave it out",
+    ),
     ("train", "--top-p 0", "--top-p: must be greater than 0"),
     ("train", "--top-k -1", "--top-k: must be greater than or equal to 0"),
     ("train", "--min-p 1", "--min-p: must be less than 1"),
