@@ -28,6 +28,8 @@ BESIDE_TENSORS = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor returns beside the tensors of the images."""
 PART = {"type": "image"}
 """The part of a message that stands for an image."""
+WRITTEN = {"image_break_token": "the end of a row of an image", "image_end_token": "the end of an image"}
+"""Tokens that a processor writes beside an image's own, by their names as its attributes, and what they stand for."""
 GRIDS = "image_grid_thw"
 """A processor's name for the patches of each image, in time, rows and columns."""
 
@@ -102,15 +104,8 @@ class Prompts:
 
     def _with_images(self, problem: Problem) -> Encoded:
         config, processor = self._config, self._processor
-        text, num_images = self._text(problem), len(problem["images"])
-        num_markers = text.count(processor.image_token)
-        if num_markers != num_images:
-            raise RewardError(
-                f"the prompt {described(problem['prompt'])} has {num_markers} places for images, expected {num_images},"
-                f" for {', '.join(problem['images'])}",
-                remedy=f"write {processor.image_token} in the text once for each image, or use chat messages, with a"
-                ' part {"type": "image"} for each',
-            )
+        text = self._text(problem)
+        _check_markers(text, problem, processor)
         read = [image_file.read(path) for path in problem["images"]]
         own = {} if isinstance(self._prompt(problem), str) else {"add_special_tokens": False}  # a template adds them
         try:
@@ -151,6 +146,26 @@ class Prompts:
             self._tokenizer, messages, chat_template=self._chat_template, tokenize=False, **self._template
         )
         return text
+
+
+def _check_markers(text: str, problem: Problem, processor: Any) -> None:
+    """Raise RewardError unless the text has a place for each image, and no token that the processor writes."""
+    num_markers, num_images = text.count(processor.image_token), len(problem["images"])
+    if num_markers != num_images:
+        raise RewardError(
+            f"the prompt {described(problem['prompt'])} has {num_markers} places for images, expected {num_images},"
+            f" for {', '.join(problem['images'])}",
+            remedy=f"write {processor.image_token} in the text once for each image, or use chat messages, with a"
+            ' part {"type": "image"} for each',
+        )
+    for name, meaning in WRITTEN.items():
+        token = getattr(processor, name, None)
+        if token and token in text:
+            raise RewardError(
+                f"the text of the prompt {described(problem['prompt'])} has {token}, which stands for {meaning}",
+                remedy=f"remove {token} from the text, or write it as other characters: the model's processor writes it"
+                f" behind {processor.image_token}",
+            )
 
 
 def _in_parts(messages: Sequence[Message], num_images: int) -> Iterator[Message]:

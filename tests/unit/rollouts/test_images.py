@@ -125,14 +125,17 @@ def test_image_tokens_are_expanded_once(model: Path, tmp_path: Path) -> None:
 
 
 class OfPixtral(Processor):
-    """Tokens of 8 x 8 pixels; another one ends each row, and images are padded to one size."""
+    """Tokens of 8 x 8 pixels; another one ends each row, the last an image; images are padded to one size."""
+
+    image_break_token, image_end_token = START, END
 
     def __call__(self, *, text: list[str], images: list[Any], return_tensors: str, **_: object) -> dict[str, Any]:
         del return_tensors
         (prompt,) = text
         largest = max(image.height for image in images), max(image.width for image in images)
         for image in images:
-            prompt = prompt.replace(IMAGE, ("@" * (image.width // 8) + START) * (image.height // 8), 1)
+            rows = ("@" * (image.width // 8) + START) * (image.height // 8)
+            prompt = prompt.replace(IMAGE, rows.removesuffix(START) + END, 1)
         ids = self._tokenizer(prompt.replace("@", IMAGE), return_tensors="pt")["input_ids"]
         sizes = torch.tensor([[image.height, image.width] for image in images])
         return {"input_ids": ids, "pixel_values": torch.zeros(len(images), 3, *largest), "image_sizes": sizes}
@@ -148,6 +151,11 @@ def test_rows_of_an_image_are_runs_of_its_tokens(tmp_path: Path, monkeypatch: py
     assert shown is not None
     assert (shown.starts, shown.grids) == ((1, 5, 10), ((1, 1, 3), (1, 1, 3), (1, 1, 1)))
     assert [ids[start - 1 : start + 3].count(FIRST_TOKEN) for start in shown.starts] == [3, 3, 1]
+    for token, meaning in ((START, "the end of a row of an image"), (END, "the end of an image")):
+        written = refusal(tmp_path, f"What does {token} mean? {IMAGE}", paths[0])
+        assert isinstance(written, RewardError)
+        assert f"has {token}, which stands for {meaning}" in written.message
+        assert f"remove {token} from the text" in written.remedy
 
 
 @pytest.mark.usefixtures("processor")
