@@ -31,6 +31,7 @@ from benchmarks import (
     _stamped,
     _trl,
     _trl_async,
+    _trl_times,
     _work,
     grpo,
     node,
@@ -420,7 +421,7 @@ def test_memory_settles_once_no_more_is_held() -> None:
 def test_the_rivals_parts_do_not_overlap() -> None:
     seconds = {"training_step": 5.0, "prepare": 2.5, "generation": 1.5, "sync": 0.25, "old_logprobs": 0.5,
                "clip": 0.125, "optimizer": 0.25}  # fmt: skip
-    parts = _trl.parts(seconds)
+    parts = _trl_times.parts(seconds)
     assert parts["training_s"] == 5.0 - 2.5 + 0.125 + 0.5
     assert (parts["generation_s"], parts["sync_s"], parts["optimizer_s"]) == (1.5, 0.25, 0.25)
 
@@ -437,8 +438,8 @@ def test_the_rivals_methods_are_timed_and_only_passes_without_gradient_are_old_l
         training_step=method("step"),
         _get_per_token_logps_and_entropies=method("logprobs"),
     )
-    clock = _trl.Clock()
-    _trl.watch(trainer, clock)
+    clock = _trl_times.Clock()
+    _trl_times.watch(trainer, clock)
     trainer._get_per_token_logps_and_entropies()
     assert "old_logprobs" not in clock.seconds
     with torch.no_grad():

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from benchmarks import _curves, _results, _trl, learning
+from benchmarks import _curves, _results, _trl, _trl_times, learning
 from benchmarks._stamped import Run
 from bridge.config import TaskConfig
 from bridge_environments import registry
@@ -70,5 +70,5 @@ def test_trl_has_the_problems_in_the_order_of_bridge_and_their_scores() -> None:
     assert len(columns["prompt"]) == 4
     answers = [json.loads(problem)["answer"] for problem in columns["problem"]]
     chat = [[{"role": "assistant", "content": f"That is {answer}"}] for answer in answers]
-    clock = _trl.Clock(task)
+    clock = _trl_times.Clock(task)
     assert clock.reward([*chat[:3], [{"content": "none"}]], [[1]] * 4, problem=columns["problem"]) == [1, 1, 1, 0]
