@@ -26,6 +26,9 @@ LENGTH, GROUP, TEMPERATURE = 24, 16, 0.8
 ALL: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.05}
 MOST = 30
 """Of 301 words: words whose logits are equal to that of the twentieth are kept, too."""
+LARGEST = 0.05
+"""Nats, of any token: 0.028 were measured among 1,152 tokens, and 0.006 on average. Which is largest is left to chance,
+so each sample is compared with this, and not with another one."""
 CHOICES = [*({name: value} for name, value in ALL.items()), ALL]
 
 
@@ -65,7 +68,7 @@ def test_the_mismatch_is_as_small_as_without_filters(llama: LiveServer) -> None:
             whole = differences(policy, [replace(batch, kept=None) for batch in batches])
         assert len(measured) > 500
         assert measured.mean() < 1.2 * plain.mean(), filters
-        assert measured.max() < 1.5 * plain.max() < 1.5 * scenarios.FAMILY_PARITY_LIMIT, filters
+        assert max(measured.max(), plain.max()) < LARGEST, filters
         assert whole.mean() > 10 * plain.mean(), "log-probabilities over the vocabulary are others"
 
 
