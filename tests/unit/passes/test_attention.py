@@ -1,5 +1,6 @@
 """Packed attention against transformers' own, one sequence at a time; the kernel's call is tested with a stand-in."""
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -100,6 +101,7 @@ def long_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def tiny(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
+    config = copy.deepcopy(config)  # others are made of it, too
     config.initializer_range = 0.5  # otherwise attention would hardly matter
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

@@ -1,9 +1,10 @@
 """Packs cut into slices over several ranks: the log-probabilities, gradients and steps of one process.
 
-In float32 the largest difference was 7e-7 on one processor and 2.4e-5 on another, of a gradient far below the largest
-(2026-11-26). An exchange that is wrong shows in the first digits.
+In float32 the largest difference was 4e-5, of a gradient far below the largest (2026-11-26). An exchange that is wrong
+shows in the first digits.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -26,11 +27,13 @@ from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 from tests.unit.several_ranks import on_ranks
 
 TOLERANCE = 1e-3
-"""Forty times what rounding did. Of log-probabilities in nats, relative to the largest above 1, and of gradients
+"""25 times what rounding did. Of log-probabilities in nats, relative to the largest above 1, and of gradients
 relative to their norm."""
 FLOOR = 1e-3
 """Of the largest gradient: a smaller one, zero but for rounding, is compared with that."""
-LENGTHS = {"several sequences": (19, 12, 7, 6, 5), "one long sequence": (31,), "fewer tokens than ranks": (2,)}
+LENGTHS = {"several sequences": (19, 12, 7, 6, 5), "one long sequence": (31,), "fewer tokens than ranks": (3,)}
+"""At least three tokens, of which the first two differ: over one key, or equal ones, gradients of queries and keys are
+zero but for rounding."""
 LIMIT_S = 110.0
 OF_HEADS = Qwen2Config(**(SIZES | {"num_attention_heads": 12, "hidden_size": 48}))
 """Four query heads for each of three key-value heads."""
@@ -39,7 +42,7 @@ OF_HEADS.num_key_value_heads = 3
 
 def pack_of(lengths: tuple[int, ...], *, share_prompts: bool, is_filtered: bool = False) -> MicroBatch:
     """Pack samples of so many tokens, of which two follow each prompt."""
-    chance, samples = torch.Generator().manual_seed(1), list[Sample]()
+    chance, samples = torch.Generator().manual_seed(0), list[Sample]()
     for number, length in enumerate(lengths):
         ids = tuple(torch.randint(3, 97, (length,), generator=chance).tolist())
         prompt = samples[-1].prompt_token_ids if number % 2 else ids[: min(3, length - 1)]
@@ -62,7 +65,9 @@ def pack_of(lengths: tuple[int, ...], *, share_prompts: bool, is_filtered: bool 
 
 def model_of(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    own = copy.deepcopy(config)
+    own.initializer_range = 0.2  # attention matters, and rounding does not
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(own).float().eval()
     attention.choose(model, attention.NAME)
     return model
 
