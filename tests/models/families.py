@@ -69,8 +69,13 @@ LARGE: dict[str, Any] = {
     "linear_num_value_heads": 16,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
-"""Sizes that give every family more than 100 million parameters; others, such as those of latent attention, stay."""
+"""Sizes that give every family more than 100 million parameters. Heads of latent attention are those of DeepSeek's."""
 BY_LAYER = "layer_types", "no_rope_layers", "per_layer_config"
 """Lists of as many elements as there are layers, which the families make themselves."""
 LARGE_TOWER: dict[str, Any] = {
@@ -284,14 +289,16 @@ INSIDE = {"Qwen3.5", "Qwen3.5-MoE", "Qwen3-VL", "Mistral 3"}
 
 
 def large(config: PretrainedConfig) -> PretrainedConfig:
-    """Return `config` with the sizes of `LARGE`, and its other peculiarities kept."""
+    """Return `config` with the sizes of `LARGE`, and its other peculiarities kept, such as a KV head for each head."""
     if (text := config.get_text_config()) is not config:
         whole = config.to_dict()
         whole["text_config"] = {name: value for name, value in large(text).to_dict().items() if name != "layer_types"}
         whole["vision_config"] |= {name: size for name, size in LARGE_TOWER.items() if name in whole["vision_config"]}
         return type(config).from_dict(whole)
     own = config.to_dict()
-    sizes = {name: size for name, size in LARGE.items() if name in own}
+    sizes = {name: size for name, size in LARGE.items() if own.get(name) is not None}
+    if own["num_key_value_heads"] == own["num_attention_heads"]:
+        sizes["num_key_value_heads"] = LARGE["num_attention_heads"]
     known = {**own, **sizes, **{name: None for name in BY_LAYER if name in own}}
     if "long_factor" in (rope := dict(known.get("rope_parameters") or {})):
         heads = LARGE["hidden_size"] // LARGE["num_attention_heads"]
