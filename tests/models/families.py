@@ -75,7 +75,7 @@ LARGE: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-"""Sizes that give every family more than 100 million parameters. Heads of latent attention are those of DeepSeek's."""
+"""Sizes that give every family more than 100 million parameters; heads of latent attention are as large as DeepSeek's."""
 BY_LAYER = "layer_types", "no_rope_layers", "per_layer_config"
 """Lists of as many elements as there are layers, which the families make themselves."""
 LARGE_TOWER: dict[str, Any] = {
@@ -83,6 +83,7 @@ LARGE_TOWER: dict[str, Any] = {
     "intermediate_size": 512,
     "num_heads": 4,
     "num_attention_heads": 4,
+    "head_dim": 64,
     "out_hidden_size": LARGE["hidden_size"],
 }
 """Sizes of a vision model beside it."""
@@ -289,17 +290,21 @@ INSIDE = {"Qwen3.5", "Qwen3.5-MoE", "Qwen3-VL", "Mistral 3"}
 
 
 def large(config: PretrainedConfig) -> PretrainedConfig:
-    """Return `config` with the sizes of `LARGE`, and its other peculiarities kept, such as a KV head for each head."""
+    """Return `config` with the sizes of `LARGE`, and its other peculiarities kept."""
     if (text := config.get_text_config()) is not config:
         whole = config.to_dict()
-        whole["text_config"] = {name: value for name, value in large(text).to_dict().items() if name != "layer_types"}
+        whole["text_config"] = large(text).to_dict()
         whole["vision_config"] |= {name: size for name, size in LARGE_TOWER.items() if name in whole["vision_config"]}
         return type(config).from_dict(whole)
     own = config.to_dict()
     sizes = {name: size for name, size in LARGE.items() if own.get(name) is not None}
     if own["num_key_value_heads"] == own["num_attention_heads"]:
         sizes["num_key_value_heads"] = LARGE["num_attention_heads"]
-    known = {**own, **sizes, **{name: None for name in BY_LAYER if name in own}}
+    elif own["num_key_value_heads"] == 1:
+        sizes["num_key_value_heads"] = 1
+    if "per_layer_config" in own:  # Gemma 4 keeps the wider heads of the layers without a window there
+        sizes["global_head_dim"] = 2 * LARGE["head_dim"]
+    known = {name: value for name, value in {**own, **sizes}.items() if name not in BY_LAYER}
     if "long_factor" in (rope := dict(known.get("rope_parameters") or {})):
         heads = LARGE["hidden_size"] // LARGE["num_attention_heads"]
         size = int(heads * rope["partial_rotary_factor"]) // 2

@@ -1,0 +1,62 @@
+"""The sizes with which families are proved on a GPU: transformers reads the configuration back, builds it and runs it.
+
+Not covered: whether vLLM takes them (`tests/gpu/test_families.py`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functional_call
+from transformers import AutoConfig, PretrainedConfig
+
+from bridge.weights import skeleton
+from tests.models.families import FAMILIES, ON_GPUS, large
+
+LEAST_PARAMETERS = 100_000_000
+ALL = {**FAMILIES, **ON_GPUS}
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_sizes_of_a_large_family_fit_together(family: str, tmp_path: Path) -> None:
+    config = large(ALL[family]())
+    config.save_pretrained(tmp_path)
+    assert _fields(AutoConfig.from_pretrained(tmp_path)) == _fields(config)
+    model = skeleton.build(str(tmp_path), torch.bfloat16)
+    assert model.num_parameters() > LEAST_PARAMETERS
+    with torch.no_grad():
+        output = functional_call(model, _zeros(model), kwargs={"input_ids": torch.arange(20).unsqueeze(0)})
+    assert output.logits.shape == (1, 20, config.get_text_config().vocab_size)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_large_family_keeps_its_peculiarities(family: str) -> None:
+    config, scaled = ALL[family](), large(ALL[family]())
+    assert _peculiarities(scaled.get_text_config()) == _peculiarities(config.get_text_config())
+    if (tower := getattr(scaled, "vision_config", None)) is not None and hasattr(tower, "head_dim"):
+        assert tower.head_dim * tower.num_attention_heads == tower.hidden_size
+
+
+def _fields(config: PretrainedConfig) -> dict[str, Any]:
+    """Return its fields, without those that saving and loading write."""
+    return {name: value for name, value in config.to_dict().items() if name not in {"_name_or_path", "architectures"}}
+
+
+def _zeros(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a value of each parameter, of a single element in memory where kernels take that."""
+    return {
+        name: torch.zeros(held.shape, dtype=held.dtype)
+        if held.dim() > 2
+        else torch.zeros((), dtype=held.dtype).expand(held.shape)
+        for name, held in model.named_parameters()
+    }
+
+
+def _peculiarities(config: PretrainedConfig) -> dict[str, object]:
+    return {
+        "one KV head": config.num_key_value_heads == 1,
+        "a KV head per head": config.num_key_value_heads == config.num_attention_heads,
+        "layers differ": getattr(config, "is_heterogeneous", False),
+        "queries through a narrower layer": getattr(config, "q_lora_rank", None) is not None,
+    }
