@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bridge.checks.verify import NEW_TOKENS, logprob_diffs, sample
 from bridge.config import SamplingConfig, ServeConfig
 from bridge.core.address import free_port
-from bridge.processes import children
+from bridge.processes import children, server_log
 from bridge.processes.server_command import ServerCommand
 from bridge.rollouts import openai_api
 from bridge.rollouts.sampler import Sampler
@@ -198,7 +198,7 @@ def served(
     child = children.start(command.argv, command.environment, log)
     try:
         ready = children.wait_until(child, command.manifest.exists, limit_s=START_LIMIT_S, progress=lambda _: None)
-        assert ready, log.read_text()[-4000:]
+        assert ready, f"{server_log.own_error(log) or server_log.root_error(log)}\n\n{log.read_text()[-2000:]}"
         yield LiveServer(manifest.load(command.manifest), command.manifest, child)
     finally:
         children.stop(child)

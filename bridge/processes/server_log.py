@@ -17,9 +17,10 @@ PREFIX = re.compile(
     r"(\[[^\]]+:\d+\]\s?)?"  # [core.py:1234]
 )
 ERROR = re.compile(
-    r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$|^[\w./ -]+: error: .*"
+    r"^(?P<name>(\w+\.)*\w*(Error|Exception|Refused|Interrupt|Exit))(: (?P<message>.*))?$"
+    r"|^[\w./ -]+: error: .*|^error: (?P<refusal>.*)"
 )
-"""The end of a traceback, or argparse's error."""
+"""The end of a traceback, argparse's error, or a refusal that `bridge_patches` prints."""
 START = "=== bridge: vLLM is "
 """Begins the line before the output of each server: a run has one log, of which only the last server is read."""
 LAST_BYTES = 1 << 18
@@ -96,11 +97,11 @@ def own_error(log: Path) -> BridgeError | None:
     for index, line in enumerate(lines):
         if (match := ERROR.match(line)) is None:
             continue
-        name = (match["name"] or "").rpartition(".")[2]
+        name = "AttachError" if match["refusal"] else (match["name"] or "").rpartition(".")[2]
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, BridgeError):
             hints = (text.removeprefix("hint: ") for text in lines[index : index + 12] if text.startswith("hint: "))
-            return kind(match["message"] or name, remedy=next(hints, f"bridge doctor, or read {log}"))
+            return kind(match["refusal"] or match["message"] or name, remedy=next(hints, f"bridge doctor, or read {log}"))
     return None
 
 

@@ -97,7 +97,13 @@ class CopyRecorder(ViewsOnly):
             if is_copy:
                 args[1].expand(args[0].shape)  # a copy that fails has to fail
             return changed[0]
+        if func is _aten._to_copy.default and self._keeps_values(args[0], kwargs or {}):
+            return _aten.alias.default(args[0])  # of the source's dtype: the copy that follows says which it becomes
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _keeps_values(self, tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a source is converted to a dtype that holds each of its values."""
+        return storage_of(tensor) in self._sources and is_exact(tensor.dtype, kwargs.get("dtype") or tensor.dtype)
 
     def _forget(self, tensor: Tensor) -> None:
         """Drop every copy that a write into `tensor` may have overwritten."""

@@ -75,7 +75,7 @@ LARGE: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-"""Sizes that give every family more than 100 million parameters; heads of latent attention are as large as DeepSeek's."""
+"""Sizes that give every family more than 100 million parameters; those of latent attention are DeepSeek's."""
 BY_LAYER = "layer_types", "no_rope_layers", "per_layer_config"
 """Lists of as many elements as there are layers, which the families make themselves."""
 LARGE_TOWER: dict[str, Any] = {

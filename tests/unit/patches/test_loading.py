@@ -481,3 +481,19 @@ def test_weight_that_vllm_keeps_in_float32_is_shared() -> None:
     server.decay.data = server.decay.data.half()
     with pytest.raises(UnsupportedModelError, match="decay: vLLM loads it into none"):
         loading.views(server, skeleton({"decay": (3,)}))
+
+
+def test_weight_that_the_loader_converts_to_float32_is_shared() -> None:
+    """As MiniMax-M2's bias of the router."""
+    server = nn.Module()
+    server.bias = nn.Parameter(torch.zeros(3))
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        server.bias.data.copy_(dict(weights)["bias"].to(torch.float32))
+
+    server.load_weights = load_weights  # type: ignore[assignment]
+    views = loading.views(server, skeleton({"bias": (3,)}))
+    assert (views["bias"].parameter, views["bias"].shape) == ("bias", (3,))
+    server.load_weights = lambda weights: server.bias.data.copy_(dict(weights)["bias"].half())  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match="bias: vLLM loads it into none"):
+        loading.views(server, skeleton({"bias": (3,)}))

@@ -356,6 +356,17 @@ def test_an_error_of_ours_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
     assert (error.message, error.remedy) == ("lm_head.weight is repacked", "serve it in bfloat16")
 
 
+def test_a_refusal_that_the_server_prints_is_shown(tmp_path: Path) -> None:
+    prefix = "(APIServer pid=12) "
+    lines = ("error: lm_head.weight: stride (1, 8) is not contiguous", "", "hint: use --mode none", "INFO shutdown")
+    (tmp_path / "log").write_text("\n".join(prefix + line for line in lines))
+    error = server_log.own_error(tmp_path / "log")
+    assert error is not None
+    assert (type(error).__name__, error.exit_code) == ("AttachError", 4)
+    assert (error.message, error.remedy) == (lines[0].removeprefix("error: "), "use --mode none")
+    assert server_log.root_error(tmp_path / "log") == lines[0]
+
+
 def test_the_guard_of_a_child_keeps_no_secrets(tmp_path: Path) -> None:
     environment = os.environ | {"SOME_TOKEN": "hidden-1"}
     child = children.start(
