@@ -128,8 +128,8 @@ REFUSED = (
         "another model",
     ),
     (
-        "gpt-oss on a CPU",
-        "vLLM rewrites its experts for a kernel after loading",
+        "gpt-oss",
+        "vLLM keeps its experts transposed, and on a CPU rewrites them for a kernel after loading",
         "`lora_only`, `none`",
     ),
     (

@@ -101,7 +101,9 @@ def own_error(log: Path) -> BridgeError | None:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, BridgeError):
             hints = (text.removeprefix("hint: ") for text in lines[index : index + 12] if text.startswith("hint: "))
-            return kind(match["refusal"] or match["message"] or name, remedy=next(hints, f"bridge doctor, or read {log}"))
+            return kind(
+                match["refusal"] or match["message"] or name, remedy=next(hints, f"bridge doctor, or read {log}")
+            )
     return None
 
 

@@ -47,12 +47,12 @@ def test_a_large_family_trains_in_place_and_equals_its_checkpoint(
         pytest.skip("vLLM's module of the family imports torchvision")
     if file is not None and not family_results.claim(family, file):
         pytest.skip("its result is known, or another process proves it")
-    config, engine = large(ALL[family]()), ENGINE
-    if family in WIDER_HEADS and find_spec("cutlass") is None:
-        engine = (*ENGINE, "--attention-backend", "TRITON_ATTN")
+    config = large(ALL[family]())
+    triton = ("--attention-backend", "TRITON_ATTN")
+    backend = triton if family in WIDER_HEADS and find_spec("cutlass") is None else ()
     if family in WINDOWED:
         config.sliding_window = LONG_WINDOW
-    result = family_proof.prove(config, tmp_path, engine=engine, lr=LR)
+    result = family_proof.prove(config, tmp_path, engine=(*ENGINE, *backend), lr=LR)
     assert result.num_parameters > LEAST_PARAMETERS
     assert "CUDA graph" in (tmp_path / "server" / "serve.log").read_text()
     if file is not None:

@@ -12,7 +12,7 @@ import torch
 from bridge.weights import skeleton
 from tests import scenarios
 from tests.cpu.test_images import MARKER, learns, refuses_other_tokens, sees_the_same, tower_is_unchanged, written
-from tests.gpu.test_families import KV_CACHE, LEAST_PARAMETERS
+from tests.gpu.test_families import ENGINE, LEAST_PARAMETERS
 from tests.models import colors
 from tests.models.families import FAMILIES, large
 
@@ -25,7 +25,7 @@ def test_a_task_with_images_is_learned(tmp_path: Path) -> None:
     language = skeleton.build(str(model), torch.bfloat16).get_decoder()
     assert sum(parameter.numel() for parameter in language.parameters()) > LEAST_PARAMETERS
     data, _ = colors.write(tmp_path / "seen", MARKER)
-    with scenarios.served(model, tmp_path / "server", *KV_CACHE) as server:
+    with scenarios.served(model, tmp_path / "server", *ENGINE) as server:
         sees_the_same(server, data.parent)
         refuses_other_tokens(server, data.parent)
         learns(server, tmp_path, "--lr", LR, steps=20)

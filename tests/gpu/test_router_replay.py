@@ -11,7 +11,7 @@ import pytest
 
 from tests import family_proof, scenarios
 from tests.cpu.test_router_replay import removes_the_mismatch_of_other_experts
-from tests.gpu.test_families import KV_CACHE, LEAST_PARAMETERS, LR
+from tests.gpu.test_families import ENGINE, LEAST_PARAMETERS, LR
 from tests.models import tiny
 from tests.models.families import FAMILIES, large
 from tests.scenarios import LiveServer
@@ -25,7 +25,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """One server for both tests: half of their time is its start."""
     folder = tmp_path_factory.mktemp("mixture")
     model = tiny.write(CONFIG, folder / "model", std=family_proof.GAIN / sqrt(CONFIG.hidden_size))
-    with scenarios.served(model, folder / "server", *KV_CACHE) as server:
+    with scenarios.served(model, folder / "server", *ENGINE) as server:
         assert server.status().experts == (CONFIG.num_hidden_layers, CONFIG.num_experts_per_tok)
         assert "CUDA graph" in server.child.log.read_text()
         yield server

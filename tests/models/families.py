@@ -15,7 +15,6 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
-    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -277,14 +276,8 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     "Mistral 3": _mistral3,
 }  # fmt: skip
 """Family name -> its configuration."""
-ON_GPUS: Mapping[str, Callable[[], PretrainedConfig]] = {
-    "gpt-oss": lambda: GptOssConfig(
-        **SMALL, **EXPERTS, head_dim=64, num_local_experts=4, sliding_window=512,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    "MiniMax-M2": minimax_m2,
-}  # fmt: skip
-"""Families that vLLM's build for CPUs cannot serve, or not so that they could be trained."""
+ON_GPUS: Mapping[str, Callable[[], PretrainedConfig]] = {"MiniMax-M2": minimax_m2}
+"""Families that vLLM's build for CPUs cannot serve."""
 INSIDE = {"Qwen3.5", "Qwen3.5-MoE", "Qwen3-VL", "Mistral 3"}
 """Families whose language model is one part of several."""
 
