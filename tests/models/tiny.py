@@ -76,13 +76,19 @@ def with_longrope(folder: Path, original: int) -> torch.Tensor:
 
 
 def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float = 0.08) -> Path:
-    """Write a bf16 model with random weights of standard deviation `std`, and its tokenizer, to `folder`."""
+    """Write a bf16 model with random weights of standard deviation `std`, and its tokenizer, to `folder`.
+
+    Scores of attention are so small that not one token gets all of it, as rounding would decide which.
+    """
     torch.manual_seed(seed)
     config.initializer_range = std
     config.get_text_config().initializer_range = std
     model = skeleton.auto_class(config).from_config(config, dtype=torch.bfloat16)
     for buffer in stored_buffers(model).values():  # such as the bias of a router, which is 0 in a new model
-        buffer.sub_(torch.linspace(0.5, -0.5, buffer.numel()).view(buffer.shape))
+        buffer.sub_(torch.linspace(0.5, -0.5, buffer.numel()).view(buffer.shape) if buffer.numel() > 1 else 0.1)
+    for module in model.modules():
+        if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):  # Gemma 4's scores are as large as that
+            torch.nn.init.constant_(module.q_norm.weight, module.head_dim**-0.5)
     model.save_pretrained(folder)
     is_seeing = hasattr(config, "vision_config")
     write_tokenizer(folder, config.get_text_config().vocab_size, processors.TOKENS if is_seeing else ())
