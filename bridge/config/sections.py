@@ -50,6 +50,8 @@ class ServeConfig(Config):
     """Number of GPUs that share one copy of the weights; `bridge run` trains them with a process for each."""
     max_lora_rank: int | None = declare(None, ge=1, panel="Mode lora_only", position=1)
     """Largest LoRA rank the server accepts (default: no adapters)."""
+    lora_experts: bool = declare(False, panel="Mode lora_only", position=1)
+    """Accept adapters of routed experts, too: their slots take memory, and time at every token (GPU only)."""
     vllm_config_path: Path | None = declare(None, panel="Server")
     """Where to write the manifest, a file or a folder (default: $LOGDIR, else the current folder)."""
 
@@ -186,7 +188,8 @@ class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)),
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input during training only; requires one update per batch."""
     target_modules: str = "all-linear"
-    """Modules that get an adapter: suffixes of their names, separated by commas; `all-linear` is all but the head."""
+    """Modules that get an adapter: suffixes of their names, separated by commas; `all-linear` is all but the head and
+    `experts`, the routed experts of a mixture (GPU only)."""
     handover: Literal["memory", "disk"] = "memory"
     """How vLLM gets the adapter: trained in vLLM's own slot, or saved and loaded by the server."""
 
@@ -196,6 +199,27 @@ class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)),
         if "shared_expert_gate" in names:
             raise ValueError("must not name shared_expert_gate, whose adapter vLLM never applies: leave it out")
         return names
+
+    @property
+    def names(self) -> list[str]:
+        """Return the modules that get an adapter, one by one."""
+        return [name.strip() for name in self.target_modules.split(",")]
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether routed experts get an adapter."""
+        return "experts" in self.names
+
+    def rules(self) -> dict[str, bool]:
+        """Return faults, and whether these choices have them."""
+        return {
+            f"--lora-dropout {self.dropout:g}: neither PEFT nor vLLM has adapters of experts with dropout": (
+                self.has_experts and self.dropout > 0
+            ),
+            f"--lora-r {self.r}: an adapter of experts has a rank that 8 divides, which grouped products need": (
+                self.has_experts and self.r % 8 > 0
+            ),
+        }
 
 
 class PublishingConfig(

@@ -217,7 +217,7 @@ class TrainConfig(Config):
                 )
         for rules in (
             self._rules_of_batches, self._rules_of_gpus, self._rules_of_publishing, self._rules_of_a_reference,
-            self._rules_of_updates, self._rules_of_evaluations,
+            self._rules_of_updates, self._rules_of_evaluations, self.lora.rules,
         ):  # fmt: skip
             for fault, is_broken in rules().items():
                 if is_broken:

@@ -138,7 +138,8 @@ class LoraMemory(_LoraMode, PatchedServer):
         if missing:
             raise AttachError(
                 f"vLLM has no slot that can be shared for {len(missing)} modules, the first: {missing[0]}",
-                remedy="leave them out with --lora-target-modules, or --lora-handover disk",
+                remedy="leave them out with --lora-target-modules, or --lora-handover disk; experts have slots with"
+                " bridge serve-vllm --lora-experts",
             )
         slot_rank = next(iter(slots.values())).lora_a.shape[2]
         if slot_rank != rank:
@@ -160,7 +161,8 @@ class LoraMemory(_LoraMode, PatchedServer):
         for name, ours in self._adapter.modules.items():
             handles = {"a": self._slots[name].lora_a, "b": self._slots[name].lora_b}
             slot = open_handles(handles, self._attached.device)
-            opened[name] = Matrices(nn.Parameter(slot["a"][number, 0]), nn.Parameter(slot["b"][number, 0]))
+            a, b = slot["a"][number].view_as(ours.lora_a), slot["b"][number].view_as(ours.lora_b)
+            opened[name] = Matrices(nn.Parameter(a), nn.Parameter(b))
             if not _stored_equal(opened[name], ours):
                 raise AttachError(
                     "the server's slot does not hold the adapter that it has loaded", remedy="restart the server"
@@ -308,7 +310,7 @@ class LoraDisk(_LoraMode):
 
 def _fits(slot: LoraSlot, ours: Matrices) -> bool:
     pairs = (slot.lora_a, ours.lora_a), (slot.lora_b, ours.lora_b)
-    return all(there.shape[2:] == here.shape for there, here in pairs)
+    return all(there.shape[1:] == (1, *here.shape)[-3:] for there, here in pairs)
 
 
 def _stored_equal(slot: Matrices, ours: Matrices) -> bool:

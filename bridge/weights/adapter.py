@@ -19,7 +19,9 @@ from typing import Any
 import peft
 import torch
 from peft import PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -28,8 +30,9 @@ from transformers import PreTrainedModel
 from bridge.config import LoraConfig
 from bridge.errors import UsageError
 from bridge.ranks.world import ALONE, Ranks
+from bridge.weights import experts
 from bridge.weights.parts import Cut, Parts
-from bridge.weights.stored_tensors import ADAPTER_WEIGHTS
+from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, EXPERTS, PROJECTIONS, stored_names
 
 NAME = "default"
 """PEFT's name of the one adapter."""
@@ -45,9 +48,9 @@ class Matrices:
     """The adapter of one module."""
 
     lora_a: nn.Parameter
-    """Shape [r, in], or this part's columns."""
+    """Shape [r, in], or this part's columns; [experts, r, in] of routed experts."""
     lora_b: nn.Parameter
-    """Shape [out, r], or this part's rows, multiplied by the scaling."""
+    """Shape [out, r], or this part's rows, multiplied by the scaling; [experts, out, r] of routed experts."""
 
 
 class Adapter:
@@ -68,20 +71,22 @@ class Adapter:
         `cuts` are what each part of a replica holds of every parameter of `model`, if there are several, and `tp_group`
         the ranks that hold them. Every part then gets its part of the same adapter.
         """
-        names = [name.strip() for name in lora.target_modules.split(",")]
+        names = [name for name in lora.names if name != EXPERTS]
         if names != [ALL_LINEAR]:
             _refuse_unmatched(model, names)
         settings = peft.LoraConfig(
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules=_all_linear(model) if names == [ALL_LINEAR] else names,
+            target_modules=_all_linear(model) if names == [ALL_LINEAR] else names or DUMMY_TARGET_MODULES,
             task_type="CAUSAL_LM",
         )
         self.scaling = lora.alpha / lora.r
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             self._peft = _inserted(model, settings, lora.target_modules)
+            if lora.has_experts:
+                _adapt_experts(model, self._peft.peft_config[NAME], is_whole=not cuts)
         self._peft.peft_config[NAME].base_model_name_or_path = base_name
         self.modules: dict[str, Matrices] = {}
         model.eval()  # PEFT inserts in training mode; of the whole model only the adapter's dropout may be active
@@ -89,8 +94,9 @@ class Adapter:
             layer: Any = module
             if hasattr(layer, "lora_A") and NAME in layer.lora_A:
                 self.modules[name] = Matrices(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
-                layer.scaling[NAME] = 1.0
-                layer.lora_dropout.train()
+                if isinstance(layer, LoraLayer):
+                    layer.scaling[NAME] = 1.0
+                    layer.lora_dropout.train()
         self.cuts = [_with_adapter(cuts_of_part, self.modules, lora.r) for cuts_of_part in cuts]
         """What each part holds of every parameter of the model, by the names that they have now."""
         self._parts = Parts(cuts=self.cuts, tp_group=tp_group) if cuts else None
@@ -110,7 +116,11 @@ class Adapter:
 
     def save(self, folder: Path) -> None:
         """Write it into `folder` as PEFT and stock vLLM load it; the other ranks call `send_parts` at the same time."""
-        tensors = {name: tensor.contiguous() for name, tensor in self._unscaled()}
+        tensors = dict[str, Tensor]()
+        for name, tensor in self._unscaled():
+            names = stored_names(name, tensor.shape)
+            pieces = tensor.cpu().reshape(-1, *tensor.shape[-2:]).unbind()
+            tensors |= {key: piece.clone() for key, piece in zip(names, pieces, strict=True)}
         save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
         self._peft.peft_config[NAME].save_pretrained(str(folder))
 
@@ -124,7 +134,9 @@ class Adapter:
         saved = self.check(folder)
         with torch.no_grad():
             for name, parameter in self._state().items():
-                value = self._own(_name_of(name), saved[name]).to(parameter.device)
+                shape = self._shape(name, parameter)
+                whole = torch.stack([saved[key] for key in stored_names(name, shape)]).view(shape)
+                value = self._own(_name_of(name), whole).to(parameter.device)
                 parameter.copy_(value.double() * self.scaling if "lora_B" in name else value)
 
     def check(self, folder: Path) -> dict[str, Tensor]:
@@ -135,7 +147,8 @@ class Adapter:
         except (OSError, ValueError, SafetensorError) as error:
             raise UsageError(f"{folder} holds no readable adapter: {error}", remedy="name another one") from error
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        expected = {name: self._shape(name, tensor) for name, tensor in self._state().items()}
+        wholes = {name: self._shape(name, tensor) for name, tensor in self._state().items()}
+        expected = {key: shape[-2:] for name, shape in wholes.items() for key in stored_names(name, shape)}
         odd = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         if odd or config.lora_alpha / config.r != self.scaling:
             raise UsageError(
@@ -200,9 +213,20 @@ def _inserted(model: PreTrainedModel, settings: peft.LoraConfig, target_modules:
     except ValueError as error:  # such as a layer with the name of stacked experts' weights
         raise UsageError(
             f"--lora-target-modules {target_modules}: PEFT cannot adapt that: {' '.join(str(error).split())}",
-            remedy="choose layers of attention alone, or all-linear",
+            remedy=f"choose layers of attention alone, or all-linear; {EXPERTS} for routed experts",
         ) from error
     return inserted
+
+
+def _adapt_experts(model: PreTrainedModel, settings: peft.LoraConfig, *, is_whole: bool) -> None:
+    """Give routed experts an adapter; saved, the settings name them as PEFT does, which loads what is saved."""
+    if not is_whole:
+        raise UsageError(
+            f"--lora-target-modules {EXPERTS} needs a server on one GPU", remedy=f"leave out {EXPERTS}, or use one GPU"
+        )
+    experts.adapt(model, NAME, settings.r)
+    others = () if settings.target_modules == DUMMY_TARGET_MODULES else settings.target_modules
+    settings.target_modules = {*others, *PROJECTIONS}
 
 
 def _all_linear(model: PreTrainedModel) -> str | list[str]:

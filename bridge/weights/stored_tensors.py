@@ -4,6 +4,7 @@ Not covered: reading tensors.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,13 @@ _DTYPE_CODES = {
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MATRIX = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+EXPERTS = "experts"
+"""The module of a layer's routed experts, for transformers, vLLM and `--lora-target-modules`."""
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""The weights of an expert that have an adapter, in the order in which vLLM holds them."""
+STACKED = f".{EXPERTS}.lora."
+"""Part of the names of what is trained of all experts; saved, each expert's number is in the place of `lora`."""
 _NOT_PLAIN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
 """What PEFT may add to plain LoRA, and vLLM or the slots' layout leave out; false or empty if unused."""
 
@@ -89,6 +97,11 @@ def _shards(
         yield shard
 
 
+def stored_names(name: str, shape: Shape) -> list[str]:
+    """Return the names under which an adapter's matrix is saved: its own, or those of each expert's."""
+    return [name.replace(STACKED, f".{EXPERTS}.{number}.") for number in range(math.prod(shape[:-2]))]
+
+
 def describe(tensor: Tensor) -> Stored:
     """Return what `headers` reports of `tensor` once it is written."""
     return Stored(_DTYPE_CODES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
@@ -130,13 +143,15 @@ def check_adapter(folder: Path, shard: Shard) -> None:
 def _misfits(shapes: Mapping[str, Shape], shard: Shard) -> Iterator[str]:
     for name, shape in sorted(shapes.items()):
         matrix = _MATRIX.fullmatch(name)
-        slot = shard.lora_slots.get(matrix["module"]) if matrix else None
+        module = _EXPERT.sub(STACKED, matrix["module"]) if matrix else ""
+        slot = shard.lora_slots.get(module)
         if matrix is None or slot is None:
             yield f"there is no slot for {name}"
             continue
-        is_a = matrix["side"] == "A"  # a slot is [adapters, 1, *matrix]; an adapter may have a lower rank
-        most = slot.lora_a.shape[2]
-        outputs, inputs = cut_of(shard.param_mappings[f"{matrix['module']}.weight"]).shape
+        is_a = matrix["side"] == "A"  # a slot is [adapters, 1 or experts, *matrix]; an adapter may have a lower rank
+        most, held = slot.lora_a.shape[2], (slot.lora_b.shape[2], slot.lora_a.shape[3])
+        view = shard.param_mappings.get(f"{module}.weight")  # none of experts, whose slots are whole
+        outputs, inputs = held if view is None else cut_of(view).shape
         room, rank, width = ((most, inputs), 0, 1) if is_a else ((outputs, most), 1, 0)
         if len(shape) != 2 or shape[rank] > room[rank] or shape[width] != room[width]:
             yield f"{name} is {shape}, its slot {room}"

@@ -9,8 +9,8 @@ reads them at every step, so writing a slot changes that adapter. With tensor pa
 and its B the rows, that the rank has of the weight. Slots of other shapes are left out: those of
 `--fully-sharded-loras`, and of embeddings.
 
-Experts get no slot, because no adapter of ours has anything for them (`bridge/weights/adapter.py`): vLLM would hold A
-and B of each expert, 1.5 GiB for Qwen3-30B-A3B at rank 16, and call their kernels for every token.
+Experts get slots on request alone (`--lora-experts`): vLLM holds A and B of each expert, 1.5 GiB for Qwen3-30B-A3B at
+rank 16, and calls their kernels for every token. Of these slots the second axis is that of the experts.
 
 Symptom: with `--enable-sleep-mode` no weight can be exported, and since 0.33 no LoRA slot either.
 Cause: vLLM allocates all of these in its cuMem pool, whose memory has no legacy CUDA IPC handle.
@@ -19,17 +19,21 @@ what a sleep has to preserve.
 Seen in vLLM 0.26 to 0.33: runners V1 and V2, and the CPU's own; `vllm/lora/layers`, `vllm/device_allocator/cumem.py`.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from bridge.server.manifest import View
+from bridge.server.protocol import EXPERT_SLOTS
 from bridge.weights import shared_memory
 from bridge.weights.layout import Shape
 from bridge.weights.shared_memory import SharedBlock
+from bridge.weights.stored_tensors import EXPERTS, PROJECTIONS
 from bridge_patches import cpu_backend, quantized, wrap
 
 PINS = """
@@ -56,6 +60,10 @@ vllm.lora.layers.base_linear: BaseLinearLayerWithLoRA: base_layer, lora_a_stacke
 vllm.lora.layers.column_parallel_linear: MergedColumnParallelLinearWithLoRA: lora_a_stacked, lora_b_stacked
 # The slots of the head, which itself is not wrapped.
 vllm.lora.layers.logits_processor: LogitsProcessorWithLoRA: base_layer, lora_a_stacked, lora_b_stacked
+# Routed experts: tuples of slots, of gate and up, and of down.
+vllm.lora.layers.fused_moe
+    FusedMoEWithLoRA: base_layer, w13_lora_a_stacked, w13_lora_b_stacked, w2_lora_a_stacked, w2_lora_b_stacked
+    call FusedMoEWithLoRA.set_lora(index, lora_a, lora_b)  # writes a slot: gate, down and up, in this order
 vllm.lora.lora_weights: call LoRALayerWeights.optimize()  # multiplies the scaling into B before a slot gets it
 vllm.lora.model_manager
     LoRAModelManager: model, modules, packed_modules_mapping  # as model.lora_manager
@@ -63,6 +71,7 @@ vllm.lora.utils: wrap get_supported_lora_modules(model)  # last names of modules
 vllm.model_executor.layers.fused_moe.runner.moe_runner: MoERunner
 """
 SIDES = ("lora_a_stacked", "lora_b_stacked")
+EXPERT_SIDES = tuple((f"w13_{side}", f"w2_{side}") for side in SIDES)
 OUTSIDE = ("weights", "runtime")
 """vLLM's tags of what stays in place while the KV cache sleeps; `runtime`, since 0.33, holds LoRA slots."""
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -124,7 +133,7 @@ def slot_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{name}.{side}.{index}": piece
         for name, layer in _lora_layers(model).items()
-        for side in SIDES
+        for side in (*SIDES, *chain(*EXPERT_SIDES))
         for index, piece in enumerate(_pieces(layer, side))
         if piece.dim() == 4
     }
@@ -146,7 +155,18 @@ def lora_slots(model: nn.Module, views: Mapping[str, View]) -> dict[str, Pair]:
             for name, a, b in zip(names, lora_a, lora_b, strict=True):
                 if _is_plain(a, b, views[name].shape):
                     pairs[name.removesuffix(".weight")] = (a, b)
+    owners = {view.parameter: name.rpartition(".")[0] for name, view in views.items()}
+    for path, layer in layers.items():
+        owner = next((owner for parameter, owner in owners.items() if parameter.startswith(f"{path}.")), "")
+        stacks = zip(*([*chain(*(_pieces(layer, side) for side in sides))] for sides in EXPERT_SIDES), strict=True)
+        pairs |= _of_experts(owner, [*stacks])
     return pairs
+
+
+def _of_experts(owner: str, stacks: list[Pair]) -> dict[str, Pair]:
+    """Return the slots of experts by projection; none of experts whose gate and up have one slot together."""
+    is_whole = len(stacks) == len(PROJECTIONS) and owner.endswith(f".{EXPERTS}")
+    return {f"{owner}.lora.{name}": pair for name, pair in zip(PROJECTIONS, stacks, strict=True)} if is_whole else {}
 
 
 def _lora_layers(model: nn.Module) -> Mapping[str, Any]:
@@ -174,7 +194,9 @@ def _use_memory_pool(
 
 
 def _without_experts(original: Callable[[nn.Module], list[str]], model: nn.Module) -> list[str]:
-    """Return the last names of the modules that get a LoRA slot: all but those of experts."""
+    """Return the last names of the modules that get a LoRA slot: all, but those of experts only on request."""
+    if os.environ.get(EXPERT_SLOTS):
+        return original(model)
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     experts = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, MoERunner)}

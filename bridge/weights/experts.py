@@ -1,0 +1,108 @@
+"""LoRA on routed experts: A and B of every expert, beside stacked weights that stay as they are.
+
+A token's product with its expert's weight is W x + B A x: three grouped products over the tokens sorted by expert.
+Nothing of a weight's size is made, where PEFT's own layer for stacked weights computes W + B A in every pass.
+
+Saved, every expert has matrices of its own, `experts.7.gate_proj.lora_A`: stock vLLM takes them, and PEFT stacks them.
+
+Not covered: shared experts, and models whose checkpoints store experts as stacks.
+Source: `FusedMoEWithLoRA` in vLLM 0.26 to 0.33; `grouped_mm_experts_forward` of transformers 5.
+Shape suffixes: T tokens, K experts of a token, S = T * K, E experts, H hidden size, I width of an expert, O either.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as PATTERNS
+from transformers.integrations.moe import _grouped_linear as grouped_linear
+
+from bridge.errors import UsageError
+from bridge.weights.stored_tensors import EXPERTS, PROJECTIONS
+
+STORED_BY_EXPERT = "qwen2_moe"
+"""transformers' pattern of checkpoints with `experts.7.gate_proj` and so on; PEFT converts adapters by the same one."""
+
+
+class _Stack(nn.Module):
+    """One matrix of every expert."""
+
+    def __init__(self, weight_EOO: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_EOO)
+
+    def forward(self, rows_SO: Tensor, ends_E: Tensor) -> Tensor:
+        product_SO: Tensor = grouped_linear(rows_SO, self.weight, ends_E)
+        return product_SO
+
+
+class Projection(nn.Module, BaseTunerLayer):
+    """The adapter of one projection of all experts: A random as PEFT's, B zero."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, name: str, like: Tensor, shape: tuple[int, int], rank: int) -> None:
+        """Make it for adapter `name`, with the type and device of `like`; `shape` is that of one expert's weight."""
+        super().__init__()
+        (outputs, inputs), num_experts = shape, len(like)
+        a_ERI = like.new_empty(num_experts, rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5)
+        self.lora_A = nn.ModuleDict({name: _Stack(a_ERI)})
+        self.lora_B = nn.ModuleDict({name: _Stack(like.new_zeros(num_experts, outputs, rank))})
+
+    def forward(self, rows_SO: Tensor, ends_E: Tensor) -> Tensor:
+        added_SO = rows_SO
+        for stacks in (self.lora_A, self.lora_B):
+            for stack in stacks.values():
+                added_SO = stack(added_SO, ends_E)
+        return added_SO
+
+
+def adapt(model: PreTrainedModel, name: str, rank: int) -> None:
+    """Give the routed experts of every layer an adapter `name` of `rank`.
+
+    Raises:
+        UsageError: the model has none, or they are stored in a way that stock vLLM or PEFT would not find them by.
+    """
+    stacks = [(path, module) for path, module in model.named_modules() if path.endswith(f".{EXPERTS}")]
+    kind = model.config.model_type
+    if not stacks or PATTERNS.get(kind) != STORED_BY_EXPERT or not all(_is_plain(module) for _, module in stacks):
+        why = "its checkpoints do not store every expert by itself" if stacks else "it has none"
+        raise UsageError(
+            f"--lora-target-modules {EXPERTS}: experts of a {kind} get no adapter: {why}",
+            remedy=f"leave out {EXPERTS}",
+        )
+    for _, module in stacks:
+        experts: Any = module
+        hidden, width = experts.down_proj.shape[1:]
+        shapes = dict(zip(PROJECTIONS, ((width, hidden), (width, hidden), (hidden, width)), strict=True))
+        experts.lora = nn.ModuleDict(
+            {key: Projection(name, experts.down_proj.detach(), shape, rank) for key, shape in shapes.items()}
+        )
+        experts.forward = MethodType(_forward, experts)
+
+
+def _is_plain(experts: Any) -> bool:
+    """Report whether experts are gated, with one stack of gate and up, without biases."""
+    kind = (experts.has_gate, experts.is_concatenated, experts.is_transposed, experts.has_bias)
+    return kind == (True, True, False, False)
+
+
+def _forward(experts: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Compute the layer with its adapter, or as without one while it is switched off."""
+    gate, up, down = (experts.lora[name] for name in PROJECTIONS)
+    if down.disable_adapters:
+        base_TH: Tensor = type(experts).forward(experts, hidden_TH, experts_TK, weights_TK)
+        return base_TH
+    expert_S, order_S = experts_TK.flatten().sort()
+    all_E = torch.arange(len(experts.down_proj), device=expert_S.device)
+    ends_E = torch.searchsorted(expert_S, all_E, right=True, out_int32=True)
+    rows_SH = hidden_TH[order_S // experts_TK.shape[1]]
+    added_SI = torch.cat([gate(rows_SH, ends_E), up(rows_SH, ends_E)], dim=1)
+    inner_SI = experts._apply_gate(grouped_linear(rows_SH, experts.gate_up_proj, ends_E) + added_SI)
+    outer_SH = grouped_linear(inner_SI, experts.down_proj, ends_E) + down(inner_SI, ends_E)
+    weighted_SH = outer_SH * weights_TK.flatten()[order_S].unsqueeze(1)
+    sums_TH: Tensor = weighted_SH[order_S.argsort()].view(*experts_TK.shape, -1).sum(1)
+    return sums_TH.to(hidden_TH.dtype)
