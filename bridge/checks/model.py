@@ -245,7 +245,7 @@ def _notes(config: Config, mode: str) -> str:
     if windowed := window(config, None):
         notes.append(f"CUDA graphs leave attention out, unless --max-model-len is {windowed:,} or less")
     if mode == LORA and has_experts(config):
-        notes.append("experts get no adapter")
+        notes.append("routed experts get an adapter with --lora-target-modules all-linear,experts")
     if language.get("output_router_logits"):
         notes.append("the auxiliary loss of its routers is not trained: max_vio and dead_experts show their balance")
     return "".join(f"; {note}" for note in notes)

@@ -128,7 +128,10 @@ def expected(config: ServeConfig) -> TrainConfig:
     """Return the trainer for which a server started alone leaves room: of an adapter, or of all weights."""
     if config.max_lora_rank is None:
         return FULL
-    return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank)
+    names = "all-linear,experts" if config.lora_experts else "all-linear"
+    return TrainConfig.of(
+        model_name="", mode="lora_only", lora_r=config.max_lora_rank, lora_target_modules=names
+    )
 
 
 def check_host(trainer: TrainConfig) -> None:

@@ -168,6 +168,7 @@ def prepare(
         check_plugin()
     start_checks.check_model(config.model, shares_weights=shares_weights)
     start_checks.check_length(config)
+    start_checks.check_experts(config)
     is_fed = trainer.publishing.reload == "transfer"
     start_checks.check_quantization(config, flags, shares_weights=shares_weights, is_fed=is_fed)
     command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)

@@ -130,6 +130,27 @@ def check_length(config: ServeConfig) -> None:
         )
 
 
+def check_experts(config: ServeConfig) -> None:
+    """Check that vLLM has slots for adapters of routed experts: they need its kernels for a GPU."""
+    if not config.lora_experts:
+        return
+    from bridge.weights import experts
+
+    device, why = accelerator.choose(config.device)
+    kind = (model_checks.read(config.model) or {}).get("model_type", "")
+    without = "leave experts out, here and in --lora-target-modules"
+    faults = {
+        "the server accepts no adapters": (config.max_lora_rank is None, "--max-lora-rank R"),
+        f"a {kind} model has no experts that its checkpoints store one by one": (
+            not experts.stores_each(kind), without
+        ),
+        f"vLLM computes adapters of experts on a GPU alone, found {device} ({why})": (device == "cpu", without),
+    }  # fmt: skip
+    for fault, (is_broken, remedy) in faults.items():
+        if is_broken:
+            raise UsageError(f"--lora-experts: {fault}", remedy=remedy)
+
+
 def check_port(host: str, port: int, *, flag: str = "--port") -> None:
     """Check that a server can listen on `port` of `host`."""
     try:

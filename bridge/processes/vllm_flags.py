@@ -145,6 +145,7 @@ RESHAPING = ("--logits-processors", "--watermark-config")
 """They change what every request samples from; no request can turn them off."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's sizes of an adapter slot."""
+EXPERT_SLOTS = "BRIDGE_LORA_EXPERTS"  # as bridge_patches/placement.py reads it
 
 
 def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True) -> None:
@@ -234,6 +235,7 @@ def added(
         extra.notes.append(f"{' '.join(PIECEWISE_GRAPHS)}: {why}")
     if config.max_lora_rank is not None:
         _add_adapters(extra, config.max_lora_rank, given)
+        extra.environment[EXPERT_SLOTS] = str(int(config.lora_experts))
     _add_kernels(extra, config, outer, on_gpu=on_gpu)
     return extra
 

@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
+from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -106,7 +108,10 @@ def _merged(source: Path, base: str) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"the adapter {source} does not fit {base}: {reason}", remedy=NAME_BASE) from error
-    shapes = {name: stored.shape for name, stored in headers(source / ADAPTER_WEIGHTS).items()}
+    held = {name: torch.empty(part.shape, device="meta") for name, part in headers(source / ADAPTER_WEIGHTS).items()}
+    settings = adapted.peft_config[adapted.active_adapter]
+    stacked = convert_peft_adapter_state_dict_for_transformers(model, settings, held)  # those of experts
+    shapes = {name: tuple(tensor.shape) for name, tensor in stacked.items()}
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     refuse_misfits(f"the adapter {source}", shapes, {name: tuple(tensor.shape) for name, tensor in state.items()})
     ends = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -68,7 +68,7 @@ def adapt(model: PreTrainedModel, name: str, rank: int) -> None:
     """
     stacks = [(path, module) for path, module in model.named_modules() if path.endswith(f".{EXPERTS}")]
     kind = model.config.model_type
-    if not stacks or PATTERNS.get(kind) != STORED_BY_EXPERT or not all(_is_plain(module) for _, module in stacks):
+    if not stacks or not stores_each(kind) or not all(_is_plain(module) for _, module in stacks):
         why = "its checkpoints do not store every expert by itself" if stacks else "it has none"
         raise UsageError(
             f"--lora-target-modules {EXPERTS}: experts of a {kind} get no adapter: {why}",
@@ -82,6 +82,11 @@ def adapt(model: PreTrainedModel, name: str, rank: int) -> None:
             {key: Projection(name, experts.down_proj.detach(), shape, rank) for key, shape in shapes.items()}
         )
         experts.forward = MethodType(_forward, experts)
+
+
+def stores_each(model_type: str) -> bool:
+    """Report whether checkpoints of this type store every expert by itself, under names that PEFT knows."""
+    return PATTERNS.get(model_type) == STORED_BY_EXPERT
 
 
 def _is_plain(experts: Any) -> bool:

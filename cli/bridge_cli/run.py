@@ -80,7 +80,8 @@ def run(
             consistency.check(world, (train, serve), flags)
         environment = world.run_on_all(lambda: load_environment(train.task, train.rollouts, train.evaluation))
         if train.mode == "lora_only":
-            serve = for_adapters(serve, train.lora.r, flags, in_memory=train.trains_in_server)
+            experts, in_memory = train.lora.has_experts, train.trains_in_server
+            serve = for_adapters(serve, train.lora.r, flags, in_memory=in_memory, experts=experts)
         job = Job(
             serve=serve, chosen=train, environment=environment, vllm_flags=flags, start_limit_s=start_limit_s,
             as_json=as_json, preloaded=preloaded,
@@ -152,8 +153,12 @@ def _train(world: "Ranks", first: FirstRank) -> None:
         pass
 
 
-def for_adapters(serve: ServeConfig, rank: int, flags: Sequence[str] = (), *, in_memory: bool) -> ServeConfig:
+def for_adapters(
+    serve: ServeConfig, rank: int, flags: Sequence[str] = (), *, in_memory: bool, experts: bool = False
+) -> ServeConfig:
     """Return `serve` with room for the adapter of this rank that is trained; `flags` are vLLM's own.
+
+    `experts` gives room for routed experts, too.
 
     Raises:
         UsageError: the user asked for too little room, or for slots that are cut in another way.
@@ -163,6 +168,14 @@ def for_adapters(serve: ServeConfig, rank: int, flags: Sequence[str] = (), *, in
             f"{SHARDED} cuts an adapter in another way than its weights, so it cannot be trained in vLLM's memory",
             remedy="leave it out, or --lora-handover disk",
         )
+    if in_memory and serve.tensor_parallel_size > 1 and experts:
+        raise UsageError(
+            "--lora-target-modules experts: with --lora-handover memory a server has one GPU, found"
+            f" --tensor-parallel-size {serve.tensor_parallel_size}",
+            remedy="leave one of them out, or --lora-handover disk",
+        )
+    if experts:
+        serve = serve.model_copy(update={"lora_experts": True})
     if serve.max_lora_rank is None:
         console.note(f"--max-lora-rank {rank}: the rank of --lora-r", style="dim")
         return serve.model_copy(update={"max_lora_rank": rank})

@@ -29,7 +29,6 @@ import torch
 from torch import nn
 
 from bridge.server.manifest import View
-from bridge.server.protocol import EXPERT_SLOTS
 from bridge.weights import shared_memory
 from bridge.weights.layout import Shape
 from bridge.weights.shared_memory import SharedBlock
@@ -72,6 +71,7 @@ vllm.model_executor.layers.fused_moe.runner.moe_runner: MoERunner
 """
 SIDES = ("lora_a_stacked", "lora_b_stacked")
 EXPERT_SIDES = tuple((f"w13_{side}", f"w2_{side}") for side in SIDES)
+EXPERT_SLOTS = "BRIDGE_LORA_EXPERTS"
 OUTSIDE = ("weights", "runtime")
 """vLLM's tags of what stays in place while the KV cache sleeps; `runtime`, since 0.33, holds LoRA slots."""
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -195,7 +195,7 @@ def _use_memory_pool(
 
 def _without_experts(original: Callable[[nn.Module], list[str]], model: nn.Module) -> list[str]:
     """Return the last names of the modules that get a LoRA slot: all, but those of experts only on request."""
-    if os.environ.get(EXPERT_SLOTS):
+    if os.environ.get(EXPERT_SLOTS) == "1":
         return original(model)
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 

@@ -71,11 +71,25 @@ def with_slots(server: ToyServer, rank: int, *, num_slots: int = 2, without: str
         if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", without)):
             whole[f"{name}.a"] = torch.full((num_slots, 1, rank, module.in_features), FILLER, dtype=torch.bfloat16)
             whole[f"{name}.b"] = torch.full((num_slots, 1, module.out_features, rank), FILLER, dtype=torch.bfloat16)
+        if name.endswith("experts") and not name.endswith(without):
+            whole |= _of_experts(name, module, (num_slots, rank))
     tensors, handles = _allocate(whole)
     names = [name.removesuffix(".a") for name in whole if name.endswith(".a")]
     exported = {name: LoraSlot(lora_a=handles[f"{name}.a"], lora_b=handles[f"{name}.b"]) for name in names}
     slots = {name: (tensors[f"{name}.a"], tensors[f"{name}.b"]) for name in names}
     return replace(server, manifest=server.edited(lora_slots=exported), slots=slots)
+
+
+def _of_experts(name: str, experts: Any, sizes: tuple[int, int]) -> dict[str, Tensor]:
+    """Return slots of vLLM's layout for routed experts."""
+    (num_slots, rank), (count, hidden, width) = sizes, experts.down_proj.shape
+    shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    filler = torch.tensor(FILLER, dtype=torch.bfloat16)
+    return {
+        f"{name}.lora.{projection}.{side}": filler.repeat(num_slots, count, *matrix)
+        for projection, (outputs, inputs) in shapes.items()
+        for side, matrix in (("a", (rank, inputs)), ("b", (outputs, rank)))
+    }
 
 
 def _layout(weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from bridge.config import TrainConfig
 from bridge.modes import WAYS
@@ -84,18 +85,19 @@ class Running:
         for name, (a, b) in self.world.server.toy.slots.items():
             module: Any = self.opened.model.get_submodule(name)
             pairs = (a, module.lora_A["default"].weight), (b, module.lora_B["default"].weight)
-            matches += [torch.equal(there[SLOT, 0], here) and _sees(there[SLOT, 0], here) for there, here in pairs]
+            views = [(there[SLOT].view_as(here), here) for there, here in pairs]
+            matches += [torch.equal(there, here) and _sees(there.flatten(), here.flatten()) for there, here in views]
         return all(matches)
 
 
 def _sees(whole: Tensor, part: Tensor) -> bool:
     """Return whether a value written to `whole` shows up in `part`; the value is restored."""
     with torch.no_grad():
-        before = whole[0, 0].item()
-        whole[0, 0] = before + 1
-        shows_up = part[0, 0].item() == whole[0, 0].item()
-        whole[0, 0] = before
-    return shows_up and bool(part[0, 0].item() == before)
+        before = whole[..., -1].clone()
+        whole[..., -1] = before + 1
+        shows_up = torch.equal(part[..., -1], whole[..., -1])
+        whole[..., -1] = before
+    return shows_up and torch.equal(part[..., -1], before)
 
 
 @dataclass
@@ -148,12 +150,14 @@ def weight_bytes(toy: ToyServer) -> int:
 
 
 @contextmanager
-def world_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, config: PretrainedConfig | None = None, rank: int = RANK
+) -> Iterator[World]:
     """Run a fake server; once exported, its manifest is found from the current folder."""
     monkeypatch.chdir(folder)
     monkeypatch.delenv("LOGDIR", raising=False)
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", folder / "default")
-    toy = toy_server.with_slots(toy_server.serve(tiny.llama(), folder / "model"), RANK)
+    toy = toy_server.with_slots(toy_server.serve(config or tiny.llama(), folder / "model"), rank)
     server = LoraServer(toy)
     with serving(server) as http:
         yield World(server, http, folder)

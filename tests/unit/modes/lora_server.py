@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from bridge.core.process import ProcessIdentity
 from bridge.server.protocol import FenceState, Refusal, Status, Written
+from bridge.weights.stored_tensors import stored_names
 from tests.unit.checks_sample import dead_holder
 from tests.unit.http_server import Answer, HttpRequest, as_json
 from tests.unit.toy_server import ToyServer
@@ -77,9 +79,11 @@ class LoraServer:
         for name, (a, b) in self.toy.slots.items():
             for whole in (a, b):
                 whole[SLOT].zero_()
-            if f"base_model.model.{name}.lora_A.weight" in stored:
-                a[SLOT, 0, :rank].copy_(stored[f"base_model.model.{name}.lora_A.weight"])
-                b[SLOT, 0, :, :rank].copy_(stored[f"base_model.model.{name}.lora_B.weight"].float() * scaling)
+            key = f"base_model.model.{name}.lora_A.weight"
+            if (names := stored_names(key, a.shape[1:]))[0] in stored:
+                a[SLOT, :, :rank].copy_(torch.stack([stored[key] for key in names]))
+                both = torch.stack([stored[key.replace("lora_A", "lora_B")] for key in names])
+                b[SLOT, ..., :rank].copy_(both.float() * scaling)
             a[SLOT].copy_(a[SLOT] * self.seats(1.0))
 
 

@@ -1,0 +1,100 @@
+"""`lora_only` with an adapter of routed experts: in the server's slots, saved, restored and refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bridge.errors import AttachError, UsageError
+from bridge.weights import stored_tensors
+from tests.models.families import FAMILIES
+from tests.unit import toy_server
+from tests.unit.modes.lora_runs import Running, World, world_in
+from tests.unit.modes.lora_server import SLOT
+from tests.unit.toy_server import FILLER
+
+RANK = 8
+UP = "model.layers.1.mlp.experts.lora.up_proj"
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with world_in(tmp_path, monkeypatch, FAMILIES["Qwen3-MoE"](), RANK) as world:
+        world.export()
+        yield world
+
+
+def opened(world: World, handover: str = "memory", **choices: Any) -> Running:
+    return world.opened(handover, lora_target_modules="all-linear,experts", lora_r=RANK, **choices)
+
+
+def test_the_slot_is_what_the_trainer_writes(world: World) -> None:
+    running = opened(world)
+    assert running.adapter_is_in_the_slot()
+    a, b = world.server.toy.slots[UP]
+    assert not b[SLOT].any()
+    running.publish()
+    assert (b[SLOT] == 0.25).all()
+    assert (b[0] == FILLER).all()
+    assert (a[0] == FILLER).all()
+    assert running.adapter_is_in_the_slot()
+
+
+def test_a_gradient_step_reaches_every_projection_of_chosen_experts(world: World) -> None:
+    running = opened(world)
+    running.publish()  # B is no longer zero
+    model, ids = running.opened.model, torch.arange(3, 35).view(2, 16)
+    model(ids).logits.float().logsumexp(-1).sum().backward()
+    for name in running.opened.lr_factors:
+        gradient = model.get_parameter(name).grad
+        assert gradient is not None
+        if ".experts." in name:
+            assert gradient.flatten(1).any(1).any(), name
+    with torch.no_grad():
+        up = model.get_submodule(UP).get_parameter("lora_B.default.weight")
+        up.add_(up.grad, alpha=-1.0)  # type: ignore[arg-type]
+    assert torch.equal(world.server.toy.slots[UP][1][SLOT], up)
+
+
+@pytest.mark.parametrize("handover", ["memory", "disk"])
+def test_a_checkpoint_comes_back_here_and_in_the_server(world: World, handover: str) -> None:
+    running = opened(world, handover)
+    running.publish()
+    saved, folder = running.adapter(), world.folder / "adapter_step_1"
+    folder.mkdir()
+    running.mode.save(folder)
+    running.publish()
+    running.mode.restore(folder, version=40)
+    assert all(torch.equal(saved[name], value) for name, value in running.adapter().items())
+    if handover == "memory":
+        assert running.adapter_is_in_the_slot()
+    else:
+        last = "base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_B.weight"
+        assert torch.equal(world.server.adapters["bridge-adapter-40"][last], load_file(folder / "adapter_model.safetensors")[last])
+
+
+def test_a_restored_adapter_is_compared_with_its_slots(world: World) -> None:
+    running = opened(world)
+    folder = world.folder / "adapter_step_1"
+    folder.mkdir()
+    running.mode.save(folder)
+    shard = world.server.toy.manifest.shard(0)
+    stored_tensors.check_adapter(folder, shard)
+    smaller = toy_server.with_slots(world.server.toy, RANK // 2).manifest.shard(0)
+    with pytest.raises(UsageError, match=r"experts\.0\.down_proj\.lora_A\.weight is \(8, 64\), its slot \(4, 64\)"):
+        stored_tensors.check_adapter(folder, smaller)
+    without = toy_server.with_slots(world.server.toy, RANK, without="experts").manifest.shard(0)
+    with pytest.raises(UsageError, match=r"no slot for .*experts\.0\.down_proj"):
+        stored_tensors.check_adapter(folder, without)
+
+
+def test_a_server_without_slots_for_experts_is_refused_with_the_flag(world: World) -> None:
+    world.server.toy = toy_server.with_slots(world.server.toy, RANK, without="experts")
+    world.export()
+    with pytest.raises(AttachError, match=r"no slot .* 6 modules, the first: .*experts\.lora\.down_proj") as caught:
+        opened(world)
+    assert "bridge serve-vllm --lora-experts" in caught.value.remedy
+    assert world.server.calls == ["POST lease"]
