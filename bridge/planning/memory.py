@@ -106,8 +106,7 @@ class Need:
         """Derive it for `config.gpus` replicas on `num_ranks` GPUs of `gpu_bytes` each, with `host_bytes` left."""
         widths, shard, optimizer = size.dimensions, size.num_params / num_ranks, config.optimizer
         recompute, chosen = config.compute.gradient_checkpointing, config.compute.activation_offload
-        adaptable = widths.adaptable + (widths.adaptable_experts if config.lora.has_experts else 0)
-        adapter = config.lora.r * adaptable if config.mode == "lora_only" else 0
+        adapter = config.lora.r * widths.adapted(experts=config.lora.has_experts) if config.mode == "lora_only" else 0
         copy = size.num_params if config.mode == "none" else 0
         reference = size.num_params if config.loss.reference_model else 0
         is_apart = config.mode == "lora_only" and config.lora.handover == "disk"

@@ -132,17 +132,17 @@ class Dimensions:
 
     @property
     def adaptable(self) -> int:
-        """Inputs and outputs of all linear layers but routed experts: an adapter has its rank times as many parameters."""
+        """Inputs and outputs of all linear layers, but of routed experts: an adapter has its rank times as many."""
         attention = 4 * self.hidden + 2 * (self.query + self.key_value) + self.gates
         state = 5 * self.hidden + 2 * self.state_keys + 3 * self.state_values + 2 * self.state_heads
         shared = 3 * (self.hidden + self.shared_expert) if self.shared_expert else 0
         layers = self.num_attending * attention + self.num_states * state
         return layers + self._feed_forward(3 * (self.hidden + self.dense), shared)
 
-    @property
-    def adaptable_experts(self) -> int:
-        """Inputs and outputs of all routed experts."""
-        return self._feed_forward(0, 3 * self.num_experts * (self.hidden + self.expert))
+    def adapted(self, *, experts: bool) -> int:
+        """Return `adaptable`, with the inputs and outputs of routed `experts` or without."""
+        of_experts = self._feed_forward(0, 3 * self.num_experts * (self.hidden + self.expert))
+        return self.adaptable + of_experts * experts
 
     @property
     def largest(self) -> int:

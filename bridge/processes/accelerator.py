@@ -129,9 +129,7 @@ def expected(config: ServeConfig) -> TrainConfig:
     if config.max_lora_rank is None:
         return FULL
     names = "all-linear,experts" if config.lora_experts else "all-linear"
-    return TrainConfig.of(
-        model_name="", mode="lora_only", lora_r=config.max_lora_rank, lora_target_modules=names
-    )
+    return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank, lora_target_modules=names)
 
 
 def check_host(trainer: TrainConfig) -> None:

@@ -234,8 +234,7 @@ def added(
         why = f"every layer's window, {window:,} tokens, may be shorter than a sequence: vLLM's full CUDA graphs err"
         extra.notes.append(f"{' '.join(PIECEWISE_GRAPHS)}: {why}")
     if config.max_lora_rank is not None:
-        _add_adapters(extra, config.max_lora_rank, given)
-        extra.environment[EXPERT_SLOTS] = str(int(config.lora_experts))
+        _add_adapters(extra, config.max_lora_rank, given, experts=config.lora_experts)
     _add_kernels(extra, config, outer, on_gpu=on_gpu)
     return extra
 
@@ -259,8 +258,8 @@ def _add_transfer(extra: Added, given: set[str], reload: str, *, replicas: int, 
     extra.environment["VLLM_SERVER_DEV_MODE"] = "1"
 
 
-def _add_adapters(extra: Added, rank: int, given: set[str]) -> None:
-    """Let the server take one adapter of `rank` at a time."""
+def _add_adapters(extra: Added, rank: int, given: set[str], *, experts: bool) -> None:
+    """Let the server take one adapter of `rank` at a time, of routed `experts` too."""
     size = next((size for size in RANKS if size >= rank), None)
     if size is None:
         raise UsageError(
@@ -271,7 +270,7 @@ def _add_adapters(extra: Added, rank: int, given: set[str]) -> None:
         extra.notes.append(f"--max-lora-rank {size}: vLLM's smallest slot that takes rank {rank}")
     for flag, *values in (["--enable-lora"], ["--max-lora-rank", str(size)], ["--max-loras", "1"]):
         extra.argv += [flag, *values] if flag not in given else []
-    extra.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    extra.environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", EXPERT_SLOTS: str(int(experts))}
 
 
 def _add_kernels(extra: Added, config: ServeConfig, outer: Mapping[str, str], *, on_gpu: bool) -> None:

@@ -7,7 +7,8 @@ Saved, every expert has matrices of its own, `experts.7.gate_proj.lora_A`: stock
 
 Not covered: shared experts, and models whose checkpoints store experts as stacks.
 Source: `FusedMoEWithLoRA` in vLLM 0.26 to 0.33; `grouped_mm_experts_forward` of transformers 5.
-Shape suffixes: T tokens, K experts of a token, S = T * K, E experts, H hidden size, I width of an expert, O either.
+Shape suffixes: T tokens, K experts of a token, S = T * K, E experts, R rank, H hidden size, I width of an expert, O
+either one.
 """
 
 from types import MethodType
@@ -30,16 +31,16 @@ STORED_BY_EXPERT = "qwen2_moe"
 class _Stack(nn.Module):
     """One matrix of every expert."""
 
-    def __init__(self, weight_EOO: Tensor) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight_EOO)
+        self.weight = nn.Parameter(weight)
 
     def forward(self, rows_SO: Tensor, ends_E: Tensor) -> Tensor:
         product_SO: Tensor = grouped_linear(rows_SO, self.weight, ends_E)
         return product_SO
 
 
-class Projection(nn.Module, BaseTunerLayer):
+class Projection(nn.Module, BaseTunerLayer):  # type: ignore[misc]
     """The adapter of one projection of all experts: A random as PEFT's, B zero."""
 
     adapter_layer_names = ("lora_A", "lora_B")
@@ -86,7 +87,7 @@ def adapt(model: PreTrainedModel, name: str, rank: int) -> None:
 
 def stores_each(model_type: str) -> bool:
     """Report whether checkpoints of this type store every expert by itself, under names that PEFT knows."""
-    return PATTERNS.get(model_type) == STORED_BY_EXPERT
+    return bool(PATTERNS.get(model_type) == STORED_BY_EXPERT)
 
 
 def _is_plain(experts: Any) -> bool:

@@ -27,8 +27,8 @@ from bridge_cli.options import Json, from_config, option
 
 SHOWN = {
     "model", "mode", "optimizer", "offload_optimizer", "gradient_release", "batch_size", "max_new_tokens",
-    "micro_batch_tokens", "gradient_checkpointing", "activation_offload", "kv_sleep", "max_model_len", "lora_r", "gpus",
-    "tensor_parallel_size", "context_parallel_size", "quantization",
+    "micro_batch_tokens", "gradient_checkpointing", "activation_offload", "kv_sleep", "max_model_len", "lora_r",
+    "lora_target_modules", "gpus", "tensor_parallel_size", "context_parallel_size", "quantization",
 }  # fmt: skip
 """Choices in the help text; every other choice of `bridge run` is accepted too."""
 HIDDEN = tuple({*ServeConfig.model_fields, *TrainConfig.choices()} - SHOWN)

@@ -70,6 +70,16 @@ def test_the_server_takes_adapters_of_the_rank_that_is_trained(capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
+def test_the_server_has_slots_for_the_experts_that_are_trained() -> None:
+    serve = ServeConfig(model="m", max_lora_rank=16)
+    assert not run.for_adapters(serve, 16, in_memory=True).lora_experts
+    assert run.for_adapters(serve, 16, in_memory=True, experts=True).lora_experts
+    split = serve.model_copy(update={"tensor_parallel_size": 2})
+    assert run.for_adapters(split, 16, in_memory=False, experts=True).lora_experts
+    with pytest.raises(UsageError, match="a server has one GPU, found --tensor-parallel-size 2"):
+        run.for_adapters(split, 16, in_memory=True, experts=True)
+
+
 def test_an_adapter_that_vllm_shards_is_refused() -> None:
     split, whole = (ServeConfig(model="m", tensor_parallel_size=size) for size in (2, 1))
     flags = ["--enforce-eager", "--fully_sharded_loras"]

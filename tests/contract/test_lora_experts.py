@@ -32,8 +32,9 @@ def slots_of(hidden: int, width: int) -> Any:
     layer: Any = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
     nn.Module.__init__(layer)
     layer.moe_config = SimpleNamespace(
-        hidden_dim=hidden, num_local_experts=NUM_EXPERTS, num_experts=NUM_EXPERTS, intermediate_size_per_partition=width,
-        intermediate_size_per_partition_unpadded=width, moe_parallel_config=SimpleNamespace(use_ep=False, ep_rank=0),
+        hidden_dim=hidden, num_local_experts=NUM_EXPERTS, num_experts=NUM_EXPERTS,
+        intermediate_size_per_partition=width, intermediate_size_per_partition_unpadded=width,
+        moe_parallel_config=SimpleNamespace(use_ep=False, ep_rank=0),
     )  # fmt: skip
     layer.tp_size, layer.tp_rank, layer.device, layer._w13_slices = 1, 0, torch.device("cpu"), 2
     settings = SimpleNamespace(
@@ -64,9 +65,12 @@ def loaded(manager: Any, folder: Path) -> Any:
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
+    expected, settings = (
+        {*manager.packed_modules_mapping["experts"], "experts"},
+        PEFTHelper.from_local_dir(str(folder), 64),
+    )
     adapter = LoRAModel.from_local_checkpoint(
-        str(folder), {*manager.packed_modules_mapping["experts"], "experts"}, PEFTHelper.from_local_dir(str(folder), 64),
-        lora_model_id=1, device="cpu", dtype=torch.float32,
+        str(folder), expected, settings, lora_model_id=1, device="cpu", dtype=torch.float32,
     )  # fmt: skip
     manager._create_merged_loras_inplace(adapter)
     return adapter
@@ -99,7 +103,8 @@ def test_vllm_fills_its_slots_with_what_is_trained(tmp_path: Path, inside: str) 
     assert len(slots) == NUM_LAYERS * 3
     for name, (a, b) in slots.items():
         own = adapter.modules[name]
-        assert a.is_contiguous() and b.is_contiguous()
+        assert a.is_contiguous()
+        assert b.is_contiguous()
         assert a[SLOT].shape == own.lora_a.shape
         assert torch.allclose(a[SLOT], own.lora_a)
         assert torch.allclose(b[SLOT], own.lora_b, rtol=1e-6)  # divided by 3, and multiplied again

@@ -128,7 +128,7 @@ def test_notes_name_the_limits_of_a_mode() -> None:
     }
     assert "VLLM_MLA_DISABLE=1" in notes[f"Model, {SHARED}"]
     assert "VLLM_MLA_DISABLE" not in notes[f"Model, {NONE}"]
-    assert "experts get no adapter" in notes[f"Model, {LORA}"]
+    assert "with --lora-target-modules all-linear,experts" in notes[f"Model, {LORA}"]
     assert all("--dtype bfloat16" in text for text in notes.values())
     assert all("auxiliary loss" in text for text in notes.values())
 

