@@ -1,23 +1,36 @@
 """`lora_only` on a GPU with CUDA graphs and torch.compile: the CPU's scenario, and what only a GPU can show.
 
+A mixture of experts with more than 100 million parameters is adapted in all of its layers, routed experts included.
+
 Not covered: sizes and speed (`benchmarks/lora.py`), resuming and failures (`tests/cpu/test_lora_only.py`).
 """
 
 from collections.abc import Iterator
+from math import sqrt
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
 
+from bridge.checks.verify import logprob_diffs
 from bridge.config import TrainConfig
 from bridge.modes.lora import LoraMemory
 from bridge.modes.mode import RunContext
+from bridge.passes import routing
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
-from tests import scenarios
+from bridge.weights.attach import attach
+from tests import family_proof, scenarios
 from tests.fenced import publish
+from tests.gpu.test_families import KV_CACHE, LEAST_PARAMETERS
+from tests.gpu.test_router_replay import CONFIG
 from tests.models import tiny
 from tests.scenarios import LiveServer
+
+APART = 4
+"""How much farther from the server PEFT has to be without the adapter of experts."""
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +80,49 @@ def test_an_adapter_in_its_slot_outlives_a_sleep_of_the_kv_cache(llama: LiveServ
 
 def test_verify_passes_beside_an_adapter(llama: LiveServer, tmp_path: Path) -> None:
     scenarios.verifies(llama, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("mixture")
+    model = tiny.write(CONFIG, folder / "model", std=family_proof.GAIN / sqrt(CONFIG.hidden_size))
+    rank = scenarios.LORA_RANK
+    with scenarios.served(model, folder / "server", *KV_CACHE, max_lora_rank=rank, lora_experts=True) as server:
+        yield server
+
+
+def test_routed_experts_are_adapted_in_their_slots(mixture: LiveServer, tmp_path: Path) -> None:
+    """The server equals the base before, and with the saved adapter in plain PEFT after; the base stays as it is."""
+    slots = [name for name in mixture.manifest.shard(0).lora_slots if ".experts.lora." in name]
+    assert len(slots) == 3 * CONFIG.num_hidden_layers
+    digests, before = scenarios.digests(attach(mixture.manifest)), mixture.sample()
+    flags = ("--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK), "--lora-target-modules", "all-linear,experts")
+    scenarios.trained(mixture, tmp_path, *flags)
+    scenarios.check_metrics(tmp_path / "run", parity_limit=scenarios.FAMILY_PARITY_LIMIT)
+    scenarios.check_replay(tmp_path / "run", is_on=True)
+    url = mixture.manifest.url
+    after = scenarios.sampled(url, scenarios.adapter_name(url), experts=True)
+    plain = scenarios.loaded(Path(mixture.manifest.model)).to("cuda")
+    assert plain.num_parameters() > LEAST_PARAMETERS
+    routing.use(plain, (CONFIG.num_hidden_layers, CONFIG.num_experts_per_tok))
+    base, moved = (logprob_diffs(plain, samples).mean().item() for samples in (before, after))
+    folder = tmp_path / "saved" / "adapter_step_3"
+    adapted = PeftModel.from_pretrained(plain, str(folder), autocast_adapter_dtype=False)
+    parity = logprob_diffs(adapted.get_base_model(), after).mean().item()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".experts." in name and "lora_B" in name:
+                parameter.zero_()
+    without_experts = logprob_diffs(adapted.get_base_model(), after).mean().item()
+    measures = {"base": base, "parity": parity, "without experts": without_experts, "moved": moved}
+    assert max(base, parity) < scenarios.FAMILY_PARITY_LIMIT, measures
+    assert min(moved, without_experts) > APART * parity, measures
+    assert scenarios.digests(attach(mixture.manifest)) == digests
+    scenarios.verifies(mixture, tmp_path)
+
+
+def test_an_adapter_of_experts_is_loaded_from_disk(mixture: LiveServer, tmp_path: Path) -> None:
+    flags = ("--lora-handover", "disk", "--lora-r", str(scenarios.LORA_RANK), "--lora-target-modules", "experts")
+    scenarios.trained(mixture, tmp_path, "--mode", "lora_only", *flags)
+    assert len(scenarios.metrics(tmp_path / "run")) == 3
+    assert scenarios.adapter_name(mixture.manifest.url) == "bridge-adapter-3"
