@@ -141,14 +141,12 @@ def check_experts(config: ServeConfig) -> None:
     without = "leave experts out, here and in --lora-target-modules"
     faults = {
         "the server accepts no adapters": (config.max_lora_rank is None, "--max-lora-rank R"),
-        f"a {kind} model has no experts that its checkpoints store one by one": (
-            not experts.stores_each(kind), without
-        ),
-        f"vLLM computes adapters of experts on a GPU alone, found {device} ({why})": (device == "cpu", without),
-    }  # fmt: skip
+        f"checkpoints of a {kind} model have no {experts.STORED}": (not experts.stores_each(kind), without),
+        f"vLLM computes them on a GPU alone, found {device} ({why})": (device == "cpu", without),
+    }
     for fault, (is_broken, remedy) in faults.items():
         if is_broken:
-            raise UsageError(f"--lora-experts: {fault}", remedy=remedy)
+            raise UsageError(f"adapters of routed experts: {fault}", remedy=remedy)
 
 
 def check_port(host: str, port: int, *, flag: str = "--port") -> None:

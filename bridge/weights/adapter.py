@@ -247,7 +247,8 @@ def _refuse_unmatched(model: PreTrainedModel, wanted: list[str]) -> None:
     linear = [f".{name}" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     missing = [name for name in wanted if not any(module.endswith(f".{name}") for module in linear)]
     if missing:
-        names = sorted({module.rpartition(".")[2] for module in linear})
+        others = {EXPERTS} if any(name.endswith(f".{EXPERTS}") for name, _ in model.named_modules()) else set()
+        names = sorted({module.rpartition(".")[2] for module in linear} | others)
         raise UsageError(
             f"--lora-target-modules {','.join(missing)}: the model has no such linear layers",
             remedy=f"choose among {', '.join(names)}, or all-linear",

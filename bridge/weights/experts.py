@@ -24,6 +24,8 @@ from transformers.integrations.moe import _grouped_linear as grouped_linear
 from bridge.errors import UsageError
 from bridge.weights.stored_tensors import EXPERTS, PROJECTIONS
 
+STORED = f"{EXPERTS}.N.gate_proj"
+"""What a checkpoint calls the weights of expert N, by which vLLM and PEFT know the adapter of each."""
 STORED_BY_EXPERT = "qwen2_moe"
 """transformers' pattern of checkpoints with `experts.7.gate_proj` and so on; PEFT converts adapters by the same one."""
 
@@ -70,9 +72,8 @@ def adapt(model: PreTrainedModel, name: str, rank: int) -> None:
     stacks = [(path, module) for path, module in model.named_modules() if path.endswith(f".{EXPERTS}")]
     kind = model.config.model_type
     if not stacks or not stores_each(kind) or not all(_is_plain(module) for _, module in stacks):
-        why = "its checkpoints do not store every expert by itself" if stacks else "it has none"
         raise UsageError(
-            f"--lora-target-modules {EXPERTS}: experts of a {kind} get no adapter: {why}",
+            f"--lora-target-modules {EXPERTS}: checkpoints of a {kind} model have no {STORED}",
             remedy=f"leave out {EXPERTS}",
         )
     for _, module in stacks:

