@@ -31,6 +31,7 @@ from tests.scenarios import LiveServer
 
 APART = 4
 """How much farther from the server PEFT has to be without the adapter of experts."""
+OF_EXPERTS = ("--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK), "--lr", "5e-4", "--lora-target-modules")
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +97,7 @@ def test_routed_experts_are_adapted_in_their_slots(mixture: LiveServer, tmp_path
     slots = [name for name in mixture.manifest.shard(0).lora_slots if ".experts.lora." in name]
     assert len(slots) == 3 * CONFIG.num_hidden_layers
     digests, before = scenarios.digests(attach(mixture.manifest)), mixture.sample()
-    flags = ("--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK), "--lora-target-modules", "all-linear,experts")
-    scenarios.trained(mixture, tmp_path, *flags)
+    scenarios.trained(mixture, tmp_path, *OF_EXPERTS, "all-linear,experts")
     scenarios.check_metrics(tmp_path / "run", parity_limit=scenarios.FAMILY_PARITY_LIMIT)
     scenarios.check_replay(tmp_path / "run", is_on=True)
     url = mixture.manifest.url
@@ -122,7 +122,6 @@ def test_routed_experts_are_adapted_in_their_slots(mixture: LiveServer, tmp_path
 
 
 def test_an_adapter_of_experts_is_loaded_from_disk(mixture: LiveServer, tmp_path: Path) -> None:
-    flags = ("--lora-handover", "disk", "--lora-r", str(scenarios.LORA_RANK), "--lora-target-modules", "experts")
-    scenarios.trained(mixture, tmp_path, "--mode", "lora_only", *flags)
+    scenarios.trained(mixture, tmp_path, *OF_EXPERTS, "experts", "--lora-handover", "disk")
     assert len(scenarios.metrics(tmp_path / "run")) == 3
     assert scenarios.adapter_name(mixture.manifest.url) == "bridge-adapter-3"
