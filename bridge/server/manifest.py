@@ -101,7 +101,7 @@ class LoraSlot(Record):
     lora_a: AnyHandle
     """Shape (slots, 1 or experts, largest rank, this rank's inputs): the adapter's A in its first rows, zeros below."""
     lora_b: AnyHandle
-    """Shape (slots, 1 or experts, this rank's outputs, largest rank): the adapter's B in its first columns, zeros beside it.
+    """Shape (slots, 1 or experts, this rank's outputs, largest rank): the adapter's B in its first columns, else zeros.
     Already scaled by alpha / rank, as vLLM's `LoRALayerWeights.optimize` does."""
 
 
@@ -122,7 +122,7 @@ class Shard(Record):
     quantized: dict[str, Quantization] = {}
     """vLLM's parameter -> how it is served; its handle opens what that is made from."""
     lora_slots: dict[str, LoraSlot] = {}
-    """Module, such as `model.layers.0.self_attn.q_proj` or `...mlp.experts.lora.up_proj` -> slots of the plain layout."""
+    """Module, such as `model.layers.0.self_attn.q_proj` or `...experts.lora.up_proj` -> slots of the plain layout."""
 
 
 class Manifest(Shard):

@@ -24,7 +24,7 @@ from bridge.server.fence import Update
 from bridge.weights.attach import attach
 from tests import family_proof, scenarios
 from tests.fenced import publish
-from tests.gpu.test_families import KV_CACHE, LEAST_PARAMETERS
+from tests.gpu.test_families import ENGINE, LEAST_PARAMETERS
 from tests.gpu.test_router_replay import CONFIG
 from tests.models import tiny
 from tests.scenarios import LiveServer
@@ -88,7 +88,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("mixture")
     model = tiny.write(CONFIG, folder / "model", std=family_proof.GAIN / sqrt(CONFIG.hidden_size))
     rank = scenarios.LORA_RANK
-    with scenarios.served(model, folder / "server", *KV_CACHE, max_lora_rank=rank, lora_experts=True) as server:
+    with scenarios.served(model, folder / "server", *ENGINE, max_lora_rank=rank, lora_experts=True) as server:
         yield server
 
 
