@@ -27,7 +27,7 @@ ENGINE = ("--kv-cache-memory-bytes", "1073741824", "--max-num-seqs", "64", "--gd
 It holds the states of fewer sequences than vLLM serves by default, and fewer graphs are captured for fewer sequences.
 vLLM's default prefill kernel of GatedDeltaNet is FlashInfer's, which is compiled for minutes where it is installed.
 """
-LR = 5e-5
+LR = 1e-4
 WINDOWED = ("Mistral", "Phi-3")
 """Families with a sliding window in every layer."""
 WIDER_HEADS = ("Gemma 4 (text)",)
