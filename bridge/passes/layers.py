@@ -105,6 +105,18 @@ def compile_layers(model: PreTrainedModel, *, recomputed: bool = False, keeps_at
             layer.compile(dynamic=True, backend=_keeping_inputs if recomputed else COMPILER)
 
 
+def let_inputs_need_gradients(model: PreTrainedModel) -> None:
+    """Let the first layer's input need a gradient while gradients are computed, as those of all other layers do.
+
+    Beneath an adapter it does not, and the compiler would make code for that layer alone: a third of what it makes.
+    """
+
+    def need_gradient(_embeddings: nn.Module, _args: Any, embedded: Tensor) -> Tensor:
+        return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+
+    model.get_input_embeddings().register_forward_hook(need_gradient)
+
+
 def _called_again(layer: nn.Module, *args: Any, **options: Any) -> Any:
     """Call a layer so that its backward pass calls it again, but for attention: to be compiled as a whole."""
     if not torch.is_grad_enabled():

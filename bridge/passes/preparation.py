@@ -129,6 +129,7 @@ def _compile(model: PreTrainedModel, expected: "Expected", note: Note, *, recomp
 
     Compile the backward pass, too, unless activations are recomputed or offloaded: `_recompute` does it then.
     """
+    layers.let_inputs_need_gradients(model)
     layers.compile_layers(model, recomputed=recomputed)
     try:
         with torch._dynamo.config.patch(suppress_errors=False):

@@ -30,12 +30,13 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from bridge.config import TrainConfig
+from bridge.config import LoraConfig, TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes import attention, layers, preparation
 from bridge.passes.preparation import LENGTHS as CHECKED_LENGTHS
 from bridge.passes.preparation import Expected, difference, packed, prepare, recompute_activations
 from bridge.weights import skeleton
+from bridge.weights.adapter import Adapter
 from tests.models import tiny
 from tests.models.families import FAMILIES, INSIDE
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
@@ -310,6 +311,21 @@ def test_compiled_layers_give_the_same_gradients(recomputed: bool, monkeypatch: 
         packed(model, TOKENS[:9], (5, 4)).sum().backward()
         assert len(graphs) == numbers[-1] > 0  # no recompilation, whatever the lengths
     assert numbers[0] == numbers[1]  # nor does the number of layers matter
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_beneath_an_adapter_the_first_layer_runs_the_code_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    for has_adapter in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = llama(3)
+        if has_adapter:
+            Adapter(model, LoraConfig(r=2), seed=0, base_name="m")
+        assert prepared(model, compile_layers=True, gradient_checkpointing=False) == []
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.slow
