@@ -202,6 +202,10 @@ def served(
         ready = children.wait_until(child, command.manifest.exists, limit_s=START_LIMIT_S, progress=lambda _: None)
         assert ready, f"{server_log.own_error(log) or server_log.root_error(log)}\n\n{log.read_text()[-2000:]}"
         yield LiveServer(manifest.load(command.manifest), command.manifest, child)
+    except Exception as error:
+        if not child.is_alive():
+            error.add_note(f"its server ended: {server_log.root_error(log)}\n{log.read_text()[-2000:]}")
+        raise
     finally:
         children.stop(child)
 

@@ -31,7 +31,7 @@ from tests.scenarios import LiveServer
 
 APART = 4
 """How much farther from the server PEFT has to be without the adapter of experts."""
-OF_EXPERTS = ("--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK), "--lr", "5e-4", "--lora-target-modules")
+OF_EXPERTS = ("--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK), "--lr", "4e-3", "--lora-target-modules")
 
 
 @pytest.fixture(scope="module")
