@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from transformers import PreTrainedModel
 from bridge.checks import Check, judged, quantized, skipped
 from bridge.checks.child import exit_code, run_child
 from bridge.config import SamplingConfig
-from bridge.errors import AttachError
+from bridge.errors import AttachError, UnsupportedModelError
+from bridge.passes import routing
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
 from bridge.passes.parallel import divide
@@ -55,9 +57,11 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
         ServerUnreachableError: the server is gone.
     """
     exported = manifest.load(config_path)
-    num_parts = exported.tp_degree
-    attached = [attach(exported, part, num_parts=num_parts) for part in range(num_parts)]
+    attached = [attach(exported, part, num_parts=exported.tp_degree) for part in range(exported.tp_degree)]
     with BridgeClient(exported, timeout_s=timeout_s) as client:
+        if len(attached) == 1 and (experts := client.status().experts):
+            with suppress(UnsupportedModelError):  # its own routers choose then
+                routing.use(attached[0].model, experts)
         yield from proofs(attached, client, manifest.find(config_path), timeout_s=timeout_s)
 
 
@@ -80,15 +84,16 @@ def proofs(
             yield from of_part(part, [digests(attached, client.digests(part))])
             if attached.shard.quantized:
                 yield from of_part(part, [quantized.weights(attached, client.digests(part, quantized=True))])
-    version, model = client.status().version, parts[0].model
+    status, model = client.status(), parts[0].model
+    endpoint = Endpoint(url=client.url, reports_experts=status.experts is not None)
     with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
-        groups = sample(sampler, Endpoint(url=client.url), model.config.get_text_config().vocab_size)
+        groups = sample(sampler, endpoint, model.config.get_text_config().vocab_size)
     if path is None or len(parts) == 1:
         diffs = logprob_diffs(model, groups)
     else:
         diffs = diffs_of_parts(path, len(parts), groups, timeout_s=timeout_s)
     limit = quantized.LOGPROB_MEAN_LIMIT if parts[0].shard.quantized else LOGPROB_MEAN_LIMIT
-    yield unless_updated(logprobs(diffs, limit), version, client.status())
+    yield unless_updated(logprobs(diffs, limit), status.version, client.status())
 
 
 @dataclass(frozen=True)

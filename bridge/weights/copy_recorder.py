@@ -97,13 +97,10 @@ class CopyRecorder(ViewsOnly):
             if is_copy:
                 args[1].expand(args[0].shape)  # a copy that fails has to fail
             return changed[0]
-        if func is _aten._to_copy.default and self._keeps_values(args[0], kwargs or {}):
-            return _aten.alias.default(args[0])  # of the source's dtype: the copy that follows says which it becomes
+        converts = func is _aten._to_copy.default and is_exact(args[0].dtype, (kwargs or {}).get("dtype"))
+        if converts and storage_of(args[0]) in self._sources:
+            return _aten.alias.default(args[0])  # the copy that follows shows into which dtype it goes
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _keeps_values(self, tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a source is converted to a dtype that holds each of its values."""
-        return storage_of(tensor) in self._sources and is_exact(tensor.dtype, kwargs.get("dtype") or tensor.dtype)
 
     def _forget(self, tensor: Tensor) -> None:
         """Drop every copy that a write into `tensor` may have overwritten."""
@@ -113,7 +110,7 @@ class CopyRecorder(ViewsOnly):
         before[:] = [w for w, (start, end) in zip(before, spans, strict=True) if end <= low or high <= start]
 
 
-def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
+def is_exact(source: torch.dtype, target: torch.dtype | None) -> bool:
     """Return whether a copy keeps every value: into the same dtype, or into the float32 of some of vLLM's weights."""
     return target in (source, torch.float32)
 
