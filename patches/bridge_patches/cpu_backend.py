@@ -141,7 +141,7 @@ def patch_experts() -> None:
         wrap(import_module(CONFIGURATION).FusedMoEConfig, "__post_init__")(_without_lora)
 
 
-def _without_lora(original: Callable[..., None], config: Any) -> None:
+def _without_lora(original: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
     """Let vLLM choose the CPU's kernels for experts, also in a server with LoRA.
 
     Symptom: the first request ends a server with LoRA and experts: "'triton.language' has no attribute 'bfloat16'".
@@ -150,13 +150,13 @@ def _without_lora(original: Callable[..., None], config: Any) -> None:
     Seen in vLLM 0.26 to 0.33, `vllm/model_executor/layers/fused_moe/oracle/unquantized.py`.
     """
     config.is_lora_enabled = False
-    original(config)
+    original(config, *args, **kwargs)
 
 
-def _pack_experts(original: Callable[..., None], experts: Any, layer: Any) -> None:
+def _pack_experts(original: Callable[..., None], experts: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     experts.bridge_plain = is_known(layer)
     if not experts.bridge_plain:
-        original(experts, layer)
+        original(experts, layer, *args, **kwargs)
 
 
 def _apply_experts(original: Callable[..., None], experts: Any, *, activation: Any, **arguments: Any) -> None:
@@ -259,7 +259,12 @@ def without_unfinished_prompts(original: Callable[..., Any], runner: Any, *args:
 
 
 def one_prompt_at_a_time(
-    original: Callable[..., dict[str, Any]], runner: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
+    original: Callable[..., dict[str, Any]],
+    runner: Any,
+    hidden_states: Tensor,
+    num_scheduled_tokens: dict[str, int],
+    *args: Any,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """Call the runner's `_get_prompt_logprobs_dict` for one request at a time; with `adapter_of_one_request`.
 
@@ -278,7 +283,7 @@ def one_prompt_at_a_time(
             row = runner.input_batch.req_id_to_index[request]
             token = FIRST_TOKEN.set(int(runner.query_start_loc.np[row]))
             try:
-                logprobs |= original(runner, hidden_states, num_scheduled_tokens)
+                logprobs |= original(runner, hidden_states, num_scheduled_tokens, *args, **kwargs)
             finally:
                 FIRST_TOKEN.reset(token)
             if not runner.num_prompt_logprobs:  # its prompt is complete

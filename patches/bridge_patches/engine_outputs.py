@@ -101,10 +101,15 @@ def collect() -> None:
 
     @wrap(Scheduler, "update_from_output")
     def update_from_output(
-        original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
+        original: Callable[..., Any],
+        scheduler: Any,
+        scheduler_output: Any,
+        model_runner_output: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         experts.take(scheduler, scheduler_output, model_runner_output)
-        by_client = original(scheduler, scheduler_output, model_runner_output)
+        by_client = original(scheduler, scheduler_output, model_runner_output, *args, **kwargs)
         for outputs in by_client.values():
             experts.report(outputs.outputs, at_once=AT_ONCE)
             outputs.outputs = outbox.due(outputs.outputs)

@@ -193,14 +193,14 @@ def _use_memory_pool(
     return nullcontext() if tag in OUTSIDE else original(allocator, tag)
 
 
-def _without_experts(original: Callable[[nn.Module], list[str]], model: nn.Module) -> list[str]:
+def _without_experts(original: Callable[..., list[str]], model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
     """Return the last names of the modules that get a LoRA slot: all, but those of experts only on request."""
     if os.environ.get(EXPERT_SLOTS) == "1":
-        return original(model)
+        return original(model, *args, **kwargs)
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     experts = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, MoERunner)}
-    return [name for name in original(model) if name not in experts]
+    return [name for name in original(model, *args, **kwargs) if name not in experts]
 
 
 def _load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:

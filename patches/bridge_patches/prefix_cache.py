@@ -68,7 +68,7 @@ class Resets:
         self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Request -> that number when it began."""
 
-    def reset_pool(self, original: Callable[[Any], bool], pool: Any) -> bool:
+    def reset_pool(self, original: Callable[..., bool], pool: Any, *args: Any, **kwargs: Any) -> bool:
         is_in_use = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1  # the null block always is
         if is_in_use and self.keeps_running:
             self._forget_hashes(pool)
@@ -76,7 +76,7 @@ class Resets:
         blocks = pool.blocks
         pool.blocks = HashedBlocks(pool)
         try:
-            return bool(original(pool))
+            return bool(original(pool, *args, **kwargs))
         finally:
             pool.blocks = blocks
 
@@ -89,13 +89,17 @@ class Resets:
             pool.cached_block_hashes_by_block.clear()
         self._num_kept += 1
 
-    def cache_full_blocks(self, original: Callable[..., Any], pool: Any, request: Any, *rest: Any, **named: Any) -> Any:
+    def cache_full_blocks(
+        self, original: Callable[..., Any], pool: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         is_of_one_version = self._began.get(request, 0) == self._num_kept
-        return original(pool, request, *rest, **named) if is_of_one_version else None
+        return original(pool, request, *args, **kwargs) if is_of_one_version else None
 
-    def get_computed_blocks(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    def get_computed_blocks(
+        self, original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         self._began[request] = self._num_kept
-        return original(manager, request)
+        return original(manager, request, *args, **kwargs)
 
     def reset_scheduler(
         self,
@@ -103,14 +107,16 @@ class Resets:
         scheduler: Any,
         reset_running_requests: bool = False,
         reset_connector: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> bool:
         if reset_running_requests:
-            return bool(original(scheduler, True, reset_connector))
+            return bool(original(scheduler, True, reset_connector, *args, **kwargs))
         kept = [request for request in scheduler.running if request.num_output_tokens]
         scheduler.running = [request for request in scheduler.running if not request.num_output_tokens]
         self.keeps_running = True
         try:
-            return bool(original(scheduler, True, reset_connector))
+            return bool(original(scheduler, True, reset_connector, *args, **kwargs))
         finally:
             self.keeps_running = False
             scheduler.running = [*kept, *scheduler.running]

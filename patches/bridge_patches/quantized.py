@@ -186,10 +186,12 @@ def _create_at_once(original: Callable[..., None], method: Any, layer: nn.Module
     get_layerwise_info(layer).reset()
 
 
-def _keep_sources(how: Quantization, original: Callable[..., None], method: Any, layer: nn.Module) -> None:
+def _keep_sources(
+    how: Quantization, original: Callable[..., None], method: Any, layer: nn.Module, *args: Any, **kwargs: Any
+) -> None:
     if layer in _layers:
         return
     # `.data`: vLLM may give the same parameter the quantized values
     sources = {leaf: parameter.data for leaf, parameter in layer.named_parameters(recurse=False) if leaf in WEIGHTS}
-    original(method, layer)
+    original(method, layer, *args, **kwargs)
     _layers[layer] = how, sources

@@ -109,14 +109,16 @@ def patch() -> None:
     num_tokens = 0
 
     @wrap(Worker, "execute_model")
-    def execute_model(original: Callable[..., Any], worker: Any, scheduler_output: Any) -> Any:
+    def execute_model(
+        original: Callable[..., Any], worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         nonlocal num_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        return original(worker, scheduler_output)
+        return original(worker, scheduler_output, *args, **kwargs)
 
     @wrap(Worker, "sample_tokens")
-    def sample_tokens(original: Callable[..., Any], worker: Any, grammar_output: Any) -> Any:
-        output = original(worker, grammar_output)
+    def sample_tokens(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(worker, *args, **kwargs)
         if _recorder is None or not _recorder.is_complete or output is None or not num_tokens or worker.rank:
             return output
         rows = _recorder.rows(num_tokens)

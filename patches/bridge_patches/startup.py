@@ -50,9 +50,10 @@ def patch() -> None:
         return fn() if system_utils.get_mp_context().get_start_method() == "fork" else original(fn)
 
     @wrap(utils, "get_hash_factors")
-    def factors(original: Callable[..., Any], config: Any, ignored_factors: set[str]) -> Any:
+    def factors(original: Callable[..., Any], config: Any, ignored_factors: set[str], *args: Any, **kwargs: Any) -> Any:
         is_known = isinstance(config, ModelConfig) and not config.trust_remote_code  # such code is in that folder
-        return original(config, ignored_factors | {"model"} if is_known else ignored_factors)
+        ignored = ignored_factors | {"model"} if is_known else ignored_factors
+        return original(config, ignored, *args, **kwargs)
 
     multiprocessing.util.register_after_fork(leave_parent, lambda leave: leave())
 

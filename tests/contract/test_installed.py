@@ -1,9 +1,10 @@
-"""The installed vLLM fits, and each patch pins what it imports from vLLM."""
+"""The installed vLLM fits, and each patch pins what it imports from vLLM and passes on what it does not know."""
 
 import ast
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,6 +46,62 @@ def test_a_patch_pins_what_it_imports_from_vllm(file: Path) -> None:
     imported = {pair for pair in pins.imports_of(ast.parse(file.read_text())) if f"{pair[0]}.".startswith("vllm.")}
     unpinned = {pair for pair in imported if pair not in pinned and ".".join(pair).strip(".") not in modules}
     assert not unpinned, f"add these to the file's PINS: {sorted(unpinned)}"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "patches").rglob("*.py")), ids=lambda file: file.name)
+def test_a_patch_passes_on_what_a_later_vllm_adds(file: Path) -> None:
+    """Else the first call ends the engine, as when 0.33 gave `get_computed_blocks` one more argument."""
+    source = ast.parse(file.read_text(encoding="utf-8"))
+    exact = {
+        pin.parts()["name"].rpartition(".")[2] for pin in pins.of_file(file) if pin.parts().get("use") == "replace"
+    }
+    wrappers = [(wrapped, node) for wrapped, node in _wrappers(source) if wrapped not in exact]
+    assert [node.name for _, node in wrappers if not _passes_on(node)] == [], (
+        "needs *args and **kwargs, or a replace pin"
+    )
+
+
+def test_every_way_to_wrap_is_read() -> None:
+    source = ast.parse("""
+@wrap(Owner, "f")
+def first(original, *args, **kwargs): return original(*args, **kwargs)
+def second(original, one): return original(one)
+def third(how, original, *args, **kwargs): return original(*args)
+def fourth(original, *, one, **kwargs): return original(one=one, **kwargs)
+def other(one): return original(one)
+wrap(Owner, name)(self.second)
+wrap(Owner, "h")(partial(third, how))
+wrap(Owner, "i")(fourth)
+""")
+    wrappers = [(wrapped, node.name, _passes_on(node)) for wrapped, node in _wrappers(source)]
+    assert wrappers == [("f", "first", True), ("", "second", False), ("h", "third", False), ("i", "fourth", True)]
+
+
+def _wrappers(source: ast.Module) -> Iterator[tuple[str, pins.FunctionNode]]:
+    """Yield each function that is given to `wrap`, with the name of what it wraps, empty if that is no constant."""
+    functions = {node.name: node for node in ast.walk(source) if isinstance(node, pins.FunctionNode)}
+    given: list[tuple[ast.expr, ast.AST]] = [
+        (call, ast.Name(node.name)) for node in functions.values() for call in node.decorator_list
+    ]
+    given += [(call.func, call.args[0]) for call in ast.walk(source) if isinstance(call, ast.Call) and call.args]
+    for call, wrapper in given:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "wrap":
+            names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(wrapper)}
+            wrapped = call.args[1]
+            name = str(wrapped.value) if isinstance(wrapped, ast.Constant) else ""
+            yield from ((name, functions[leaf]) for leaf in sorted(names & functions.keys()))
+
+
+def _passes_on(wrapper: pins.FunctionNode) -> bool:
+    """Return whether arguments that the wrapper does not name reach the original; it may take keywords alone."""
+    calls = [node for node in ast.walk(wrapper) if isinstance(node, ast.Call) and ast.unparse(node.func) == "original"]
+    rest, named = wrapper.args.vararg, wrapper.args.kwarg
+    takes_all = named is not None and (rest is not None or bool(wrapper.args.kwonlyargs))
+    return takes_all and all(
+        any(keyword.arg is None for keyword in call.keywords)
+        and (rest is None or any(isinstance(argument, ast.Starred) for argument in call.args))
+        for call in calls
+    )
 
 
 def test_bridge_names_every_sampling_parameter_that_a_model_has_defaults_for() -> None:
