@@ -92,9 +92,12 @@ def stores_each(model_type: str) -> bool:
 
 
 def _is_plain(experts: Any) -> bool:
-    """Report whether experts are gated, with one stack of gate and up, without biases."""
-    kind = (experts.has_gate, experts.is_concatenated, experts.is_transposed, experts.has_bias)
-    return kind == (True, True, False, False)
+    """Report whether experts are gated, with one stack of gate and up, without biases.
+
+    Those of LongCat-Flash do not say so: some of its experts have no weights, and return what they get.
+    """
+    kind = [getattr(experts, name, None) for name in ("has_gate", "is_concatenated", "is_transposed", "has_bias")]
+    return kind == [True, True, False, False]
 
 
 def _forward(experts: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:

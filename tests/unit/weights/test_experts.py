@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bridge.errors import UsageError
 from bridge.learn.reference import adapter_off
@@ -171,6 +171,16 @@ def test_experts_are_replayed_beneath_an_adapter() -> None:
 def test_models_without_such_experts_are_refused(family: str, kind: str) -> None:
     with pytest.raises(UsageError, match=rf"checkpoints of a {kind} model have no experts\.N\.gate_proj"):
         put_in(base(family), lora_target_modules=BOTH)
+
+
+def test_experts_without_weights_beside_others_are_refused() -> None:
+    config = AutoConfig.for_model(
+        "longcat_flash", vocab_size=64, hidden_size=32, num_layers=1, num_hidden_layers=2, num_attention_heads=4,
+        ffn_hidden_size=32, expert_ffn_hidden_size=16, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
+        kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r"a longcat_flash model have no experts\.N\.gate_proj"):
+        put_in(AutoModelForCausalLM.from_config(config), lora_target_modules=BOTH)
 
 
 @pytest.mark.parametrize(
