@@ -169,8 +169,9 @@ class Transfer(OwnCopy):
             yield window
 
     def check_served(self) -> None:
-        for server in self._servers:
-            server.check_served()
+        with self._run.ranks.raise_on_all():  # one evaluation is of the servers of all ranks
+            for server in self._servers:
+                server.check_served()
 
     def open(self) -> OpenedModel:
         """Load the model, meet the workers of all servers, and send it: an earlier run may have trained theirs."""

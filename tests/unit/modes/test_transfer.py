@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +21,14 @@ from bridge.errors import AttachError, BridgeError, ServerUnreachableError, Usag
 from bridge.modes import transfer
 from bridge.modes.mode import RunContext
 from bridge.modes.transfer import Transfer
+from bridge.ranks.world import Ranks
 from bridge.server import api_key, client, discovery
 from bridge.server.fence import Update
 from tests.fenced import publish
 from tests.models import tiny
 from tests.unit.modes import fed_server
 from tests.unit.modes.fed_server import FedServer
+from tests.unit.several_ranks import on_ranks
 
 NORM = "model.norm.weight"
 PAUSE = ["pause?mode=keep", "reset_prefix_cache?reset_running_requests=true"]
@@ -414,6 +416,25 @@ def test_rollouts_of_other_weights_are_not_trained_on(opened: Callable[..., Fed]
         fed.mode.check_served()  # as after an evaluation
     assert fed.mode._model.get_parameter(NORM).equal(before)
     assert fed.calls() == [[], []]
+
+
+def checked(ranks: Ranks, folder: Path) -> str:
+    """Rename the weights of the second rank's server, and return what the check raises here."""
+    with pytest.MonkeyPatch.context() as patched, fed_server.running(server := FedServer(str(folder))):
+        patched.setattr(transfer, "SENDER", fed_server.__name__)
+        config = TrainConfig.of(model_name=str(folder), mode="none", reload="transfer", servers=server.url)
+        context = RunContext(name="ours", scratch=folder.parent / str(ranks.rank), note=lambda _: None, ranks=ranks)
+        with closing(Transfer(config, context)) as mode:
+            mode.open()
+            server.weight_version = "theirs" if ranks.rank == 1 else server.weight_version
+            with pytest.raises(AttachError) as caught:
+                mode.check_served()
+            ranks.barrier()
+            return caught.value.message.partition(" weights named ")[2][:8]
+
+
+def test_no_rank_counts_a_reward_of_which_another_ranks_server_has_a_part(folder: Path) -> None:
+    assert on_ranks(2, checked, folder) == ["'theirs'"] * 2
 
 
 def test_another_trainer_of_the_same_name_is_noticed(feeding: Callable[..., Fed], folder: Path) -> None:
