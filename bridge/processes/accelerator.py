@@ -128,6 +128,11 @@ def expected(config: ServeConfig) -> TrainConfig:
     """Return the trainer for which a server started alone leaves room: of an adapter, or of all weights."""
     if config.max_lora_rank is None:
         return FULL
+    if config.lora_experts and config.max_lora_rank % 8:
+        raise UsageError(
+            f"--max-lora-rank {config.max_lora_rank}: adapters of routed experts have ranks that 8 divides",
+            remedy=f"--max-lora-rank {math.ceil(config.max_lora_rank / 8) * 8}",
+        )
     names = "all-linear,experts" if config.lora_experts else "all-linear"
     return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank, lora_target_modules=names)
 

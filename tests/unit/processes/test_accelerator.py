@@ -137,6 +137,9 @@ def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
     adapter = accelerator.expected(ServeConfig(model="m", max_lora_rank=64))
     assert (adapter.mode, adapter.lora.r, adapter.lora.has_experts) == ("lora_only", 64, False)
     assert accelerator.expected(ServeConfig(model="m", max_lora_rank=64, lora_experts=True)).lora.has_experts
+    with pytest.raises(UsageError, match="--max-lora-rank 12: adapters of routed experts have ranks that 8") as caught:
+        accelerator.expected(ServeConfig(model="m", max_lora_rank=12, lora_experts=True))
+    assert caught.value.remedy == "--max-lora-rank 16"
 
 
 @pytest.mark.parametrize(
