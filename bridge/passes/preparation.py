@@ -45,8 +45,7 @@ more."""
 ROUNDING_TOLERANCE = 1 / 4
 """The same where rounding explains it: 28 layers of random bf16 weights on an H200 came to 1/7."""
 ROUNDINGS = 2
-"""Roundings to the model's dtype that never count as a difference: with vLLM's dummy weights attention hardly matters,
-and 48 layers of them came to 0.8 on an H200."""
+"""Roundings to the model's dtype that never count: 48 layers of vLLM's dummy weights came to 0.8 on an H200."""
 
 
 def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_model_len: int | None = None) -> bool:
