@@ -97,13 +97,13 @@ def own_error(log: Path) -> BridgeError | None:
     for index, line in enumerate(lines):
         if (match := ERROR.match(line)) is None:
             continue
-        name = "AttachError" if match["refusal"] else (match["name"] or "").rpartition(".")[2]
+        hints = (text.removeprefix("hint: ") for text in lines[index : index + 12] if text.startswith("hint: "))
+        remedy = next(hints, "")  # a compiler's error, which begins in the same way, has none
+        name = "AttachError" if match["refusal"] and remedy else (match["name"] or "").rpartition(".")[2]
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, BridgeError):
-            hints = (text.removeprefix("hint: ") for text in lines[index : index + 12] if text.startswith("hint: "))
-            return kind(
-                match["refusal"] or match["message"] or name, remedy=next(hints, f"bridge doctor, or read {log}")
-            )
+            message = match["refusal"] or match["message"] or name
+            return kind(message, remedy=remedy or f"bridge doctor, or read {log}")
     return None
 
 

@@ -367,6 +367,13 @@ def test_a_refusal_that_the_server_prints_is_shown(tmp_path: Path) -> None:
     assert server_log.root_error(tmp_path / "log") == lines[0]
 
 
+def test_an_error_of_another_program_is_no_refusal(tmp_path: Path) -> None:
+    """As compilers print it, whose kernels vLLM builds while it starts; it may do without them."""
+    lines = "error: no member named 'bf16'", "torch.OutOfMemoryError: CUDA out of memory", "INFO shutdown"
+    (tmp_path / "log").write_text("\n".join(lines))
+    assert server_log.own_error(tmp_path / "log") is None
+
+
 def test_the_guard_of_a_child_keeps_no_secrets(tmp_path: Path) -> None:
     environment = os.environ | {"SOME_TOKEN": "hidden-1"}
     child = children.start(
