@@ -98,11 +98,13 @@ def spread(parameter: Tensor, generator: torch.Generator, *, is_table: bool = Fa
     """Fill one parameter in place: logits of about +-0.5, norms around one.
 
     `is_table` is true of an embedding that is not the head, too. Its deviation is 1. With a smaller one all tokens grow
-    alike from layer to layer, and a router sends all to the same experts.
+    alike from layer to layer, and a router sends all to the same experts. Stacked experts get twice the deviation of
+    other matrices: with the same one, what they add is so small that it hardly matters which of them compute it.
     """
     if parameter.ndim == 1:
         return parameter.normal_(1.0, 0.1, generator=generator)
-    deviation = 1.0 if is_table else 0.5 / math.sqrt(parameter.shape[-1])
+    gain = 1.0 if parameter.ndim == 3 else 0.5
+    deviation = 1.0 if is_table else gain / math.sqrt(parameter.shape[-1])
     return parameter.normal_(0.0, deviation, generator=generator)
 
 
