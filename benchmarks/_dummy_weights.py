@@ -4,7 +4,8 @@ vLLM fills all weights, norms included, with numbers up to 0.001. The scores of 
 1e-5, so that rounding chooses among them, and log-probabilities hardly depend on the choice. Here each matrix is
 normally distributed, with a deviation of 0.5 / sqrt(inputs), of experts 1 / sqrt(inputs), or 1 in the embedding, and
 each norm about 1 (`_models.spread`). Of 24 layers with 128 experts each, the busiest expert had at most twice as many
-tokens as the mean, and none had none. Parameters that every tensor-parallel rank holds whole are equal on all ranks; the others differ.
+tokens as the mean, and none had none. Parameters that every tensor-parallel rank holds whole are equal on all ranks;
+the others differ.
 
 A plugin of vLLM does it, which `installed` writes into a folder: it fits the stock vLLM and a patched one.
 
