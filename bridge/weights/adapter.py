@@ -71,9 +71,7 @@ class Adapter:
         `cuts` are what each part of a replica holds of every parameter of `model`, if there are several, and `tp_group`
         the ranks that hold them. Every part then gets its part of the same adapter.
         """
-        names = [name for name in lora.names if name != EXPERTS]
-        if names != [ALL_LINEAR]:
-            _refuse_unmatched(model, names)
+        names = check_targets(model, lora)
         settings = peft.LoraConfig(
             r=lora.r,
             lora_alpha=lora.alpha,
@@ -242,8 +240,15 @@ def _all_linear(model: PreTrainedModel) -> str | list[str]:
     return [name for name in linear if name.rpartition(".")[2] not in NAMES_OF_EXPERTS]
 
 
-def _refuse_unmatched(model: PreTrainedModel, wanted: list[str]) -> None:
-    """Refuse what PEFT would accept: a name that no module has beside others, and modules that are not linear."""
+def check_targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Return the names of the linear layers that get an adapter.
+
+    Raises:
+        UsageError: what PEFT would accept: a name that no module has beside others, and modules that are not linear.
+    """
+    wanted = [name for name in lora.names if name != EXPERTS]
+    if wanted == [ALL_LINEAR]:
+        return wanted
     linear = [f".{name}" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     missing = [name for name in wanted if not any(module.endswith(f".{name}") for module in linear)]
     if missing:
@@ -253,3 +258,4 @@ def _refuse_unmatched(model: PreTrainedModel, wanted: list[str]) -> None:
             f"--lora-target-modules {','.join(missing)}: the model has no such linear layers",
             remedy=f"choose among {', '.join(names)}, or all-linear",
         )
+    return wanted

@@ -114,6 +114,8 @@ class FirstRank:
             own_rank.keep(self.directory.path)
         longest = job.serve.max_model_len or model_checks.longest_sequence(model_checks.read(job.serve.model))
         train = fit_completions(train, longest, console.note)
+        if train.mode == "lora_only" and "--trust-remote-code" not in job.vllm_flags:
+            _check_adapter(train)
         shares = train.needs_patched_server
         self.command = prepare(job.serve, job.vllm_flags, shares_weights=shares, trainer=train, output=console)
         send_key(job.vllm_flags)
@@ -151,6 +153,16 @@ def _train(world: "Ranks", first: FirstRank) -> None:
         trained(world, job, opened, first.directory, first.command),
     ):
         pass
+
+
+def _check_adapter(train: TrainConfig) -> None:
+    """Check that the model has the layers that get an adapter."""
+    import torch
+
+    from bridge.weights import adapter, skeleton
+
+    if train.lora.target_modules != adapter.ALL_LINEAR:
+        adapter.check_targets(skeleton.build(train.model_name, torch.bfloat16), train.lora)
 
 
 def for_adapters(

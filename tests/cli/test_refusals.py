@@ -354,6 +354,12 @@ def test_what_would_fail_in_step_one_is_refused_first(
     assert message in error
 
 
+def test_a_layer_that_the_model_lacks_gets_no_adapter(bridge: Bridge, exported: Manifest) -> None:
+    adapter = "--mode", "lora_only", "--lora-target-modules", "q_proj,k_projj", "--port", str(free_port("127.0.0.1"))
+    error = bridge.refused(2, "run", "--model", exported.model, "--environment", "arithmetic", *adapter)
+    assert error == "error: --lora-target-modules k_projj: the model has no such linear layers"
+
+
 @pytest.mark.parametrize("command", ["serve-vllm", "run", "train"])
 def test_a_model_that_is_not_on_the_hub_is_refused(
     bridge: Bridge, command: str, monkeypatch: pytest.MonkeyPatch
