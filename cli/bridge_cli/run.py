@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import LoraConfig, ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
 from bridge.processes.server_command import ServerCommand, prepare
@@ -115,7 +115,7 @@ class FirstRank:
         longest = job.serve.max_model_len or model_checks.longest_sequence(model_checks.read(job.serve.model))
         train = fit_completions(train, longest, console.note)
         if train.mode == "lora_only" and "--trust-remote-code" not in job.vllm_flags:
-            _check_adapter(train)
+            _check_adapter(train.model_name, train.lora)
         shares = train.needs_patched_server
         self.command = prepare(job.serve, job.vllm_flags, shares_weights=shares, trainer=train, output=console)
         send_key(job.vllm_flags)
@@ -155,14 +155,14 @@ def _train(world: "Ranks", first: FirstRank) -> None:
         pass
 
 
-def _check_adapter(train: TrainConfig) -> None:
+def _check_adapter(model: str, lora: LoraConfig) -> None:
     """Check that the model has the layers that get an adapter."""
     import torch
 
     from bridge.weights import adapter, skeleton
 
-    if train.lora.target_modules != adapter.ALL_LINEAR:
-        adapter.check_targets(skeleton.build(train.model_name, torch.bfloat16), train.lora)
+    if lora.target_modules != adapter.ALL_LINEAR:
+        adapter.check_targets(skeleton.build(model, torch.bfloat16), lora)
 
 
 def for_adapters(
