@@ -169,8 +169,8 @@ class ComputeConfig(Section, panel=MEMORY):
     """Keep what recomputed layers need in host memory (GPU only; default: when a sequence does not fit otherwise)."""
     compile_layers: bool | None = None
     """Compile the model's layers, which adds about a minute to the first step (default: on a GPU)."""
-    attention: Literal["auto", "flash", "cudnn", "fa3", "fa4"] = "auto"
-    """Kernel of attention on a GPU: FlashAttention 2, 3 or 4, or cuDNN for long sequences (default: it is reported)."""
+    attention: Literal["auto", "flash", "cudnn"] = "auto"
+    """Kernel of attention on a GPU: FlashAttention 2, or cuDNN for long sequences (default: cuDNN if it is right)."""
     router_replay: bool | None = declare(None, only=("mode", ("shared_vllm", "lora_only")))
     """Compute with the experts that the server chose for each token (default: in a mixture of experts whose server
     reports them)."""

@@ -1,27 +1,22 @@
 """The kernels of attention on a GPU: which are there, whether each computes the right thing, and which a model uses.
 
     flash    torch's kernel for variable lengths, FlashAttention 2: any micro-batch
-    fa3      FlashAttention 3 in its place; needs the package flash_attn_3
-    fa4      FlashAttention 4 in its place; needs the package flash-attn-4, which compiles at its first use
     cudnn    cuDNN's, for a micro-batch that is one long sequence without a window, and `flash` for any other
 
-Those for variable lengths hold for the process, and cuDNN's for the sizes of heads with which it was chosen. A kernel
-is used once it has computed a small example here, forward and backward, as float32 does.
+cuDNN's holds for the sizes of heads with which it was chosen, once it has computed a small example here, forward and
+backward, as float32 does.
 
 Not covered: attention without a kernel, and when one fits a layer (`attention.py`).
 Shape suffixes: S spans, T tokens of all of them, U tokens that each span attends to (span after span), A attention
 heads, K key-value heads, D size of a head, X either number of heads.
 """
 
-import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -38,9 +33,7 @@ LENGTH_STEP = 512
 """A sequence is padded to a multiple of this: cuDNN plans each length once, and sequences have thousands of lengths."""
 CUDNN_HEAD_SIZE = 128
 """Largest head that cuDNN differentiates on every GPU."""
-PACKAGES: Mapping[str, tuple[str, str]] = {"fa3": ("flash_attn_3", "FA3"), "fa4": ("flash_attn.cute", "FA4")}
-"""The module that a kernel needs, and torch's name for the kernel."""
-WORDS = {"flash": "FlashAttention 2", "fa3": "FlashAttention 3", "fa4": "FlashAttention 4"}
+FLASH = "FlashAttention 2"
 EXAMPLE_TOKENS = 640
 EXAMPLE_ERROR = 0.02
 """Largest relative error of the example's output and gradients: bf16 explains 0.004 to 0.01."""
@@ -56,21 +49,22 @@ class _Choice:
 def choose(model: PreTrainedModel, wanted: str) -> str:
     """Choose the kernels for `model` and return what was chosen; `wanted` is a name from above, or `auto`.
 
-    UsageError: the wanted one is not installed, or is wrong on this GPU.
+    UsageError: the wanted one cannot be used, or is wrong on this GPU.
     """
     if model.device.type != "cuda":
         if wanted != "auto":
             raise _unusable(wanted, "it runs only on a GPU")
         return "attention: by blocks of rows"
-    named = "cudnn" if wanted == "auto" else wanted
-    reason = _use(named, model)
-    if reason is not None:
+    size = head_size(model.config.get_text_config())
+    _Choice.head_sizes -= {size}
+    if wanted == "flash":
+        return f"attention: {FLASH}"
+    if reason := _against_cudnn(model, size):
         if wanted != "auto":
             raise _unusable(wanted, reason)
-        return f"attention: {WORDS['flash']}; {named} is left out: {reason}"
-    if named == "cudnn":
-        return f"attention: cuDNN for a sequence of at least {LONG_TOKENS:,} tokens, else {WORDS['flash']}"
-    return f"attention: {WORDS[named]}"
+        return f"attention: {FLASH}; cudnn is left out: {reason}"
+    _Choice.head_sizes |= {size}
+    return f"attention: cuDNN for a sequence of at least {LONG_TOKENS:,} tokens, else {FLASH}"
 
 
 def is_long(num_tokens: int, head_size: int) -> bool:
@@ -123,28 +117,15 @@ def by_cudnn(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float | None
     return output_1ATD[:, :, :num_tokens]
 
 
-def _use(name: str, model: PreTrainedModel) -> str | None:
-    """Use a kernel from now on; return why it cannot be used, if so."""
-    _restore()
-    size = head_size(model.config.get_text_config())
-    _Choice.head_sizes -= {size}
-    if name == "flash":
-        return None
-    if name in PACKAGES and (reason := _activate(name)):
-        return reason
-    if name == "cudnn" and size > CUDNN_HEAD_SIZE:
+def _against_cudnn(model: PreTrainedModel, size: int) -> str:
+    """Return why its kernel cannot be used for heads of `size` elements; empty if it can."""
+    if size > CUDNN_HEAD_SIZE:
         return f"a head has {size} elements, expected at most {CUDNN_HEAD_SIZE}"
     try:
-        error = _error(model, _attend_by_cudnn if name == "cudnn" else _attend_by_varlen)
-    except Exception as problem:  # noqa: BLE001  whatever a kernel of another package raises
-        reason = f"{type(problem).__name__}: {problem}".strip().partition("\n")[0]
-    else:
-        reason = None if error <= EXAMPLE_ERROR else f"its error is {error:.1%}, expected at most {EXAMPLE_ERROR:.0%}"
-    if reason is not None:
-        _restore()
-    elif name == "cudnn":
-        _Choice.head_sizes |= {size}
-    return reason
+        error = _error(model)
+    except Exception as problem:  # noqa: BLE001  whatever cuDNN raises on this GPU
+        return f"{type(problem).__name__}: {problem}".strip().partition("\n")[0]
+    return "" if error <= EXAMPLE_ERROR else f"its error is {error:.1%}, expected at most {EXAMPLE_ERROR:.0%}"
 
 
 def head_size(config: PretrainedConfig) -> int:
@@ -155,42 +136,7 @@ def head_size(config: PretrainedConfig) -> int:
     return size
 
 
-def _activate(name: str) -> str | None:
-    module, torchs_name = PACKAGES[name]
-    if not hasattr(torch_attention, "activate_flash_attention_impl"):
-        return f"torch {torch.__version__} cannot use it, expected 2.11 or later"
-    if not _is_installed(name):
-        return f"the module {module} is not installed"
-    try:
-        torch_attention.activate_flash_attention_impl(torchs_name)
-    except (ImportError, AttributeError, RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-    return None
-
-
-def _restore() -> None:
-    current = getattr(torch_attention, "current_flash_attention_impl", lambda: None)
-    if current() is not None:
-        torch_attention.restore_flash_attention_impl()
-
-
-def _is_installed(name: str) -> bool:
-    package = PACKAGES[name][0].partition(".")[0]
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(PACKAGES[name][0]) is not None
-
-
-def _attend_by_cudnn(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> Tensor:
-    return by_cudnn(q_1ATD, k_1KTD, v_1KTD, None)
-
-
-def _attend_by_varlen(q_1ATD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> Tensor:
-    q_TAD, k_TKD, v_TKD = (x_1XTD.squeeze(0).transpose(0, 1) for x_1XTD in (q_1ATD, k_1KTD, v_1KTD))
-    starts_S1 = torch.tensor([0, EXAMPLE_TOKENS], dtype=torch.int32, device=q_1ATD.device)
-    output_TAD = by_varlen(q_TAD, k_TKD, v_TKD, (starts_S1, starts_S1), (EXAMPLE_TOKENS, EXAMPLE_TOKENS))
-    return output_TAD.transpose(0, 1).unsqueeze(0)
-
-
-def _error(model: PreTrainedModel, attend: Callable[..., Tensor]) -> float:
+def _error(model: PreTrainedModel) -> float:
     """Return the largest relative error of the output and the gradients of one example, shaped like the model's."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -206,7 +152,7 @@ def _error(model: PreTrainedModel, attend: Callable[..., Tensor]) -> float:
         expected = scaled_dot_product_attention(query, key, value, is_causal=True)
         gradients = torch.autograd.grad((expected * weights.float()).sum(), exact)
     with torch.enable_grad():
-        ours = attend(*leaves)
+        ours = by_cudnn(leaves[0], leaves[1], leaves[2], None)
         own = torch.autograd.grad((ours * weights).float().sum(), leaves)
     pairs = zip((ours.detach(), *own), (expected.detach(), *gradients), strict=True)
     errors = [float((one.float() - other).norm() / other.norm()) for one, other in pairs]

@@ -3,7 +3,8 @@
 A token's product with its expert's weight is W x + B A x: three grouped products over the tokens sorted by expert.
 Nothing of a weight's size is made, where PEFT's own layer for stacked weights computes W + B A in every pass.
 
-Saved, every expert has matrices of its own, `experts.7.gate_proj.lora_A`: stock vLLM takes them, and PEFT stacks them.
+A checkpoint stores the matrices of each expert by themselves, such as `experts.7.gate_proj.lora_A`. Stock vLLM loads
+them so, and PEFT stacks them again.
 
 Not covered: shared experts, and models whose checkpoints store experts as stacks.
 Source: `FusedMoEWithLoRA` in vLLM 0.26 to 0.33; `grouped_mm_experts_forward` of transformers 5.

@@ -155,9 +155,9 @@ def lora_slots(model: nn.Module, views: Mapping[str, View]) -> dict[str, Pair]:
             for name, a, b in zip(names, lora_a, lora_b, strict=True):
                 if _is_plain(a, b, views[name].shape):
                     pairs[name.removesuffix(".weight")] = (a, b)
-    owners = {view.parameter: name.rpartition(".")[0] for name, view in views.items()}
+    of_experts = {view.parameter: name.rpartition(".")[0] for name, view in views.items() if f".{EXPERTS}." in name}
     for path, layer in layers.items():
-        owner = next((owner for parameter, owner in owners.items() if parameter.startswith(f"{path}.")), "")
+        owner = next((owner for parameter, owner in of_experts.items() if parameter.startswith(f"{path}.")), "")
         stacks = zip(*([*chain(*(_pieces(layer, side) for side in sides))] for sides in EXPERT_SIDES), strict=True)
         pairs |= _of_experts(owner, [*stacks])
     return pairs

@@ -12,7 +12,6 @@ from torch.nn.functional import cosine_similarity
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
-from bridge.errors import UsageError
 from bridge.passes import attention, kernels
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
@@ -98,20 +97,16 @@ def attended(
     return output.detach(), list(torch.autograd.grad((output.float() * weights).sum(), rows))
 
 
-@pytest.mark.parametrize("kernel", ["cudnn", "fa3", "fa4"])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("heads", HEADS)
-def test_every_kernel_computes_what_flash_attention_2_does(kernel: str, window: int | None, heads: str) -> None:
+def test_cudnn_computes_what_flash_attention_2_does(window: int | None, heads: str) -> None:
     config = MistralConfig(**{**SMALL, "num_attention_heads": HEADS[heads][0], "num_key_value_heads": HEADS[heads][1]},
                            head_dim=128)  # fmt: skip
     model = MistralForCausalLM(config).cuda().bfloat16()
     cases = [(LONG,), (kernels.LONG_TOKENS,), (LONG, 700, 3)]
     kernels.choose(model, "flash")
     expected = [attended(HEADS[heads], window, lengths) for lengths in cases]
-    try:
-        kernels.choose(model, kernel)
-    except UsageError as error:
-        pytest.skip(error.message)
+    kernels.choose(model, "cudnn")
     try:
         for lengths, (output, gradients) in zip(cases, expected, strict=True):
             ours, own = attended(HEADS[heads], window, lengths)

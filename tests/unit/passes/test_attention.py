@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
@@ -328,7 +328,7 @@ def _kinds(model: PreTrainedModel) -> list[str]:
     return getattr(config, "layer_types", None) or [kind] * len(layers.decoder_layers(model))
 
 
-@pytest.mark.parametrize("wanted", ["cudnn", "fa3", "fa4", "flash"])
+@pytest.mark.parametrize("wanted", ["cudnn", "flash"])
 def test_a_kernel_is_refused_without_a_gpu(wanted: str) -> None:
     with pytest.raises(UsageError, match=f"--attention {wanted} cannot be used: it runs only on a GPU"):
         kernels.choose(tiny(FAMILIES["qwen2"]), wanted)
@@ -344,22 +344,18 @@ def of_heads(size: int) -> Mock:
 @pytest.fixture
 def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels._Choice, "head_sizes", frozenset())
-    monkeypatch.setattr(kernels, "_is_installed", lambda _: False)
 
 
 @pytest.mark.usefixtures("_no_choice")
 def test_what_speaks_against_a_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = of_heads(128)
-    monkeypatch.setattr(kernels, "_error", lambda _, attend: 0.5)
-    assert kernels._use("cudnn", on_gpu) == "its error is 50.0%, expected at most 2%"
+    monkeypatch.setattr(kernels, "_error", lambda _: 0.5)
+    with pytest.raises(UsageError, match=r"--attention cudnn cannot be used: its error is 50.0%, expected at most 2%"):
+        kernels.choose(on_gpu, "cudnn")
     assert not kernels.is_long(10**6, 128)
     line = kernels.choose(on_gpu, "auto")
     assert line == "attention: FlashAttention 2; cudnn is left out: its error is 50.0%, expected at most 2%"
-    with pytest.raises(
-        UsageError, match=r"--attention fa4 cannot be used: the module flash_attn.cute is not installed"
-    ):
-        kernels.choose(on_gpu, "fa4")
-    monkeypatch.setattr(kernels, "_error", lambda _, attend: 0.01)
+    monkeypatch.setattr(kernels, "_error", lambda _: 0.01)
     assert kernels.choose(on_gpu, "auto").startswith("attention: cuDNN for")
     assert kernels.is_long(kernels.LONG_TOKENS, 128)
     assert not kernels.is_long(kernels.LONG_TOKENS - 1, 128)
@@ -372,7 +368,7 @@ def test_what_speaks_against_a_kernel_is_reported(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("_no_choice")
 def test_another_model_of_the_process_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = of_heads(64)
-    monkeypatch.setattr(kernels, "_error", lambda model, attend: 0.5 if model is wrong else 0.0)
+    monkeypatch.setattr(kernels, "_error", lambda model: 0.5 if model is wrong else 0.0)
     for _ in range(2):  # whichever comes first
         kernels.choose(wrong, "auto")
         kernels.choose(of_heads(128), "auto")
@@ -386,12 +382,16 @@ def test_another_model_of_the_process_keeps_its_kernel(monkeypatch: pytest.Monke
 def test_the_example_tells_a_right_kernel_from_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(FAMILIES["qwen3"])
 
-    def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def right(q: Tensor, k: Tensor, v: Tensor, _scale: float | None) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    assert kernels._error(model, right) < kernels.EXAMPLE_ERROR
-    assert kernels._error(model, lambda q, k, v: right(q, k, v.roll(1, 2))) > kernels.EXAMPLE_ERROR
-    assert kernels._error(model, lambda q, k, v: right(q, k, v) * torch.nan) > kernels.EXAMPLE_ERROR
+    def error(kernel: Callable[..., Tensor]) -> float:
+        monkeypatch.setattr(kernels, "by_cudnn", kernel)
+        return kernels._error(model)
+
+    assert error(right) < kernels.EXAMPLE_ERROR
+    assert error(lambda q, k, v, scale: right(q, k, v.roll(1, 2), scale)) > kernels.EXAMPLE_ERROR
+    assert error(lambda q, k, v, scale: right(q, k, v, scale) * torch.nan) > kernels.EXAMPLE_ERROR
 
 
 @pytest.mark.usefixtures("_kernel")
