@@ -30,7 +30,7 @@ METAVARS: Mapping[Any, str] = {
     int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: "", tuple[str, ...]: "TEXT",
     dict[str, Any]: "JSON",
 }  # fmt: skip
-WIDEST_METAVAR = 16
+WIDEST_METAVAR = 15
 """Columns; a wider list of choices goes into the help text, or 80 columns do not hold the flags' names."""
 
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print the results as JSON objects on stdout.")]
