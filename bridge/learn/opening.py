@@ -15,9 +15,9 @@ from bridge.optimizers import factory
 from bridge.optimizers.gradient_hooks import NOTHING, Replicated
 from bridge.passes import preparation, routing, slices
 from bridge.passes.budget import Budget
+from bridge.passes.packing_proof import Note
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers, check_slices
-from bridge.passes.preparation import Note
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts
@@ -86,8 +86,7 @@ def _prepared(
 ) -> bool:
     """Prepare the model, of whose passes each rank may have a slice; return whether completions may share a prompt."""
     with ranks.in_pass():
-        if experts is not None:
-            _replay(model, experts, compute, note)
+        _replay(model, experts, compute, note)
         if ranks.cp_size > 1:
             slices.cut(model, ranks.cp_group)
         shares_prompts = preparation.prepare(model, compute, note, max_model_len=longest)
@@ -95,14 +94,15 @@ def _prepared(
         return shares_prompts
 
 
-def _replay(model: PreTrainedModel, experts: tuple[int, int], compute: ComputeConfig, note: Note) -> None:
-    """Let the model compute with the server's experts; without a choice of the user's, only if it can."""
+def _replay(model: PreTrainedModel, experts: tuple[int, int] | None, compute: ComputeConfig, note: Note) -> None:
+    """Let the model compute with given experts, in checks also without the server's; unless chosen, only if it can."""
     try:
         routing.use(model, experts)
     except UnsupportedModelError as error:
         if compute.router_replay:
             raise
-        note(f"the trainer's routers choose the experts: {error.message}")
+        if experts is not None:
+            note(f"the trainer's routers choose the experts: {error.message}")
 
 
 def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:

@@ -20,7 +20,7 @@ from bridge.errors import UsageError
 from bridge.passes import preparation, slices
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch
-from bridge.passes.preparation import Note
+from bridge.passes.packing_proof import Note
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights import loaded, skeleton
 

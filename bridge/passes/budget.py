@@ -25,8 +25,9 @@ from bridge.passes import attention, kernels, layers, slices
 from bridge.passes.image_proof import prove
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
+from bridge.passes.packing_proof import Note
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
-from bridge.passes.preparation import Note, recompute_activations
+from bridge.passes.preparation import recompute_activations
 from bridge.planning.memory import BF16_BYTES, EXCHANGED, FEW, GIB, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import ALONE, Ranks
 

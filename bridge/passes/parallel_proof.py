@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.optimizers.gradient_hooks import each_gradient
 from bridge.passes import cut_layers, layers, slices
+from bridge.passes.packing_proof import LENGTHS, packed
 from bridge.passes.parallel import ONE_PART, Parallel
-from bridge.passes.preparation import LENGTHS, packed
 from bridge.passes.slices import Slices
 
 TOLERANCE = 1e-4

@@ -1,17 +1,9 @@
 """Prepare a model for training: choose its attention and layers, and check the result after each choice.
 
-The model must compute for packed sequences what transformers computes for each sequence alone. A family that treats
-positions or masks differently is refused here, whatever its name, and never trained wrongly.
-
-Not covered: the head (`logprobs.py`), how many tokens fit (`budget.py`).
-Shape suffixes: T tokens, H hidden size.
+Not covered: the check itself (`packing_proof.py`), the head (`logprobs.py`), how many tokens fit (`budget.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Self
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,31 +13,14 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError
-from bridge.passes import attention, kernels, layers, offload, recurrence, slices
+from bridge.passes import attention, kernels, layers, offload, packing_proof, recurrence, slices
 from bridge.passes.logprobs import check_head
-from bridge.passes.packing import Sample, packs
+from bridge.passes.packing_proof import Expected, Note
 
-Note = Callable[[str], None]
-"""Reports one line to the user."""
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, NotImplementedError)
 """What a family raises that must be called differently from the others."""
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 """What torch raises when it cannot compile; anything else is a bug and is raised."""
-LENGTHS = (24, 13, 7, 6, 2)
-"""Tokens of the sequences that are compared."""
-PROMPTS = (8, 8, 3, 3, 1)
-"""How many of them are a prompt: the first two share one, and the next two."""
-WINDOW = 5
-"""Tokens that sliding windows are narrowed to for the check, so that the sequences are longer."""
-TOLERANCE = 1 / 8
-"""Largest difference from each sequence alone, as a share of the difference if all were one sequence.
-
-Tiny models of 21 families in bf16 came to between 1/260 and 1/70, and those that mix sequences or positions to 1/3 and
-more."""
-ROUNDING_TOLERANCE = 1 / 4
-"""The same where rounding explains it: 28 layers of random bf16 weights on an H200 came to 1/7."""
-ROUNDINGS = 2
-"""Roundings to the model's dtype that never count: 48 layers of vLLM's dummy weights came to 0.8 on an H200."""
 
 
 def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_model_len: int | None = None) -> bool:
@@ -92,7 +67,7 @@ def recompute_activations(model: PreTrainedModel, note: Note, kept: layers.Kept 
     _recompute(model, note, keeps_attention=kept.attention)
 
 
-def _choose_attention(model: PreTrainedModel, expected: "Expected", kernel: str, note: Note) -> None:
+def _choose_attention(model: PreTrainedModel, expected: Expected, kernel: str, note: Note) -> None:
     """Use Bridge's attention where it is correct, else the model's own, which makes a mask from the positions."""
     kernel_note = kernels.choose(model, kernel)
     own = attention.chosen(model)
@@ -112,7 +87,7 @@ def _choose_attention(model: PreTrainedModel, expected: "Expected", kernel: str,
             note(kernel_note)
 
 
-def _may_share_prompts(model: PreTrainedModel, expected: "Expected", note: Note) -> bool:
+def _may_share_prompts(model: PreTrainedModel, expected: Expected, note: Note) -> bool:
     if attention.chosen(model) != attention.NAME:
         return False
     try:
@@ -123,7 +98,7 @@ def _may_share_prompts(model: PreTrainedModel, expected: "Expected", note: Note)
     return True
 
 
-def _compile(model: PreTrainedModel, expected: "Expected", note: Note, *, recomputed: bool) -> None:
+def _compile(model: PreTrainedModel, expected: Expected, note: Note, *, recomputed: bool) -> None:
     """Compile the layers; undo it where torch cannot, or the result is wrong.
 
     Compile the backward pass, too, unless activations are recomputed or offloaded: `_recompute` does it then.
@@ -179,142 +154,13 @@ def _run_all_forms(model: PreTrainedModel) -> None:
 
     No gradient is left, and no hook on gradients is called.
     """
-    tokens_T, trained = _example_tokens(model), layers.first_trained(model)
+    tokens_T, trained = packing_proof.example_tokens(model), layers.first_trained(model)
+    lengths = packing_proof.LENGTHS
     forms: list[Callable[[], Tensor]] = [
-        lambda: packed(model, tokens_T, LENGTHS),
-        lambda: packed(model, tokens_T[LENGTHS[0] :], LENGTHS[1:]),
+        lambda: packing_proof.packed(model, tokens_T, lengths),
+        lambda: packing_proof.packed(model, tokens_T[lengths[0] :], lengths[1:]),
     ]
     if attention.chosen(model) == attention.NAME:
-        forms.append(lambda: _packed_sharing(model, tokens_T))
+        forms.append(lambda: packing_proof.packed_sharing(model, tokens_T))
     for compute_hidden in forms if trained else ():
         torch.autograd.grad(compute_hidden().float().sum(), trained)
-
-
-@dataclass
-class Expected:
-    """What transformers' eager attention computes for a few sequences, each alone, and how far others may differ."""
-
-    tokens_T: Tensor
-    """All sequences, one after the other."""
-    alone_TH: Tensor
-    """Last hidden states of each sequence alone."""
-    mixed_up: float
-    """Difference if all were one sequence."""
-    most: float
-    """Largest difference that counts as none."""
-    farthest: int
-    """Position from which the first sequence still fits; not positive: unknown."""
-    is_noted: bool = False
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, model: PreTrainedModel, max_model_len: int | None = None) -> Self:
-        """Run the model on the sequences, each alone and all as one, with eager attention and with its own."""
-        bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
-        tokens_T, own_attention = _example_tokens(model), attention.chosen(model)
-        attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
-        with _checking(model):
-            alone_TH = torch.cat([_plain(model, part_T) for part_T in tokens_T.split(LENGTHS)])
-            mixed_up = difference(_plain(model, tokens_T), alone_TH)
-            attention.choose(model, own_attention)
-            other_TH = torch.cat([_plain(model, part_T) for part_T in tokens_T.split(LENGTHS)])
-        explained = min(2 * difference(other_TH, alone_TH), ROUNDING_TOLERANCE * mixed_up)
-        return cls(
-            tokens_T=tokens_T,
-            alone_TH=alone_TH,
-            mixed_up=mixed_up,
-            most=max(TOLERANCE * mixed_up, explained),
-            farthest=min((bound for bound in bounds if isinstance(bound, int)), default=0) - LENGTHS[0],
-        )
-
-    def check(self, model: PreTrainedModel, note: Note, *, share_prompts: bool = False) -> None:
-        """Compare with the packed forward pass of the model as it is prepared now.
-
-        And once more with the first sequence at the end of the longest possible one: the others must not depend on it.
-        """
-        tokens_T = self.tokens_T
-        with torch.no_grad(), _checking(model):
-            hidden_TH = _packed_sharing(model, tokens_T) if share_prompts else packed(model, tokens_T, LENGTHS)
-            differs = difference(hidden_TH, self.alone_TH)
-            if self.farthest > 0 and not share_prompts:
-                beside_TH = packed(model, tokens_T, LENGTHS, begin=self.farthest)
-                beside = difference(beside_TH, self.alone_TH, first=1)
-                differs = float(torch.tensor([differs, beside]).max())  # NaN if either is
-        line = f"hidden states differ by {differs:.1%} from those of each sequence alone, and by {self.mixed_up:.1%}"
-        if not differs <= max(self.most, ROUNDINGS * torch.finfo(self.alone_TH.dtype).eps):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} does not keep packed sequences apart: {line} if all are one sequence",
-                remedy="train another model, or report this one",
-            )
-        if differs > self.most and not self.is_noted:
-            self.is_noted = True
-            note(f"attention hardly matters with these weights: packed, {line} if all are one sequence")
-
-
-def difference(hidden_TH: Tensor, alone_TH: Tensor, *, first: int = 0) -> float:
-    """Return the median relative difference over the tokens of the sequence in which it is largest, from `first`.
-
-    The median, since rounding alone may send a few tokens to other experts. Where the hidden state of a token is 0, as
-    at the start of a sequence whose first embedding is 0, an equal one differs by 0.
-    """
-    error_T = (hidden_TH.float() - alone_TH.float()).norm(dim=1)
-    relative_T = torch.where(error_T == 0, 0.0, error_T / alone_TH.float().norm(dim=1))
-    medians = [part_T.median() for part_T in relative_T.split(LENGTHS)[first:]]
-    return float(torch.stack(medians).max())  # NaN if one is
-
-
-def packed(model: PreTrainedModel, tokens_T: Tensor, lengths: Sequence[int], *, begin: int = 0) -> Tensor:
-    """Return the last hidden states of packed sequences; the first one's positions count from `begin`.
-
-    Shapes: [T] -> [T, H].
-    """
-    positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
-    positions_T[: lengths[0]] += begin
-    starts_S1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens_T.device)
-    spans = attention.Spans(starts_S1=starts_S1, longest=max(lengths))
-    return slices.whole_hidden(model, tokens_T, positions_T, spans)
-
-
-def _packed_sharing(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
-    """Return the last hidden states of the sequences of `LENGTHS`, packed with shared prompts: [T] -> [T, H]."""
-    samples = []
-    for part_T, prompt in zip(tokens_T.split(LENGTHS), PROMPTS, strict=True):
-        ids, zeros = tuple(part_T.tolist()), (0.0,) * (len(part_T) - prompt)
-        tokens: dict[str, Any] = {"prompt_token_ids": ids[:prompt], "token_ids": ids[prompt:]}
-        samples.append(Sample(**tokens, sampled_logprobs=zeros, advantages=zeros, weight=0.0))
-    (batch,) = packs(samples, max_tokens=sum(LENGTHS), device=tokens_T.device, share_prompts=True)
-    hidden_TH, seen = slices.whole_hidden(model, batch.tokens_T, batch.positions_T, batch.spans), batch.spans.seen
-    assert seen is not None
-    sequences = [keys for keys in seen.keys_U.split(seen.starts_S1.diff().tolist()) if len(keys) in LENGTHS]
-    return hidden_TH[torch.cat(sequences)]  # the other spans are prompts
-
-
-def _example_tokens(model: PreTrainedModel) -> Tensor:
-    """Return the tokens of sequences of `LENGTHS`, some of which share `PROMPTS`: [T]."""
-    vocabulary: int = model.config.get_text_config().vocab_size
-    tokens_T = (torch.arange(sum(LENGTHS)) * 7919 + 11) % vocabulary
-    starts = [0, *accumulate(LENGTHS)]
-    for first, second in ((0, 1), (2, 3)):
-        tokens_T[starts[second] :][: PROMPTS[second]] = tokens_T[starts[first] :][: PROMPTS[first]]
-    return tokens_T.to(model.device)
-
-
-def _plain(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
-    hidden_1TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state
-    return hidden_1TH[0]
-
-
-@contextmanager
-def _checking(model: PreTrainedModel) -> Iterator[None]:
-    """Turn dropout off and narrow sliding windows, and restore both."""
-    config = model.config.get_text_config()
-    windows = [m for m in (config, *model.modules()) if isinstance(getattr(m, "sliding_window", None), int)]
-    before = [(owner, "sliding_window", owner.sliding_window) for owner in windows]
-    before += [(module, "training", True) for module in model.modules() if module.training]
-    for owner, name, _ in before:
-        setattr(owner, name, WINDOW if name == "sliding_window" else False)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

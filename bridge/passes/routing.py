@@ -57,15 +57,17 @@ class Replay(TorchFunctionMode):
         return result
 
 
-def use(model: PreTrainedModel, shape: tuple[int, int]) -> None:
-    """Let `model` compute with given experts from now on.
+def use(model: PreTrainedModel, shape: tuple[int, int] | None = None) -> None:
+    """Let `model` compute with given experts from now on; nothing happens to one without experts.
 
-    `shape` is the server's number of layers with experts, and of experts of a token.
+    `shape` is the server's number of layers with experts, and of experts of a token; None: it reports none.
 
     Raises:
         UnsupportedModelError: its routers choose in a way that is not known, or as many in other numbers.
     """
     routed = _blocks(model)
+    if shape is None and not routed:
+        return
     for block in routed:
         block.chosen_TK = None
         block.own_TK = None
@@ -80,15 +82,15 @@ def use(model: PreTrainedModel, shape: tuple[int, int]) -> None:
         raise
 
 
-def _prove(model: PreTrainedModel, routed: list[Any], shape: tuple[int, int]) -> None:
+def _prove(model: PreTrainedModel, routed: list[Any], shape: tuple[int, int] | None) -> None:
     """Check on an example that the blocks choose as many experts as the server, and compute with given ones."""
     plain_TH, name = _hidden(model), type(model).__name__
     own = [block.own_TK for block in routed if block.own_TK is not None]
-    if (len(own), *{own_TK.shape[1] for own_TK in own}) != shape:
-        sizes = sorted({own_TK.shape[1] for own_TK in own})
+    sizes = sorted({own_TK.shape[1] for own_TK in own})
+    if len(sizes) != 1 or shape not in {None, (len(own), *sizes)}:
+        of_server = f", and the server {shape[1]} in {shape[0]}" if shape else ""
         raise UnsupportedModelError(
-            f"{name} chooses {sizes} experts of a token in {len(own)} layers, and the server {shape[1]} in {shape[0]}",
-            remedy=REMEDY,
+            f"{name} chooses {sizes} experts of a token in {len(own)} layers{of_server}", remedy=REMEDY
         )
     _routed[model] = routed
     for block in routed:
@@ -115,6 +117,15 @@ def choose(model: PreTrainedModel, experts_TX: Tensor | None, num_tokens: int) -
             block.chosen_TK = block.num_rerouted.new_full((num_tokens, num_chosen), UNKNOWN, dtype=torch.int16)
         else:
             block.chosen_TK = experts_TX.view(num_tokens, len(routed), num_chosen)[:, number].short().contiguous()
+
+
+def watched(model: PreTrainedModel, compute: Callable[[], object]) -> Tensor | None:
+    """Return the experts that the routers choose in a pass, as `choose` takes them: [T, L * K]; None without `use`."""
+    routed = _routed.get(model, [])
+    for block in routed:
+        block.chosen_TK = None
+    compute()
+    return torch.cat([block.own_TK for block in routed], dim=1) if routed else None
 
 
 def rerouted(model: PreTrainedModel) -> Tensor:

@@ -186,9 +186,11 @@ def own_hidden(
     return attention.packed_hidden(model, slices.own(tokens_T), slices.own(positions_T), spans, slices)
 
 
-def whole_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans) -> Tensor:
-    """Return the last hidden states of a pack on every rank, raising as `own_hidden`: [T] x 2 -> [T, H]."""
-    hidden_LH, slices = own_hidden(model, tokens_T, positions_T, spans), of(model)
+def whole_hidden(
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, experts_TX: Tensor | None = None
+) -> Tensor:
+    """Return the last hidden states of a pack on every rank, with arguments and raising as `own_hidden`: [T, H]."""
+    hidden_LH, slices = own_hidden(model, tokens_T, positions_T, spans, experts_TX), of(model)
     return hidden_LH if slices is None else slices.joined(hidden_LH, len(tokens_T))
 
 

@@ -34,7 +34,7 @@ from transformers import (
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes import attention, kernels, layers
 from bridge.passes.packing import Sample, packs
-from bridge.passes.preparation import packed
+from bridge.passes.packing_proof import packed
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {

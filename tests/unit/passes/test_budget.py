@@ -14,8 +14,9 @@ from bridge.passes import budget as module
 from bridge.passes.budget import MASKED_TOKENS, SHARE, Budget
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import Sample
+from bridge.passes.packing_proof import Note
 from bridge.passes.pass_cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, free_memory, measure_cost
-from bridge.passes.preparation import Note, recompute_activations
+from bridge.passes.preparation import recompute_activations
 from bridge.planning.memory import FEW, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import ALONE, Ranks
 

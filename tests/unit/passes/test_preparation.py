@@ -26,15 +26,17 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
 
 from bridge.config import LoraConfig, TrainConfig
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.passes import attention, layers, preparation
-from bridge.passes.preparation import LENGTHS as CHECKED_LENGTHS
-from bridge.passes.preparation import Expected, difference, packed, prepare, recompute_activations
+from bridge.passes import attention, layers, routing
+from bridge.passes.packing_proof import LENGTHS as CHECKED_LENGTHS
+from bridge.passes.packing_proof import Expected, difference, example_tokens, packed
+from bridge.passes.preparation import prepare, recompute_activations
 from bridge.weights import skeleton
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
@@ -80,7 +82,7 @@ def test_packed_attention_is_chosen_without_a_word() -> None:
 
 def test_a_model_with_an_embedding_of_zeros_is_prepared() -> None:
     model = llama()
-    first = preparation._example_tokens(model)[0]  # its hidden state is 0, too
+    first = example_tokens(model)[0]  # its hidden state is 0, too
     with torch.no_grad():
         model.get_input_embeddings().weight[first] = 0
     assert prepared(model) == []
@@ -106,6 +108,43 @@ def test_prompts_are_not_shared_with_the_models_own_attention() -> None:
     model = Gemma2ForCausalLM(config).eval()
     model.model._can_set_attn_implementation = lambda: False
     assert not prepare(model, TrainConfig.of(model_name="m").compute, lambda _: None)
+
+
+def mixture() -> PreTrainedModel:
+    """Return a deep mixture of experts in bf16, in which it matters which expert computes a token."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": 301, "hidden_size": 128, "num_hidden_layers": 24}
+    config = Qwen3MoeConfig(**sizes, head_dim=32, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=64)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).bfloat16().eval()
+    model.set_experts_implementation("batched_mm")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, (2.0 if parameter.ndim == 3 else 0.5) / math.sqrt(parameter.shape[-1]))
+        model.get_input_embeddings().weight.normal_()
+    return model
+
+
+def test_experts_that_rounding_exchanges_are_not_refused() -> None:
+    """Over many layers that changes hidden states as much as other sequences do, unless each choice is made once."""
+    with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
+        prepared(mixture())
+    model = mixture()
+    routing.use(model)
+    assert prepared(model) == []
+
+
+def test_experts_that_are_given_hide_no_mixed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mixture()
+    routing.use(model)
+
+    def as_one(model: PreTrainedModel, tokens_T: Tensor, *_: Any, **__: Any) -> Tensor:
+        hidden_TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state[0]
+        return hidden_TH
+
+    monkeypatch.setattr(attention, "packed_hidden", as_one)
+    with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
+        prepared(model)
 
 
 def test_weights_that_hardly_attend_are_not_refused() -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from bridge.passes import attention, layers, offload
-from bridge.passes.preparation import packed
+from bridge.passes.packing_proof import packed
 from tests.unit.passes.test_attention import FAMILIES, LENGTHS, gradients, tiny, tokens
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, layers, recurrence
-from bridge.passes.preparation import Expected, packed, prepare
+from bridge.passes.packing_proof import Expected, packed
+from bridge.passes.preparation import prepare
 from tests.models.families import FAMILIES
 
 HYBRIDS = ("Qwen3.5 (text)", "Qwen3-Next")

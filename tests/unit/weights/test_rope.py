@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeCo
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError, UnsupportedModelError, UsageError
 from bridge.learn.reference import open_reference
-from bridge.passes.preparation import packed, prepare
+from bridge.passes.packing_proof import packed
+from bridge.passes.preparation import prepare
 from bridge.weights import loaded, rope
 from bridge.weights.attach import attach, reattach
 from tests.models import tiny

@@ -1,0 +1,216 @@
+"""Whether a model computes for packed sequences what transformers computes for each sequence alone.
+
+A family that treats positions or masks differently is refused here, whatever its name, and never trained wrongly.
+
+Shape suffixes: T tokens, H hidden size, X experts of a token in all layers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bridge.errors import UnsupportedModelError
+from bridge.passes import attention, routing, slices
+from bridge.passes.packing import Sample, packs
+
+Note = Callable[[str], None]
+"""Reports one line to the user."""
+LENGTHS = (24, 13, 7, 6, 2)
+"""Tokens of the sequences that are compared."""
+PROMPTS = (8, 8, 3, 3, 1)
+"""How many of them are a prompt."""
+SHARING = ((0, 1), (2, 3))
+"""Which sequences share one."""
+WINDOW = 5
+"""Tokens that sliding windows are narrowed to for the check, so that the sequences are longer."""
+TOLERANCE = 1 / 8
+"""Largest difference from each sequence alone, as a share of the difference if all were one sequence.
+
+Tiny models of 21 families in bf16 came to between 1/260 and 1/70, and those that mix sequences or positions to 1/3 and
+more."""
+ROUNDING_TOLERANCE = 1 / 4
+"""The same where rounding explains it: 28 layers of random bf16 weights on an H200 came to 1/7."""
+ROUNDINGS = 2
+"""Roundings to the model's dtype that never count: 48 layers of vLLM's dummy weights came to 0.8 on an H200."""
+
+
+@dataclass
+class Expected:
+    """What transformers' eager attention computes for a few sequences, each alone, and how far others may differ."""
+
+    tokens_T: Tensor
+    """All sequences, one after the other."""
+    experts_TX: Tensor | None
+    """What routers chose, which all passes compute with: rounding alone may choose others, in each layer."""
+    alone_TH: Tensor
+    """Last hidden states of each sequence alone."""
+    mixed_up: float
+    """Difference if all were one sequence."""
+    most: float
+    """Largest difference that counts as none."""
+    farthest: int
+    """Position from which the first sequence still fits; not positive: unknown."""
+    is_noted: bool = False
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: PreTrainedModel, max_model_len: int | None = None) -> Self:
+        """Run the model on the sequences, each alone and all as one, with eager attention and with its own."""
+        bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
+        tokens_T, own_attention = example_tokens(model), attention.chosen(model)
+        attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
+        with _checking(model):
+            experts_TX = _own_experts(model, tokens_T)
+            alone_TH = _alone(model, tokens_T, experts_TX)
+            routing.choose(model, experts_TX, len(tokens_T))
+            mixed_up = difference(_plain(model, tokens_T), alone_TH)
+            attention.choose(model, own_attention)
+            other_TH = _alone(model, tokens_T, experts_TX)
+        explained = min(2 * difference(other_TH, alone_TH), ROUNDING_TOLERANCE * mixed_up)
+        return cls(
+            tokens_T=tokens_T,
+            experts_TX=experts_TX,
+            alone_TH=alone_TH,
+            mixed_up=mixed_up,
+            most=max(TOLERANCE * mixed_up, explained),
+            farthest=min((bound for bound in bounds if isinstance(bound, int)), default=0) - LENGTHS[0],
+        )
+
+    def check(self, model: PreTrainedModel, note: Note, *, share_prompts: bool = False) -> None:
+        """Compare with the packed forward pass of the model as it is prepared now.
+
+        And once more with the first sequence at the end of the longest possible one: the others must not depend on it.
+        """
+        tokens_T, experts_TX = self.tokens_T, self.experts_TX
+        with torch.no_grad(), _checking(model):
+            if share_prompts:
+                hidden_TH = packed_sharing(model, tokens_T, experts_TX)
+            else:
+                hidden_TH = packed(model, tokens_T, LENGTHS, experts_TX)
+            differs = difference(hidden_TH, self.alone_TH)
+            if self.farthest > 0 and not share_prompts:
+                beside_TH = packed(model, tokens_T, LENGTHS, experts_TX, begin=self.farthest)
+                beside = difference(beside_TH, self.alone_TH, first=1)
+                differs = float(torch.tensor([differs, beside]).max())  # NaN if either is
+        line = f"hidden states differ by {differs:.1%} from those of each sequence alone, and by {self.mixed_up:.1%}"
+        if not differs <= max(self.most, ROUNDINGS * torch.finfo(self.alone_TH.dtype).eps):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not keep packed sequences apart: {line} if all are one sequence",
+                remedy="train another model, or report this one",
+            )
+        if differs > self.most and not self.is_noted:
+            self.is_noted = True
+            note(f"attention hardly matters with these weights: packed, {line} if all are one sequence")
+
+
+def difference(hidden_TH: Tensor, alone_TH: Tensor, *, first: int = 0) -> float:
+    """Return the median relative difference over the tokens of the sequence in which it is largest, from `first`.
+
+    The median, since rounding alone may send a few tokens to other experts. Where the hidden state of a token is 0, as
+    at the start of a sequence whose first embedding is 0, an equal one differs by 0.
+    """
+    error_T = (hidden_TH.float() - alone_TH.float()).norm(dim=1)
+    relative_T = torch.where(error_T == 0, 0.0, error_T / alone_TH.float().norm(dim=1))
+    medians = [part_T.median() for part_T in relative_T.split(LENGTHS)[first:]]
+    return float(torch.stack(medians).max())  # NaN if one is
+
+
+def packed(
+    model: PreTrainedModel,
+    tokens_T: Tensor,
+    lengths: Sequence[int],
+    experts_TX: Tensor | None = None,
+    *,
+    begin: int = 0,
+) -> Tensor:
+    """Return the last hidden states of packed sequences; the first one's positions count from `begin`.
+
+    Shapes: [T] -> [T, H]; `experts_TX` are those of `routing.choose`.
+    """
+    positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
+    positions_T[: lengths[0]] += begin
+    starts_S1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens_T.device)
+    spans = attention.Spans(starts_S1=starts_S1, longest=max(lengths))
+    return slices.whole_hidden(model, tokens_T, positions_T, spans, experts_TX)
+
+
+def packed_sharing(model: PreTrainedModel, tokens_T: Tensor, experts_TX: Tensor | None = None) -> Tensor:
+    """Return the last hidden states of the sequences of `LENGTHS`, packed with shared prompts: [T] -> [T, H]."""
+    samples = []
+    for part_T, prompt, part_TX in zip(tokens_T.split(LENGTHS), PROMPTS, _split(experts_TX), strict=True):
+        ids, zeros = tuple(part_T.tolist()), (0.0,) * (len(part_T) - prompt)
+        tokens: dict[str, Any] = {"prompt_token_ids": ids[:prompt], "token_ids": ids[prompt:]}
+        if part_TX is not None:
+            tokens["experts"] = part_TX[:-1].cpu().numpy().astype("<i2").tobytes()
+        samples.append(Sample(**tokens, sampled_logprobs=zeros, advantages=zeros, weight=0.0))
+    (batch,) = packs(samples, max_tokens=sum(LENGTHS), device=tokens_T.device, share_prompts=True)
+    hidden_TH, seen = (
+        slices.whole_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX),
+        batch.spans.seen,
+    )
+    assert seen is not None
+    sequences = [keys for keys in seen.keys_U.split(seen.starts_S1.diff().tolist()) if len(keys) in LENGTHS]
+    return hidden_TH[torch.cat(sequences)]  # the other spans are prompts
+
+
+def example_tokens(model: PreTrainedModel) -> Tensor:
+    """Return the tokens of sequences of `LENGTHS`, some of which share `PROMPTS`: [T]."""
+    vocabulary: int = model.config.get_text_config().vocab_size
+    tokens_T = (torch.arange(sum(LENGTHS)) * 7919 + 11) % vocabulary
+    starts = [0, *accumulate(LENGTHS)]
+    for first, second in SHARING:
+        tokens_T[starts[second] :][: PROMPTS[second]] = tokens_T[starts[first] :][: PROMPTS[first]]
+    return tokens_T.to(model.device)
+
+
+def _own_experts(model: PreTrainedModel, tokens_T: Tensor) -> Tensor | None:
+    """Return the experts that the routers choose for each sequence alone, and once for a shared prompt: [T, X].
+
+    None: they choose in every pass.
+    """
+    parts = [routing.watched(model, partial(_plain, model, part_T)) for part_T in tokens_T.split(LENGTHS)]
+    known = [part_TX for part_TX in parts if part_TX is not None]
+    for first, second in SHARING if known else ():
+        known[second][: PROMPTS[second]] = known[first][: PROMPTS[first]]
+    return torch.cat(known) if known else None
+
+
+def _alone(model: PreTrainedModel, tokens_T: Tensor, experts_TX: Tensor | None) -> Tensor:
+    """Return the last hidden states of each sequence of `LENGTHS` alone: [T] -> [T, H]."""
+    parts = []
+    for part_T, part_TX in zip(tokens_T.split(LENGTHS), _split(experts_TX), strict=True):
+        routing.choose(model, part_TX, len(part_T))
+        parts.append(_plain(model, part_T))
+    return torch.cat(parts)
+
+
+def _split(experts_TX: Tensor | None) -> Sequence[Tensor | None]:
+    return [None] * len(LENGTHS) if experts_TX is None else experts_TX.split(LENGTHS)
+
+
+def _plain(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
+    hidden_1TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state
+    return hidden_1TH[0]
+
+
+@contextmanager
+def _checking(model: PreTrainedModel) -> Iterator[None]:
+    """Turn dropout off and narrow sliding windows, and restore both."""
+    config = model.config.get_text_config()
+    windows = [m for m in (config, *model.modules()) if isinstance(getattr(m, "sliding_window", None), int)]
+    before = [(owner, "sliding_window", owner.sliding_window) for owner in windows]
+    before += [(module, "training", True) for module in model.modules() if module.training]
+    for owner, name, _ in before:
+        setattr(owner, name, WINDOW if name == "sliding_window" else False)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
