@@ -2,14 +2,12 @@
 
 import argparse
 import asyncio
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from bridge.processes import children
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.vllm_flags import MOE_BACKEND, WORKER_EXTENSION
 from bridge.server.client import VllmClient, open_async_http
-from bridge.server.manifest import MANIFEST_NAME
 from bridge.server.protocol import TRANSFER_FLAG
 from bridge.types import Problem
 
@@ -90,29 +87,24 @@ def stock(command: ServerCommand) -> ServerCommand:
 
 @contextmanager
 def on_another_gpu(options: argparse.Namespace) -> Iterator[str]:
-    """Run a stock server that can be fed on the first GPU, show this process the other one, and yield its address."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = shown[-1]
-    with TemporaryDirectory(prefix="bridge-bench-") as folder:
-        log = Path(folder, "server.log")
-        with served(fed_command(options, Path(folder), shown[0]), log) as url:
-            say(log.read_text(errors="replace"))  # the size of its KV cache, for grpo.py
-            yield url
+    """Run a stock server that can be fed on `--server-gpu`, and yield its address; this process sees another GPU."""
+    if (count := torch.cuda.device_count()) > 1:
+        raise SystemExit(f"error: the trainer sees {count} GPUs, expected its own alone: set CUDA_VISIBLE_DEVICES=1")
+    options.server_log.parent.mkdir(parents=True, exist_ok=True)
+    with served(fed_command(options), options.server_log) as url:
+        yield url
 
 
-def fed_command(options: argparse.Namespace, folder: Path, gpu: str) -> ServerCommand:
+def fed_command(options: argparse.Namespace) -> ServerCommand:
     """Return the command of a stock server with the engine settings of both sides; `trl vllm-serve` runs the same."""
     engine = [*_sides.engine_flags(GPUS * options.completions), *_sides.lengths_flags(options.lengths)]
     config = ServeConfig(
         model=str(options.model), port=free_port("127.0.0.1"), max_model_len=options.max_model_len,
         gpu_memory_utilization=options.share if torch.cuda.is_available() else None,
-        vllm_config_path=folder / MANIFEST_NAME,
     )  # fmt: skip
-    logprobs = ("--logprobs-mode", "processed_logprobs")
-    command = stock(ServerCommand.of(config, [*engine, *TRANSFER_FLAG]))
-    argv = command.argv if "--logprobs-mode" in command.argv else (*command.argv, *logprobs)
-    environment = {**command.environment, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": gpu}
-    return replace(command, argv=argv, environment=environment)
+    command = ServerCommand.of(config, [*engine, *TRANSFER_FLAG], shares_weights=False)
+    outer = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": options.server_gpu}
+    return replace(command, environment={**command.environment, **outer})
 
 
 @contextmanager

@@ -35,6 +35,8 @@ SEVERAL = re.compile(r"\s*--(gpus|tensor-parallel-size)[= ](\d+)")
 """The flags of a variant for several GPUs."""
 SPLIT = {"trl": {"--async", "--server"}, "bridge": {"--trainer-device"}}
 """The flags of a variant whose trainer and vLLM have a GPU each."""
+SPLIT_GPUS = "0,1"
+"""Of vLLM and of the trainer, unless CUDA_VISIBLE_DEVICES names others."""
 SPLIT_SHARE = 0.85
 """Share of GPU memory for a vLLM that has a GPU to itself."""
 MEASURED = {
@@ -98,6 +100,12 @@ class Side:
         return not SPLIT[self.name].isdisjoint(self.variant.split())
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether Bridge's server writes a manifest; the stock vLLM of `--mode none` writes none."""
+        flags = self.variant.split()
+        return "none" not in flags or "in-place" in flags
+
+    @property
     def on_one(self) -> "Side":
         """Return the same on one GPU."""
         return replace(self, variant=SEVERAL.sub("", self.variant))
@@ -107,6 +115,16 @@ class Side:
         if self.is_split:
             work = replace(work, share=SPLIT_SHARE)
         return (self._trl if self.name == "trl" else self._bridge)(work, model, folder, steps)
+
+    def environment(self, work: Work, folder: Path) -> dict[str, str]:
+        """Return the environment of the command: NCCL's own log of each process goes to `folder`.
+
+        A trainer of TRL with its vLLM on another GPU sees its own alone from the start: importing transformers already
+        makes CUDA read CUDA_VISIBLE_DEVICES, and TRL spreads a model over all GPUs that it sees.
+        """
+        logs = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder / "nccl.%p.log")}
+        shown = {"CUDA_VISIBLE_DEVICES": split_gpus()[1]} if self.name == "trl" and self.is_split else {}
+        return {**environment(work), **logs, **shown}
 
     def parts(self, line: Mapping[str, Any]) -> dict[str, float]:
         """Return the seconds of a step's parts, its sampled tokens, and torch's peak memory."""
@@ -124,21 +142,22 @@ class Side:
 
     def kv_cache_gib(self, log: Path, folder: Path) -> float | None:
         """Return the size of vLLM's KV cache from its log; None if not found."""
-        path = log if self.name == "trl" else RunDirectory(folder / "run").server_log
+        path = log if self.name == "trl" and not self.is_split else RunDirectory(folder / "run").server_log
         match = KV_CACHE.search(path.read_text(errors="replace")) if path.exists() else None
         return float(match[1]) if match else None
 
     def _trl(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
-        del folder
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         given = shlex.split(self.on_one.variant)
         flags = [flag for flag in given if flag != "--async"]
+        server_log = RunDirectory(folder / "run").server_log
         return [
             sys.executable, *(several if self.gpus > 1 and not self.is_split else []), "-m",
             "benchmarks._trl_async" if "--async" in given else "benchmarks._trl", *flags, "--model", str(model),
             "--steps", str(steps), "--completions", str(work.completions), "--group", str(work.group),
             "--tokens", str(work.tokens), "--share", str(work.share), "--max-model-len", str(work.max_model_len),
             *(["--lengths", work.lengths] if work.lengths else []),
+            *(["--server-gpu", split_gpus()[0], "--server-log", str(server_log)] if self.is_split else []),
         ]  # fmt: skip
 
     def _bridge(self, work: Work, model: Path, folder: Path, steps: int) -> list[str]:
@@ -147,6 +166,7 @@ class Side:
         num_completions = work.completions * (self.gpus if self.is_split else self.num_parts)
         engine = [*engine_flags(num_completions), *lengths_flags(work.lengths)]
         kv_cache = [] if self.is_split else ["--kv-sleep", "never"]
+        manifest = ["--vllm-config-path", str(folder / "manifest.json")] if self.shares_weights else []
         arguments = shlex.split(self.variant)
         separator = arguments.index("--") if "--" in arguments else len(arguments)
         return [
@@ -155,7 +175,7 @@ class Side:
             "--batch-size", str(work.completions * self.gpus), "--group-size", str(work.group), "--max-new-tokens",
             str(work.tokens), "--max-model-len", str(work.max_model_len), "--port", str(free_port("127.0.0.1")), *share,
             "--run-dir", str(folder / "run"), "--save-path", str(folder / "saved"), "--no-save-optimizer",
-            "--vllm-config-path", str(folder / "manifest.json"), *kv_cache, "--optimizer",
+            *manifest, *kv_cache, "--optimizer",
             *arguments[:separator], "--", *engine, *self.engine, *arguments[separator + 1 :],
         ]  # fmt: skip
 
@@ -179,6 +199,11 @@ def planned_gib(side: Side, work: Work, model: Path) -> float | None:
 def gpu_gib() -> float:
     """Return the memory of a GPU of this host, without a context on it."""
     return min(accelerator.gpu_memory_bytes(), default=ENOUGH_GIB * 2**30) / 2**30
+
+
+def split_gpus() -> list[str]:
+    """Return the GPUs of vLLM and of the trainer, if they have one each."""
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or SPLIT_GPUS).split(",")[:2]
 
 
 def engine_flags(completions: int) -> list[str]:

@@ -51,6 +51,7 @@ def main() -> None:
 
 def train(options: argparse.Namespace, url: str | None, lines: TextIO | None) -> None:
     """Train with the server at `url`; None: with TRL's own engine, or with Bridge's."""
+    _trl_times.watch_stalls()
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     task = registry.load(TaskConfig(environment=options.task)) if options.task else None
     clock, args = _trl_times.Clock(task), trl.GRPOConfig(**settings(options, url))
@@ -136,6 +137,8 @@ def common_flags(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--share", type=float, default=0.3, help="share of the GPU for vLLM")
     parser.add_argument("--optim", default="adamw_torch_fused", help="TRL's `optim`; adamw_bnb_8bit: 8-bit moments")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--server-gpu", default="0", help="of a vLLM that has one; CUDA_VISIBLE_DEVICES: the trainer's")
+    parser.add_argument("--server-log", type=Path, default=Path("trl-server.log"), help="of that vLLM")
     return parser
 
 
@@ -161,7 +164,7 @@ def settings(options: argparse.Namespace, url: str | None = None) -> dict[str, A
         "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.share,
         "vllm_max_model_length": options.max_model_len, "vllm_enable_sleep_mode": options.sleep,
     }  # fmt: skip
-    outside = {"vllm_mode": "server", "vllm_server_base_url": url}
+    outside = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port("")}
     vllm = {
         "use_vllm": True, **(inside if url is None else outside),
         "vllm_importance_sampling_correction": not options.no_correction,

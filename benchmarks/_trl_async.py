@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, TrainerCallback
 
-from benchmarks import _servers, _trl, _work
+from benchmarks import _servers, _trl, _trl_times, _work
 from benchmarks._servers import GPUS
 from bridge.passes import kernels
 
@@ -41,6 +41,7 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, url: str, lines: TextIO) -> None:
+    _trl_times.watch_stalls()
     trl, datasets = importlib.import_module("trl.experimental.async_grpo"), importlib.import_module("datasets")
     packing: Any = importlib.import_module("trl.experimental.async_grpo.packing")
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
@@ -118,6 +119,7 @@ class Lines(TrainerCallback):  # type: ignore[misc]
         self._out = out
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        _trl_times.watch_stalls()
         document = {"step": state.global_step, **parts(self._trainer._metrics["train"])}
         self._out.write(json.dumps(document) + "\n")
 

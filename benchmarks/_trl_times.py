@@ -6,6 +6,7 @@ Not covered: which way TRL trains (`_trl.py`).
 """
 
 import argparse
+import faulthandler
 import functools
 import importlib
 import json
@@ -22,6 +23,9 @@ from transformers import TrainerCallback
 from benchmarks import _work
 from bridge.rollouts import problems
 from bridge.types import Task
+
+STALL_S = 60
+"""Without a step, until the log gets the stacks of all threads."""
 
 
 class Clock:
@@ -90,6 +94,7 @@ class Lines(TrainerCallback):  # type: ignore[misc]
         self._clock.seconds["optimizer"] += moment() - self._stepped_at
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        watch_stalls()
         moment()
         mine = torch.tensor(self._clock.num_tokens, device=self._accelerator.device)
         num_tokens = int(self._accelerator.reduce(mine))
@@ -156,6 +161,11 @@ def parts(seconds: Mapping[str, float]) -> dict[str, float]:
         "sync_s": seconds["sync"],
         "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
     }
+
+
+def watch_stalls() -> None:
+    """Write the stacks of all threads to the log every minute until the next call, so that it shows where TRL waits."""
+    faulthandler.dump_traceback_later(STALL_S, repeat=True)
 
 
 def moment() -> float:

@@ -176,7 +176,7 @@ class Bench:
             return Run(failure="TRL is not installed: pip install trl==1.16.0")
         steps = self._warm_up(side) + self._steps(side)
         argv, log = side.argv(self._work(), model, folder, steps), folder / "log"
-        environment = _sides.environment(self._work())
+        environment = side.environment(self._work(), folder)
         if self.options.dummy_weights:
             environment = _dummy_weights.installed(folder / "plugin", environment)
         run = _stamped.run(argv, environment, log, num_lines=steps, limit_s=limit_s, used_bytes=self.used_bytes)
@@ -196,6 +196,7 @@ class Bench:
 
     def _keep_logs(self, folder: Path, name: str) -> None:
         logs = {"": folder / "log", "-server": RunDirectory(folder / "run").server_log}
+        logs |= {f"-{log.stem}": log for log in folder.glob("nccl.*.log")}
         if (kept := self.options.keep_logs) is not None:
             kept.mkdir(parents=True, exist_ok=True)
             for suffix, log in logs.items():

@@ -95,6 +95,8 @@ def _device(name: str) -> torch.device:
             f"--trainer-device {name}: this process sees {num_gpus} GPUs",
             remedy="--trainer-device cpu, or another number" if num_gpus else "--trainer-device cpu",
         )
+    if device.index:
+        torch.cuda.set_device(device)  # else the fence would wait for the server's GPU, and not for this one
     return device
 
 

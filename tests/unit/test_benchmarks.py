@@ -239,6 +239,50 @@ def test_trls_server_mode_is_told_the_same_work(tmp_path: Path) -> None:
     assert (trl.gpus, trl.is_split, options.share) == (2, True, _sides.SPLIT_SHARE)
 
 
+@pytest.mark.parametrize(("shown", "of_server", "of_trainer"), [(None, "0", "1"), ("4,7,9", "4", "7")])
+def test_trls_trainer_sees_its_own_gpu_alone_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str | None, of_server: str, of_trainer: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    for variant in ("8 --server", "8 --async"):
+        side = Side("trl", variant)
+        assert side.environment(Work(), tmp_path)["CUDA_VISIBLE_DEVICES"] == of_trainer
+        options = _trl.flags().parse_args(side.argv(Work(), tmp_path, tmp_path, 5)[3:])
+        served = _servers.fed_command(options)
+        assert served.environment["CUDA_VISIBLE_DEVICES"] == of_server
+        assert "--enable-sleep-mode" not in served.argv, "as trl's users start it"
+    assert TRL.environment(Work(), tmp_path).get("CUDA_VISIBLE_DEVICES") == shown
+
+
+def test_a_trainer_that_sees_the_gpu_of_its_server_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    options = _trl.flags().parse_args(["8", "--server", "--model", "m", "--steps", "1"])
+    with pytest.raises(SystemExit, match="sees 2 GPUs"), _servers.on_another_gpu(options):
+        pass
+
+
+def test_stacks_are_written_while_no_step_ends(tmp_path: Path) -> None:
+    code = """
+import time
+from benchmarks import _trl_times
+_trl_times.STALL_S = 1
+_trl_times.watch_stalls()
+def wait_for_the_server(): time.sleep(2)
+wait_for_the_server()
+"""
+    process(code, tmp_path / "log")
+    assert "in wait_for_the_server" in (tmp_path / "log").read_text()
+
+
+def test_only_a_server_that_shares_its_weights_gets_a_manifest(tmp_path: Path) -> None:
+    reloads = {"transfer": False, "restart": False, "in-place": True}
+    variants = {f"adamw --mode none --reload {reload}": writes for reload, writes in reloads.items()}
+    for variant, writes in (variants | {"adamw": True, "adamw --mode lora_only": True}).items():
+        assert ("--vllm-config-path" in Side("bridge", variant).argv(Work(), tmp_path, tmp_path, 5)) == writes
+
+
 def test_a_trainer_and_its_vllm_have_a_gpu_each_on_both_sides(tmp_path: Path) -> None:
     work = Work(completions=32, lengths="lognormal:600:0.6:4096")
     trl, ours = Side("trl", "8 --async --optim x"), Side("bridge", "adamw --mode none --trainer-device cuda:1")
@@ -248,7 +292,7 @@ def test_a_trainer_and_its_vllm_have_a_gpu_each_on_both_sides(tmp_path: Path) ->
     options.max_staleness = 1
     settings = _trl_async.settings(options, "http://127.0.0.1:1")
     assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 64
-    served = _servers.fed_command(options, tmp_path, "0").argv
+    served = _servers.fed_command(options).argv
     assert served[served.index("--max-num-seqs") + 1] == "64"
     assert _lengths.MIDDLEWARE in served
     ours_argv = ours.argv(work, tmp_path, tmp_path, 5)
@@ -362,6 +406,7 @@ def test_the_kv_cache_is_read_where_each_sides_vllm_logs(tmp_path: Path) -> None
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "serve.log").write_text(line.replace("24.61", "24.5"))
     assert OURS.kv_cache_gib(log, tmp_path) == 24.5
+    assert Side("trl", "16 --server").kv_cache_gib(log, tmp_path) == 24.5
 
 
 def process(code: str, log: Path, *, num_lines: int = 2, limit_s: float = 60) -> Run:

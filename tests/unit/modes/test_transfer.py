@@ -17,7 +17,7 @@ import torch
 
 from bridge.config import TrainConfig
 from bridge.core import address
-from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
+from bridge.errors import AttachError, BridgeError, ManifestError, ServerUnreachableError, UsageError
 from bridge.modes import transfer
 from bridge.modes.mode import RunContext
 from bridge.modes.transfer import Transfer
@@ -230,6 +230,11 @@ def test_a_server_that_is_named_twice_is_refused(feeding: Callable[..., Fed], fo
 def test_what_is_no_address_is_refused(feeding: Callable[..., Fed], name: str) -> None:
     with pytest.raises(UsageError, match=f"--servers {name}: expected HOST:PORT"):
         feeding(servers=name)
+
+
+def test_a_manifest_that_is_missing_is_no_address(feeding: Callable[..., Fed], tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=f"no manifest at {tmp_path / 'none.json'}"):
+        feeding(servers="", vllm_config_path=tmp_path / "none.json")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

@@ -164,6 +164,18 @@ def test_a_gpu_that_is_not_there_is_refused(folder: Path, device: str) -> None:
     assert error.remedy == "--trainer-device cpu"
 
 
+def test_the_chosen_gpu_is_the_one_that_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 2**30))
+    assert "where 0 GiB are free" in error_of(folder, "cuda:1").message
+    assert current == [torch.device("cuda:1")]
+    error_of(folder, "auto")
+    assert len(current) == 1, "the first GPU is current already, or another one of this rank"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_auto_without_a_gpu_leaves_a_core_to_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
