@@ -45,6 +45,9 @@ def train(options: argparse.Namespace, url: str, lines: TextIO) -> None:
     trl, datasets = importlib.import_module("trl.experimental.async_grpo"), importlib.import_module("datasets")
     packing: Any = importlib.import_module("trl.experimental.async_grpo.packing")
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
+    inside: Any = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
+    if not torch.cuda.is_available():
+        inside.get_peak_flops_per_device = lambda *_: None  # it asks for the GPU's name
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = tokenizer.parse_response = plain_text  # else TRL refuses this chat template

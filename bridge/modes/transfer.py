@@ -135,8 +135,7 @@ class Transfer(OwnCopy):
 
     def _connect(self) -> None:
         self._sender: Any = None
-        sender = import_module(SENDER)
-        vllm = sender.version()
+        vllm = import_module(SENDER).version()
         self._servers = self._find_servers()
         self._receivers = Receivers(self._servers, self._config.publishing.in_flight)
         try:
@@ -209,8 +208,7 @@ class Transfer(OwnCopy):
         server, timeout_s = self._config.server, self._config.sampling.request_timeout_s
         own = {} if self._run.process else {exported.url: exported for exported in discovery.running().values()}
         names = server.servers or (str(server.config_path or server.url()),)
-        is_path = server.config_path is not None and not server.servers
-        manifests = {name: manifest.load(Path(name)) for name in names if is_path or Path(name).exists()}
+        manifests = {at: manifest.load(Path(at)) for at in names if at == str(server.config_path) or Path(at).exists()}
         own |= {exported.url: exported for exported in manifests.values()}
         urls = [manifests[name].url if name in manifests else _url(name) for name in names]
         if first := next((index for index, url in enumerate(urls) if url in urls[:index]), None):

@@ -60,7 +60,10 @@ def run(
     vllm_flags: VllmFlags = None,
 ) -> None:
     """Serve a model, train it and stop the server; restart it if it dies or hangs."""
-    _refuse_other_servers(serve, train)
+    if train.publishing.start_command is not None:
+        raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
+    if train.server.servers:
+        raise UsageError("--servers: bridge run starts its own", remedy="bridge train --servers ...")
     if on_ray:
         from bridge_cli import on_ray as cluster
 
@@ -91,20 +94,6 @@ def run(
                 first.directory.remove_if_unused()
 
 
-def _refuse_other_servers(serve: ServeConfig, train: TrainConfig) -> None:
-    """Raise UsageError if the choices are of another server than this command starts."""
-    if train.publishing.start_command is not None:
-        raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
-    if train.server.servers:
-        raise UsageError("--servers: bridge run starts its own", remedy="bridge train --servers ...")
-    if serve.vllm_config_path is not None and not train.needs_patched_server:
-        raise UsageError(
-            f"--vllm-config-path {serve.vllm_config_path}: --mode none --reload {train.publishing.reload} starts the"
-            " stock vLLM, which writes no manifest",
-            remedy="leave it out",
-        )
-
-
 @dataclass
 class FirstRank:
     """What only the first rank has: the run directory and the command of its server."""
@@ -120,6 +109,12 @@ class FirstRank:
         from bridge.rollouts.sampler import fit_completions
 
         job = self.job
+        if job.serve.vllm_config_path is not None and not job.chosen.needs_patched_server:
+            raise UsageError(
+                f"--vllm-config-path {job.serve.vllm_config_path}: --mode none --reload {job.chosen.publishing.reload}"
+                " starts the stock vLLM, which writes no manifest",
+                remedy="leave it out",
+            )
         train, self.directory, checkpoint = open_run(job.chosen)
         if (own_rank := rank.OWN_RANK.get()) is not None:
             own_rank.keep(self.directory.path)
@@ -127,8 +122,9 @@ class FirstRank:
         train = fit_completions(train, longest, console.note)
         if train.mode == "lora_only" and "--trust-remote-code" not in job.vllm_flags:
             _check_adapter(train.model_name, train.lora)
-        shares = train.needs_patched_server
-        self.command = prepare(job.serve, job.vllm_flags, shares_weights=shares, trainer=train, output=console)
+        self.command = prepare(
+            job.serve, job.vllm_flags, shares_weights=train.needs_patched_server, trainer=train, output=console
+        )
         send_key(job.vllm_flags)
         if job.environment is not None:
             stream.rehearse(
