@@ -200,14 +200,19 @@ def served(
     child = children.start(command.argv, command.environment, log)
     try:
         ready = children.wait_until(child, command.manifest.exists, limit_s=START_LIMIT_S, progress=lambda _: None)
-        assert ready, f"{server_log.own_error(log) or server_log.root_error(log)}\n\n{log.read_text()[-2000:]}"
+        assert ready, why_it_ended(log)
         yield LiveServer(manifest.load(command.manifest), command.manifest, child)
     except Exception as error:
         if not child.is_alive():
-            error.add_note(f"its server ended: {server_log.root_error(log)}\n{log.read_text()[-2000:]}")
+            error.add_note(f"its server ended: {why_it_ended(log)}")
         raise
     finally:
         children.stop(child)
+
+
+def why_it_ended(log: Path) -> str:
+    """Return a server's first error with the end of its traceback; the API server reports it again, without the cause."""
+    return f"{server_log.own_error(log) or server_log.root_error(log)}\n\n{server_log.up_to_root_error(log, 30)}"
 
 
 def bridge(

@@ -35,6 +35,9 @@ SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.open
 """Modules that serve, the newest first: vLLM 0.32 has both, and calls the second deprecated."""
 PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
 """vLLM's groups of plugins that load unless VLLM_PLUGINS is set, which our routes require."""
+UNQUANTIZED = ("--quantization-config", r'{"ignore": ["re:.*\\.(gate|in_proj_(ba|b|a))$"]}')
+"""Keeps routers of experts and the gates of linear attention as they are, as published FP8 checkpoints do. vLLM
+quantizes the router of Qwen3-MoE, and CUTLASS's kernel for blocks fails on layers of few rows: 16 must divide them."""
 LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  where a server that listens everywhere answers
 MODEL = "{model}"
 EXAMPLE = "--start-command 'vllm serve {model} --port 8000' --vllm-port 8000"
@@ -206,7 +209,7 @@ def _vllm(config: ServeConfig) -> list[str]:
         argv = [*PYTHON, "-m", module, "--model", config.model]
     argv += ["--host", config.host, "--port", str(config.port)]
     argv += ["--dtype", config.dtype] if config.dtype != "auto" else []
-    argv += ["--quantization", config.quantization] if config.quantization else []
+    argv += ["--quantization", config.quantization, *UNQUANTIZED] if config.quantization else []
     argv += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []
     argv += ["--tensor-parallel-size", str(config.tensor_parallel_size)] if config.tensor_parallel_size > 1 else []
     return argv

@@ -1,5 +1,6 @@
 """FP8 is, to the bit, what vLLM's own functions make of the same weights."""
 
+import json
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bridge.processes.server_command import UNQUANTIZED
 from bridge.processes.vllm_flags import UNPACKED
 from bridge.types import Quantization
 from bridge.weights import fp8
-from tests.unit.weights.test_fp8 import SHAPES, random
+from tests.unit.weights.test_fp8 import HOWS, SHAPES, random
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="no vLLM is installed")
 
@@ -47,6 +49,31 @@ def test_kernels_that_repack_fp8_have_the_names_that_are_disabled() -> None:
     assert name in envs.environment_variables
     kernels = {kernel.__name__ for kernel in linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]}
     assert {*disabled.split(",")} <= kernels
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_routers_are_not_quantized_and_other_layers_are(how: Quantization) -> None:
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+    flag, value = UNQUANTIZED
+    assert flag == "--quantization-config"
+    args = resolve_quantization_config(how, json.loads(value))
+    plain = resolve_quantization_config(how, None)
+    assert args is not None
+    assert plain is not None
+    assert (args.linear, args.moe) == (plain.linear, plain.moe)
+    fused = {
+        "gate_up_proj": ["gate_proj", "up_proj"], "in_proj_ba": ["in_proj_b", "in_proj_a"],
+        "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
+    }  # fmt: skip
+    left_out = {
+        name
+        for name in ("mlp.gate", "linear_attn.in_proj_ba", "mlp.gate_up_proj", "linear_attn.in_proj_qkvz",
+                     "mlp.experts", "mlp.shared_expert_gate", "mlp.down_proj")
+        if should_ignore_layer(f"model.layers.0.{name}", ignore=args.ignore, fused_mapping=fused)
+    }  # fmt: skip
+    assert left_out == {"mlp.gate", "linear_attn.in_proj_ba"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from bridge.processes import children, leash, server_log
+from tests import scenarios
 
 LIMIT_S = 60.0
 FAMILY = """
@@ -284,6 +285,37 @@ def test_the_root_error_is_the_first_one_without_vllms_prefix(tmp_path: Path) ->
     assert server_log.root_error(tmp_path / "log") == "RuntimeError: Cannot find any model weights"
     assert server_log.last_line(tmp_path / "log") == "last words"
     assert server_log.own_error(tmp_path / "log") is None
+
+
+BARE = """\
+(EngineCore pid=9) ERROR 11-27 02:12:56 [core.py:95] EngineCore failed to start.
+(EngineCore pid=9) ERROR 11-27 02:12:56 [core.py:95] Traceback (most recent call last):
+(EngineCore pid=9) ERROR 11-27 02:12:56 [core.py:95]   File "/x/core.py", line 88, in run_engine_core
+(EngineCore pid=9) ERROR 11-27 02:12:56 [core.py:95]     engine_core = EngineCoreProc(*args)
+(EngineCore pid=9) ERROR 11-27 02:12:56 [core.py:95]                   ^^^^^^^^^^^^^^^^^^^^^
+(EngineCore pid=9) ERROR 11-27 02:12:56 [core.py:95]   File "/x/triton_scaled_mm.py", line 164, in triton_scaled_mm
+(EngineCore pid=9) ERROR 11-27 02:12:56 [core.py:95]     assert scale_a.shape[1] == 1
+(EngineCore pid=9) ERROR 11-27 02:12:56 [core.py:95]            ^^^^^^^^^^^^^^^^^^^^^
+(EngineCore pid=9) ERROR 11-27 02:12:56 [core.py:95] AssertionError
+(APIServer pid=8) Traceback (most recent call last):
+(APIServer pid=8)   File "/x/utils.py", line 1272, in wait_for_engine_startup
+(APIServer pid=8) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+def test_an_error_without_a_message_says_where_it_was(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(BARE)
+    error = server_log.root_error(tmp_path / "log")
+    frame = 'File "/x/triton_scaled_mm.py", line 164, in triton_scaled_mm, assert scale_a.shape[1] == 1'
+    assert error == f"AssertionError, {frame}"
+    shown = scenarios.why_it_ended(tmp_path / "log").splitlines()
+    assert (shown[0], shown[2], shown[-1]) == (error, "EngineCore failed to start.", "AssertionError")
+    assert server_log.up_to_root_error(tmp_path / "log", 2).splitlines()[1] == "AssertionError"
+
+
+def test_lines_up_to_no_error_are_the_last_ones(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("one\ntwo\nthree\n")
+    assert server_log.up_to_root_error(tmp_path / "log", 2) == "two\nthree"
 
 
 def test_a_log_without_an_error_ends_in_its_last_line(tmp_path: Path) -> None:

@@ -591,11 +591,12 @@ def test_fp8_is_served_as_it_is_first_made(monkeypatch: pytest.MonkeyPatch, tmp_
         for choices in ({}, QUANTIZED)
     )
     assert quantized.argv[quantized.argv.index("--quantization") + 1] == "fp8_per_block"
+    assert list(json.loads(quantized.argv[quantized.argv.index("--quantization-config") + 1])) == ["ignore"]
     assert quantized.environment["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
     assert "VLLM_USE_DEEP_GEMM" not in quantized.environment
     disabled = quantized.environment["VLLM_DISABLED_KERNELS"].split(",")
     assert disabled == ["MarlinFP8ScaledMMLinearKernel", "HummingFP8ScaledMMLinearKernel"]
-    assert "--quantization" not in plain.argv
+    assert not {"--quantization", "--quantization-config"}.intersection(plain.argv)
     assert "VLLM_USE_DEEP_GEMM_E8M0" not in plain.environment
     shares = [float(one.argv[one.argv.index("--gpu-memory-utilization") + 1]) for one in (plain, quantized)]
     assert shares[1] > shares[0], "vLLM holds more"
