@@ -6,6 +6,9 @@ For each size, memory for the linear layers of the whole model is filled, so tha
 what an update adds inside the fence. `products` is one pass of so many rows through all of these layers, in a CUDA
 graph, with the rounding of the inputs: in bf16, and by each of vLLM's kernels. A kernel that is missing here says why.
 
+Inputs are rounded by kernels of their own here, one before each product. A compiled server rounds them in the kernel of
+the norm or activation before it, except after attention, so `products` is an upper bound of what it takes there.
+
 Not covered: whole steps, for which the flag `--quantization` goes into `--ours` of `grpo.py`:
 
     python -m benchmarks.grpo --sizes 7b --dummy-weights --trl --share 0.4 --steps 6 --ours \

@@ -211,7 +211,7 @@ def served(
 
 
 def why_it_ended(log: Path) -> str:
-    """Return a server's first error with the end of its traceback; the API server reports it again, without the cause."""
+    """Return a server's first error, and its traceback's end: the API server's own, further below, has no cause."""
     return f"{server_log.own_error(log) or server_log.root_error(log)}\n\n{server_log.up_to_root_error(log, 30)}"
 
 

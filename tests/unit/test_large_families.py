@@ -3,6 +3,7 @@
 Not covered: whether vLLM takes them (`tests/gpu/test_families.py`).
 """
 
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.func import functional_call
 from transformers import AutoConfig, PretrainedConfig
 
 from bridge.weights import skeleton
+from tests import family_proof
+from tests.models import tiny
 from tests.models.families import FAMILIES, ON_GPUS, large
 
 LEAST_PARAMETERS = 100_000_000
@@ -36,6 +39,17 @@ def test_a_large_family_keeps_its_peculiarities(family: str) -> None:
     assert _peculiarities(scaled.get_text_config()) == _peculiarities(config.get_text_config())
     if (tower := getattr(scaled, "vision_config", None)) is not None and hasattr(tower, "head_dim"):
         assert tower.head_dim * tower.num_attention_heads == tower.hidden_size
+
+
+@pytest.mark.parametrize("family", ["Gemma", "Gemma 2", "Granite"])
+def test_a_large_family_is_sure_of_no_token(family: str, tmp_path: Path) -> None:
+    """Updates show in log-probabilities, and those of a model that repeats each token stay 0."""
+    config = large(ALL[family]())
+    folder = tiny.write(config, tmp_path, std=family_proof.GAIN / sqrt(config.hidden_size))
+    model = skeleton.auto_class(config).from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.arange(20, 40).unsqueeze(0)).logits.float().log_softmax(-1)
+    assert -(logprobs.exp() * logprobs).sum(-1).mean() > 0.9 * log(config.vocab_size)
 
 
 def _fields(config: PretrainedConfig) -> dict[str, Any]:
