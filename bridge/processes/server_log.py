@@ -82,28 +82,15 @@ def root_error(log: Path) -> str:
     An error without a message, such as a bare assertion, is followed by where it was raised.
     """
     lines = _lines(log)
-    index = _root(lines)
+    ends = ("KeyboardInterrupt", "SystemExit", "asyncio.")
+    index = next((i for i, line in enumerate(lines) if ERROR.match(line) and not line.startswith(ends)), None)
     if index is None:
         return f"no error in its log, which ends with: {lines[-1]}" if lines else "it printed nothing"
-    if (match := ERROR.match(lines[index])) and match["name"] and not match["message"]:
+    if re.fullmatch(r"[\w.]+", lines[index]):
         frame = next((i for i in reversed(range(index)) if lines[i].startswith("  File ")), index)
         return ", ".join(line.strip() for line in (lines[index], *lines[frame:index]) if line.strip(" ^~"))
     further = lines[index + 1 : index + 3] if "validation error" in lines[index] else []  # pydantic explains it below
     return " ".join([lines[index], *(line.strip() for line in further)]).partition(" [type=")[0]
-
-
-def up_to_root_error(log: Path, num_lines: int) -> str:
-    """Return the last `num_lines` up to the first error, which other processes of the server report again below."""
-    lines = _lines(log)
-    index = _root(lines)
-    end = len(lines) if index is None else index + 1
-    return "\n".join(lines[max(0, end - num_lines) : end])
-
-
-def _root(lines: list[str]) -> int | None:
-    """Return the index of the first error; None: there is none."""
-    ends = ("KeyboardInterrupt", "SystemExit", "asyncio.")
-    return next((i for i, line in enumerate(lines) if ERROR.match(line) and not line.startswith(ends)), None)
 
 
 def last_line(log: Path) -> str:

@@ -90,7 +90,7 @@ def write(config: PretrainedConfig, folder: Path, *, seed: int = 0, std: float =
         if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):  # Gemma 4's scores are as large as that
             torch.nn.init.constant_(module.q_norm.weight, module.head_dim**-0.5)
     if config.model_type == "gemma":  # scales embeddings up, and its tied head reads them back: it would repeat tokens
-        model.get_input_embeddings().weight.data.div_(4)
+        model.get_input_embeddings().weight.data.div_(2)
     model.save_pretrained(folder)
     is_seeing = hasattr(config, "vision_config")
     write_tokenizer(folder, config.get_text_config().vocab_size, processors.TOKENS if is_seeing else ())

@@ -308,14 +308,15 @@ def test_an_error_without_a_message_says_where_it_was(tmp_path: Path) -> None:
     error = server_log.root_error(tmp_path / "log")
     frame = 'File "/x/triton_scaled_mm.py", line 164, in triton_scaled_mm, assert scale_a.shape[1] == 1'
     assert error == f"AssertionError, {frame}"
+
+
+def test_a_test_shows_the_engines_traceback_and_not_the_servers(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(BARE)
     shown = scenarios.why_it_ended(tmp_path / "log").splitlines()
-    assert (shown[0], shown[2], shown[-1]) == (error, "EngineCore failed to start.", "AssertionError")
-    assert server_log.up_to_root_error(tmp_path / "log", 2).splitlines()[1] == "AssertionError"
-
-
-def test_lines_up_to_no_error_are_the_last_ones(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("one\ntwo\nthree\n")
-    assert server_log.up_to_root_error(tmp_path / "log", 2) == "two\nthree"
+    assert shown[0].startswith("AssertionError, File")
+    assert (shown[2], shown[-1]) == (BARE.splitlines()[0], BARE.splitlines()[8])
+    (tmp_path / "log").write_text("one\ntwo\n")
+    assert scenarios.why_it_ended(tmp_path / "log").splitlines()[-2:] == ["one", "two"]
 
 
 def test_a_log_without_an_error_ends_in_its_last_line(tmp_path: Path) -> None:
