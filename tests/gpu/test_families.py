@@ -28,6 +28,8 @@ It holds the states of fewer sequences than vLLM serves by default, and fewer gr
 vLLM's default prefill kernel of GatedDeltaNet is FlashInfer's, which is compiled for minutes where it is installed.
 """
 LR = 1e-4
+SLOWER = {"Phi-2": 2e-5, "StarCoder2": 2e-5}
+"""Learning rates of families that would have learned in two steps to repeat one token, and nothing in the third."""
 WINDOWED = ("Mistral", "Phi-3")
 """Families with a sliding window in every layer."""
 WIDER_HEADS = ("Gemma 4 (text)",)
@@ -52,7 +54,7 @@ def test_a_large_family_trains_in_place_and_equals_its_checkpoint(
     backend = triton if family in WIDER_HEADS and find_spec("cutlass") is None else ()
     if family in WINDOWED:
         config.sliding_window = LONG_WINDOW
-    result = family_proof.prove(config, tmp_path, engine=(*ENGINE, *backend), lr=LR)
+    result = family_proof.prove(config, tmp_path, engine=(*ENGINE, *backend), lr=SLOWER.get(family, LR))
     assert result.num_parameters > LEAST_PARAMETERS
     assert "CUDA graph" in (tmp_path / "server" / "serve.log").read_text()
     if file is not None:
