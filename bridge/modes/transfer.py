@@ -208,7 +208,8 @@ class Transfer(OwnCopy):
         server, timeout_s = self._config.server, self._config.sampling.request_timeout_s
         own = {} if self._run.process else {exported.url: exported for exported in discovery.running().values()}
         names = server.servers or (str(server.config_path or server.url()),)
-        manifests = {at: manifest.load(Path(at)) for at in names if at == str(server.config_path) or Path(at).exists()}
+        files = [name for name in names if name == str(server.config_path) or Path(name).exists()]
+        manifests = {name: manifest.load(Path(name)) for name in files}
         own |= {exported.url: exported for exported in manifests.values()}
         urls = [manifests[name].url if name in manifests else _url(name) for name in names]
         if first := next((index for index, url in enumerate(urls) if url in urls[:index]), None):

@@ -39,7 +39,8 @@ def load(
     dtype = _checked_dtype(model, dtype)
     target = _device(device)
     needed = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
-    if (free := free_bytes(target)) < needed:
+    free = free_bytes(target)
+    if free < needed:
         raise _no_room(model, target, needed, free)
     start = time.perf_counter()
     try:
