@@ -26,7 +26,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import UsageError
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clip_gradients
-from bridge.passes import preparation
+from bridge.passes import preparation, routing
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.rollouts.distribution import filters
@@ -93,6 +93,7 @@ class Policy(ServedModel):
     @cached_property
     def _prepared(self) -> tuple[PreTrainedModel, bool]:
         """The model, prepared for packed sequences once, and whether completions of one prompt may share it."""
+        routing.use_if_known(self.model)
         shares_prompts = preparation.prepare(
             self.model, self._compute, note, max_model_len=self._manifest.max_model_len
         )
@@ -110,7 +111,7 @@ class Policy(ServedModel):
         model, _ = self._prepared
         if not filters(self.sampling):  # a teacher, say, of a student that is filtered
             batch = replace(batch, kept=None)
-        return model_logprobs(model, batch, self.sampling.temperature)
+        return model_logprobs(model, replace(batch, experts_TX=None), self.sampling.temperature)
 
     def optimizer(
         self,

@@ -86,7 +86,10 @@ def _prepared(
 ) -> bool:
     """Prepare the model, of whose passes each rank may have a slice; return whether completions may share a prompt."""
     with ranks.in_pass():
-        _replay(model, experts, compute, note)
+        if experts is None:
+            routing.use_if_known(model)
+        else:
+            _replay(model, experts, compute, note)
         if ranks.cp_size > 1:
             slices.cut(model, ranks.cp_group)
         shares_prompts = preparation.prepare(model, compute, note, max_model_len=longest)
@@ -94,15 +97,14 @@ def _prepared(
         return shares_prompts
 
 
-def _replay(model: PreTrainedModel, experts: tuple[int, int] | None, compute: ComputeConfig, note: Note) -> None:
-    """Let the model compute with given experts, in checks also without the server's; unless chosen, only if it can."""
+def _replay(model: PreTrainedModel, experts: tuple[int, int], compute: ComputeConfig, note: Note) -> None:
+    """Let the model compute with the server's experts; without a choice of the user's, only if it can."""
     try:
         routing.use(model, experts)
     except UnsupportedModelError as error:
         if compute.router_replay:
             raise
-        if experts is not None:
-            note(f"the trainer's routers choose the experts: {error.message}")
+        note(f"the trainer's routers choose the experts: {error.message}")
 
 
 def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:

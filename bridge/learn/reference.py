@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, LossConfig
 from bridge.errors import UsageError
-from bridge.passes import preparation, slices
+from bridge.passes import preparation, routing, slices
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch
 from bridge.passes.packing_proof import Note
@@ -33,6 +33,8 @@ class Reference:
     frozen: Callable[[], AbstractContextManager[None]] = nullcontext
     shares_prompts: bool = True
     """Whether this model lets completions of one prompt share it."""
+    takes_experts: bool = True
+    """Whether it computes with the experts of the trained model, as that model does without its adapter."""
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
@@ -42,8 +44,11 @@ class Reference:
 
         Shapes: -> [N] float32.
         """
+        batch = replace(micro_batch, kept=None)
+        if not self.takes_experts:
+            batch = replace(batch, experts_TX=None)
         with self.frozen():
-            logprobs_N, _ = model_logprobs(self.model, replace(micro_batch, kept=None), temperature)
+            logprobs_N, _ = model_logprobs(self.model, batch, temperature)
         return logprobs_N
 
 
@@ -104,9 +109,10 @@ def open_reference(
     own = loaded.load(name, device=str(device), dtype=model.dtype, max_model_len=max_model_len).model
     if cp_group.world_size > 1:
         slices.cut(own, cp_group)
+    routing.use_if_known(own)
     without_gradients = compute.model_copy(update={"gradient_checkpointing": False})
     shares_prompts = preparation.prepare(own, without_gradients, note, max_model_len=max_model_len)
-    return Reference(model=own, shares_prompts=shares_prompts)
+    return Reference(model=own, shares_prompts=shares_prompts, takes_experts=False)
 
 
 @contextmanager

@@ -204,13 +204,13 @@ def _plain(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
 def _checking(model: PreTrainedModel) -> Iterator[None]:
     """Turn dropout off and narrow sliding windows, and restore both."""
     config = model.config.get_text_config()
-    windows = [m for m in (config, *model.modules()) if isinstance(getattr(m, "sliding_window", None), int)]
-    before = [(owner, "sliding_window", owner.sliding_window) for owner in windows]
-    before += [(module, "training", True) for module in model.modules() if module.training]
-    for owner, name, _ in before:
-        setattr(owner, name, WINDOW if name == "sliding_window" else False)
+    owners = [m for m in (config, *model.modules()) if isinstance(getattr(m, "sliding_window", None), int)]
+    windows = [(owner, owner.sliding_window) for owner in owners]
+    for owner, _ in windows:
+        owner.sliding_window = WINDOW
     try:
-        yield
+        with routing.without_dropout(model):
+            yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        for owner, window in windows:
+            owner.sliding_window = window

@@ -16,9 +16,8 @@ from bridge.errors import BridgeError, UnsupportedModelError
 from bridge.passes import attention, kernels, layers, offload, packing_proof, recurrence, slices
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing_proof import Expected, Note
+from bridge.passes.routing import MISFITS
 
-MISFITS = (AttributeError, TypeError, ValueError, LookupError, NotImplementedError)
-"""What a family raises that must be called differently from the others."""
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 """What torch raises when it cannot compile; anything else is a bug and is raised."""
 

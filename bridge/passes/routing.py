@@ -13,7 +13,8 @@ Source: "Rollout Routing Replay" (arXiv 2510.11370).
 Shape suffixes: T tokens, L layers with experts, K experts of a token, E experts of a layer.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +34,8 @@ SAME = 0.01
 """Largest difference with a router's own choice, as a share of that with another one."""
 REMEDY = "--no-router-replay"
 CHOICES = (torch.topk, torch.Tensor.topk)
+MISFITS = (AttributeError, TypeError, ValueError, LookupError, NotImplementedError)
+"""What a family raises that must be called differently from the others."""
 
 
 class Replay(TorchFunctionMode):
@@ -63,7 +66,8 @@ def use(model: PreTrainedModel, shape: tuple[int, int] | None = None) -> None:
     `shape` is the server's number of layers with experts, and of experts of a token; None: it reports none.
 
     Raises:
-        UnsupportedModelError: its routers choose in a way that is not known, or as many in other numbers.
+        UnsupportedModelError: its routers choose in a way that is not known, or other numbers than the server's, or it
+            cannot be called like other language models.
     """
     routed = _blocks(model)
     if shape is None and not routed:
@@ -82,15 +86,29 @@ def use(model: PreTrainedModel, shape: tuple[int, int] | None = None) -> None:
         raise
 
 
+def use_if_known(model: PreTrainedModel) -> None:
+    """Let `model` compute with given experts, if the way in which its routers choose is known."""
+    with suppress(UnsupportedModelError):
+        use(model)
+
+
 def _prove(model: PreTrainedModel, routed: list[Any], shape: tuple[int, int] | None) -> None:
     """Check on an example that the blocks choose as many experts as the server, and compute with given ones."""
-    plain_TH, name = _hidden(model), type(model).__name__
+    name = type(model).__name__
+    try:
+        plain_TH = _hidden(model)
+    except MISFITS as error:
+        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise UnsupportedModelError(
+            f"{name} cannot be called like other language models: {words}", remedy=REMEDY
+        ) from error
     own = [block.own_TK for block in routed if block.own_TK is not None]
     sizes = sorted({own_TK.shape[1] for own_TK in own})
-    if len(sizes) != 1 or shape not in {None, (len(own), *sizes)}:
+    if len(own) != len(routed) or len(sizes) != 1 or shape not in {None, (len(own), *sizes)}:
         of_server = f", and the server {shape[1]} in {shape[0]}" if shape else ""
         raise UnsupportedModelError(
-            f"{name} chooses {sizes} experts of a token in {len(own)} layers{of_server}", remedy=REMEDY
+            f"{name} chooses {sizes} experts of a token in {len(own)} of {len(routed)} layers with experts{of_server}",
+            remedy=REMEDY,
         )
     _routed[model] = routed
     for block in routed:
@@ -126,6 +144,19 @@ def watched(model: PreTrainedModel, compute: Callable[[], object]) -> Tensor | N
         block.chosen_TK = None
     compute()
     return torch.cat([block.own_TK for block in routed], dim=1) if routed else None
+
+
+@contextmanager
+def without_dropout(model: PreTrainedModel) -> Iterator[None]:
+    """Turn dropout off, and restore it."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def rerouted(model: PreTrainedModel) -> Tensor:
@@ -192,6 +223,6 @@ def _taken(block: Any, scores_TE: Tensor, own_scores_TK: Tensor, own_TK: Tensor)
 def _hidden(model: PreTrainedModel) -> Tensor:
     """Return the last hidden states of an example: [T, H]."""
     tokens_T = (torch.arange(NUM_TOKENS, device=model.device) * 7919 + 11) % model.config.get_text_config().vocab_size
-    with torch.no_grad():
+    with torch.no_grad(), without_dropout(model):
         hidden_1TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state
     return hidden_1TH[0].float()

@@ -23,6 +23,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
 from tests.models import tiny
 from tests.unit import toy_server
+from tests.unit.passes.test_preparation import mixture
 
 
 class FenceClient(BridgeClient):
@@ -84,6 +85,11 @@ def test_only_a_filtered_policy_computes_over_kept_words(
     monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_k=1))
     (batch,) = policy.pack([filtered])
     assert not torch.equal(policy.logprobs(batch)[0], plain)
+
+
+def test_a_mixture_of_strong_experts_is_packed(policy: bridge.Policy) -> None:
+    policy.model = mixture()
+    assert policy.pack([policy.encode("a", "b c")])
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused(policy: bridge.Policy) -> None:

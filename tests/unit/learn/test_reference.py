@@ -22,6 +22,7 @@ from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
 from tests.models.families import FAMILIES
+from tests.unit.passes.test_preparation import mixture
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 19).view(2, 8)
@@ -217,6 +218,18 @@ def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
     assert not of_reference.requires_grad
     assert torch.equal(of_reference, before)
     assert not torch.allclose(logprobs(model), before)
+
+
+def test_a_mixture_of_strong_experts_can_be_a_reference(tmp_path: Path) -> None:
+    """It is checked with experts that are chosen once, and trained batches bring those of another model."""
+    mixture().save_pretrained(tmp_path)
+    config = config_of(model_name=str(tmp_path), kl_coef=0.1, reference_model=str(tmp_path))
+    reference = opened(config, base(torch.bfloat16), CPU, note)
+    assert reference is not None
+    plain = micro_batch()
+    experts_TX = torch.zeros(len(plain.tokens_T), 2, dtype=torch.int16)
+    of_own = reference.logprobs(plain, 1.0)
+    assert reference.logprobs(replace(plain, experts_TX=experts_TX), 1.0).equal(of_own)
 
 
 def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:

@@ -26,12 +26,14 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
 from bridge.learn.replica_batch import Batch, Computed
 from bridge.passes import attention, layers, routing, slices
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.ranks.world import Ranks
+from bridge.weights.adapter import Adapter
 from tests.unit.passes.test_attention import SIZES
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 from tests.unit.several_ranks import on_ranks
@@ -274,7 +276,33 @@ def test_a_choice_is_what_topk_returns_however_it_is_written(way: str, compiles:
 def test_routers_that_read_a_choice_by_name_take_given_experts() -> None:
     latent = {"q_lora_rank": 16, "head_dim": 16, "partial_rotary_factor": 0.5, "o_groups": 2, "o_lora_rank": 8}
     kinds = {"mlp_layer_types": ["moe", "moe"], "layer_types": ["sliding_attention", "sliding_attention"]}
-    routing.use(model_of(DeepseekV4Config(**ROUTED | latent | kinds | {"num_key_value_heads": 1})), (2, NUM_CHOSEN))
+    config = DeepseekV4Config(**ROUTED | latent | kinds | {"num_key_value_heads": 1})
+    routing.use(model_of(config), (2, NUM_CHOSEN))
+    config.mlp_layer_types = ["hash_moe", "moe"]
+    model = model_of(config)
+    with pytest.raises(UnsupportedModelError, match=r"chooses \[2\] experts of a token in 1 of 2 layers with experts"):
+        routing.use(model)
+    assert "forward" not in vars(model.get_decoder().layers[1].mlp)
+
+
+def test_a_model_that_is_called_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(FAMILIES["mixtral"])
+    monkeypatch.setattr(model, "get_decoder", lambda: model)  # as Llama 4 does: it returns no hidden states
+    with pytest.raises(UnsupportedModelError, match="cannot be called like other language models: AttributeError"):
+        routing.use(model)
+
+
+def test_dropout_neither_hides_the_experts_nor_draws_numbers() -> None:
+    model = model_of(FAMILIES["mixtral"])
+    lora = TrainConfig.of(model_name="m", mode="lora_only", lora_r=4, lora_dropout=0.5).lora
+    adapter = Adapter(model, lora, seed=0, base_name="base")
+    with torch.no_grad():
+        for matrices in adapter.modules.values():
+            matrices.lora_b.fill_(0.1)
+    before = torch.get_rng_state()
+    routing.use(model, (2, NUM_CHOSEN))
+    assert torch.get_rng_state().equal(before), "dropout's masks are those of a run without replay"
+    assert any(module.training for module in model.modules())
 
 
 def sliced(ranks: Ranks) -> tuple[float, float, float]:
@@ -297,9 +325,9 @@ def test_slices_take_the_experts_of_their_tokens() -> None:
 
 
 def test_other_routers_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="in 0 layers, and the server 2 in 2"):
+    with pytest.raises(UnsupportedModelError, match="in 0 of 0 layers with experts, and the server 2 in 2"):
         routing.use(model_of(LlamaConfig(**SIZES)), (2, 2))
-    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM chooses \[2\] experts of a token in 2 layers"):
+    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM chooses \[2\] experts of a token in 2 of 2"):
         routing.use(model_of(FAMILIES["mixtral"]), (2, 4))
     model = model_of(FAMILIES["mixtral"])
     for layer in model.get_decoder().layers:
