@@ -203,7 +203,10 @@ def gpu_gib() -> float:
 
 def split_gpus() -> list[str]:
     """Return the GPUs of vLLM and of the trainer, if they have one each."""
-    return (os.environ.get("CUDA_VISIBLE_DEVICES") or SPLIT_GPUS).split(",")[:2]
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or SPLIT_GPUS).split(",")
+    if len(visible) < 2:
+        raise SystemExit(f"error: a trainer and its vLLM need a GPU each, and CUDA_VISIBLE_DEVICES is {visible[0]}")
+    return visible[:2]
 
 
 def engine_flags(completions: int) -> list[str]:

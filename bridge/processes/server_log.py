@@ -79,7 +79,7 @@ def begin_log(log: Path, what: str) -> None:
 def root_error(log: Path) -> str:
     """Return why the process ended: its first error, else its last line.
 
-    An error without a message, such as a bare assertion, is followed by where it was raised.
+    An error without a message, such as a bare assertion, is followed by where its traceback, if any, ends.
     """
     lines = _lines(log)
     ends = ("KeyboardInterrupt", "SystemExit", "asyncio.")
@@ -87,8 +87,9 @@ def root_error(log: Path) -> str:
     if index is None:
         return f"no error in its log, which ends with: {lines[-1]}" if lines else "it printed nothing"
     if re.fullmatch(r"[\w.]+", lines[index]):
-        frame = next((i for i in reversed(range(index)) if lines[i].startswith("  File ")), index)
-        return ", ".join(line.strip() for line in (lines[index], *lines[frame:index]) if line.strip(" ^~"))
+        frame = next((i for i in reversed(range(index)) if not lines[i].startswith("    ")), index)
+        source = lines[frame:index] if lines[frame].startswith("  File ") else []
+        return ", ".join(line.strip() for line in (lines[index], *source) if line.strip(" ^~"))
     further = lines[index + 1 : index + 3] if "validation error" in lines[index] else []  # pydantic explains it below
     return " ".join([lines[index], *(line.strip() for line in further)]).partition(" [type=")[0]
 

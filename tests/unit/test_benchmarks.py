@@ -254,6 +254,9 @@ def test_trls_trainer_sees_its_own_gpu_alone_from_the_start(
         assert served.environment["CUDA_VISIBLE_DEVICES"] == of_server
         assert "--enable-sleep-mode" not in served.argv, "as trl's users start it"
     assert TRL.environment(Work(), tmp_path).get("CUDA_VISIBLE_DEVICES") == shown
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(SystemExit, match="need a GPU each, and CUDA_VISIBLE_DEVICES is 3"):
+        Side("trl", "8 --server").environment(Work(), tmp_path)
 
 
 def test_a_trainer_that_sees_the_gpu_of_its_server_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,6 +308,8 @@ def test_an_error_without_a_message_says_where_it_was(tmp_path: Path) -> None:
     error = server_log.root_error(tmp_path / "log")
     frame = 'File "/x/triton_scaled_mm.py", line 164, in triton_scaled_mm, assert scale_a.shape[1] == 1'
     assert error == f"AssertionError, {frame}"
+    (tmp_path / "log").write_text('  File "/x/other.py", line 1, in warn\n    warn()\nINFO ready\nAssertionError\n')
+    assert server_log.root_error(tmp_path / "log") == "AssertionError", "that traceback is another error's"
 
 
 def test_a_test_shows_the_engines_traceback_and_not_the_servers(tmp_path: Path) -> None:
