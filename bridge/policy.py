@@ -26,7 +26,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import UsageError
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clip_gradients
-from bridge.passes import preparation, routing
+from bridge.passes import layers, preparation, routing
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.rollouts.distribution import filters
@@ -97,6 +97,8 @@ class Policy(ServedModel):
         shares_prompts = preparation.prepare(
             self.model, self._compute, note, max_model_len=self._manifest.max_model_len
         )
+        if not layers.are_compiled(self.model):
+            routing.release(self.model)  # else layers called again in one backward pass of two batches would differ
         self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
         return self.model, shares_prompts
 

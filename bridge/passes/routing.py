@@ -80,9 +80,7 @@ def use(model: PreTrainedModel, shape: tuple[int, int] | None = None) -> None:
     try:
         _prove(model, routed, shape)
     except UnsupportedModelError:
-        _routed.pop(model, None)
-        for block in routed:
-            del block.forward
+        release(model)
         raise
 
 
@@ -90,6 +88,13 @@ def use_if_known(model: PreTrainedModel) -> None:
     """Let `model` compute with given experts, if the way in which its routers choose is known."""
     with suppress(UnsupportedModelError):
         use(model)
+
+
+def release(model: PreTrainedModel) -> None:
+    """Undo `use`; nothing happens without it."""
+    _routed.pop(model, None)
+    for block in _blocks(model):
+        vars(block).pop("forward", None)
 
 
 def _prove(model: PreTrainedModel, routed: list[Any], shape: tuple[int, int] | None) -> None:
@@ -139,11 +144,12 @@ def choose(model: PreTrainedModel, experts_TX: Tensor | None, num_tokens: int) -
 
 def watched(model: PreTrainedModel, compute: Callable[[], object]) -> Tensor | None:
     """Return the experts that the routers choose in a pass, as `choose` takes them: [T, L * K]; None without `use`."""
-    routed = _routed.get(model, [])
+    if (routed := _routed.get(model)) is None:
+        return None
     for block in routed:
         block.chosen_TK = None
     compute()
-    return torch.cat([block.own_TK for block in routed], dim=1) if routed else None
+    return torch.cat([block.own_TK for block in routed], dim=1)
 
 
 @contextmanager

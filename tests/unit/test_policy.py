@@ -89,7 +89,10 @@ def test_only_a_filtered_policy_computes_over_kept_words(
 
 def test_a_mixture_of_strong_experts_is_packed(policy: bridge.Policy) -> None:
     policy.model = mixture()
-    assert policy.pack([policy.encode("a", "b c")])
+    first, second = (batch for text in ("b c", "d") for batch in policy.pack([policy.encode("a", text)]))
+    policy.model.gradient_checkpointing_enable()
+    policy.model.train()
+    (policy.logprobs(first)[0].sum() + policy.logprobs(second)[0].sum()).backward()
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused(policy: bridge.Policy) -> None:

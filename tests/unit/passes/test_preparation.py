@@ -73,6 +73,14 @@ def assert_close(ours: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_without_experts_is_not_called_for_them() -> None:
+    model, calls = llama(), list[None]()
+    routing.use_if_known(model)
+    model.get_decoder().register_forward_pre_hook(lambda *_: calls.append(None))
+    Expected.of(model)
+    assert len(calls) == 2 * len(CHECKED_LENGTHS) + 1, "alone with two kinds of attention, and all as one"
+
+
 def test_packed_attention_is_chosen_without_a_word() -> None:
     model = llama()
     assert prepared(model) == []
