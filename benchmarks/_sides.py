@@ -36,7 +36,7 @@ SEVERAL = re.compile(r"\s*--(gpus|tensor-parallel-size)[= ](\d+)")
 SPLIT = {"trl": {"--async", "--server"}, "bridge": {"--trainer-device"}}
 """The flags of a variant whose trainer and vLLM have a GPU each."""
 SPLIT_GPUS = "0,1"
-"""Of vLLM and of the trainer, unless CUDA_VISIBLE_DEVICES names others."""
+"""The GPUs of vLLM and of the trainer, unless CUDA_VISIBLE_DEVICES names others."""
 SPLIT_SHARE = 0.85
 """Share of GPU memory for a vLLM that has a GPU to itself."""
 MEASURED = {

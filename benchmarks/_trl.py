@@ -137,8 +137,8 @@ def common_flags(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--share", type=float, default=0.3, help="share of the GPU for vLLM")
     parser.add_argument("--optim", default="adamw_torch_fused", help="TRL's `optim`; adamw_bnb_8bit: 8-bit moments")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
-    parser.add_argument("--server-gpu", default="0", help="of a vLLM that has one; CUDA_VISIBLE_DEVICES: the trainer's")
-    parser.add_argument("--server-log", type=Path, default=Path("trl-server.log"), help="of that vLLM")
+    parser.add_argument("--server-gpu", default="0", help="GPU of a vLLM that has its own")
+    parser.add_argument("--server-log", type=Path, default=Path("trl-server.log"), help="log file of that vLLM")
     return parser
 
 

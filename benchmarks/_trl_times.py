@@ -25,7 +25,7 @@ from bridge.rollouts import problems
 from bridge.types import Task
 
 STALL_S = 60
-"""Without a step, until the log gets the stacks of all threads."""
+"""Seconds without a step after which the stacks of all threads are logged."""
 
 
 class Clock:

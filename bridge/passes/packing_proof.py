@@ -48,7 +48,7 @@ class Expected:
     tokens_T: Tensor
     """All sequences, one after the other."""
     experts_TX: Tensor | None
-    """What routers chose, which all passes compute with: rounding alone may choose others, in each layer."""
+    """The routers' choice, made once for all passes: rounding alone may change it from pass to pass."""
     alone_TH: Tensor
     """Last hidden states of each sequence alone."""
     mixed_up: float
