@@ -123,9 +123,14 @@ REFUSED = (
         "prompts of text, or a family whose images are proved",
     ),
     (
-        "MiniMax-M2 on a CPU (tried nowhere else)",
+        "MiniMax-M2 on a CPU",
         "vLLM 0.32's router for CPUs takes scores by softmax alone (an assertion in its log)",
-        "another model",
+        "a GPU, where it loads and attaches, and has not passed the proof yet",
+    ),
+    (
+        "MiniMax-M2 with transformers 5.17",
+        "it ignores `rotary_dim`, which vLLM reads, and rotates whole heads",
+        "transformers from 5.18 on",
     ),
     (
         "gpt-oss",

@@ -32,6 +32,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bridge.passes.attention import Attended, Span, Spans
@@ -200,7 +201,7 @@ class _Layout:
         self._keys = list[int]()
         self._starts = [0]
         self._key_starts = [0]
-        self.experts_TX = _no_experts(groups)
+        self.experts_TX = _no_experts(groups)  # an array: torch copies with all its threads, 8 ms a sample
         self.images = Gathered() if any(sample.images for sample in self.samples) else None
         rows = self._rows(groups)
         keys = self._keys if shares else []
@@ -224,9 +225,8 @@ class _Layout:
             )
         ]
         assert len(rows) == len(targets) == len(self.floats[0]) == len(self.floats[1]), (len(rows), len(targets))
-        queries, keys = (
-            [end - start for start, end in pairwise(starts)] for starts in (self._starts, self._key_starts)
-        )
+        starts = self._starts, self._key_starts
+        queries, keys = ([end - begin for begin, end in pairwise(of_spans)] for of_spans in starts)
         self.lengths = list(zip(queries, keys, strict=True))
         self.longest = max(queries)
         self.longest_keys = max(keys)
@@ -259,7 +259,7 @@ class _Layout:
             self.images.add(sample.images, indices, first)
         if sample.experts and self.experts_TX is not None:
             own_TX = np.frombuffer(sample.experts, "<i2").reshape(sample.num_tokens - 1, -1)[first:][: len(indices)]
-            self.experts_TX[indices.start : indices.start + len(own_TX)] = torch.from_numpy(own_TX.copy())
+            self.experts_TX[indices.start : indices.start + len(own_TX)] = own_TX
 
     def _add(self, tokens: tuple[int, ...], prompt: range = range(0)) -> range:
         """Append a span that attends to `prompt` and itself; return its places."""
@@ -272,13 +272,13 @@ class _Layout:
         return added
 
 
-def _no_experts(groups: Sequence[Sequence[Sample]]) -> Tensor | None:
-    """Return room for the experts of all tokens, which are unknown so far; None: those of every sample are."""
+def _no_experts(groups: Sequence[Sequence[Sample]]) -> NDArray[np.int16] | None:
+    """Return room for the experts of all tokens, unknown so far; None: those of every sample are."""
     known = next((sample for group in groups for sample in group if sample.experts), None)
     if known is None:
         return None
     num_tokens = sum(len(own[0].prompt_token_ids) + sum(len(sample.token_ids) for sample in own) for own in groups)
-    return torch.full((num_tokens, len(known.experts) // (2 * (known.num_tokens - 1))), UNKNOWN, dtype=torch.int16)
+    return np.full((num_tokens, len(known.experts) // (2 * (known.num_tokens - 1))), UNKNOWN, dtype=np.int16)
 
 
 def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[MicroBatch]:
@@ -303,7 +303,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
                 advantages_N=advantages_N,
                 weights_N=weights_N,
                 kept=Kept(thresholds_N, counts_N) if len(thresholds_N) else None,
-                experts_TX=None if layout.experts_TX is None else layout.experts_TX.to(device),
+                experts_TX=None if layout.experts_TX is None else torch.from_numpy(layout.experts_TX).to(device),
                 images=None if layout.images is None else layout.images.packed(device),
             )
         )

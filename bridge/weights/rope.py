@@ -1,4 +1,4 @@
-"""RoPE whose frequencies depend on the length: the trainer uses the server's, for every sequence.
+"""RoPE as the server has it: where frequencies depend on the length, the trainer uses the server's for every sequence.
 
 transformers chooses them for each batch by its longest position, so that a short sequence beside a long one would be
 trained differently from how it was sampled. vLLM chooses once, by the longest sequence that it was started for.
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -35,7 +36,12 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
 
     A model whose RoPE does not depend on the length is left alone. It may be called again for another server.
     `server_class` is vLLM's class of the model, if known.
+
+    Raises:
+        UnsupportedModelError: transformers or vLLM computes RoPE in its own way.
+        UsageError: the server's longest sequence is not known, or too long.
     """
+    _check_width(model)
     for module, layer_type, parameters in _dependent(model):
         kind, name = parameters["rope_type"], type(model).__name__
         if server_class.startswith(GENERIC):
@@ -63,6 +69,22 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
             raise UnsupportedModelError(
                 f"{type(module).__name__} computes {kind} RoPE in its own way, which is not vLLM's",
                 remedy="use another model, such as one in docs/families.md, or report this one",
+            )
+
+
+def _check_width(model: PreTrainedModel) -> None:
+    """Refuse a model whose files say how much of a head is rotated where transformers does not read it.
+
+    MiniMax-M2's `rotary_dim` is such a field: vLLM reads it, and transformers before 5.18 rotates whole heads.
+    """
+    for module in model.modules():
+        frequencies, config = getattr(module, "inv_freq", None), getattr(module, "config", None)
+        width = getattr(config, "rotary_dim", None)
+        if frequencies is not None and isinstance(width, int) and 2 * len(frequencies) != width:
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} rotates {2 * len(frequencies)} numbers of each head of"
+                f" {type(model).__name__}, and vLLM the first {width}: rotary_dim of config.json",
+                remedy="pip install --upgrade transformers",
             )
 
 

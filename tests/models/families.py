@@ -95,7 +95,8 @@ SHARED_EXPERT: dict[str, Any] = {
 def minimax_m2() -> PretrainedConfig:
     """MiniMax-M2: a router's bias that its files name otherwise. vLLM 0.32 cannot serve it on a CPU."""
     names_of_vllm = {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}
-    return MiniMaxM2Config(**SMALL | EXPERTS | names_of_vllm, head_dim=64, num_local_experts=4)
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}  # before 5.18 not of `rotary_dim`
+    return MiniMaxM2Config(**SMALL | EXPERTS | names_of_vllm, head_dim=64, num_local_experts=4, rope_parameters=rope)
 
 
 def _linear_llama() -> LlamaConfig:

@@ -16,6 +16,7 @@ from bridge.passes.preparation import prepare
 from bridge.weights import loaded, rope
 from bridge.weights.attach import attach, reattach
 from tests.models import tiny
+from tests.models.families import minimax_m2
 from tests.unit import toy_server
 from tests.unit.toy_server import ToyServer
 
@@ -193,3 +194,12 @@ def test_a_loaded_model_and_a_reference_follow_the_server_too(server: ToyServer)
     )
     assert reference is not None
     torch.testing.assert_close(turned(reference.model, 5), of_factors("long", 5, 1.4142135))
+
+
+def test_a_width_that_transformers_does_not_read_is_refused() -> None:
+    """Transformers before 5.19 rotates whole heads of MiniMax-M2, whose files name a part of them."""
+    rope.follow_server(made(minimax_m2()), LONGEST)
+    config = minimax_m2()
+    config.rope_parameters["partial_rotary_factor"] = 1.0
+    with pytest.raises(UnsupportedModelError, match="rotates 64 numbers of each head of MiniMaxM2"):
+        rope.follow_server(made(config), LONGEST)
