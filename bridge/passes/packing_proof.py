@@ -151,10 +151,8 @@ def packed_sharing(model: PreTrainedModel, tokens_T: Tensor, experts_TX: Tensor 
             tokens["experts"] = part_TX[:-1].cpu().numpy().astype("<i2").tobytes()
         samples.append(Sample(**tokens, sampled_logprobs=zeros, advantages=zeros, weight=0.0))
     (batch,) = packs(samples, max_tokens=sum(LENGTHS), device=tokens_T.device, share_prompts=True)
-    hidden_TH, seen = (
-        slices.whole_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX),
-        batch.spans.seen,
-    )
+    hidden_TH = slices.whole_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX)
+    seen = batch.spans.seen
     assert seen is not None
     sequences = [keys for keys in seen.keys_U.split(seen.starts_S1.diff().tolist()) if len(keys) in LENGTHS]
     return hidden_TH[torch.cat(sequences)]  # the other spans are prompts
@@ -203,9 +201,8 @@ def _plain(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
 @contextmanager
 def _checking(model: PreTrainedModel) -> Iterator[None]:
     """Turn dropout off and narrow sliding windows, and restore both."""
-    config = model.config.get_text_config()
-    owners = [m for m in (config, *model.modules()) if isinstance(getattr(m, "sliding_window", None), int)]
-    windows = [(owner, owner.sliding_window) for owner in owners]
+    owners = (model.config.get_text_config(), *model.modules())
+    windows = [(o, o.sliding_window) for o in owners if isinstance(getattr(o, "sliding_window", None), int)]
     for owner, _ in windows:
         owner.sliding_window = WINDOW
     try:
