@@ -98,7 +98,7 @@ class Policy(ServedModel):
             self.model, self._compute, note, max_model_len=self._manifest.max_model_len
         )
         if not layers.are_compiled(self.model):
-            routing.release(self.model)  # else layers called again in one backward pass of two batches would differ
+            routing.release(self.model)  # else a backward pass over two batches would recompute both with the second's
         self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
         return self.model, shares_prompts
 

@@ -70,7 +70,7 @@ class Expected:
             experts_TX = _own_experts(model, tokens_T)
             alone_TH = _alone(model, tokens_T, experts_TX)
             routing.choose(model, experts_TX, len(tokens_T))
-            mixed_up = difference(_plain(model, tokens_T), alone_TH)
+            mixed_up = difference(routing.plain_hidden(model, tokens_T), alone_TH)
             attention.choose(model, own_attention)
             other_TH = _alone(model, tokens_T, experts_TX)
         explained = min(2 * difference(other_TH, alone_TH), ROUNDING_TOLERANCE * mixed_up)
@@ -84,9 +84,9 @@ class Expected:
         )
 
     def check(self, model: PreTrainedModel, note: Note, *, share_prompts: bool = False) -> None:
-        """Compare with the packed forward pass of the model as it is prepared now.
+        """Run the packed forward pass with the attention and layers that the model has by now, and compare.
 
-        And once more with the first sequence at the end of the longest possible one: the others must not depend on it.
+        Do it again with the first sequence at the end of the longest possible one: the others must not depend on it.
         """
         tokens_T, experts_TX = self.tokens_T, self.experts_TX
         with torch.no_grad(), _checking(model):
@@ -173,7 +173,7 @@ def _own_experts(model: PreTrainedModel, tokens_T: Tensor) -> Tensor | None:
 
     None: they choose in every pass.
     """
-    parts = [routing.watched(model, partial(_plain, model, part_T)) for part_T in tokens_T.split(LENGTHS)]
+    parts = [routing.watched(model, partial(routing.plain_hidden, model, part_T)) for part_T in tokens_T.split(LENGTHS)]
     known = [part_TX for part_TX in parts if part_TX is not None]
     for first, second in SHARING if known else ():
         known[second][: PROMPTS[second]] = known[first][: PROMPTS[first]]
@@ -185,17 +185,12 @@ def _alone(model: PreTrainedModel, tokens_T: Tensor, experts_TX: Tensor | None) 
     parts = []
     for part_T, part_TX in zip(tokens_T.split(LENGTHS), _split(experts_TX), strict=True):
         routing.choose(model, part_TX, len(part_T))
-        parts.append(_plain(model, part_T))
+        parts.append(routing.plain_hidden(model, part_T))
     return torch.cat(parts)
 
 
 def _split(experts_TX: Tensor | None) -> Sequence[Tensor | None]:
     return [None] * len(LENGTHS) if experts_TX is None else experts_TX.split(LENGTHS)
-
-
-def _plain(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
-    hidden_1TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state
-    return hidden_1TH[0]
 
 
 @contextmanager

@@ -12,11 +12,10 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
-from bridge.errors import BridgeError, UnsupportedModelError
-from bridge.passes import attention, kernels, layers, offload, packing_proof, recurrence, slices
+from bridge.errors import UnsupportedModelError
+from bridge.passes import attention, kernels, layers, offload, packing_proof, recurrence, routing, slices
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing_proof import Expected, Note
-from bridge.passes.routing import MISFITS
 
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 """What torch raises when it cannot compile; anything else is a bug and is raised."""
@@ -28,17 +27,9 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
     Call it once per run, before the first micro-batch. No parameter is moved or replaced. Return whether completions of
     one prompt may share it. `max_model_len` bounds the length of a sequence, where it is known.
     """
-    try:
+    with routing.refusing_misfits(model, "train another model, of those in docs/families.md, or report this one"):
         check_head(model)
         expected = Expected.of(model, max_model_len)
-    except MISFITS as error:
-        if isinstance(error, BridgeError):
-            raise
-        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be called like other language models: {words}",
-            remedy="train another model, of those in docs/families.md, or report this one",
-        ) from error
     compiles = model.device.type == "cuda" if compute.compile_layers is None else compute.compile_layers
     if model.device.type == "cpu" and not compiles and layers.bf16_is_emulated():
         layers.widen(model)  # not both: torch would compile every layer separately

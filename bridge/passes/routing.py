@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from bridge.errors import UnsupportedModelError
+from bridge.errors import BridgeError, UnsupportedModelError
 
 UNKNOWN = -1
 """In place of an expert: the router chooses."""
@@ -100,13 +100,8 @@ def release(model: PreTrainedModel) -> None:
 def _prove(model: PreTrainedModel, routed: list[Any], shape: tuple[int, int] | None) -> None:
     """Check on an example that the blocks choose as many experts as the server, and compute with given ones."""
     name = type(model).__name__
-    try:
+    with refusing_misfits(model, REMEDY):
         plain_TH = _hidden(model)
-    except MISFITS as error:
-        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        raise UnsupportedModelError(
-            f"{name} cannot be called like other language models: {words}", remedy=REMEDY
-        ) from error
     own = [block.own_TK for block in routed if block.own_TK is not None]
     sizes = sorted({own_TK.shape[1] for own_TK in own})
     if len(own) != len(routed) or len(sizes) != 1 or shape not in {None, (len(own), *sizes)}:
@@ -150,6 +145,26 @@ def watched(model: PreTrainedModel, compute: Callable[[], object]) -> Tensor | N
         block.chosen_TK = None
     compute()
     return torch.cat([block.own_TK for block in routed], dim=1)
+
+
+def plain_hidden(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
+    """Return the last hidden states of one sequence, which is not packed: [T] -> [T, H]."""
+    hidden_1TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state
+    return hidden_1TH[0]
+
+
+@contextmanager
+def refusing_misfits(model: PreTrainedModel, remedy: str) -> Iterator[None]:
+    """Refuse a model that cannot be called like other language models, instead of raising what its own code raises."""
+    try:
+        yield
+    except MISFITS as error:
+        if isinstance(error, BridgeError):
+            raise
+        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be called like other language models: {words}", remedy=remedy
+        ) from error
 
 
 @contextmanager
@@ -230,5 +245,4 @@ def _hidden(model: PreTrainedModel) -> Tensor:
     """Return the last hidden states of an example: [T, H]."""
     tokens_T = (torch.arange(NUM_TOKENS, device=model.device) * 7919 + 11) % model.config.get_text_config().vocab_size
     with torch.no_grad(), without_dropout(model):
-        hidden_1TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state
-    return hidden_1TH[0].float()
+        return plain_hidden(model, tokens_T).float()
