@@ -125,7 +125,7 @@ REFUSED = (
     (
         "MiniMax-M2 on a CPU",
         "vLLM 0.32's router for CPUs takes scores by softmax alone (an assertion in its log)",
-        "a GPU, where it loads and attaches, and has not passed the proof yet",
+        "a GPU, where it passes the proof",
     ),
     (
         "MiniMax-M2 with transformers 5.17",

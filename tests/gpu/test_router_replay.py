@@ -32,7 +32,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def test_a_large_family_trains_with_replay_and_equals_its_checkpoint(mixture: LiveServer, tmp_path: Path) -> None:
-    """As Mixtral does in `test_families.py`; it comes first, while the server has the weights of the model's folder."""
+    """As Mixtral does in `test_families.py`."""
+    scenarios.bridge("restore", mixture.manifest.model, "--vllm-config-path", mixture.path, folder=tmp_path)
     result = family_proof.trains(mixture, Path(mixture.manifest.model), tmp_path, lr=LR)
     scenarios.check_metrics(tmp_path / "run", parity_limit=scenarios.FAMILY_PARITY_LIMIT)
     scenarios.check_replay(tmp_path / "run", is_on=True)
@@ -40,5 +41,7 @@ def test_a_large_family_trains_with_replay_and_equals_its_checkpoint(mixture: Li
 
 
 def test_replay_removes_the_mismatch_of_other_experts(mixture: LiveServer, tmp_path: Path) -> None:
+    """With the model's own weights: after three steps at `LR` it repeats one token, about which nothing differs."""
+    scenarios.bridge("restore", mixture.manifest.model, "--vllm-config-path", mixture.path, folder=tmp_path)
     removes_the_mismatch_of_other_experts(mixture, tmp_path, at_least=2)
     scenarios.verifies(mixture, tmp_path)
