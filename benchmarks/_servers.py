@@ -22,7 +22,7 @@ from bridge.processes.server_command import ServerCommand
 from bridge.processes.vllm_flags import MOE_BACKEND, WORKER_EXTENSION
 from bridge.server.client import VllmClient, open_async_http
 from bridge.server.protocol import TRANSFER_FLAG
-from bridge.types import Problem
+from bridge.types import Problem, Quantization
 
 GPUS = 2
 """Of a trainer that has its vLLM on another GPU: one for each."""
@@ -61,12 +61,13 @@ def serve_command(
     max_model_len: int = 1024,
     share: float = 0.3,
     num_parts: int = 1,
+    quantization: Quantization | None = None,
 ) -> ServerCommand:
     """Return the patched server's command: `bridge serve-vllm` with dummy weights, which are spread."""
     config = ServeConfig(
         model=str(model), port=free_port("127.0.0.1"), max_model_len=max_model_len, tensor_parallel_size=num_parts,
         gpu_memory_utilization=share if torch.cuda.is_available() else None,
-        vllm_config_path=folder / "manifest.json", max_lora_rank=max_lora_rank,
+        vllm_config_path=folder / "manifest.json", max_lora_rank=max_lora_rank, quantization=quantization,
     )  # fmt: skip
     command = ServerCommand.of(config, ["--load-format", "dummy", "--no-enable-log-requests"])
     importing = {**command.environment, "PYTHONPATH": _sides.environment(_sides.Work())["PYTHONPATH"]}
@@ -134,13 +135,14 @@ def served(command: ServerCommand, log: Path) -> Iterator[str]:
 
 
 def rates(
-    urls: Sequence[str], options: argparse.Namespace, models: Sequence[str | None] = (None, None)
+    urls: Sequence[str], options: argparse.Namespace, models: Sequence[str | None] | None = None
 ) -> list[list[float]]:
     """Return tokens/s per server and round after one warm-up round; the order alternates."""
     columns: list[list[float]] = [[] for _ in urls]
+    names = models or [None] * len(urls)
     for number in range(options.rounds + 1):
         for index in sorted(range(len(urls)), reverse=number % 2 == 1):
-            columns[index].append(asyncio.run(one_round(urls[index], options, models[index])))
+            columns[index].append(asyncio.run(one_round(urls[index], options, names[index])))
     return [column[1:] for column in columns]
 
 

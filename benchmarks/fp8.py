@@ -1,6 +1,7 @@
 r"""FP8 on one GPU in parts: making it of a model's weights, and the products that vLLM's kernels compute with it.
 
     python -m benchmarks.fp8 --sizes 7b --rows 64
+    python -m benchmarks.fp8 --sizes 7b --generation fp8_per_block fp8_per_channel --requests 64
 
 For each size, memory for the linear layers of the whole model is filled, so that no cache holds them. `refresh` is
 what an update adds inside the fence. `products` is one pass of so many rows through all of these layers, in a CUDA
@@ -9,6 +10,9 @@ graph, with the rounding of the inputs: in bf16, and by each of vLLM's kernels. 
 Inputs are rounded by kernels of their own here, one before each product. A compiled server rounds them in the kernel of
 the norm or activation before it, except after attention, so `products` is an upper bound of what it takes there.
 
+With `--generation`, servers generate instead, in turns on the same GPU: one in bf16, and one for each way of FP8. What
+DeepGEMM compiles for a shape of a request is compiled in the first round, which is not counted.
+
 Not covered: whole steps, for which the flag `--quantization` goes into `--ours` of `grpo.py`:
 
     python -m benchmarks.grpo --sizes 7b --dummy-weights --trl --share 0.4 --steps 6 --ours \
@@ -16,9 +20,13 @@ Not covered: whole steps, for which the flag `--quantization` goes into `--ours`
 """
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,8 +36,9 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.utils import deep_gemm
 
-from benchmarks._models import SIZES, model_config
-from benchmarks._results import parser, say, table, write
+from benchmarks._models import SIZES, make_model, model_config
+from benchmarks._results import say, table, write
+from benchmarks._servers import parser, rates, serve_command, served
 from bridge.types import Quantization
 from bridge.weights import fp8
 
@@ -41,11 +50,14 @@ ROUNDS = 20
 
 def main() -> None:
     """Measure each size."""
-    flags = parser(__doc__)
+    flags = parser(__doc__, rounds=6)
     flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["7b"])
     flags.add_argument("--rows", type=int, nargs="+", default=[64], help="rows of a product: sequences decoded at once")
+    flags.add_argument("--generation", nargs="+", choices=HOWS, help="compare servers with one in bf16")
+    flags.add_argument("--share", type=float, default=0.3, help="share of the GPU for each server")
     options = flags.parse_args()
-    results = {size: measure(size, options) for size in options.sizes}
+    measured = generation if options.generation else measure
+    results = {size: measured(size, options) for size in options.sizes}
     say(f"written: {write('fp8', results, options.out)}")
 
 
@@ -68,6 +80,26 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
     say(f"{size}: {result['gib']:.1f} GiB of linear layers in bf16; milliseconds")
     figures = {**{f"refresh, {how}": ms for how, ms in result["refresh"].items()}, **result["products"]}
     print(table([(name, f"{ms:.2f}" if isinstance(ms, float) else ms) for name, ms in figures.items()]))
+    return result
+
+
+def generation(size: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return tokens/s of each server and round, and the median of its ratios to bf16 by round."""
+    names: list[Quantization | None] = [None, *options.generation]
+    with TemporaryDirectory(prefix="bridge-bench-") as scratch, ExitStack() as running:
+        model, urls = make_model(size, Path(scratch) / "model"), list[str]()
+        for how in names:
+            folder = Path(scratch) / (how or "bf16")
+            command = serve_command(model, folder, share=options.share, quantization=how)
+            urls.append(running.enter_context(served(command, folder / f"{folder.name}.log")))
+        plain, *others = rates(urls, options)
+    result: dict[str, Any] = {"bf16": {"tokens_per_s": statistics.median(plain), "rounds": plain}}
+    for how, rounds in zip(options.generation, others, strict=True):
+        ratios = [fast / slow for fast, slow in zip(rounds, plain, strict=True)]
+        result[how] = {
+            "tokens_per_s": statistics.median(rounds), "over_bf16": statistics.median(ratios), "rounds": rounds,
+        }  # fmt: skip
+    say(f"{size}: {json.dumps(result, indent=1)}")
     return result
 
 
