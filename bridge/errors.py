@@ -1,5 +1,6 @@
 """The error tree: failures that a user can cause or fix. Bugs are plain `assert`s and end in exit code 1."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,11 @@ class BridgeError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.remedy}"
+
+
+def joined(faults: Sequence[str], separator: str = "; ", *, most: int = 3) -> str:
+    """Return at most as many faults on one line, and how many more there are."""
+    return separator.join(faults[:most]) + (f"; and {len(faults) - most} more" if len(faults) > most else "")
 
 
 class UsageError(BridgeError, ValueError):

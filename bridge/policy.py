@@ -26,7 +26,7 @@ from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import UsageError
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clip_gradients
-from bridge.passes import layers, preparation, routing
+from bridge.passes import preparation
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.rollouts.distribution import filters
@@ -93,12 +93,9 @@ class Policy(ServedModel):
     @cached_property
     def _prepared(self) -> tuple[PreTrainedModel, bool]:
         """The model, prepared for packed sequences once, and whether completions of one prompt may share it."""
-        routing.use_if_known(self.model)
         shares_prompts = preparation.prepare(
             self.model, self._compute, note, max_model_len=self._manifest.max_model_len
         )
-        if not layers.are_compiled(self.model):
-            routing.release(self.model)  # else a backward pass over two batches would recompute both with the second's
         self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
         return self.model, shares_prompts
 

@@ -1,9 +1,11 @@
 """Shared by all tests: a marker per folder, GPU tests only if there is a GPU, and the options of some targets."""
 
+import getpass
 import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import metadata
@@ -26,6 +28,11 @@ ENOUGH_CORES = 4
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for ignored in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(ignored, signal.SIG_DFL)
+
+# torch's cache on disk ignores this variable: what it holds for vector instructions would be compiled without them.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
 # TRL, once imported, silences each vLLM that this process starts later, and some tests read what their server logs.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")

@@ -1,7 +1,6 @@
 """The proof of one copy, on a live server: every claim is tested from both processes, for each part of the weights.
 
-While a trainer is updating the server, nothing is written, because it may be computing with the weights: values are
-compared instead.
+Beside a trainer nothing is written, because it may be computing with the weights: values are compared instead.
 """
 
 import json
@@ -11,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from transformers import PreTrainedModel
 from bridge.checks import Check, judged, quantized, skipped
 from bridge.checks.child import exit_code, run_child
 from bridge.config import SamplingConfig
-from bridge.errors import AttachError, UnsupportedModelError
+from bridge.errors import AttachError
 from bridge.passes import routing
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
@@ -59,9 +57,8 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
     exported = manifest.load(config_path)
     attached = [attach(exported, part, num_parts=exported.tp_degree) for part in range(exported.tp_degree)]
     with BridgeClient(exported, timeout_s=timeout_s) as client:
-        if len(attached) == 1 and (experts := client.status().experts):
-            with suppress(UnsupportedModelError):  # its own routers choose then
-                routing.use(attached[0].model, experts)
+        if len(attached) == 1:
+            routing.use_if_known(attached[0].model, client.status().experts)
         yield from proofs(attached, client, manifest.find(config_path), timeout_s=timeout_s)
 
 
@@ -91,7 +88,7 @@ def proofs(
     if path is None or len(parts) == 1:
         diffs = logprob_diffs(model, groups)
     else:
-        diffs = diffs_of_parts(path, len(parts), groups, timeout_s=timeout_s)
+        diffs = diffs_of_parts(path, len(parts), groups, status.experts, timeout_s=timeout_s)
     limit = quantized.LOGPROB_MEAN_LIMIT if parts[0].shard.quantized else LOGPROB_MEAN_LIMIT
     yield unless_updated(logprobs(diffs, limit), status.version, client.status())
 
@@ -176,10 +173,7 @@ def markers(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
 
 
 def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
-    """Check that both processes read the same value in one element of every parameter, without writing anything.
-
-    The caller holds the fence.
-    """
+    """Check, inside the fence, that both processes read the same value in one element of every parameter."""
     yield skipped("marks", "a trainer is updating this server: nothing else may write now", "no trainer")
     elements, cells = _middles(attached)
     ours, theirs = [cell.item() for cell in cells], client.read(elements)
@@ -245,15 +239,19 @@ def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
         return torch.cat([(model_logprobs(model, part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
 
 
-def diffs_of_parts(path: Path, num_parts: int, groups: Sequence[Group], *, timeout_s: float) -> torch.Tensor:
+def diffs_of_parts(
+    path: Path, num_parts: int, groups: Sequence[Group], experts: tuple[int, int] | None = None, *, timeout_s: float
+) -> torch.Tensor:
     """Return what `logprob_diffs` does, of the model that the server of the manifest at `path` holds in parts.
+
+    `experts` are as in `routing.use`.
 
     Raises:
         AttachError: a process failed.
     """
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-    sampled = messages.dumps([*groups]).decode()
+    sampled = messages.dumps([experts, *groups]).decode()
 
     def computed(part: int) -> str:
         ended = run_child(*map(str, (path, part, port)), module=MODULE, timeout_s=timeout_s, stdin=sampled)
@@ -270,9 +268,9 @@ def diffs_of_parts(path: Path, num_parts: int, groups: Sequence[Group], *, timeo
 
 
 def print_diffs_of_part(path: str, rank: str, port: str) -> None:
-    """Compute with the ranks of the other parts what `logprob_diffs` does, of the groups on stdin; rank 0 prints it."""
+    """Compute with the ranks of the other parts what `logprob_diffs` does, from stdin; rank 0 prints it."""
     os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
-    groups = messages.loads(sys.stdin.buffer.read())
+    experts, *groups = messages.loads(sys.stdin.buffer.read())
     exported, part = manifest.load(Path(path)), int(rank)
     uuid, count = exported.shard(part).gpu_uuid, exported.tp_degree
     device = torch.device("cpu") if uuid is None else cuda_ipc.device_of(uuid)
@@ -283,6 +281,7 @@ def print_diffs_of_part(path: str, rank: str, port: str) -> None:
     try:
         attached = attach(exported, part, num_parts=count)
         divide(attached.model, attached.cuts, ranks.tp_group.process_group)
+        routing.use_if_known(attached.model, experts)
         diffs = logprob_diffs(attached.model, groups)
     finally:
         ranks.close()

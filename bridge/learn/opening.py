@@ -86,13 +86,13 @@ def _prepared(
 ) -> bool:
     """Prepare the model, of whose passes each rank may have a slice; return whether completions may share a prompt."""
     with ranks.in_pass():
-        if experts is None:
-            routing.use_if_known(model)
-        else:
+        if experts is not None:
             _replay(model, experts, compute, note)
         if ranks.cp_size > 1:
             slices.cut(model, ranks.cp_group)
-        shares_prompts = preparation.prepare(model, compute, note, max_model_len=longest)
+        shares_prompts = preparation.prepare(
+            model, compute, note, max_model_len=longest, is_replayed=experts is not None
+        )
         check_slices(model)
         return shares_prompts
 

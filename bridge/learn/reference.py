@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, LossConfig
 from bridge.errors import UsageError
-from bridge.passes import preparation, routing, slices
+from bridge.passes import preparation, slices
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch
 from bridge.passes.packing_proof import Note
@@ -109,7 +109,6 @@ def open_reference(
     own = loaded.load(name, device=str(device), dtype=model.dtype, max_model_len=max_model_len).model
     if cp_group.world_size > 1:
         slices.cut(own, cp_group)
-    routing.use_if_known(own)
     without_gradients = compute.model_copy(update={"gradient_checkpointing": False})
     shares_prompts = preparation.prepare(own, without_gradients, note, max_model_len=max_model_len)
     return Reference(model=own, shares_prompts=shares_prompts, takes_experts=False)

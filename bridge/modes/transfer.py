@@ -10,7 +10,6 @@ received of a layer, and would load them together with those of the next transfe
 """
 
 import queue
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,7 +17,6 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -27,26 +25,26 @@ from bridge.core.concurrency import in_thread
 from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
 from bridge.modes.none import OwnCopy
 from bridge.server import discovery, fence, manifest
-from bridge.server.client import CONNECT_LIMIT_S, max_model_len, unreachable
+from bridge.server.client import max_model_len
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update, Window
 from bridge.server.protocol import InFlight
-from bridge.server.receiver import PatchedReceiver, Receiver, StockReceiver
+from bridge.server.receiver import LOOPBACK, PatchedReceiver, Receiver, StockReceiver, address_seen_by
 from bridge.weights import model_folder
 from bridge.weights.attach import OpenedModel
 
 SENDER = "bridge_patches.sender"
 """Module whose functions import vLLM, which `bridge` itself never does."""
-LOOPBACK = "127.0.0.1"
 RESTART = "look into its log; restart it, and each server that stays paused, whose weights may be half-written"
 
 
 class Receivers:
     """All servers of a run, which get the same weights: paused as one, and called by vLLM's sender as one."""
 
-    def __init__(self, servers: Sequence[Receiver], in_flight: InFlight) -> None:
+    def __init__(self, servers: Sequence[Receiver], in_flight: InFlight, note: Callable[[str], None]) -> None:
         self._servers = servers
         self._in_flight: InFlight = in_flight
+        self._note = note
         self.num_workers: Sequence[int] = ()
         """Of each server."""
         self.on_failure: Callable[[BaseException], object] = lambda _: None
@@ -68,8 +66,15 @@ class Receivers:
             raise
 
     def resume(self, error: BaseException | None = None) -> None:  # noqa: ARG002  they hold no memory of the trainer
-        with suppress(BridgeError):  # one is dead, was not paused, or waits for others to join and resumes later
-            self._all(lambda server: server.resume())
+        """Undo a pause, before an error is raised; log each server that does not confirm it, and may stay paused."""
+        with suppress(AttachError):  # one was not paused
+            self._all(self._resume)
+
+    def _resume(self, server: Receiver) -> None:
+        try:
+            server.resume()
+        except ServerUnreachableError as error:  # or it is dead, or waits for others to join and resumes later
+            self._note(f"{error.message}; {error.remedy}")
 
     def publish(self, version: int) -> int:
         """Let all serve `version`, and return it."""
@@ -137,7 +142,7 @@ class Transfer(OwnCopy):
         self._sender: Any = None
         vllm = import_module(SENDER).version()
         self._servers = self._find_servers()
-        self._receivers = Receivers(self._servers, self._config.publishing.in_flight)
+        self._receivers = Receivers(self._servers, self._config.publishing.in_flight, self._run.note)
         try:
             self._receivers.check(self._config.model_name, vllm)
         except BaseException:
@@ -175,8 +180,7 @@ class Transfer(OwnCopy):
     def open(self) -> OpenedModel:
         """Load the model, meet the workers of all servers, and send it: an earlier run may have trained theirs."""
         opened = super().open()
-        expected = import_module(SENDER).DEVICE
-        if opened.device.type != expected:
+        if opened.device.type != import_module(SENDER).DEVICE:
             raise UsageError(
                 f"--reload transfer sends from a GPU, and the trainer's weights are on {opened.device}",
                 remedy="--trainer-device cuda:N, or --reload restart",
@@ -266,7 +270,7 @@ class Transfer(OwnCopy):
 
     def _open_sender(self) -> Any:
         """Return the sender once all workers have joined; a worker that cannot join is not waited for."""
-        address = _address_seen_by([server.url for server in self._servers])
+        address = address_seen_by([server.url for server in self._servers])
         tensors = model_folder.saved_form(self._model, model_folder.state(self._model))
         outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._receivers.on_failure = outcomes.put
@@ -299,22 +303,3 @@ def _url(name: str) -> str:
         )
     url = name if "://" in name else f"http://{name if ':' in name else f'{LOOPBACK}:{name}'}"
     return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # as servers of Bridge write their own
-
-
-def _address_seen_by(urls: Sequence[str]) -> str:
-    """Return this host's address as the servers see it; ServerUnreachableError if one does not answer.
-
-    Over IPv4, as both ends of vLLM's transfer meet.
-    """
-    addresses = []
-    for url in urls:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        with socket.socket(socket.AF_INET) as connection:
-            connection.settimeout(CONNECT_LIMIT_S)
-            try:
-                connection.connect((parts.hostname or "", port))
-            except OSError as error:
-                raise unreachable(url, f"over IPv4, where vLLM's weight transfer meets: {error}") from error
-            addresses.append(connection.getsockname()[0])
-    return next((address for address in addresses if address != LOOPBACK), LOOPBACK)

@@ -21,12 +21,22 @@ COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 """What torch raises when it cannot compile; anything else is a bug and is raised."""
 
 
-def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_model_len: int | None = None) -> bool:
+def prepare(
+    model: PreTrainedModel,
+    compute: ComputeConfig,
+    note: Note,
+    *,
+    max_model_len: int | None = None,
+    is_replayed: bool = False,
+) -> bool:
     """Give the model packed attention and, where requested, Liger kernels, compiled layers and recomputed activations.
 
     Call it once per run, before the first micro-batch. No parameter is moved or replaced. Return whether completions of
-    one prompt may share it. `max_model_len` bounds the length of a sequence, where it is known.
+    one prompt may share it. `max_model_len` bounds the length of a sequence, where it is known. A model that is not
+    replayed computes with given experts here alone, so that all checks compare the same ones.
     """
+    if not is_replayed:
+        routing.use_if_known(model)
     with routing.refusing_misfits(model, "train another model, of those in docs/families.md, or report this one"):
         check_head(model)
         expected = Expected.of(model, max_model_len)
@@ -42,6 +52,8 @@ def prepare(model: PreTrainedModel, compute: ComputeConfig, note: Note, *, max_m
     shares_prompts = _may_share_prompts(model, expected, note)
     if compute.gradient_checkpointing:
         _recompute(model, note)
+    if not is_replayed and not layers.are_compiled(model):  # compiled layers have it in their code, at no cost
+        routing.release(model)
     return shares_prompts
 
 

@@ -84,10 +84,10 @@ def use(model: PreTrainedModel, shape: tuple[int, int] | None = None) -> None:
         raise
 
 
-def use_if_known(model: PreTrainedModel) -> None:
-    """Let `model` compute with given experts, if the way in which its routers choose is known."""
+def use_if_known(model: PreTrainedModel, shape: tuple[int, int] | None = None) -> None:
+    """Let `model` compute with given experts as by `use`, if the way in which its routers choose is known."""
     with suppress(UnsupportedModelError):
-        use(model)
+        use(model, shape)
 
 
 def release(model: PreTrainedModel) -> None:
@@ -110,6 +110,8 @@ def _prove(model: PreTrainedModel, routed: list[Any], shape: tuple[int, int] | N
             f"{name} chooses {sizes} experts of a token in {len(own)} of {len(routed)} layers with experts{of_server}",
             remedy=REMEDY,
         )
+    if len(counts := sorted({block.num_experts for block in routed})) > 1:
+        raise UnsupportedModelError(f"{name} has {counts} experts in a layer, expected one number", remedy=REMEDY)
     _routed[model] = routed
     for block in routed:
         block.tokens_E = torch.zeros(block.num_experts, dtype=torch.int64, device=model.device)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bridge.core import atomic_file
 from bridge.core.address import Urls
 from bridge.core.process import ProcessIdentity, boot_id
-from bridge.errors import ManifestError, UsageError
+from bridge.errors import ManifestError, UsageError, joined
 from bridge.types import Quantization
 
 MANIFEST_NAME = "vllm_bridge_config.json"
@@ -230,9 +230,8 @@ def read(path: Path) -> Manifest:
         return Manifest.model_validate(document)
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
-        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ManifestError(
-            f"{path} is not a valid manifest: {'; '.join(faults[:3])}{more}",
+            f"{path} is not a valid manifest: {joined(faults)}",
             remedy=f"it was edited, or written by another version of Bridge: {REWRITTEN}",
         ) from error
 

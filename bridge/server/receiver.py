@@ -5,20 +5,23 @@ neither a lease nor versions. A patched one refuses that mode, and takes the cal
 """
 
 import secrets
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import AliasPath, BaseModel, Field
 
 from bridge.errors import AttachError, BridgeError, IncompatibleVersionError, ServerUnreachableError
 from bridge.server import fence, protocol
-from bridge.server.client import BridgeClient, VllmClient, error_message, unreachable
+from bridge.server.client import CONNECT_LIMIT_S, BridgeClient, VllmClient, error_message, unreachable
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import TRANSFER_FLAG, HolderRequest, InFlight, Status
 
+LOOPBACK = "127.0.0.1"
 ENGINE = "nccl"
 """vLLM's engine that broadcasts whole weights from one GPU to others."""
 FLAGS = f"{TRANSFER_FLAG[0]} '{TRANSFER_FLAG[1]}'"
@@ -228,3 +231,22 @@ def _refuse_misfit(url: str, model: str, served: str, ours: str, theirs: str) ->
             f"the server at {url} runs vLLM {theirs}, and the trainer sends with vLLM {ours}, expected the same",
             remedy=f"pip install vllm=={theirs} for the trainer, or serve with {ours}",
         )
+
+
+def address_seen_by(urls: Sequence[str]) -> str:
+    """Return this host's address as the servers see it; ServerUnreachableError if one does not answer.
+
+    Over IPv4, as both ends of vLLM's transfer meet.
+    """
+    addresses = []
+    for url in urls:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.socket(socket.AF_INET) as connection:
+            connection.settimeout(CONNECT_LIMIT_S)
+            try:
+                connection.connect((parts.hostname or "", port))
+            except OSError as error:
+                raise unreachable(url, f"over IPv4, where vLLM's weight transfer meets: {error}") from error
+            addresses.append(connection.getsockname()[0])
+    return next((address for address in addresses if address != LOOPBACK), LOOPBACK)

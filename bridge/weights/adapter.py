@@ -36,9 +36,9 @@ from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, EXPERTS, PROJECTIONS,
 
 NAME = "default"
 """PEFT's name of the one adapter."""
-NAMES_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "shared_expert_gate"})
-"""Last names of layers that PEFT takes for those of stacked experts; and of a shared expert's gate, which vLLM 0.32
-calls by another name, without its adapter."""
+NAMES_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate", "shared_expert_gate"})
+"""Last names of layers that PEFT takes for those of stacked experts or for their router; and of a shared expert's gate,
+which vLLM 0.32 calls by another name, without its adapter."""
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear layer but the head."""
 
@@ -236,8 +236,11 @@ def _all_linear(model: PreTrainedModel) -> str | list[str]:
     if not any("experts" in dict(module.named_children()) for module in model.modules()):
         return ALL_LINEAR
     head = model.get_output_embeddings()
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    return [name for name in linear if name.rpartition(".")[2] not in NAMES_OF_EXPERTS]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and name.rpartition(".")[2] not in NAMES_OF_EXPERTS
+    ]
 
 
 def check_targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:

@@ -6,7 +6,7 @@ Not covered: reading tensors.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bridge.errors import UsageError
+from bridge.errors import UsageError, joined
 from bridge.server.manifest import Shard
 from bridge.weights.layout import Shape, cut_of
 
@@ -112,12 +112,10 @@ def refuse_misfits(name: str, stored: Mapping[str, object], expected: Mapping[st
     odd = sorted(key for key in stored.keys() | expected.keys() if stored.get(key) != expected.get(key))
     if odd:
         faults = [
-            f"{key} is {stored.get(key, 'absent')}, expected {expected.get(key, 'none of that name')}"
-            for key in odd[:3]
+            f"{key} is {stored.get(key, 'absent')}, expected {expected.get(key, 'none of that name')}" for key in odd
         ]
-        more = f"; and {len(odd) - 3} more" if len(odd) > 3 else ""
         raise UsageError(
-            f"{name} does not fit the model: {'; '.join(faults)}{more}",
+            f"{name} does not fit the model: {joined(faults)}",
             remedy="name what was saved from this very model, in its own dtype",
         )
 
@@ -128,16 +126,28 @@ def check_adapter(folder: Path, shard: Shard) -> None:
     try:
         config = json.loads(path.read_text())
         extras = [f"{name} {config[name]}" for name in _NOT_PLAIN if config.get(name)]
-    except (OSError, ValueError, AttributeError) as error:  # the last: it holds no object
+        named = set(config.get("target_modules") or ())
+    except (OSError, ValueError, AttributeError, TypeError) as error:  # the last: it holds no object, or no names
         raise UsageError(f"{path} cannot be read: {error}", remedy="name a complete adapter") from error
     shapes = {name: part.shape for name, part in headers(folder / ADAPTER_WEIGHTS).items()}
     faults = [*extras, *_misfits(shapes, shard)] or ([] if shapes else ["it has no matrices"])
+    faults += [f"{name} is absent" for name in _of_experts(shard, named) if name not in shapes]
     if faults:
-        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise UsageError(
-            f"the adapter {folder} does not fit the server's slots: {'; '.join(faults[:3])}{more}",
+            f"the adapter {folder} does not fit the server's slots: {joined(faults)}",
             remedy="name an adapter that was trained beside this server, such as SAVE_PATH/adapter_step_N",
         )
+
+
+def _of_experts(shard: Shard, projections: Container[str]) -> list[str]:
+    """Return the names of an adapter's matrices of these projections of all routed experts."""
+    return [
+        stored
+        for name, slot in sorted(shard.lora_slots.items())
+        if STACKED in name and name.rpartition(".")[2] in projections
+        for side in "AB"
+        for stored in stored_names(f"base_model.model.{name}.lora_{side}.weight", slot.lora_a.shape[1:])
+    ]
 
 
 def _misfits(shapes: Mapping[str, Shape], shard: Shard) -> Iterator[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bridge.core.foreign_code import shortened
-from bridge.errors import RewardError, UsageError
+from bridge.errors import RewardError, UsageError, joined
 from bridge.types import Problem
 from bridge_environments.environment_checks import problem_fault
 
@@ -66,10 +66,9 @@ class Rows:
             except BadRowError as error:
                 faults.append(f"{location} {error}")
         if faults:
-            more = f"; and {len(faults) - MAX_SHOWN_ROWS} more" if len(faults) > MAX_SHOWN_ROWS else ""
-            shown = "; ".join(faults[:MAX_SHOWN_ROWS])
+            shown = joined(faults, most=MAX_SHOWN_ROWS)
             raise RewardError(
-                f"{self.source}: {len(faults)} of {len(self.rows)} rows are bad: {shown}{more}",
+                f"{self.source}: {len(faults)} of {len(self.rows)} rows are bad: {shown}",
                 remedy="fix these rows, or name the columns to read with --prompt-column and --answer-column",
             )
         if not problems:

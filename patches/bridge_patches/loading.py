@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.errors import BridgeError, UnsupportedModelError, joined
 from bridge.server.manifest import View
 from bridge.weights import skeleton
 from bridge.weights.copy_recorder import CopyRecorder
@@ -197,8 +197,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
 
 def _refuse(names: list[str], why: str) -> None:
     if names:
-        more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
-        raise UnsupportedModelError(f"{', '.join(names[:3])}{more}: {why}", remedy=OTHER_MODES)
+        raise UnsupportedModelError(f"{joined(names, ', ')}: {why}", remedy=OTHER_MODES)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

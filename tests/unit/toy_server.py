@@ -10,9 +10,9 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from bridge.server.manifest import LoraSlot, Manifest, SharedMemoryHandle, View
+from bridge.server.manifest import LoraSlot, Manifest, Shard, SharedMemoryHandle, View
 from bridge.weights import shared_memory
-from tests.models import tiny
+from tests.models import tiny, vllm_cuts
 from tests.unit.checks_sample import edited, manifest
 
 tqdm.monitor_interval = 0  # transformers' progress bars would leave a thread behind
@@ -62,6 +62,28 @@ def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
         num_params=sum(parameter.numel() for parameter in reference.parameters()), param_names=tuple(sorted(views)),
     )  # fmt: skip
     return ToyServer(exported, tensors, reference.eval())
+
+
+def in_parts(server: ToyServer, num_parts: int) -> Manifest:
+    """Return what a server of the same model exports that holds it in parts, each in a file of its own."""
+    weights = {name: parameter.detach() for name, parameter in server.reference.named_parameters()}
+    cuts = vllm_cuts.cuts(server.reference.config, {name: weight.shape for name, weight in weights.items()}, num_parts)
+    shards = []
+    for part, cuts_of_part in enumerate(cuts):
+        _, handles = _allocate({name: cut.of(weights[name]).contiguous() for name, cut in cuts_of_part.items()})
+        views = {
+            name: View(
+                parameter=name, offset=0, shape=cut.part_shape, stride=handles[name].stride, whole=cut.shape,
+                runs=cut.runs,
+            )
+            for name, cut in cuts_of_part.items()
+        }  # fmt: skip
+        shards.append(Shard(rank=part, gpu_uuid=None, ipc_handles={**handles}, param_mappings=views, padding={}))
+    first, *others = shards
+    return server.edited(
+        ipc_handles=first.ipc_handles, param_mappings=first.param_mappings, padding={}, other_shards=tuple(others),
+        tp_degree=num_parts,
+    )  # fmt: skip
 
 
 def with_slots(server: ToyServer, rank: int, *, num_slots: int = 2, without: str = "-") -> ToyServer:

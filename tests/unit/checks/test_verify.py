@@ -1,7 +1,8 @@
 """The proof must fail if there is a second copy: every check, with one copy and with two."""
 
+import base64
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +16,18 @@ from bridge.checks import Check, quantized, verify
 from bridge.checks.verify import Served
 from bridge.config import SamplingConfig
 from bridge.core.process import ProcessIdentity
+from bridge.passes import routing
 from bridge.rollouts.sampler import Sampler
 from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import Element, Status
-from bridge.types import Quantization
+from bridge.types import Group, Quantization
 from bridge.weights import fp8
 from bridge.weights.attach import AttachedModel, attach
 from bridge.weights.parts import digest
 from tests.models import tiny
+from tests.models.families import FAMILIES
 from tests.unit import toy_server
 from tests.unit.http_server import serving
 from tests.unit.openai_server import choice, openai
@@ -196,6 +199,88 @@ def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: 
     assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")
     assert len(answers) == verify.NUM_PROMPTS
     assert all(max(prompt) < tiny.VOCABULARY for prompt in answers)
+
+
+EXPERTS = (2, 2)
+"""In how many layers the mixture chooses how many."""
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> ToyServer:
+    return toy_server.serve(FAMILIES["Qwen3-MoE"](), tmp_path / "mixture")
+
+
+@pytest.fixture
+def url_of_other_experts(mixture: ToyServer) -> Iterator[str]:
+    """A server of the mixture, which computes with the experts 2 and 3 of 4 in every layer, whatever routers choose."""
+    reference, token_ids = mixture.reference, [5, 9, 2]
+    routing.use(reference, EXPERTS)
+
+    def bend(document: dict[str, Any], request: Any) -> dict[str, Any]:
+        prompt = request.body["prompt"]
+        given = torch.tensor([2, 3]).repeat(len(prompt) + len(token_ids), EXPERTS[0], 1)
+        routing.choose(reference, given, len(given))
+        logprobs = truth(cast(AttachedModel, SimpleNamespace(model=reference)), prompt, token_ids)
+        content = base64.b64encode(given[:-1].byte().numpy().tobytes()).decode()
+        choices = [choice(index, *token_ids) for index in range(request.body["n"])]
+        reported = {"logprobs": {"token_logprobs": logprobs}, "experts": {"kind": "uint8", "content": content}}
+        return {"choices": [{**one, **reported} for one in choices]}
+
+    with serving(openai(bend, is_bridge=True)) as http:
+        yield http.url
+
+
+class LiveClient(FakeClient):
+    """A server whose weights are the tensors, and which samples at another address."""
+
+    def __init__(self, tensors: dict[str, Tensor], url: str) -> None:
+        super().__init__(tensors)
+        self.url = url
+
+    def status(self) -> Any:
+        return SimpleNamespace(version=3, state="serving", experts=EXPERTS)
+
+    def digests(self, part: int, **_: bool) -> dict[str, str]:
+        return {name: digest(tensor) for name, tensor in self.tensors.items()}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize(("is_replayed", "expected"), [(True, "PASS"), (False, "FAIL")])
+def test_a_mixture_is_verified_with_the_servers_experts(
+    mixture: ToyServer,
+    url_of_other_experts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_replayed: bool,
+    expected: str,
+) -> None:
+    client = LiveClient(mixture.tensors, url_of_other_experts)
+    monkeypatch.setattr(verify, "BridgeClient", lambda *_, **__: closing(client))
+    monkeypatch.setattr("bridge.server.fence.frozen", lambda _: nullcontext(True))
+    if not is_replayed:
+        monkeypatch.setattr(routing, "use_if_known", lambda *_: None)
+    manifests.write(mixture.manifest, tmp_path / "m.json")
+    *weights, logprobs = verify.verify(tmp_path / "m.json", timeout_s=20)
+    assert {check.status for check in weights} == {"PASS"}
+    assert (logprobs.name, logprobs.status) == (verify.LOGPROBS, expected), logprobs.found
+
+
+def test_a_mixture_in_parts_is_verified_with_the_servers_experts(
+    mixture: ToyServer, url_of_other_experts: str, tmp_path: Path
+) -> None:
+    """By two processes, each with its part of every expert; its own routers choose if the numbers are others."""
+    manifests.write(toy_server.in_parts(mixture, 2), tmp_path / "m.json")
+    endpoint = Endpoint(url=url_of_other_experts, reports_experts=True)
+    with Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
+        groups: list[Group] = verify.sample(sampler, endpoint, mixture.reference.config.vocab_size)
+    given, own = (
+        verify.diffs_of_parts(tmp_path / "m.json", 2, groups, experts, timeout_s=100) for experts in (EXPERTS, (9, 2))
+    )
+    assert len(given) == len(own) == 3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES
+    assert verify.logprobs(given).status == "PASS", given.mean()
+    assert verify.logprobs(own).status == "FAIL", own.mean()
 
 
 def test_replicas_that_differ_are_named() -> None:

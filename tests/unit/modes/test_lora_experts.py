@@ -1,12 +1,14 @@
 """`lora_only` with an adapter of routed experts: in the server's slots, saved, restored and refused."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from bridge.errors import AttachError, UsageError
 from bridge.weights import stored_tensors
@@ -90,6 +92,33 @@ def test_a_restored_adapter_is_compared_with_its_slots(world: World) -> None:
     without = toy_server.with_slots(world.server.toy, RANK, without="experts").manifest.shard(0)
     with pytest.raises(UsageError, match=r"no slot for .*experts\.0\.down_proj"):
         stored_tensors.check_adapter(folder, without)
+
+
+def test_an_adapter_that_lacks_some_of_its_experts_is_refused(world: World) -> None:
+    """Where one is missing vLLM would fail, and where all are it would serve none."""
+    running = opened(world)
+    folder = world.folder / "adapter_step_1"
+    folder.mkdir()
+    running.mode.save(folder)
+    shard, file = world.server.toy.manifest.shard(0), folder / "adapter_model.safetensors"
+    matrices = load_file(file)
+    one = "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight"
+    save_file({name: matrix for name, matrix in matrices.items() if name != one}, file)
+    with pytest.raises(UsageError, match=rf"does not fit the server's slots: {re.escape(one)} is absent\nhint"):
+        stored_tensors.check_adapter(folder, shard)
+    others = {name: matrix for name, matrix in matrices.items() if ".experts." not in name}
+    save_file(others, file)
+    with pytest.raises(UsageError, match=r"experts\.0\.down_proj\.lora_A\.weight is absent; .*; and 45 more"):
+        stored_tensors.check_adapter(folder, shard)
+    settings = folder / "adapter_config.json"
+    document = json.loads(settings.read_text())
+    named = [name for name in document["target_modules"] if not name.endswith(("gate_proj", "up_proj", "down_proj"))]
+    for plain in (named, None, ".*self_attn.*_proj"):
+        settings.write_text(json.dumps(document | {"target_modules": plain}))
+        stored_tensors.check_adapter(folder, shard)
+    settings.write_text(json.dumps(document | {"target_modules": 7}))
+    with pytest.raises(UsageError, match="cannot be read"):
+        stored_tensors.check_adapter(folder, shard)
 
 
 def test_a_server_without_slots_for_experts_is_refused_with_the_flag(world: World) -> None:

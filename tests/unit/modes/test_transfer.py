@@ -71,6 +71,8 @@ class Fed:
 
     mode: Transfer
     servers: tuple[FedServer, ...]
+    notes: list[str]
+    """What the run logs."""
 
     def write(self) -> None:
         with torch.no_grad():
@@ -106,10 +108,11 @@ def feeding(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
                 **{"servers": ",".join(server.url for server in servers)} | choices,
             )  # fmt: skip
             process = FakeProcess(servers[0]) if is_ours else None
-            context = RunContext(name="ours", scratch=tmp_path / "served", note=lambda _: None, process=process)
+            notes: list[str] = []
+            context = RunContext(name="ours", scratch=tmp_path / "served", note=notes.append, process=process)
             mode = Transfer(config, context)
             stack.callback(mode.close)
-            return Fed(mode, servers)
+            return Fed(mode, servers, notes)
 
         yield connect
 
@@ -272,6 +275,24 @@ def test_if_one_cannot_pause_the_others_keep_the_last_version(
     assert fed.calls()[0] == [*PAUSE, "resume"]
     assert not fed.servers[0].is_paused
     assert len(fed_server.SENDERS[0].sent) == 1
+
+
+@pytest.mark.parametrize("fault", ["fails_at", "dies_at"])
+def test_a_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], fault: str) -> None:
+    """The first one cannot undo its pause, after the second one could not pause."""
+    fed = opened()
+    fed.servers[1].slow_at = "pause"
+    setattr(fed.servers[0], fault, "resume")
+    fed.servers[1].fails_at = "pause"
+    with pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.*/pause.* answered 500"):
+        fed.publish()
+    (line,) = fed.notes
+    first = fed.servers[0].url
+    assert line.startswith(f"the server at {first} does not answer as expected (")
+    assert ("/resume answered 500: size mismatch" in line) == (fault == "fails_at")
+    assert line.endswith(f"; its weights are whole; if it is still paused: curl -X POST {first}/resume, or restart it")
+    assert "\n" not in line
+    assert fed.servers[0].is_paused
 
 
 @pytest.mark.parametrize("route", ["start_weight_update", "update_weights", "finish_weight_update"])

@@ -133,18 +133,32 @@ def mixture() -> PreTrainedModel:
     return model
 
 
-def test_experts_that_rounding_exchanges_are_not_refused() -> None:
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_experts_are_watched_after_the_check_only_if_replayed(is_replayed: bool) -> None:
+    """In eager layers it would cost up to a quarter of a step."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, head_dim=8)).eval()
+    model.set_experts_implementation("batched_mm")
+    if is_replayed:
+        routing.use(model)
+    prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail, is_replayed=is_replayed)
+    watched = [layer.mlp for layer in model.get_decoder().layers if "forward" in vars(layer.mlp)]
+    assert len(watched) == (2 if is_replayed else 0)
+    experts = routing.watched(model, lambda: routing.plain_hidden(model, TOKENS))
+    assert (experts is not None) == is_replayed
+
+
+def test_experts_that_rounding_exchanges_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many layers that changes hidden states as much as other sequences do, unless each choice is made once."""
+    assert prepared(mixture()) == []
+    monkeypatch.setattr(routing, "use_if_known", lambda _: None)
     with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
         prepared(mixture())
-    model = mixture()
-    routing.use(model)
-    assert prepared(model) == []
 
 
 def test_experts_that_are_given_hide_no_mixed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mixture()
-    routing.use(model)
 
     def as_one(model: PreTrainedModel, tokens_T: Tensor, *_: Any, **__: Any) -> Tensor:
         hidden_TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state[0]

@@ -324,6 +324,19 @@ def test_slices_take_the_experts_of_their_tokens() -> None:
         assert rerouted_share == pytest.approx(expected_share)
 
 
+def test_layers_with_different_numbers_of_experts_are_refused() -> None:
+    model, (config, wider) = model_of(FAMILIES["mixtral"]), (FAMILIES["mixtral"], MixtralConfig(**LOCAL))
+    wider.num_local_experts = NUM_EXPERTS + 2
+    model.get_decoder().layers[1] = model_of(wider).get_decoder().layers[1]
+    pack = pack_of(samples(chosen(config)))
+    before_N, _ = model_logprobs(model, pack, 1.0)
+    with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM has \[6, 8\] experts in a layer") as caught:
+        routing.use(model, (2, NUM_CHOSEN))
+    assert caught.value.remedy == "--no-router-replay"
+    routing.use_if_known(model)
+    assert model_logprobs(model, pack, 1.0)[0].equal(before_N), "its own routers choose"
+
+
 def test_other_routers_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="in 0 of 0 layers with experts, and the server 2 in 2"):
         routing.use(model_of(LlamaConfig(**SIZES)), (2, 2))

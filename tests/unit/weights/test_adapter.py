@@ -14,7 +14,7 @@ from peft import PeftModel
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AfmoeConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
@@ -295,6 +295,18 @@ def test_experts_get_no_adapter(family: str) -> None:
     adapted = put_in(model, lora_target_modules="all-linear").modules.keys()
     others = ("lm_head", "gate_proj", "up_proj", "down_proj", "shared_expert_gate")
     assert adapted == {name for name in names if not name.endswith(others)}
+
+
+def test_a_router_that_is_a_linear_layer_gets_no_adapter() -> None:
+    """PEFT takes the name of AFMoE's for that of a stacked router, and refuses it."""
+    config = AfmoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        num_dense_layers=1, num_shared_experts=1,
+    )  # fmt: skip
+    adapted = put_in(AutoModelForCausalLM.from_config(config), lora_target_modules="all-linear").modules.keys()
+    layers = [f"model.layers.{number}.self_attn" for number in range(2)]
+    assert adapted == {f"{layer}.{name}_proj" for layer in layers for name in "qkvo"}
 
 
 def test_chosen_modules_alone_get_an_adapter() -> None:
