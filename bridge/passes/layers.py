@@ -93,16 +93,18 @@ def compile_layers(model: PreTrainedModel, *, recomputed: bool = False, keeps_at
     With `recomputed`, the code keeps only its inputs for the backward pass, and computes again what gradients need: not
     a layer's last product, which a layer that is called again computes for nothing. With `keeps_attention`, too, it
     keeps attention's output beside its inputs.
+
+    A module's numbers, such as an epsilon or the scale of attention, are constants: `dynamic` alone would make them
+    inputs, and torch traces a layer again once an operator needs the number itself.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_FORMS)
     if keeps_attention:  # torch warns about operators in place whether a layer has any or not
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    backend = _keeping_inputs if recomputed and not keeps_attention else COMPILER
     for layer in decoder_layers(model):
-        if recomputed and keeps_attention:
-            call = MethodType(_called_again, layer)
-            layer._compiled_call_impl = torch.compile(call, dynamic=True, backend=COMPILER)
-        else:
-            layer.compile(dynamic=True, backend=_keeping_inputs if recomputed else COMPILER)
+        call = MethodType(_called_again, layer) if recomputed and keeps_attention else layer._call_impl
+        with_constants = torch._dynamo.config.patch(specialize_float=True)
+        layer._compiled_call_impl = with_constants(torch.compile(call, dynamic=True, backend=backend))
 
 
 def let_inputs_need_gradients(model: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.functional import silu
 from transformers import (
     AutoModelForCausalLM,
@@ -499,6 +500,18 @@ def test_layers_are_called_again_if_not_compilable(monkeypatch: pytest.MonkeyPat
     assert "not without what it made" in note
     assert model.is_gradient_checkpointing
     assert_close(gradients(model), expected)
+
+
+def test_each_form_of_a_layer_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale of attention is a number that its operator needs: as an input of the graph it would be traced again."""
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    torch.compiler.reset()
+    counters.clear()
+    with kernel_on_the_cpu():
+        assert prepared(llama().bfloat16(), compile_layers=True, gradient_checkpointing=False) == []
+    traced = counters["aot_autograd"]
+    assert traced["total"] == traced["ok"] == 4, "packed and with shared prompts, with and without gradients"
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_with_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
