@@ -144,11 +144,7 @@ def test_a_cut_model_is_prepared_and_proved() -> None:
 
 
 def compiled(ranks: Ranks) -> tuple[int, float]:
-    """Compile the layers of a cut model with the kernel for variable lengths; return breaks, and how far it is off.
-
-    What the process compiled before it was forked is forgotten: with that, ranks have died of a damaged heap.
-    """
-    torch._dynamo.reset()
+    """Compile the layers of a cut model with the kernel for variable lengths; return breaks, and how far it is off."""
     model, pack = model_of(FAMILIES["qwen3"]), pack_of(LENGTHS["one long sequence"], share_prompts=False)
     slices.cut(model, ranks.cp_group)
     attention._fits_kernel = lambda *_: True
