@@ -14,7 +14,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from benchmarks import _results
 from benchmarks._fast_server import PROMPT_TOKENS
 from benchmarks._results import say
 from bridge.config import SamplingConfig
+from bridge.core.concurrency import gather_or_cancel
 from bridge.rollouts.sampler import Sampler
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
@@ -83,9 +84,12 @@ def measure(url: str, per_call: int, options: argparse.Namespace) -> Row:
         for step, first in enumerate(range(0, options.groups, per_call)):
             count = min(per_call, options.groups - first)
             prompts = [tuple(range(100 + index, 100 + index + PROMPT_TOKENS)) for index in range(count)]
-            sampler.run(
-                sampler.sample_each([Endpoint(url=url)], prompts, memory.took, num_samples=options.samples, seed=step)
+            servers = sampler.servers_at([Endpoint(url=url)])
+            requests = (
+                sampler.one(servers, prompt, num_samples=options.samples, seed=step, index=index)
+                for index, prompt in enumerate(prompts)
             )
+            sampler.run(gather_or_cancel(map(memory.took, requests)))
         cpu, seconds = time.process_time() - cpu, time.perf_counter() - begun
         num_retries = sampler.num_retries
     num_completions = options.groups * options.samples
@@ -109,8 +113,9 @@ class Memory:
         self.mib: list[float] = []
         self._process = psutil.Process()
 
-    async def took(self, _: int, group: Sequence[Completion]) -> None:
-        """Count one group."""
+    async def took(self, request: Coroutine[Any, Any, Sequence[Completion]]) -> None:
+        """Await one group, count it, and drop it."""
+        group = await request
         self.num_completions += len(group)
         self._num_groups += 1
         if self._num_groups % self._every == 0:

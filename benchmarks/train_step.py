@@ -231,7 +231,7 @@ class Steps:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         count = max(0, options.warm_up - 1) + options.steps
-        times = [self.step() for _ in range(count) if self._ranks.broadcast_object(time.monotonic() < deadline)]
+        times = [self.step() for _ in range(count) if self._ranks.run_on_rank_zero(lambda: time.monotonic() < deadline)]
         measured = times[max(0, options.warm_up - 1) :]
         if not measured:
             return {"first_s": first.step_s, "failure": "no time was left"}

@@ -22,11 +22,6 @@ class BridgeError(Exception):
         return f"{self.message}\nhint: {self.remedy}"
 
 
-def joined(faults: Sequence[str], separator: str = "; ", *, most: int = 3) -> str:
-    """Return at most as many faults on one line, and how many more there are."""
-    return separator.join(faults[:most]) + (f"; and {len(faults) - most} more" if len(faults) > most else "")
-
-
 class UsageError(BridgeError, ValueError):
     """A flag, a file or an environment that the caller named cannot be used."""
 
@@ -77,3 +72,19 @@ class AtroposError(BridgeError, ConnectionError):
     """The Atropos API does not answer, or has nothing to learn from."""
 
     exit_code = 5
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, for a message of one's own."""
+    return str(error).strip().partition("\n")[0]
+
+
+def with_class(error: BaseException) -> str:
+    """Return the class of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_few(faults: Sequence[str], *, separator: str = "; ", most: int = 3) -> str:
+    """Return the first faults as text, and how many more there are."""
+    more = f"; and {len(faults) - most} more" if len(faults) > most else ""
+    return separator.join(faults[:most]) + more

@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "repetition"]
 
 LOGPROB_DIFF_EDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 """Edges of the histogram of log-prob mismatch, in nats; the first and last bins are open."""
-STAYS = {"is_sent": False}
+NOT_SENT = {"is_sent": False}
 """Metadata of a field that other ranks do not get with the rest of a record (`bridge/ranks/messages.py`)."""
 HEALTHY_NATS = (0.013, 0.024)
 """Mean log-prob mismatch between vLLM and transformers in bf16 that comes from rounding alone."""
@@ -104,7 +104,7 @@ class Array:
     dtype: str
     """As torch writes it, without `torch.`."""
     shape: tuple[int, ...]
-    content: bytes = field(default=b"", metadata=STAYS)
+    content: bytes = field(default=b"", metadata=NOT_SENT)
     """Its bytes; empty: another rank has them."""
 
 

@@ -39,7 +39,7 @@ REHEARSED_TURNS = 8
 
 
 class AgentRuns(TrajectorySampler):
-    """Runs the agents of one environment."""
+    """Runs the agents of one environment, which make their own prompts: none is checked before."""
 
     def __init__(
         self,
@@ -55,9 +55,6 @@ class AgentRuns(TrajectorySampler):
         self._conversation = conversation
         self._recorder = recorder
         self._note = note
-
-    def check_prompt(self, problem: Problem) -> None:
-        """Check nothing: an agent makes its own prompts."""
 
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         """Score a run whose agent gets the same made-up completion in each turn."""

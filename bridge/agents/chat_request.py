@@ -73,8 +73,13 @@ def as_chat(body: Any) -> Any:
 
 def as_document(body: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return an answer as the one to `body`."""
-    named = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.get("model")}
-    return {**named, "object": "chat.completion", **answer}
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": body.get("model"),
+        "object": "chat.completion",
+        **answer,
+    }
 
 
 def as_stream(document: Mapping[str, Any], body: Mapping[str, Any]) -> str:

@@ -106,7 +106,7 @@ class Recorder:
         request = Request(scope, receive)
         try:
             response = await self._answered(request)
-        except Refusal as refusal:
+        except (Refusal, RefusedBodyError) as refusal:
             error = {"message": refusal.message, "type": "invalid_request_error", "param": None, "code": None}
             response = _response(json.dumps({"error": error}), status=refusal.status)
         await response(scope, receive, send)
@@ -140,10 +140,7 @@ class Recorder:
 
 
 async def _body(request: Request) -> bytes:
-    try:
-        messages = await read_body(request.scope["headers"], request.receive)
-    except RefusedBodyError as error:
-        raise Refusal(error.message, status=error.status) from error
+    messages = await read_body(request.scope["headers"], request.receive)
     if messages[-1]["type"] == "http.disconnect":
         raise Refusal("the client closed the connection", status=499)
     return b"".join(message.get("body", b"") for message in messages)

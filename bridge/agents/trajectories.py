@@ -6,6 +6,7 @@ server all tokens so far, exactly as they were sampled.
 
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from bridge.agents.conversation import Conversation, encodable
 from bridge.agents.tool_calls import Call
 from bridge.core.concurrency import gather_or_cancel
 from bridge.errors import RewardError, UsageError
-from bridge.rollouts.groups import Sampled, Servers
+from bridge.rollouts.groups import GroupSampler, Sampled, Servers
 from bridge.rollouts.problems import encode, refuse_images
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
@@ -93,7 +94,7 @@ class SequenceBuilder:
         )
 
 
-class TrajectorySampler:
+class TrajectorySampler(GroupSampler):
     """Samples completions of several turns; a subclass adds what comes between the turns."""
 
     is_chat = True
@@ -119,14 +120,11 @@ class TrajectorySampler:
             )
         )
 
-    async def close(self) -> None:
-        """Close nothing."""
-
+    @abstractmethod
     async def _trajectory(
         self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
     ) -> tuple[Sequence[SequenceBuilder], Score | FailedScore]:
         """Return the sequences of one trajectory, and its reward."""
-        raise NotImplementedError
 
     async def _turn(
         self,
@@ -192,8 +190,7 @@ class Trajectories(TrajectorySampler):
             try:
                 written.prompt = self._prompt(problem, begun.text)
             except RewardError as error:
-                fault = failed(problem, "", "what reset returned does not fit into the prompt", error.message)
-                return [written], fault
+                return [written], failed(problem, "", "what reset returned does not fit into the prompt", error.message)
             longest, num_routed = self._sampler.config.longest, 0
             for turn in range(self._max_turns):
                 completion = await self._turn(
@@ -267,15 +264,11 @@ def as_chat(problem: Problem, added: str = "") -> Problem:
 
 def joined(trajectories: Sequence[tuple[Sequence[SequenceBuilder], Score | FailedScore]]) -> Sampled:
     """Return what all sequences begin with, a completion for each trajectory's sequences, and the rewards."""
-    prompt = _shared([written.prompt for sequences, _ in trajectories for written in sequences if written.prompt])
+    prompts = [written.prompt for sequences, _ in trajectories for written in sequences if written.prompt]
+    prompt = tuple(os.path.commonprefix(prompts))  # noqa: RUF071  it takes any sequences
     completions = []
     for sequences, _ in trajectories:
         first, *others = (written.completion(len(prompt)) for written in sequences)
         text = SEQUENCE_BREAK.join(completion.text for completion in (first, *others))
         completions.append(replace(first, text=text, others=tuple(others)) if others else first)
     return Sampled(prompt, completions, [result for _, result in trajectories])
-
-
-def _shared(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return what all prompts begin with; nothing if there are none."""
-    return tuple(os.path.commonprefix(prompts))  # noqa: RUF071  it takes any sequences

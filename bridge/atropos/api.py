@@ -7,7 +7,7 @@ Source: atroposlib 0.4.0, `atroposlib/api/server.py`.
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,7 +18,7 @@ MASKED = -100
 """In `masks`, the place of a token that the model did not sample."""
 UNKNOWN_LOGPROB = 1.0
 """In `inference_logprobs`, the place of a masked token, and of a sampled one whose log-probability is unknown."""
-NOBODY = -1
+NO_TRAINER = -1
 """What an API returns in place of a trainer's settings before one has registered."""
 WEIGHT_VERSIONS = "weight_versions"
 """In `overrides`, which weights sampled a sequence: [version, number of sampled tokens] for each run of tokens.
@@ -146,12 +146,6 @@ class AtroposApi:
             raise UsageError(
                 f"{self.url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000"
             ) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._http.close()

@@ -9,6 +9,7 @@ API would keep it forever. A group whose rewards are all equal is sent: the trai
 """
 
 import asyncio
+import functools
 import itertools
 import statistics
 import time
@@ -97,7 +98,7 @@ def feed(
         recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env,
         call_here=sampler.call_here,
     )  # fmt: skip
-    with closing(scorer), sampler, AtroposApi(config.atropos_url) as api:
+    with closing(scorer), sampler, closing(AtroposApi(config.atropos_url)) as api:
         joined = join(api, config, note)
         order = problems.endless(environment, seed_of(config.seed, joined.env_id))
         pairs = ((problem, problems.encode(tokenizer, problem, **task.chat_template_kwargs)) for problem in order)
@@ -114,10 +115,9 @@ def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Me
 
     A UsageError says that our groups do not make up the trainer's batches.
     """
-    group_size, notes = config.sampling.group_size, Notes(note)
+    group_size, note_once = config.sampling.group_size, functools.cache(note)
     while (trainer := api.info()).batch_size < 1:
-        notes(f"{api.url}: waiting for a trainer to register (bridge train --rollouts atropos ...)")
-        notes.flush()
+        note_once(f"{api.url}: waiting for a trainer to register (bridge train --rollouts atropos ...)")
         time.sleep(JOIN_POLL_S)
     if trainer.batch_size % group_size:  # the API would never form a batch, without a word
         sizes = [size for size in range(2, trainer.batch_size + 1) if trainer.batch_size % size == 0]
@@ -132,8 +132,7 @@ def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Me
     while (
         answer := api.register_environment(name, group_size=group_size, max_token_length=longest)
     ).status != "success":
-        notes(f"{api.url}: waiting for the trainer to request its first batch")
-        notes.flush()
+        note_once(f"{api.url}: waiting for the trainer to request its first batch")
         time.sleep(JOIN_POLL_S)
     assert answer.env_id is not None, answer
     num_steps = answer.num_steps or 0

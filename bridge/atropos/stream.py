@@ -6,13 +6,15 @@ The API returns the newest batch first. Which weights made a token is known if a
 Of several ranks the first one talks to the API, and sends every batch to all; each checks its own server.
 """
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import torch
 
-from bridge.atropos.api import NOBODY, AtroposApi, ScoredGroup, TrainerInfo
+from bridge.atropos.api import NO_TRAINER, AtroposApi, ScoredGroup, TrainerInfo
 from bridge.atropos.groups import Bounds, first_flaw, ignored, left_out, to_train_on
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, RewardError, UsageError
@@ -65,7 +67,7 @@ class AtroposStream:
         self._note = note
         self._run_name = run_name
         self._ranks = ranks
-        self._noted: set[str] = set()
+        self._note_once = functools.cache(note)
         self._left_out: Counter[str] = Counter()
         self._num_lost = 0
         self._fetched: list[Group] = []
@@ -73,7 +75,7 @@ class AtroposStream:
         self._bounds: Bounds | None = None
         """Known once the trainer is registered, which takes a server."""
         api = AtroposApi(config.rollouts.atropos_url, max_retries=config.sampling.max_retries)
-        with api:
+        with closing(api):
             ranks.run_on_rank_zero(lambda: _refuse_others(api, batch_size=config.rollouts.batch_size))
         tokenizer = skeleton.tokenizer(config.model_name)
         self._decode = lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -166,7 +168,7 @@ class AtroposStream:
         answer = self._api.batch()
         if answer is not None and answer.status is None:
             return answer.batch
-        if answer is not None or self._api.info().batch_size == NOBODY:  # restarted, or reset, which breaks /batch
+        if answer is not None or self._api.info().batch_size == NO_TRAINER:  # restarted, or reset, which breaks /batch
             self._bounds = None
             self._note(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
             return None
@@ -187,7 +189,7 @@ class AtroposStream:
         checkpoints, batch_size = self._config.checkpoints, self._config.rollouts.batch_size
         assert checkpoints.save_path is not None, "derived from the run directory"
         max_token_len = longest + 1  # environments leave out what is as long as this
-        is_first = self._api.info().batch_size == NOBODY
+        is_first = self._api.info().batch_size == NO_TRAINER
         if is_first:
             self._api.register(
                 TrainerInfo(batch_size=batch_size, max_token_len=max_token_len),
@@ -236,11 +238,6 @@ class AtroposStream:
                 self._note_once(line)
         return [*(to_train_on(scored, self._decode) for scored in good), *bad]
 
-    def _note_once(self, line: str) -> None:
-        if line not in self._noted:
-            self._noted.add(line)
-            self._note(line)
-
 
 def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int, str]:
     """Return the tokens of the longest sequence that can be trained on, and whose limit it is.
@@ -261,7 +258,7 @@ def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int
 def _refuse_others(api: AtroposApi, *, is_registered: bool = False, **wanted: int) -> None:
     """Refuse an API that keeps another trainer's settings; without any it is free, unless one `is_registered`."""
     kept = api.info()
-    is_free = kept.batch_size == NOBODY
+    is_free = kept.batch_size == NO_TRAINER
     differing = [
         f"{name} {getattr(kept, name)}, expected {value}"
         for name, value in wanted.items()

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import Field
 
 import bridge
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, first_line, with_class
 from bridge.server.manifest import Record
 
 MODULE = "bridge.checks.child"
@@ -169,7 +169,7 @@ def _facts() -> None:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        _report(cuda_error=_first_line(error))
+        _report(cuda_error=first_line(error))
         return
     _report(gpus=[_describe_gpu(index) for index in range(torch.cuda.device_count())])
 
@@ -182,7 +182,7 @@ def try_import(name: str, members: tuple[str, ...] = ()) -> bool:
         for member in members:
             getattr(module, member)
     except IMPORT_ERRORS as error:
-        fault = f"{type(error).__name__}: {_first_line(error)}"
+        fault = with_class(error)
     _report(imports={name: fault})
     return fault is None
 
@@ -212,11 +212,7 @@ def _describe_gpu(index: int) -> dict[str, Any]:
     try:
         return gpu | {"free_bytes": torch.cuda.mem_get_info(index)[0]}
     except RuntimeError as error:
-        return gpu | {"free_bytes": None, "error": _first_line(error)}
-
-
-def _first_line(error: BaseException) -> str:
-    return str(getattr(error, "message", error)).strip().partition("\n")[0]
+        return gpu | {"free_bytes": None, "error": first_line(error)}
 
 
 def _write_memfd(path: str) -> None:
@@ -280,7 +276,7 @@ def exit_code(program: Callable[..., None], *arguments: str) -> int:
         program(*arguments)
     except (BridgeError, OSError, RuntimeError, ValueError) as error:
         traceback.print_exc()
-        sys.stderr.write(f"{ERROR}{_first_line(error)}\n")
+        sys.stderr.write(f"{ERROR}{first_line(error)}\n")
         return getattr(error, "exit_code", 1)
     return 0
 

@@ -162,8 +162,7 @@ def obstacle(device: Device) -> Check | None:
 
 def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
     """Check that `python -m` would not import a `bridge` of the current folder instead of ours."""
-    candidates = [folder / "bridge", folder / "bridge.py"]
-    taken = [path.name for path in candidates if path.exists()]
+    taken = [name for name in ("bridge", "bridge.py") if (folder / name).exists()]
     is_ours = not taken or folder.resolve() == root.resolve()
     found = str(folder) if is_ours else f"{folder} contains {', '.join(taken)}"
     return judged(

@@ -27,7 +27,7 @@ NO_CHOICES = {"BRIDGE_MANIFEST_PATH"}
 class Config(Section):
     """All choices of one command."""
 
-    tells_places: ClassVar[bool] = True
+    caller_reports: ClassVar[bool] = True
 
     @classmethod
     def of(cls, **choices: Any) -> Self:

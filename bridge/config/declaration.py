@@ -68,8 +68,8 @@ class Section(BaseModel):
     """Prefix of the fields' keys: `alpha` of a section with the prefix `lora_` has the key `lora_alpha`."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Field -> its key, where the prefix does not give it."""
-    tells_places: ClassVar[bool] = False
-    """Whether a wrong choice is reported by the caller, who knows where it was made."""
+    caller_reports: ClassVar[bool] = False
+    """Whether the caller reports a wrong choice, with its origin: a flag, a file or a variable."""
     panel: ClassVar[str] = ""
     common: ClassVar[Mapping[str, Any]] = {}
     """What the section declares for its fields."""
@@ -87,7 +87,7 @@ class Section(BaseModel):
             try:
                 super().__init__(**choices)
             except ValidationError as error:
-                if self.tells_places:
+                if self.caller_reports:
                     raise
                 raise _in_one_line(type(self), error.errors()[0]) from error
 

@@ -1,4 +1,4 @@
-"""Every optimizer in one table: what makes it, and the bytes that it takes beside each trained weight.
+"""Every optimizer in one table: what it can, and the bytes that it takes beside each trained weight.
 
 The choices of `--optimizer`, the memory plan, and `bridge/optimizers/factory.py` read it. No torch is imported.
 """

@@ -1,6 +1,8 @@
-"""Run several coroutines, and a call in a thread that can be left behind."""
+"""Run several coroutines, and a call in a thread that can be left behind; wait for a socket."""
 
 import asyncio
+import select
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -34,3 +36,13 @@ def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return result
+
+
+def is_readable(connection: socket.socket, wait_s: float) -> bool:
+    """Return whether something arrives within `wait_s`, or the other end closes.
+
+    `select.select` would refuse a descriptor of 1024 or more.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(wait_s * 1e3))

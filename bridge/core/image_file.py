@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.foreign_code import shortened
-from bridge.errors import RewardError
+from bridge.errors import RewardError, with_class
 
 DEEP_MODES = ("I", "F")
 """How Pillow's modes begin whose numbers are larger than a byte. It clips them: nearly everything would be white."""
@@ -38,9 +38,8 @@ def read(path: str) -> Any:
             its_fault = _fault_of(path, image)
             pixels = image if its_fault else _on_white(ImageOps.exif_transpose(image))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        first_line = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
         raise RewardError(
-            f"the image {path} cannot be read: {first_line}", remedy="replace the file, or leave the row out"
+            f"the image {path} cannot be read: {with_class(error)}", remedy="replace the file, or leave the row out"
         ) from error
     if its_fault:
         raise RewardError(its_fault, remedy="save it as a PNG with 8 bits per channel, or leave the row out")

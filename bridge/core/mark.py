@@ -17,7 +17,7 @@ from bridge.errors import UsageError
 
 NAME = ".bridge_folder.json"
 MADE_BY = "Bridge"
-Kind = Literal["run", "loop", "demo", "comparison", "export"]
+Kind = Literal["run", "loop", "demo", "export"]
 SHOWN = 3
 """Most names in an error message; a folder may hold thousands of files."""
 
@@ -56,8 +56,8 @@ def refuse_foreign(folder: Path, names: Collection[str], *, flag: str) -> None:
         )
 
 
-def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -> Path:
-    """Empty `folder` if Bridge wrote it for the same `kind`; return it with links resolved.
+def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -> None:
+    """Empty `folder` if Bridge wrote it for the same `kind`.
 
     Raises:
         UsageError: it is a file, Bridge did not write it for `kind`, it holds files other than `names`, or is in use.
@@ -66,7 +66,7 @@ def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file, expected a folder", remedy=f"choose a folder with {flag}")
     if not folder.is_dir() or not any(folder.iterdir()):
-        return folder
+        return
     elsewhere = f"choose another folder with {flag}, or remove this one yourself"
     if kind_of(folder) != kind:
         raise UsageError(f"{folder} is not empty and holds no {kind} of Bridge", remedy=elsewhere)
@@ -82,7 +82,6 @@ def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -
             shutil.rmtree(path)
         else:
             path.unlink()
-    return folder
 
 
 def _is_free(path: Path) -> bool:

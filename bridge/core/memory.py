@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import psutil
+
 CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -16,12 +18,9 @@ def left_bytes() -> int:
     return available_bytes() if left is None else min(available_bytes(), left)
 
 
-def available_bytes(root: Path = Path("/")) -> int:
+def available_bytes() -> int:
     """Return what the kernel can provide without swapping."""
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return int(psutil.virtual_memory().available)
 
 
 def cgroup_left_bytes(root: Path = Path("/")) -> int | None:

@@ -1,9 +1,10 @@
-"""Identities of processes that stay unique when a pid is reused or the machine reboots.
+"""Identities of processes that stay unique when a pid is reused or the machine reboots, and the sockets of this one.
 
 Source: proc(5): field 22 of `/proc/PID/stat` is the start time in clock ticks since boot.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -66,3 +67,13 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
         return None
     state, *fields = stat.rpartition(")")[2].split()
     return state, int(fields[18])
+
+
+def sockets() -> set[int]:
+    """Return the descriptors of this process that are sockets."""
+    descriptors = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own, which is closed
+            if str(descriptor.readlink()).startswith("socket:"):
+                descriptors.add(int(descriptor.name))
+    return descriptors

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import OptimizerConfig, SamplingConfig
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
-from bridge.errors import RewardError, UsageError
+from bridge.errors import RewardError, UsageError, first_line
 from bridge.learn.mismatch import measure
 from bridge.learn.policy_loss import LossSpec, least_entropy, policy_loss
 from bridge.learn.reference import Reference
@@ -281,7 +281,7 @@ class Learner:
                         loss.backward()
         except torch.OutOfMemoryError as error:
             raise UsageError(
-                f"out of memory in the middle of an update: {str(error).strip().splitlines()[0]}",
+                f"out of memory in the middle of an update: {first_line(error)}",
                 remedy="resume from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
                 " --kv-sleep always",
             ) from error

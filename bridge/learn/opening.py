@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, OptimizerConfig, TrainConfig
-from bridge.errors import AttachError, UnsupportedModelError, UsageError
+from bridge.errors import AttachError, UnsupportedModelError, UsageError, first_line
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
@@ -56,7 +56,7 @@ def learner_of(
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            f"the optimizer's state does not fit beside the server: {str(error).strip().splitlines()[0]}",
+            f"the optimizer's state does not fit beside the server: {first_line(error)}",
             remedy=f"bridge plan --model {shlex.quote(config.model_name)} shows what fits: a lower"
             " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
         ) from error

@@ -99,7 +99,7 @@ class QuantizedMoments:
     def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:
         """Scale each block by its largest value and choose codes by the random `bits_RB`."""
         assert bits_RB is not None
-        chances = uniform(rehashed(bits_RB)), uniform(bits_RB)  # the lower half of the bits rounds the weight
+        chances = uniform(_mixed(bits_RB ^ _GOLDEN)), uniform(bits_RB)  # the lower half of the bits rounds the weight
         return self._encoded(first_RB, second_RB, chances)
 
     def to_nearest(self, first_RB: Tensor, second_RB: Tensor) -> State:
@@ -199,11 +199,6 @@ def stochastic_round(master: Tensor, bits: Tensor) -> Tensor:
     Returns the int16 bits of the bf16.
     """
     return ((master.view(torch.int32) + (bits & 0xFFFF)) >> 16).short()
-
-
-def rehashed(bits: Tensor) -> Tensor:
-    """Derive as many new random bits from `bits`."""
-    return _mixed(bits ^ _GOLDEN)
 
 
 def uniform(bits: Tensor) -> Tensor:

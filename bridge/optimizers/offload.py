@@ -200,7 +200,7 @@ class _ToHost:
         buffer = self._free.pop() if self._free else _pinned()
         copy = buffer.view(tensor.dtype)[: tensor.numel()]
         copy.copy_(tensor, non_blocking=True)
-        self._in_flight.append((_recorded(), buffer, copy, use))
+        self._in_flight.append((torch.cuda.current_stream().record_event(), buffer, copy, use))
 
     def finish(self) -> None:
         while self._in_flight:
@@ -232,17 +232,11 @@ class _ToDevice:
             event.synchronize()
         staged = buffer.view(tensor.dtype)[: tensor.numel()].copy_(tensor)
         target.copy_(staged, non_blocking=True)
-        self._sent.append((_recorded(), buffer))
+        self._sent.append((torch.cuda.current_stream().record_event(), buffer))
 
 
 def _pinned() -> Tensor:
     return torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-
-
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record()
-    return event
 
 
 def _chunks(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from bridge.config import ComputeConfig, OptimizerConfig
 from bridge.config.optimizers import FLOAT32_BYTES
 from bridge.core.memory import left_bytes
-from bridge.errors import UsageError
+from bridge.errors import UsageError, first_line
 from bridge.passes import attention, kernels, layers, slices
 from bridge.passes.image_proof import prove
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
@@ -160,8 +160,7 @@ class Budget:
             self._note(f"out of memory: micro-batches have at most {self._tokens:,} tokens from now on")
         else:
             raise UsageError(
-                f"a sequence of {longest:,} tokens does not fit into the free memory: "
-                f"{str(error).strip().splitlines()[0]}",
+                f"a sequence of {longest:,} tokens does not fit into the free memory: {first_line(error)}",
                 remedy="--gradient-checkpointing, which recomputes activations"
                 if self._compute.gradient_checkpointing is False
                 else "a lower --max-new-tokens or --gpu-memory-utilization, --kv-sleep always, or an --optimizer with"

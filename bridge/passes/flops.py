@@ -64,13 +64,14 @@ class Flops:
         head = model.get_output_embeddings()
         tables = (module for module in model.get_decoder().modules() if isinstance(module, nn.Embedding))
         apart = {id(parameter) for module in (*tables, head) for parameter in module.parameters()}
+        num_stateful = sum(kind not in KEEP_KEYS_AND_VALUES for kind in getattr(config, "layer_types", None) or ())
         return cls(
             of_token=sum(
                 _passes(parameter) * 2 * parameter.numel() * _active(parameter, config)
                 for parameter in model.get_decoder().parameters()
                 if parameter.ndim > 1 and id(parameter) not in apart
             )
-            + 3 * _num_stateful(config) * _state(config) / num_parts,
+            + 3 * num_stateful * _state(config) / num_parts,
             of_row=_passes(head.weight) * 2 * head.weight.numel(),
             of_pair={window: 3 * of_layers / num_parts for window, of_layers in _pairs(model, config).items()},
         )
@@ -113,11 +114,6 @@ def _pair(config: Any) -> int:
             2 * config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
         )
     return int(4 * config.num_attention_heads * width)
-
-
-def _num_stateful(config: Any) -> int:
-    """Count the layers that carry a state instead of attending."""
-    return sum(kind not in KEEP_KEYS_AND_VALUES for kind in getattr(config, "layer_types", None) or ())
 
 
 def _state(config: Any) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bridge.errors import UnsupportedModelError
+from bridge.errors import UnsupportedModelError, with_class
 from bridge.passes import images
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.types import Images
@@ -85,7 +85,7 @@ def _fault(model: PreTrainedModel, batch: MicroBatch, in_order: Sequence[Sample]
     except torch.OutOfMemoryError:
         raise
     except MISFITS as error:
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return with_class(error)
     theirs = {name for given in alone for name, value in given.items() if isinstance(value, Tensor | list | tuple)}
     if theirs | {"position_ids"} != ours.keys():
         return f"its decoder takes {', '.join(sorted(theirs))}, expected {', '.join(sorted(ours))}"

@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PretrainedConfig, PreTrainedModel
 
-from bridge.errors import UsageError
+from bridge.errors import UsageError, with_class
 
 _OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 """Windows and grouped heads came to `varlen_attn` after torch 2.10."""
@@ -124,7 +124,7 @@ def _against_cudnn(model: PreTrainedModel, size: int) -> str:
     try:
         error = _error(model)
     except Exception as problem:  # noqa: BLE001  whatever cuDNN raises on this GPU
-        return f"{type(problem).__name__}: {problem}".strip().partition("\n")[0]
+        return with_class(problem)
     return "" if error <= EXAMPLE_ERROR else f"its error is {error:.1%}, expected at most {EXAMPLE_ERROR:.0%}"
 
 

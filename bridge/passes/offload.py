@@ -9,7 +9,7 @@ Not covered: when it is worth it (`budget.py`).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -41,12 +41,6 @@ def keeping(model: nn.Module, num_elements: int) -> Iterator[None]:
         yield
 
 
-class _Moved(NamedTuple):
-    """Where a tensor that was moved is: the number of its move."""
-
-    number: int
-
-
 class _Kept:
     """The tensors of one forward pass, in the order in which its layers kept them."""
 
@@ -66,8 +60,11 @@ class _Kept:
         for tensor, event in self._here.values():
             _wait(tensor, event)
 
-    def pack(self, tensor: Tensor) -> Tensor | _Moved:
-        """Move a tensor if it is large, no weight, and not a part of something larger, which would stay."""
+    def pack(self, tensor: Tensor) -> Tensor | int:
+        """Move a tensor if it is large, no weight, and not a part of something larger, which would stay.
+
+        Return the number of the move, or the tensor if it stays.
+        """
         is_large = tensor.dtype == self._dtype and tensor.numel() >= self._least
         storage = tensor.untyped_storage()
         if not is_large or storage.data_ptr() in self._weights or storage.nbytes() != tensor.nbytes:
@@ -79,17 +76,17 @@ class _Kept:
         self._here[number] = tensor, event
         if number >= AHEAD:
             _wait(*self._here.pop(number - AHEAD))
-        return _Moved(number)
+        return number
 
-    def unpack(self, packed: Tensor | _Moved) -> Tensor:
+    def unpack(self, packed: Tensor | int) -> Tensor:
         """Return the tensor on its device, and start to copy those that are needed next."""
         if isinstance(packed, Tensor):
             return packed
-        self._was_used.add(packed.number)
-        self._fetch(packed.number)
-        tensor, event = self._here.pop(packed.number)
+        self._was_used.add(packed)
+        self._fetch(packed)
+        tensor, event = self._here.pop(packed)
         _wait(tensor, event)
-        for number in range(max(packed.number - AHEAD, 0), packed.number):
+        for number in range(max(packed - AHEAD, 0), packed):
             if number not in self._was_used:
                 self._fetch(number)
         return tensor

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bridge.errors import UnsupportedModelError, UsageError
+from bridge.errors import UnsupportedModelError, UsageError, first_line, with_class
 from bridge.optimizers.gradient_hooks import each_gradient
 from bridge.passes import cut_layers, layers, slices
 from bridge.passes.packing_proof import LENGTHS, packed
@@ -62,21 +62,17 @@ class _Computed:
 
 def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
     """Compare one layer of each kind with the whole one; call it on every part, in evaluation mode."""
-    names = {id(module): name for name, module in model.named_modules()}
-    chosen = dict[Any, str]()
-    for layer in layers.decoder_layers(model):
-        chosen.setdefault(_kind(layer, names[id(layer)], parallel), names[id(layer)])
+    names = _one_of_each(model, lambda layer, name: _kind(layer, name, parallel))
     try:
         with _exact():
-            tokens_1T = _tokens(model).unsqueeze(0)
-            compute = partial(model.get_decoder(), input_ids=tokens_1T, use_cache=False)
-            calls = _tried(type(model).__name__, lambda: _calls(model, [*chosen.values()], compute))
+            compute = partial(model.get_decoder(), input_ids=_tokens(model).unsqueeze(0), use_cache=False)
+            calls = _tried(type(model).__name__, lambda: _calls(model, names, compute))
             for name, call in calls.items():
                 _check_layer(name, call, model, parallel)
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"a whole layer of {type(model).__name__} in float32, with which the parts are compared, does not fit:"
-            f" {str(error).strip().splitlines()[0]}",
+            f" {first_line(error)}",
             remedy="a lower --gpu-memory-utilization",
         ) from error
 
@@ -88,23 +84,30 @@ def check_slices(model: PreTrainedModel) -> None:
     """
     if (cut := slices.of(model)) is None:
         return
-    names = {id(module): name for name, module in model.named_modules()}
-    chosen = dict[Any, str]()
-    for layer in layers.decoder_layers(model):
-        windows = (getattr(module, "sliding_window", None) for module in layer.modules())
-        chosen.setdefault((*map(type, layer.modules()), *windows), names[id(layer)])
+    names = _one_of_each(
+        model, lambda layer, _: tuple((type(m), getattr(m, "sliding_window", None)) for m in layer.modules())
+    )
     tokens_T = torch.arange(sum(LENGTHS), device=model.device) % model.config.get_text_config().vocab_size
     with _exact():
-        own = _calls(model, [*chosen.values()], lambda: packed(model, tokens_T, LENGTHS))
+        own = _calls(model, names, lambda: packed(model, tokens_T, LENGTHS))
         with slices.uncut(model):
-            whole = _calls(model, [*chosen.values()], lambda: packed(model, tokens_T, LENGTHS))
-        for name in chosen.values():
+            whole = _calls(model, names, lambda: packed(model, tokens_T, LENGTHS))
+        for name in names:
             layer = copy.deepcopy(model.get_submodule(name)).eval().requires_grad_()
             _fill(layer, whole[name].args[0])
             on_slice = _run(layer, name, own[name], lambda _, gradient: gradient, cut)
             layer.zero_grad()
             on_all = _run(layer, name, whole[name], lambda _, gradient: gradient)
             _compare(name, _over_slices(on_slice, cut), on_all, cut.group, f"on {cut.size} slices", slices.REMEDY)
+
+
+def _one_of_each(model: PreTrainedModel, kind: Callable[[nn.Module, str], Any]) -> list[str]:
+    """Return the names of the decoder's layers, one of each `kind`, which gets a layer and its name."""
+    names = {id(module): name for name, module in model.named_modules()}
+    by_kind = dict[Any, str]()
+    for layer in layers.decoder_layers(model):
+        by_kind.setdefault(kind(layer, names[id(layer)]), names[id(layer)])
+    return [*by_kind.values()]
 
 
 def _over_slices(computed: _Computed, cut: Slices) -> _Computed:
@@ -245,9 +248,8 @@ def _tried(what: str, compute: Callable[[], Result]) -> Result:
     except MISFITS as error:
         if isinstance(error, torch.OutOfMemoryError | dist.DistError):
             raise
-        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise UnsupportedModelError(
-            f"{what} cannot compute with a part of its weights: {words}", remedy=ONE_PART
+            f"{what} cannot compute with a part of its weights: {with_class(error)}", remedy=ONE_PART
         ) from error
 
 

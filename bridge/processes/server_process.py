@@ -10,15 +10,14 @@ Not covered: servers that Bridge did not start, and an engine that hangs while i
 import contextlib
 import http
 import http.client
-import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from bridge.core.concurrency import is_readable
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
 from bridge.processes import PLAIN, Output, children, server_log
@@ -233,15 +232,9 @@ def health(
                 if connection.sock is None:
                     with contextlib.suppress(TimeoutError):  # a busy server's queue of connections may be full
                         connection.request("GET", route, headers=api_key.headers())
-                elif _is_readable(connection.sock):
+                elif is_readable(connection.sock, SLICE_S):
                     connection.sock.settimeout(READ_LIMIT_S)
                     return "well" if connection.getresponse().status == http.HTTPStatus.OK else "unwell"
         except (OSError, http.client.HTTPException):
             return "unwell"
     return "silent"
-
-
-def _is_readable(sock: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(SLICE_S * 1e3))

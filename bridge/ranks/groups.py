@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bridge.core.process import sockets
 from bridge.errors import RankError, UsageError
 
 OBJECT_LIMIT = timedelta(hours=24)
@@ -100,13 +100,3 @@ def tcp_keepalive() -> Iterator[None]:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
-
-
-def sockets() -> set[int]:
-    """Return the descriptors of this process that are sockets."""
-    descriptors = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if str(descriptor.readlink()).startswith("socket:"):
-                descriptors.add(int(descriptor.name))
-    return descriptors

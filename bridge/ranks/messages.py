@@ -2,7 +2,7 @@
 
 Numbers keep every bit. Besides JSON's own types it carries tuples, bytes, dictionaries with any keys, paths, tensors,
 and the dataclasses and pydantic models of the `bridge` package. Long rows of numbers are packed: a step of 64 x 4096
-tokens takes milliseconds. A field whose metadata is `STAYS` is not sent.
+tokens takes milliseconds. A field whose metadata is `NOT_SENT` is not sent.
 
 Source: "Using distributed features" in PyTorch's SECURITY.md.
 """
@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from bridge.errors import BridgeError, RankError, UsageError
-from bridge.types import STAYS
+from bridge.types import NOT_SENT
 
 PLAIN = {str, int, float, bool, type(None)}
 """Types that JSON keeps as they are."""
@@ -178,7 +178,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
     if isinstance(value, BaseModel):
         return {**dict(value), FIELDS_SET: sorted(value.model_fields_set)}
     if dataclasses.is_dataclass(value):
-        fields = [field for field in dataclasses.fields(value) if field.init and field.metadata != STAYS]
+        fields = [field for field in dataclasses.fields(value) if field.init and field.metadata != NOT_SENT]
         return {field.name: getattr(value, field.name) for field in fields}
     return None
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from bridge.core.interrupt import deferred_interrupt
-from bridge.errors import RankError
+from bridge.core.process import sockets
+from bridge.errors import RankError, first_line
 from bridge.ranks import groups, messages
 from bridge.ranks.messages import AGREED, OF_TENSORS, Outcome
 from bridge.ranks.tensors import Tensors
@@ -74,9 +75,9 @@ class Ranks(Tensors):
             groups.check_same(store, rank, world_size, "--context-parallel-size", cp_size)
             ranks._watch = Watch(store, device, rank, world_size, lambda: ranks._num_exchanges)
             ranks._watch.add(dist.group.WORLD, connections)
-            before = groups.sockets()
+            before = sockets()
             ranks._objects = groups.object_group(None)
-            ranks._watch.add_objects(groups.sockets() - before)
+            ranks._watch.add_objects(sockets() - before)
             numbers = range(world_size)
             if tp_size > 1:
                 ranks._tp_group = ranks._one_of([numbers[first : first + tp_size] for first in numbers[::tp_size]])
@@ -93,11 +94,11 @@ class Ranks(Tensors):
         for members in divisions:
             if len(members) == 1:
                 continue
-            before = groups.sockets()
+            before = sockets()
             tensors = dist.new_group([*members], timeout=groups.DEVICE_LIMIT)
-            connections = groups.sockets() - before
+            connections = sockets() - before
             objects = groups.object_group(members)
-            object_connections = groups.sockets() - before - connections
+            object_connections = sockets() - before - connections
             if self.rank in members:
                 mine = Ranks(members.index(self.rank), len(members))
                 mine._all = self
@@ -185,7 +186,7 @@ class Ranks(Tensors):
             is_memory = isinstance(error, torch.OutOfMemoryError)
             what = "is out of memory" if is_memory else "stopped in a pass"
             reported = RankError(
-                f"rank {self.rank} of {self.world_size} {what}: {str(error).strip().partition(chr(10))[0]}",
+                f"rank {self.rank} of {self.world_size} {what}: {first_line(error)}",
                 remedy="--resume with --kv-sleep always, --gradient-checkpointing or a lower --micro-batch-tokens"
                 if is_memory
                 else "continue with --resume; the rank that ended first says why",
@@ -211,10 +212,6 @@ class Ranks(Tensors):
     def all_gather_object(self, mine: Result) -> list[Result]:
         """Return the object of every rank, in the order of the ranks; raises as `run_and_gather` does."""
         return self.run_and_gather(lambda: mine)
-
-    def broadcast_object(self, mine: Result | None) -> Result:
-        """Return the object of rank 0."""
-        return self.all_gather_object(mine)[0]  # type: ignore[return-value]
 
     def barrier(self) -> None:
         """Wait for all ranks."""

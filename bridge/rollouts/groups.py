@@ -6,6 +6,7 @@ modules that open one, by a function `open_stream`. A problem becomes a group by
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -90,15 +91,16 @@ class Sampled(NamedTuple):
     """The prompt's."""
 
 
-class GroupSampler(Protocol):
+class GroupSampler(ABC):
     """Samples and scores the completions of a problem."""
 
     is_chat: bool
     """Whether a prompt becomes chat messages even if it is text."""
 
-    def check_prompt(self, problem: Problem) -> None:
+    def check_prompt(self, problem: Problem) -> None:  # noqa: B027 - an agent makes its own prompts
         """Raise a RewardError if the problem's prompt cannot be encoded."""
 
+    @abstractmethod
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
@@ -107,14 +109,15 @@ class GroupSampler(Protocol):
         `params` are sampling parameters in place of the run's.
         """
 
+    @abstractmethod
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         """Score the made-up completion `text`, with no server."""
 
-    async def close(self) -> None:
-        """Release the resources of the groups."""
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Release the resources of the groups; the sampler and the scorer are the stream's."""
 
 
-class Completions:
+class Completions(GroupSampler):
     """Samples a completion of one turn for each sample."""
 
     is_chat = False
@@ -144,9 +147,6 @@ class Completions:
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         (result,) = await self._scorer.score(problem, [text])
         return result
-
-    async def close(self) -> None:
-        """Close nothing: the sampler and the scorer are the stream's."""
 
 
 def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:

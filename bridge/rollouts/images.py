@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 
 from bridge.core import image_file
 from bridge.core.foreign_code import described
-from bridge.errors import RewardError, UnsupportedModelError, UsageError
+from bridge.errors import RewardError, UnsupportedModelError, UsageError, with_class
 from bridge.passes.images import SIZES
 from bridge.planning.model_size import SEEING
 from bridge.rollouts import problems
@@ -97,7 +97,7 @@ class Prompts:
             return AutoProcessor.from_pretrained(self._model_name)
         except (ImportError, OSError, ValueError, TypeError) as error:
             raise UsageError(
-                f"the image processor of {self._model_name} cannot be loaded: {_first_line(error)}",
+                f"the image processor of {self._model_name} cannot be loaded: {with_class(error)}",
                 remedy="pip install torchvision pillow, and copy preprocessor_config.json and processor_config.json"
                 " into the model's folder",
             ) from error
@@ -112,7 +112,7 @@ class Prompts:
             made = processor(text=[text], images=read, return_tensors="pt", **own)
         except (ValueError, TypeError, RuntimeError, LookupError) as error:
             raise RewardError(
-                f"the model's processor rejects {', '.join(problem['images'])}: {_first_line(error)}",
+                f"the model's processor rejects {', '.join(problem['images'])}: {with_class(error)}",
                 remedy="resize the image, or leave the row out",
             ) from error
         ids = tuple(made["input_ids"][0].tolist())
@@ -220,7 +220,3 @@ def _starts(ids: Sequence[int], image_token: int, grids: Sequence[tuple[int, ...
             " one version, of a family in docs/families.md",
         )
     return tuple(indices[0] for indices in of_images)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]

@@ -124,14 +124,15 @@ class Sampler:
         self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
     ) -> list[tuple[Completion, ...]]:
         """Return `num_samples` completions per prompt, in the order of the prompts."""
-
-        async def unchanged(_: int, completions: tuple[Completion, ...]) -> tuple[Completion, ...]:
-            return completions
-
-        return self.run(self.sample_each(endpoints, prompts, unchanged, num_samples=num_samples, seed=seed))
+        servers = self.servers_at(endpoints)
+        requests = (
+            self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index)
+            for index, prompt in enumerate(prompts)
+        )
+        return self.run(gather_or_cancel(requests))
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine that awaits `each` or `one`; Ctrl-C cancels it, and tasks that it leaves run on."""
+        """Run a coroutine that awaits `one`; Ctrl-C cancels it, and tasks that it leaves run on."""
         return self._loop.run(coroutine)
 
     async def call_here(self, call: Callable[[], Any]) -> Any:
@@ -171,25 +172,6 @@ class Sampler:
         except (RequestFailed, TimeoutError):  # the next request finds out, and is retried
             return None
         return next((model.max_model_len for model in models if model.max_model_len), None)
-
-    async def sample_each(
-        self,
-        endpoints: Sequence[Endpoint],
-        prompts: Sequence[tuple[int, ...]],
-        then: Callable[[int, tuple[Completion, ...]], Coroutine[Any, Any, Result]],
-        *,
-        num_samples: int,
-        seed: int,
-        **other: float,
-    ) -> list[Result]:
-        """Await `then` with each prompt's index and completions as they arrive; return its results in prompt order."""
-        servers = self.servers_at(endpoints)
-
-        async def one(index: int, prompt: tuple[int, ...]) -> Result:
-            completions = await self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index, **other)
-            return await then(index, completions)
-
-        return await gather_or_cancel(one(index, prompt) for index, prompt in enumerate(prompts))
 
     async def _completions(self, servers: Sequence[Server], body: dict[str, Any]) -> tuple[Completion, ...]:
         """Return the completions of one prompt, with retries."""

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from functools import cache
 from typing import Any
 
 from bridge.core import redaction
+from bridge.core.concurrency import is_readable
 from bridge.core.foreign_code import location_in
 from bridge.errors import RewardError
 from bridge.scoring import inside_worker
@@ -250,7 +250,7 @@ class WorkerProcess:
 
     def _has_written(self, wait_s: float = 0.0) -> bool:
         """Return whether it has written anything that was not read, or closed the connection."""
-        return bool(self._received or select.select([self._socket], [], [], wait_s)[0])
+        return bool(self._received or is_readable(self._socket, wait_s))
 
     async def _what_it_did(self, harm: BaseException) -> str:
         """Wait until it has ended; if only the connection was closed, the supervisor keeps running."""

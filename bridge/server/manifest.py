@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bridge.core import atomic_file
 from bridge.core.address import Urls
 from bridge.core.process import ProcessIdentity, boot_id
-from bridge.errors import ManifestError, UsageError, joined
+from bridge.errors import ManifestError, UsageError, first_few
 from bridge.types import Quantization
 
 MANIFEST_NAME = "vllm_bridge_config.json"
@@ -231,7 +231,7 @@ def read(path: Path) -> Manifest:
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         raise ManifestError(
-            f"{path} is not a valid manifest: {joined(faults)}",
+            f"{path} is not a valid manifest: {first_few(faults)}",
             remedy=f"it was edited, or written by another version of Bridge: {REWRITTEN}",
         ) from error
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bridge.errors import AttachError
+from bridge.errors import AttachError, first_line
 from bridge.server.manifest import CudaHandle
 
 EXPANDABLE = "expandable_segments:True"
@@ -26,14 +26,13 @@ def export(tensor: torch.Tensor) -> CudaHandle:
     try:
         device, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
         setting = next(
             (n for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if EXPANDABLE in os.getenv(n, "")), ""
         )
         unset = f"start the server without {EXPANDABLE}: unset {setting}"
         doctor = "bridge doctor tests CUDA IPC between two processes and names the cause"
         raise AttachError(
-            f"the GPU memory of a weight cannot be exported ({reason})", remedy=unset if setting else doctor
+            f"the GPU memory of a weight cannot be exported ({first_line(error)})", remedy=unset if setting else doctor
         ) from error
     return CudaHandle(
         device_index=device,
@@ -66,9 +65,8 @@ def open_storage(handle: CudaHandle, device: torch.device) -> torch.UntypedStora
             handle.event_sync_required,
         )
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
         raise AttachError(
-            f"the GPU refuses to open the server's memory ({reason})",
+            f"the GPU refuses to open the server's memory ({first_line(error)})",
             remedy="in containers share the namespaces (docker run --ipc=container:NAME --pid=container:NAME); "
             "bridge doctor tests CUDA IPC and names the cause",
         ) from error

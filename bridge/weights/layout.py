@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from bridge.errors import UnsupportedModelError, joined
+from bridge.errors import UnsupportedModelError, first_few
 from bridge.server.manifest import View
 from bridge.weights.parts import Cut, Runs, held_by
 
@@ -209,7 +209,9 @@ def _is_part(cut: Cut, held: Shape, whole: Shape) -> bool:
 
 def _refuse(faults: Sequence[str]) -> None:
     if faults:
-        raise UnsupportedModelError(f"the model cannot be shared byte for byte: {joined(faults)}", remedy=OTHER_MODES)
+        raise UnsupportedModelError(
+            f"the model cannot be shared byte for byte: {first_few(faults)}", remedy=OTHER_MODES
+        )
 
 
 def _ownership_faults(

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.core import memory
-from bridge.errors import UnsupportedModelError, UsageError
+from bridge.errors import UnsupportedModelError, UsageError, first_line
 from bridge.weights import rope, skeleton
 from bridge.weights.attach import OpenedModel, leave_core_to_server
 from bridge.weights.model_folder import no_progress_bar
@@ -117,8 +117,9 @@ def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(f"the weights of {model} cannot be loaded: {reason}", remedy=REPLACE_MODEL) from error
+        raise UsageError(
+            f"the weights of {model} cannot be loaded: {first_line(error)}", remedy=REPLACE_MODEL
+        ) from error
     missing = sorted(report["missing_keys"])
     if missing:  # transformers has filled them with random numbers
         raise UsageError(

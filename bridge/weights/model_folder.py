@@ -140,7 +140,9 @@ def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder:
     slice of a fused tensor (most of the model) on the GPU.
     """
     files = write_shards(
-        folder, "model", tensors, _contiguous, max_bytes=MAX_SHARD_BYTES, metadata={"format": "pt"}
+        folder, "model", tensors,
+        lambda tensor: from_dlpack(tensor.contiguous()),  # in a storage of its own: the same memory, if contiguous
+        max_bytes=MAX_SHARD_BYTES, metadata={"format": "pt"},
     )  # fmt: skip
     if len(files) == 1:
         (folder / next(iter(files))).rename(folder / SINGLE_NAME)
@@ -154,11 +156,6 @@ def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder:
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    """Return the tensor in a storage that holds it alone: the same memory, if it is contiguous."""
-    return from_dlpack(tensor.contiguous())
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -199,10 +196,8 @@ def check(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> N
 def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
     """Copy the folder's weights, or this rank's part of them, into the model's own; a misfit touches none."""
     whole, held = _on_meta(model, parts), state(model)
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases = {name: first[id(tied)] for name, tied in model.named_parameters(remove_duplicate=False)}
-    aliases |= {name: name for name in held}
-    views = saved_form(model, {name: whole[aliases[name]] for name in aliases})
+    first_names = _first_names(model) | {name: name for name in held}
+    views = saved_form(model, {name: whole[first] for name, first in first_names.items()})
     owners = {storage_of(tensor): name for name, tensor in whole.items()}
     files = _files_of(model, folder, whole)
     stored = dict[str, list[str]]()
@@ -217,6 +212,12 @@ def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) 
                 _like(target, views[name]).copy_(opened[files[name]].get_tensor(name))
             if parts is not None:
                 own.copy_(parts.own[owner].of(target))
+
+
+def _first_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return the first name of each parameter, by every name that it has; a tied one has several."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _on_meta(model: PreTrainedModel, parts: Parts | None) -> dict[str, Tensor]:
@@ -241,11 +242,7 @@ def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor])
         stored = headers(path)
         files |= dict.fromkeys(stored, path)
         held |= stored
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}  # the other names of a tied parameter -> its first
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            aliases[name] = first[id(parameter)]
+    aliases = {name: first for name, first in _first_names(model).items() if first != name}
     saved = saved_form(model, whole)
     computed = {name for name, _ in model.named_buffers()} - whole.keys()
     left_out = computed | {name for name in aliases if aliases[name] in held}

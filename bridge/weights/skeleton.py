@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from bridge.errors import UnsupportedModelError, UsageError
+from bridge.errors import UnsupportedModelError, UsageError, first_line
 from bridge.weights.layout import OTHER_MODES, Shape
 from bridge.weights.model_folder import stored_buffers
 
@@ -40,7 +40,7 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except (OSError, *MISBUILT) as error:
         raise UsageError(
-            f"no usable model at {model!r}: {_first_line(error)}",
+            f"no usable model at {model!r}: {first_line(error)}",
             remedy="name a folder with a config.json, or a model on the hub",
         ) from error
     if getattr(config, "quantization_config", None):
@@ -55,7 +55,7 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
             )
     except MISBUILT as error:
         raise UnsupportedModelError(
-            f"{model} is not a language model of transformers: {_first_line(error)}", remedy=OTHER_MODES
+            f"{model} is not a language model of transformers: {first_line(error)}", remedy=OTHER_MODES
         ) from error
     if reason := _untrainable(skeleton):
         raise UnsupportedModelError(
@@ -109,7 +109,7 @@ def tokenizer(model: str) -> PreTrainedTokenizerBase:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{model!r} has no usable tokenizer: {_first_line(error)}",
+            f"{model!r} has no usable tokenizer: {first_line(error)}",
             remedy="copy tokenizer.json and tokenizer_config.json into the model's folder",
         ) from error
     return loaded
@@ -119,7 +119,3 @@ def absolute(model: str) -> str:
     """Return a local model's absolute folder, or a hub name unchanged."""
     path = Path(model)
     return str(path.resolve()) if path.is_dir() else model
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

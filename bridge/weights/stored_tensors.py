@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bridge.errors import UsageError, joined
+from bridge.errors import UsageError, first_few
 from bridge.server.manifest import Shard
 from bridge.weights.layout import Shape, cut_of
 
@@ -115,7 +115,7 @@ def refuse_misfits(name: str, stored: Mapping[str, object], expected: Mapping[st
             f"{key} is {stored.get(key, 'absent')}, expected {expected.get(key, 'none of that name')}" for key in odd
         ]
         raise UsageError(
-            f"{name} does not fit the model: {joined(faults)}",
+            f"{name} does not fit the model: {first_few(faults)}",
             remedy="name what was saved from this very model, in its own dtype",
         )
 
@@ -134,7 +134,7 @@ def check_adapter(folder: Path, shard: Shard) -> None:
     faults += [f"{name} is absent" for name in _of_experts(shard, named) if name not in shapes]
     if faults:
         raise UsageError(
-            f"the adapter {folder} does not fit the server's slots: {joined(faults)}",
+            f"the adapter {folder} does not fit the server's slots: {first_few(faults)}",
             remedy="name an adapter that was trained beside this server, such as SAVE_PATH/adapter_step_N",
         )
 

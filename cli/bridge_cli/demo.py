@@ -110,10 +110,9 @@ def demo(
         summary, checks = _train_and_verify(world, job, opened, run)
     document = conclusion(summary, checks, least_gain=LEAST_GAIN if model is None else None)
     write_json(run.path / "summary.json", document)
-    page = run.path / report.NAME
-    report.write([run.path], page)
+    report.write([run.path], run.report)
     goal = f"the reward must rise by {LEAST_GAIN}" if model is None else "in some step, rewards must differ"
-    _print_table(document, page, run, goal)
+    _print_table(document, run, goal)
     if as_json:
         console.data(json.dumps(document))
     if not document["passed"]:
@@ -132,8 +131,7 @@ def _choices(
         vllm_config_path=RunDirectory(out).manifest,
     )
     choices = PRETRAINED if own_model else TINY
-    train = TrainConfig.of(model_name=model, training_steps=steps, run_dir=out, gpus=gpus, **choices)
-    return serve, train
+    return serve, TrainConfig.of(model_name=model, training_steps=steps, run_dir=out, gpus=gpus, **choices)
 
 
 def _write_model(folder: Path) -> None:
@@ -190,7 +188,7 @@ def _train_and_verify(world: "Ranks", job: Job, opened: Opened, run: RunDirector
         return summary, proof(command.manifest, as_json=False)
 
 
-def _print_table(document: dict[str, Any], page: Path, run: RunDirectory, goal: str) -> None:
+def _print_table(document: dict[str, Any], run: RunDirectory, goal: str) -> None:
     updates, steps, passed = document["updates"], document["steps"], document["passed"]
     idle = "" if updates == steps else f" (in {steps - updates} of {steps} steps all rewards were equal)"
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -201,7 +199,7 @@ def _print_table(document: dict[str, Any], page: Path, run: RunDirectory, goal: 
     if updates:
         table.add_row("largest difference of log-probabilities", f"{document['logprob_diff_max']:.4f} nats")
     table.add_row("fence, median", duration(document["fence_p50_ms"] / 1e3))
-    table.add_row("report, for a browser", str(page))
+    table.add_row("report, for a browser", str(run.report))
     table.add_row("summary", str(run.path / "summary.json"))
     console.people.print()
     console.people.print(table)

@@ -58,7 +58,7 @@ RECIPE: Mapping[str, Any] = {
 }
 """Two phases, each with the share of right answers in the loss, and a peak learning rate that falls to a twentieth."""
 
-TALKERS = ("<system>", "<user>", "<model>", "<result>")
+ROLE_TOKENS = ("<system>", "<user>", "<model>", "<result>")
 CALL = ('<tool_call>{"name": "add", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
 """Each is one token, so that a call is short."""
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
@@ -132,8 +132,8 @@ def write_tiny(
     """Write the model for a task of the user's own to a new folder; it cannot add, and copies what the tool returns."""
     draw = random.Random(0)  # noqa: S311  no secret is made of it
     tokenizer = word_tokenizer(
-        (*SPECIAL_TOKENS, *TALKERS, *CALL, *PRINTABLE), "|".join([*map(re.escape, CALL), r"[\s\S]"]),
-        model_max_length=recipe["num_positions"], additional_special_tokens=list(TALKERS), chat_template=TEMPLATE,
+        (*SPECIAL_TOKENS, *ROLE_TOKENS, *CALL, *PRINTABLE), "|".join([*map(re.escape, CALL), r"[\s\S]"]),
+        model_max_length=recipe["num_positions"], additional_special_tokens=list(ROLE_TOKENS), chat_template=TEMPLATE,
     )  # fmt: skip
     with atomic_folder.write(folder, replaceable=lambda _: False, durable=False, flag="--model-only") as scratch:
         _build(

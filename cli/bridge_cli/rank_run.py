@@ -175,7 +175,7 @@ def check_shared(ranks: "Ranks", folder: Path) -> None:
     Raises:
         UsageError: one does not.
     """
-    probe = folder.absolute() / f".seen-{ranks.broadcast_object(os.getpid())}"
+    probe = folder.absolute() / f".seen-{ranks.run_on_rank_zero(os.getpid)}"
 
     def make() -> None:
         folder.mkdir(parents=True, exist_ok=True)

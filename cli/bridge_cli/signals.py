@@ -18,7 +18,7 @@ from bridge.errors import UsageError
 T = TypeVar("T")
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as a shell reports it."""
-NOBODY_READS = (errno.EIO, errno.EPIPE)
+READER_GONE = (errno.EIO, errno.EPIPE)
 """Errors of writing to a terminal that is gone, or to a pipe without a reader."""
 
 
@@ -67,7 +67,7 @@ class DisconnectableStream:
         try:
             return action()
         except OSError as error:
-            if error.errno not in NOBODY_READS:
+            if error.errno not in READER_GONE:
                 if self._holds_notes:
                     return otherwise
                 raise UsageError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bridge.core.foreign_code import shortened
-from bridge.errors import RewardError, UsageError, joined
+from bridge.errors import RewardError, UsageError, first_few
 from bridge.types import Problem
 from bridge_environments.environment_checks import problem_fault
 
@@ -66,7 +66,7 @@ class Rows:
             except BadRowError as error:
                 faults.append(f"{location} {error}")
         if faults:
-            shown = joined(faults, most=MAX_SHOWN_ROWS)
+            shown = first_few(faults, most=MAX_SHOWN_ROWS)
             raise RewardError(
                 f"{self.source}: {len(faults)} of {len(self.rows)} rows are bad: {shown}",
                 remedy="fix these rows, or name the columns to read with --prompt-column and --answer-column",

@@ -25,7 +25,7 @@ NO_CODE = "null"
 """The harness of an agent that has none of its own: it calls the task's tools, and runs nothing that a model writes."""
 ENDPOINT = '{"client": {"type": "eval", "base_url": "http://127.0.0.1:9001/v1"}, "model": "MODEL"}'
 """An agent's own model, as `--env-args` gives it."""
-NOBODY = "BRIDGE_HAS_NO_KEY"
+NO_KEY = "BRIDGE_HAS_NO_KEY"
 """A variable that is never set: the endpoint takes any key."""
 
 
@@ -71,7 +71,7 @@ class Host:
             await self._serving.__aenter__()
         kind = type(self._env.taskset).task_type()
         task = kind(kind.data_type().model_validate(data), self._env.config.taskset.task)
-        context = vf.ModelContext(model="bridge", client=vf.EvalClientConfig(base_url=base_url, api_key_var=NOBODY))
+        context = vf.ModelContext(model="bridge", client=vf.EvalClientConfig(base_url=base_url, api_key_var=NO_KEY))
         episode = await self._env.run_episode(task, context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

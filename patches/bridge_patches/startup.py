@@ -17,12 +17,11 @@ import multiprocessing.util
 import os
 import signal
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from bridge.core.process import sockets
 from bridge_patches import wrap
 
 PINS = """
@@ -73,13 +72,10 @@ def leave_parent() -> None:
 
 def _servers() -> Iterator[int]:
     """Yield the descriptors of TCP sockets that are not connected."""
-    for name in sorted(path.name for path in Path("/proc/self/fd").iterdir()):
-        with suppress(OSError):  # the listing's own, which is closed
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.family in {socket.AF_INET, socket.AF_INET6} and one.type == socket.SOCK_STREAM:
-                    try:
-                        one.getpeername()
-                    except OSError:
-                        yield int(name)
+    for descriptor in sorted(sockets()):
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # a thread may have closed it
+            if one.family in {socket.AF_INET, socket.AF_INET6} and one.type == socket.SOCK_STREAM:
+                try:
+                    one.getpeername()
+                except OSError:
+                    yield descriptor

@@ -311,7 +311,7 @@ def test_the_host_with_the_rendezvous_has_rank_zero(networks: Networks, tmp_path
 
 def test_a_lost_host_ends_the_other_or_is_waited_for(networks: Networks, tmp_path: Path) -> None:
     def start(number: int, restarts: int) -> Launched:
-        body = "if world.broadcast_object(resumes):\n    return\n" + WAITS
+        body = "if world.run_on_rank_zero(lambda: resumes):\n    return\n" + WAITS
         return Launched(
             tmp_path / str(number),
             body,

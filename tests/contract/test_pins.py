@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.checks import software
 from bridge.errors import IncompatibleVersionError
 from bridge_patches import compatibility, pins
 from bridge_patches.compatibility import TESTED_VERSIONS, find_faults, is_supported
@@ -186,6 +187,6 @@ def test_a_vllm_that_does_not_fit_is_refused_with_its_version_and_every_symbol(m
 
 
 def test_without_vllm_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compatibility, "DISTRIBUTIONS", ("no-such-distribution",))
+    monkeypatch.setattr(software, "DISTRIBUTIONS", ("no-such-distribution",))
     with pytest.raises(IncompatibleVersionError, match="no vLLM is installed"):
         compatibility.installed_version()

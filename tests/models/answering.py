@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from bridge_cli.demo_model import SPECIAL_TOKENS, TALKERS, TEMPLATE, word_tokenizer
+from bridge_cli.demo_model import ROLE_TOKENS, SPECIAL_TOKENS, TEMPLATE, word_tokenizer
 from tests.models import tiny
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
@@ -17,12 +17,12 @@ ANSWERS = tuple(f"<answer>{number}</answer>" for number in range(12))
 def write(folder: Path, answers: Sequence[str] = ANSWERS) -> Path:
     """Write the model to `folder`; it reads any text between its tokens as one that it does not know."""
     torch.manual_seed(0)
-    words = (*SPECIAL_TOKENS, *TALKERS, CALL, *answers)
+    words = (*SPECIAL_TOKENS, *ROLE_TOKENS, CALL, *answers)
     config = tiny.llama(len(words))
     config.eos_token_id, config.initializer_range = words.index("<eos>"), 0.08
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     pattern = "|".join([*map(re.escape, words), "[^<]+", "<"])
-    special = list(TALKERS)
+    special = list(ROLE_TOKENS)
     tokenizer = word_tokenizer(words, pattern, additional_special_tokens=special, chat_template=TEMPLATE)
     tokenizer.save_pretrained(folder)
     return folder

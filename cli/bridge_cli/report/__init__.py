@@ -21,7 +21,6 @@ from bridge_cli.options import Json
 if TYPE_CHECKING:
     from bridge_cli.report.record import Run
 
-NAME = REPORT
 HEAD_BYTES = 2048
 """A page names its generator within these; no other file is overwritten."""
 MOST_RUNS = 8
@@ -40,7 +39,7 @@ def report(runs: Runs, *, out: Out = None, as_json: Json = False) -> None:
     The page is one file and needs no network. The run may still be in progress.
     """
     folders = list({folder.resolve(): folder for folder in reversed(runs)}.values())[::-1]
-    target = out or (folders[0] if len(folders) == 1 else Path()) / NAME
+    target = out or (folders[0] if len(folders) == 1 else Path()) / REPORT
     documents = []
     for run, figures in write(folders, target):
         documents.append({"run": str(run.path), **figures, "notes": run.notes})
@@ -59,7 +58,7 @@ def write(folders: Sequence[Path], target: Path) -> "list[tuple[Run, dict[str, A
     if len(folders) > MOST_RUNS:
         raise UsageError(f"{len(folders)} runs do not fit on one page", remedy=f"name at most {MOST_RUNS}")
     if target.is_dir():
-        raise UsageError(f"{target} is a directory", remedy=f"--out {target / NAME}")
+        raise UsageError(f"{target} is a directory", remedy=f"--out {target / REPORT}")
     from bridge_cli.report import page, record
 
     elsewhere = "name another file with --out"

@@ -1,6 +1,7 @@
 """The client of an Atropos API: what is retried, and bad answers reported in one line."""
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ Call = Callable[[AtroposApi], Any]
 
 
 def error_of(answers: Answers, call: Call) -> tuple[AtroposError, list[HttpRequest]]:
-    with serving(answers) as server, FakeTime().passing(), AtroposApi(server.url, max_retries=2) as api:
+    with serving(answers) as server, FakeTime().passing(), closing(AtroposApi(server.url, max_retries=2)) as api:
         with pytest.raises(AtroposError) as caught:
             call(api)
         assert server.url in caught.value.message
@@ -78,7 +79,7 @@ def test_request_that_may_be_accepted_is_not_resent(call: Call) -> None:
 def test_groups_are_sent_as_the_api_reads_them() -> None:
     group = pair(messages=None)
     with serving(lambda _: as_json({"status": "received", "groups_processed": 1})) as server:
-        with AtroposApi(server.url) as api:
+        with closing(AtroposApi(server.url)) as api:
             api.send([ScoredGroup.model_validate(group)])
         (request,) = server.requests
     assert (request.method, request.path) == ("POST", "/scored_data_list")
@@ -87,7 +88,7 @@ def test_groups_are_sent_as_the_api_reads_them() -> None:
 
 def test_unknown_fields_of_an_answer_are_ignored() -> None:
     answer = {"batch": [{**pair(), "novelty": [1]}], "server_time": 3}
-    with serving(lambda _: as_json(answer)) as server, AtroposApi(server.url) as api:
+    with serving(lambda _: as_json(answer)) as server, closing(AtroposApi(server.url)) as api:
         batch = api.batch()
     assert batch is not None
     assert batch.batch is not None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,7 @@ def test_resumed_trainer_is_fed_without_an_end(model: Path) -> None:
     api = FakeApi(num_steps=2)
     api.step = 2
     config = FeedConfig.of(model_name=str(model), group_size=GROUP)
-    with serving(api) as atropos, AtroposApi(atropos.url) as client:
+    with serving(api) as atropos, closing(AtroposApi(atropos.url)) as client:
         joined = feeder.join(client, config, lambda _: None)
     assert joined == Membership(env_id=3, groups_per_batch=2, max_token_len=100, num_steps=0)
 

@@ -59,12 +59,12 @@ def test_no_file_that_others_can_read_holds_a_secret(tmp_path: Path) -> None:
     server_log.begin_log(run.server_log, "started")
     with run.server_log.open("a") as file:
         file.write(f"non-default args: {START}\n")
-    command.write([run.path], run.path / command.NAME)
+    command.write([run.path], run.report)
     files = {path.name: path for path in run.path.rglob("*") if path.is_file()}
     assert {name for name, path in files.items() if "hidden-" in path.read_text()} == {"config.json", "serve.log"}
     for name in ("config.json", "serve.log"):
         assert files[name].stat().st_mode & 0o777 == 0o600
-    assert "start-command" in files[command.NAME].read_text()
+    assert "start-command" in files[run.report.name].read_text()
 
 
 def test_an_older_log_becomes_private_at_a_restart(tmp_path: Path) -> None:

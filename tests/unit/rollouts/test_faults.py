@@ -11,11 +11,12 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from bridge.config import SamplingConfig
+from bridge.core.concurrency import gather_or_cancel
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
 from bridge.rollouts.event_loop import EventLoop
@@ -36,6 +37,7 @@ EXPECTED = [
 ]  # what `openai` answers: no two are equal
 Reaction = Answer | Cut | Hang | None
 WELL = openai()
+Result = TypeVar("Result")
 
 
 def react(request: HttpRequest) -> Answer:
@@ -376,7 +378,7 @@ def test_groups_arrive_one_by_one_with_their_index() -> None:
         return index
 
     with faulty(script) as server, sampler() as ours:
-        indices = ours.run(ours.sample_each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
+        indices = ours.run(each(ours, server, PROMPTS, take))
     assert taken[-1] == 0
     assert sorted(taken) == indices == list(range(len(PROMPTS)))
 
@@ -386,7 +388,7 @@ def test_a_slow_caller_holds_up_no_request() -> None:
         await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
 
     with faulty(react) as server, sampler(max_concurrency=2) as ours:
-        ours.run(ours.sample_each(endpoint_of(server), PROMPTS, take, num_samples=NUM_SAMPLES, seed=0))
+        ours.run(each(ours, server, PROMPTS, take))
 
 
 @contextmanager
@@ -404,6 +406,21 @@ def hanging(num_requests: int, act: Callable[[], None]) -> Iterator[FaultyServer
         yield server
 
 
+async def each(
+    ours: Sampler,
+    server: FaultyServer,
+    prompts: Sequence[tuple[int, ...]],
+    then: Callable[[int, tuple[Completion, ...]], Awaitable[Result]],
+) -> list[Result]:
+    """Await `then` with each prompt's index and completions as they arrive, as a stream does."""
+    servers = ours.servers_at(endpoint_of(server))
+
+    async def one(index: int, prompt: tuple[int, ...]) -> Result:
+        return await then(index, await ours.one(servers, prompt, num_samples=NUM_SAMPLES, seed=0, index=index))
+
+    return await gather_or_cancel(one(index, prompt) for index, prompt in enumerate(prompts))
+
+
 class EnoughError(Exception):
     """Raised by a caller that stops early."""
 
@@ -418,7 +435,7 @@ def test_a_caller_who_stops_leaves_no_request_running() -> None:
 
     with faulty(script) as server, sampler() as ours:
         with pytest.raises(EnoughError):
-            ours.run(ours.sample_each(endpoint_of(server), PROMPTS, stop, num_samples=NUM_SAMPLES, seed=0))
+            ours.run(each(ours, server, PROMPTS, stop))
         wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
 
 
@@ -622,7 +639,7 @@ def test_a_group_that_was_taken_and_dropped_is_gone_from_memory() -> None:
     gc.disable()  # whatever a reference cycle held would also stay alive for a while in a run
     try:
         with faulty(react) as server, sampler(max_concurrency=4) as ours:
-            ours.run(ours.sample_each(endpoint_of(server), [(7,)] * 60, take, num_samples=NUM_SAMPLES, seed=0))
+            ours.run(each(ours, server, [(7,)] * 60, take))
     finally:
         gc.enable()
     assert len(taken) == 60 * NUM_SAMPLES

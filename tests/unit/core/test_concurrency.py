@@ -1,0 +1,40 @@
+"""Waiting for a socket, in a process that has more files open than `select.select` can watch."""
+
+import fcntl
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from bridge.core.concurrency import is_readable
+
+HIGH = 2000
+"""`select.select` refuses descriptors of 1024 and more."""
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield both ends of a connection, the first with a high descriptor."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2 * HIGH), before[1]))
+    near, far = socket.socketpair()
+    try:
+        with near, far, socket.socket(fileno=fcntl.fcntl(near, fcntl.F_DUPFD, HIGH)) as high:
+            yield high, far
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_connection_is_readable_once_something_arrives(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    assert near.fileno() >= HIGH
+    assert not is_readable(near, 0.01)
+    far.send(b"x")
+    assert is_readable(near, 20.0)
+
+
+def test_a_connection_that_the_other_end_closed_is_readable(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    far.close()
+    assert is_readable(near, 20.0)
