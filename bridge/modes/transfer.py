@@ -73,7 +73,7 @@ class Receivers:
     def _resume(self, server: Receiver) -> None:
         try:
             server.resume()
-        except ServerUnreachableError as error:  # or it is dead, or waits for others to join and resumes later
+        except (ServerUnreachableError, UsageError) as error:  # or it is dead, or resumes once others have joined
             self._note(f"{error.message}; {error.remedy}")
 
     def publish(self, version: int) -> int:

@@ -76,8 +76,12 @@ def call_again(model: PreTrainedModel, *, keeps_attention: bool = False) -> None
             f"{type(model).__name__} cannot recompute its activations",
             remedy="leave --gradient-checkpointing out, or lower --micro-batch-tokens",
         )
-    options = {"use_reentrant": False, **({"context_fn": _keeping_attention} if keeps_attention else {})}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={
+            "use_reentrant": False,
+            **({"context_fn": _keeping_attention} if keeps_attention else {}),
+        }
+    )
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.training = True
@@ -94,17 +98,34 @@ def compile_layers(model: PreTrainedModel, *, recomputed: bool = False, keeps_at
     a layer's last product, which a layer that is called again computes for nothing. With `keeps_attention`, too, it
     keeps attention's output beside its inputs.
 
-    A module's numbers, such as an epsilon or the scale of attention, are constants: `dynamic` alone would make them
-    inputs, and torch traces a layer again once an operator needs the number itself.
+    A module's numbers, such as an epsilon or the scale of attention, are constants where layers share them: `dynamic`
+    alone would make them inputs, and torch traces a layer again once an operator needs the number itself. As constants,
+    numbers that each layer has of its own, as DiffLlama's do, would need code of its own, too, beyond the limit.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_FORMS)
     if keeps_attention:  # torch warns about operators in place whether a layer has any or not
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     backend = _keeping_inputs if recomputed and not keeps_attention else COMPILER
+    is_shared = 2 * _num_kinds(model) <= len(decoder_layers(model))
     for layer in decoder_layers(model):
         call = MethodType(_called_again, layer) if recomputed and keeps_attention else layer._call_impl
-        with_constants = torch._dynamo.config.patch(specialize_float=True)
-        layer._compiled_call_impl = with_constants(torch.compile(call, dynamic=True, backend=backend))
+        compiled = torch.compile(call, dynamic=True, backend=backend)
+        layer._compiled_call_impl = torch._dynamo.config.patch(specialize_float=is_shared)(compiled)
+
+
+def _num_kinds(model: PreTrainedModel) -> int:
+    """Return how many different sets of numbers the modules of a layer have."""
+    return len(
+        {
+            tuple(
+                (path, name, value)
+                for path, module in layer.named_modules()
+                for name, value in vars(module).items()
+                if isinstance(value, float)
+            )
+            for layer in decoder_layers(model)
+        }
+    )
 
 
 def let_inputs_need_gradients(model: PreTrainedModel) -> None:
@@ -123,8 +144,7 @@ def _called_again(layer: nn.Module, *args: Any, **options: Any) -> Any:
     """Call a layer so that its backward pass calls it again, but for attention: to be compiled as a whole."""
     if not torch.is_grad_enabled():
         return layer._call_impl(*args, **options)
-    call = partial(layer._call_impl, **options)
-    return checkpoint(call, *args, use_reentrant=False, context_fn=_keeping_attention)
+    return checkpoint(partial(layer._call_impl, **options), *args, use_reentrant=False, context_fn=_keeping_attention)
 
 
 def _keeping_attention() -> tuple[Any, Any]:
@@ -162,8 +182,9 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
     families = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     if model.config.model_type not in families:
         raise _no_liger(f"it does not support {model.config.model_type} models", "leave --liger-kernel out")
-    apply = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
-    apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(
+        model=model, cross_entropy=False, fused_linear_cross_entropy=False
+    )
 
 
 def _no_liger(reason: str, remedy: str) -> UsageError:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,10 +20,11 @@ from bridge.core import address
 from bridge.errors import AttachError, BridgeError, ManifestError, ServerUnreachableError, UsageError
 from bridge.modes import transfer
 from bridge.modes.mode import RunContext
-from bridge.modes.transfer import Transfer
+from bridge.modes.transfer import Receivers, Transfer
 from bridge.ranks.world import Ranks
 from bridge.server import api_key, client, discovery
 from bridge.server.fence import Update
+from bridge.server.receiver import Receiver
 from tests.fenced import publish
 from tests.models import tiny
 from tests.unit.modes import fed_server
@@ -293,6 +294,20 @@ def test_a_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], faul
     assert line.endswith(f"; its weights are whole; if it is still paused: curl -X POST {first}/resume, or restart it")
     assert "\n" not in line
     assert fed.servers[0].is_paused
+
+
+def test_a_key_that_is_rejected_while_a_pause_is_undone_hides_no_error() -> None:
+    class Locked:
+        def pause(self, _: str) -> None:
+            raise AttachError("it refuses", remedy="retry")
+
+        def resume(self) -> None:
+            raise UsageError("the key is rejected", remedy="set it")
+
+    notes: list[str] = []
+    with pytest.raises(AttachError, match="it refuses"):
+        Receivers([cast(Receiver, Locked())], "keep", notes.append).pause()
+    assert notes == ["the key is rejected; set it"]
 
 
 @pytest.mark.parametrize("route", ["start_weight_update", "update_weights", "finish_weight_update"])

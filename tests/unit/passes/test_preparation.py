@@ -14,6 +14,8 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -512,6 +514,18 @@ def test_each_form_of_a_layer_is_traced_once(monkeypatch: pytest.MonkeyPatch) ->
         assert prepared(llama().bfloat16(), compile_layers=True, gradient_checkpointing=False) == []
     traced = counters["aot_autograd"]
     assert traced["total"] == traced["ok"] == 4, "packed and with shared prompts, with and without gradients"
+
+
+def test_layers_with_numbers_of_their_own_share_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DiffLlama has one in each layer; as constants, 17 layers in four forms would reach the limit and run eagerly."""
+    monkeypatch.setattr(layers, "COMPILER", "aot_eager")
+    monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
+    torch.compiler.reset()
+    counters.clear()
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES)).bfloat16().eval()
+    with kernel_on_the_cpu():
+        assert prepared(model, compile_layers=True, gradient_checkpointing=False) == []
+    assert counters["frames"] == {"total": 4, "ok": 4}, "packed and with shared prompts, with and without gradients"
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_with_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
