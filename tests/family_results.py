@@ -130,7 +130,7 @@ REFUSED = (
     (
         "MiniMax-M2 with transformers 5.17",
         "it ignores `rotary_dim`, which vLLM reads, and rotates whole heads",
-        "transformers from 5.18 on",
+        "transformers from 5.18 on, or `partial_rotary_factor` beside it, as in the proof",
     ),
     (
         "gpt-oss",
