@@ -76,12 +76,8 @@ def call_again(model: PreTrainedModel, *, keeps_attention: bool = False) -> None
             f"{type(model).__name__} cannot recompute its activations",
             remedy="leave --gradient-checkpointing out, or lower --micro-batch-tokens",
         )
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={
-            "use_reentrant": False,
-            **({"context_fn": _keeping_attention} if keeps_attention else {}),
-        }
-    )
+    options = {"use_reentrant": False, **({"context_fn": _keeping_attention} if keeps_attention else {})}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.training = True
@@ -144,7 +140,8 @@ def _called_again(layer: nn.Module, *args: Any, **options: Any) -> Any:
     """Call a layer so that its backward pass calls it again, but for attention: to be compiled as a whole."""
     if not torch.is_grad_enabled():
         return layer._call_impl(*args, **options)
-    return checkpoint(partial(layer._call_impl, **options), *args, use_reentrant=False, context_fn=_keeping_attention)
+    call = partial(layer._call_impl, **options)
+    return checkpoint(call, *args, use_reentrant=False, context_fn=_keeping_attention)
 
 
 def _keeping_attention() -> tuple[Any, Any]:
@@ -182,9 +179,8 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
     families = importlib.import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
     if model.config.model_type not in families:
         raise _no_liger(f"it does not support {model.config.model_type} models", "leave --liger-kernel out")
-    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(
-        model=model, cross_entropy=False, fused_linear_cross_entropy=False
-    )
+    apply = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
+    apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def _no_liger(reason: str, remedy: str) -> UsageError:

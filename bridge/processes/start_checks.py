@@ -11,7 +11,6 @@ from typing import Literal
 import psutil
 
 from bridge.checks import model as model_checks
-from bridge.checks import server as server_checks
 from bridge.checks import software
 from bridge.config import ServeConfig
 from bridge.core.address import free_port
@@ -206,6 +205,8 @@ def _refuse_out_of_sight(path: Path) -> None:
 def holder(port: int) -> str:
     """Return which process listens on `port`; empty if that is not visible."""
     with contextlib.suppress(psutil.Error):
-        if pid := server_checks.listening().get(port):
-            return f" by pid {pid} ({psutil.Process(pid).name()})"
+        for listener in psutil.net_connections("tcp"):
+            address = listener.laddr
+            if listener.status == psutil.CONN_LISTEN and address and address.port == port and listener.pid:
+                return f" by pid {listener.pid} ({psutil.Process(listener.pid).name()})"
     return ""

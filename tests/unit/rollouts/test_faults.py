@@ -378,7 +378,7 @@ def test_groups_arrive_one_by_one_with_their_index() -> None:
         return index
 
     with faulty(script) as server, sampler() as ours:
-        indices = ours.run(each(ours, server, PROMPTS, take))
+        indices = ours.run(sample_each(ours, server, PROMPTS, take))
     assert taken[-1] == 0
     assert sorted(taken) == indices == list(range(len(PROMPTS)))
 
@@ -388,7 +388,7 @@ def test_a_slow_caller_holds_up_no_request() -> None:
         await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
 
     with faulty(react) as server, sampler(max_concurrency=2) as ours:
-        ours.run(each(ours, server, PROMPTS, take))
+        ours.run(sample_each(ours, server, PROMPTS, take))
 
 
 @contextmanager
@@ -406,7 +406,7 @@ def hanging(num_requests: int, act: Callable[[], None]) -> Iterator[FaultyServer
         yield server
 
 
-async def each(
+async def sample_each(
     ours: Sampler,
     server: FaultyServer,
     prompts: Sequence[tuple[int, ...]],
@@ -435,7 +435,7 @@ def test_a_caller_who_stops_leaves_no_request_running() -> None:
 
     with faulty(script) as server, sampler() as ours:
         with pytest.raises(EnoughError):
-            ours.run(each(ours, server, PROMPTS, stop))
+            ours.run(sample_each(ours, server, PROMPTS, stop))
         wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
 
 
@@ -639,7 +639,7 @@ def test_a_group_that_was_taken_and_dropped_is_gone_from_memory() -> None:
     gc.disable()  # whatever a reference cycle held would also stay alive for a while in a run
     try:
         with faulty(react) as server, sampler(max_concurrency=4) as ours:
-            ours.run(each(ours, server, [(7,)] * 60, take))
+            ours.run(sample_each(ours, server, [(7,)] * 60, take))
     finally:
         gc.enable()
     assert len(taken) == 60 * NUM_SAMPLES
