@@ -4,7 +4,6 @@ import faulthandler
 import io
 import multiprocessing
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,8 +77,6 @@ def _rank(
     faulthandler.dump_traceback_later(limit_s - 5)  # to stderr: where this rank waits
     torch.set_num_threads(1)
     inductor.compile_threads = 1  # those of this process' parent are not here, and it would wait for them
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # with what the parent compiled, torch aborts here: "free(): invalid next size"
     own = listener if rank == 0 else None
     if device.type == "cuda":
         torch.cuda.set_device(device)
