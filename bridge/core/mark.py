@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from bridge.core import atomic_file, claim
-from bridge.errors import UsageError
+from bridge.errors import UsageError, first_few
 
 NAME = ".bridge_folder.json"
 MADE_BY = "Bridge"
 Kind = Literal["run", "loop", "demo", "export"]
-SHOWN = 3
-"""Most names in an error message; a folder may hold thousands of files."""
 
 
 def put(folder: Path, kind: Kind) -> None:
@@ -94,5 +92,5 @@ def _is_folder(path: Path) -> bool:
 
 
 def _listed(paths: list[Path]) -> str:
-    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    return ", ".join(path.name for path in paths[:SHOWN]) + more
+    """Return the names of a few files as text; a folder may hold thousands."""
+    return first_few([path.name for path in paths], separator=", ")

@@ -22,7 +22,7 @@ import torch
 
 from bridge.core.address import free_port
 from bridge.core.concurrency import in_thread
-from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
+from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError, first_line
 from bridge.modes.none import OwnCopy
 from bridge.server import discovery, fence, manifest
 from bridge.server.client import max_model_len
@@ -263,7 +263,7 @@ class Transfer(OwnCopy):
             if cause is not None:  # the error is that its broadcast was ended
                 raise cause from error
             raise AttachError(
-                f"the weights could not be sent: {(str(error).strip() or repr(error)).splitlines()[0]}",
+                f"the weights could not be sent: {first_line(error) or repr(error)}",
                 remedy="the trainer and each server need GPUs of their own that reach each other by NCCL"
                 " (NCCL_DEBUG=INFO says more); restart servers that stay paused",
             ) from error

@@ -95,8 +95,8 @@ def compile_layers(model: PreTrainedModel, *, recomputed: bool = False, keeps_at
     keeps attention's output beside its inputs.
 
     A module's numbers, such as an epsilon or the scale of attention, are constants where layers share them: `dynamic`
-    alone would make them inputs, and torch traces a layer again once an operator needs the number itself. As constants,
-    numbers that each layer has of its own, as DiffLlama's do, would need code of its own, too, beyond the limit.
+    alone would make them inputs, and torch traces a layer again once an operator needs the number itself. Where every
+    layer has other numbers, as in DiffLlama, each would be compiled separately, and exceed torch's limit.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_FORMS)
     if keeps_attention:  # torch warns about operators in place whether a layer has any or not

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.errors import BridgeError, UnsupportedModelError, with_class
 
 UNKNOWN = -1
 """In place of an expert: the router chooses."""
@@ -163,9 +163,8 @@ def refusing_misfits(model: PreTrainedModel, remedy: str) -> Iterator[None]:
     except MISFITS as error:
         if isinstance(error, BridgeError):
             raise
-        words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be called like other language models: {words}", remedy=remedy
+            f"{type(model).__name__} cannot be called like other language models: {with_class(error)}", remedy=remedy
         ) from error
 
 

@@ -141,7 +141,7 @@ def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder:
     """
     files = write_shards(
         folder, "model", tensors,
-        lambda tensor: from_dlpack(tensor.contiguous()),  # in a storage of its own: the same memory, if contiguous
+        lambda tensor: from_dlpack(tensor.contiguous()),  # not the whole storage of a part; no copy if contiguous
         max_bytes=MAX_SHARD_BYTES, metadata={"format": "pt"},
     )  # fmt: skip
     if len(files) == 1:

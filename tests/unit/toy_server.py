@@ -65,7 +65,7 @@ def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
 
 
 def in_parts(server: ToyServer, num_parts: int) -> Manifest:
-    """Return what a server of the same model exports that holds it in parts, each in a file of its own."""
+    """Return the manifest of a server that holds the same model in parts, with a file for each part."""
     weights = {name: parameter.detach() for name, parameter in server.reference.named_parameters()}
     cuts = vllm_cuts.cuts(server.reference.config, {name: weight.shape for name, weight in weights.items()}, num_parts)
     shards = []
