@@ -21,11 +21,13 @@ from bridge.processes import children
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.vllm_flags import MOE_BACKEND, WORKER_EXTENSION
 from bridge.server.client import VllmClient, open_async_http
-from bridge.server.protocol import TRANSFER_FLAG
+from bridge.server.protocol import COMPLETIONS, TRANSFER_FLAG
 from bridge.types import Problem, Quantization
 
 GPUS = 2
 """Of a trainer that has its vLLM on another GPU: one for each."""
+GROUP = _sides.Work().group
+"""Completions of a prompt, of requests like those of a run."""
 START_LIMIT_S = 420
 NUM_STEPS = 3
 
@@ -135,14 +137,19 @@ def served(command: ServerCommand, log: Path) -> Iterator[str]:
 
 
 def rates(
-    urls: Sequence[str], options: argparse.Namespace, models: Sequence[str | None] | None = None
+    urls: Sequence[str],
+    options: argparse.Namespace,
+    models: Sequence[str | None] | None = None,
+    *,
+    as_rollouts: bool = False,
 ) -> list[list[float]]:
-    """Return tokens/s per server and round after one warm-up round; the order alternates."""
+    """Return tokens/s per server and round after one warm-up round; the order alternates; see `one_round`."""
     columns: list[list[float]] = [[] for _ in urls]
     names = models or [None] * len(urls)
     for number in range(options.rounds + 1):
         for index in sorted(range(len(urls)), reverse=number % 2 == 1):
-            columns[index].append(asyncio.run(one_round(urls[index], options, names[index])))
+            completed = one_round(urls[index], options, names[index], as_rollouts=as_rollouts)
+            columns[index].append(asyncio.run(completed))
     return [column[1:] for column in columns]
 
 
@@ -158,15 +165,21 @@ def compared(stock_rates: Sequence[float], patched_rates: Sequence[float]) -> di
     }
 
 
-async def one_round(url: str, options: argparse.Namespace, model: str | None = None) -> float:
-    """Generate `requests` x `tokens` tokens concurrently with `model` (default: the first served); return tokens/s."""
-    route = f"{url}/v1/completions"
+async def one_round(
+    url: str, options: argparse.Namespace, model: str | None = None, *, as_rollouts: bool = False
+) -> float:
+    """Generate `requests` x `tokens` tokens concurrently with `model` (default: the first served); return tokens/s.
+
+    `as_rollouts`: by the route of a patched server that a run samples from, in groups, with log-probabilities.
+    """
+    route, own = (COMPLETIONS, {"n": GROUP}) if as_rollouts else ("/v1/completions", {"ignore_eos": True})
     async with open_async_http(timeout_s=600) as http:
         name = model or (await http.get(f"{url}/v1/models")).json()["data"][0]["id"]
-        body = {"model": name, "max_tokens": options.tokens, "ignore_eos": True, "temperature": 1.0}
+        body = {"model": name, "max_tokens": options.tokens, "temperature": 1.0, **own}
+        prompts = ([5 + i % 90] * 32 for i in range(options.requests // own.get("n", 1)))
         start = time.perf_counter()
         answers = await asyncio.gather(
-            *(http.post(route, json={**body, "prompt": [5 + i % 90] * 32}) for i in range(options.requests))
+            *(http.post(f"{url}{route}", json={**body, "prompt": prompt}) for prompt in prompts)
         )
     for answer in answers:
         answer.raise_for_status()

@@ -10,8 +10,9 @@ graph, with the rounding of the inputs: in bf16, and by each of vLLM's kernels. 
 Inputs are rounded by kernels of their own here, one before each product. A compiled server rounds them in the kernel of
 the norm or activation before it, except after attention, so `products` is an upper bound of what it takes there.
 
-With `--generation`, servers generate instead, in turns on the same GPU: one in bf16, and one for each way of FP8. What
-DeepGEMM compiles for a shape of a request is compiled in the first round, which is not counted.
+With `--generation`, servers generate instead, in turns on the same GPU and as in a run (groups of 8 completions, with
+log-probabilities): one in bf16, and one for each way of FP8. What DeepGEMM compiles for a shape of a request is made
+in the first round, which is not counted.
 
 Not covered: whole steps, for which the flag `--quantization` goes into `--ours` of `grpo.py`:
 
@@ -92,7 +93,7 @@ def generation(size: str, options: argparse.Namespace) -> dict[str, Any]:
             folder = Path(scratch) / (how or "bf16")
             command = serve_command(model, folder, share=options.share, quantization=how)
             urls.append(running.enter_context(served(command, folder / f"{folder.name}.log")))
-        plain, *others = rates(urls, options)
+        plain, *others = rates(urls, options, as_rollouts=True)
     result: dict[str, Any] = {"bf16": {"tokens_per_s": statistics.median(plain), "rounds": plain}}
     for how, rounds in zip(options.generation, others, strict=True):
         ratios = [fast / slow for fast, slow in zip(rounds, plain, strict=True)]

@@ -46,6 +46,7 @@ def register() -> None:
         compatibility,
         engine_outputs,
         loading,
+        logprob_kernel,
         placement,
         prefix_cache,
         quantized,
@@ -60,7 +61,18 @@ def register() -> None:
     for name in VARIABLES:  # or vLLM warns at startup that it does not know them
         envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     end_with_parent()
-    for patched in (startup, loading, quantized, placement, prefix_cache, engine_outputs, thresholds, routed_experts):
+    patches = (
+        startup,
+        loading,
+        quantized,
+        placement,
+        prefix_cache,
+        engine_outputs,
+        thresholds,
+        logprob_kernel,
+        routed_experts,
+    )
+    for patched in patches:
         patched.patch()
 
 

@@ -1,0 +1,47 @@
+"""The kernel of log-probabilities in vLLM's own function, which launches it: a stand-in computes what it would."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bridge_patches import logprob_kernel
+
+logprob = pytest.importorskip("vllm.v1.worker.gpu.sample.logprob")
+
+
+class Kernel:
+    """Takes the arguments of vLLM's kernel, and computes in torch."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(output: Tensor, logits: Tensor, _: int, ids: Tensor, *__: int, **launched: Any) -> None:
+            self.launches.append({**launched, "grid": grid})
+            output.copy_(logits.log_softmax(dim=-1).gather(1, ids))
+
+        return launch
+
+
+def test_vllms_function_launches_the_kernel_with_larger_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(logprob, "_topk_log_softmax_kernel", kernel)
+    monkeypatch.setattr(logprob, "triton", type("Triton", (), {"next_power_of_2": staticmethod(lambda n: n)}))
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    logits, ids = torch.randn(3, 40_000), torch.tensor([[5], [39_999], [0]])
+    expected = logits.log_softmax(dim=-1).gather(1, ids)
+    before = logprob.compute_token_logprobs(logits, ids)
+    logprob_kernel.patch()
+    after = logprob.compute_token_logprobs(logits, ids)
+    torch.testing.assert_close((before, after), (expected, expected))
+    plain, larger = kernel.launches
+    assert larger == {**plain, "BLOCK_SIZE": 16_384, "num_warps": 16}
+    assert plain["BLOCK_SIZE"] < larger["BLOCK_SIZE"]
+
+
+def test_a_cpu_has_no_such_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprob, "_topk_log_softmax_kernel", kernel := Kernel())
+    logprob_kernel.patch()
+    assert logprob._topk_log_softmax_kernel is kernel
