@@ -196,7 +196,7 @@ def _gathered(x_TKD: Tensor, keys_U: Tensor) -> Tensor:
 def _fits_kernel(q_TAD: Tensor, v_UKD: Tensor, rule: Rule) -> bool:
     size = q_TAD.shape[-1]
     is_half = q_TAD.is_cuda and q_TAD.dtype in (torch.bfloat16, torch.float16)
-    is_plain = rule.cap is None and rule.sinks_A is None and (rule.window is None or kernels.HAS_WINDOWS)
+    is_plain = rule.cap is None and rule.sinks_A is None
     fits = size == v_UKD.shape[-1] and size <= KERNEL_HEAD_SIZE and size % 8 == 0
     return is_half and is_plain and fits
 

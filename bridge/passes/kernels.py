@@ -24,9 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from bridge.errors import UsageError, with_class
 
-_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
-"""Windows and grouped heads came to `varlen_attn` after torch 2.10."""
-HAS_WINDOWS = "window_size" in _OPTIONS
+GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Not in torch 2.11."""
 LONG_TOKENS = 8_192
 """Tokens of a sequence from which cuDNN's kernel is used; for a shorter one it gains little."""
 LENGTH_STEP = 512
@@ -88,12 +87,8 @@ def by_varlen(
 
     Shapes: [T, A, D], [U, K, D] x 2, [S + 1] x 2 (of T, of U) -> [T, A, D].
     """
-    options: dict[str, Any] = {"scale": scale}
-    if HAS_WINDOWS:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    else:
-        options["is_causal"] = True
-    if "enable_gqa" in _OPTIONS:
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if GROUPS_HEADS:
         options["enable_gqa"] = True
     else:
         groups = q_TAD.shape[1] // k_UKD.shape[1]
