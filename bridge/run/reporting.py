@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from bridge.config import TrackingConfig
 from bridge.core import atomic_file, redaction
@@ -23,7 +23,7 @@ from bridge.core.foreign_code import reason_of
 from bridge.errors import UsageError
 from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.run.run_directory import RunDirectory
-from bridge.types import Completion, Group
+from bridge.types import Group
 
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 """Package, which is the flag's name too -> name used in messages."""
@@ -71,17 +71,9 @@ class Reporters(Reporter):
             reporter.evaluation(evaluation)
 
 
-class Sample(NamedTuple):
-    """One completion of a step, for display."""
-
-    group: Group
-    completion: Completion
-    reward: float
-
-
-def sample(groups: Sequence[Group]) -> Sample | None:
-    """Return the first completion that has a reward, neither the best nor the worst; None if there is none."""
-    return next((Sample(group, group.completions[0], group.rewards[0]) for group in groups if group.completions), None)
+def sample(groups: Sequence[Group]) -> Group | None:
+    """Return the group whose first completion stands for a step: one with rewards, neither the best nor the worst."""
+    return next((group for group in groups if group.completions), None)
 
 
 def prompt_text(group: Group) -> str:
@@ -265,8 +257,8 @@ def _sample_text(groups: Sequence[Group]) -> str | None:
     shown = sample(groups)
     if shown is None:
         return None
-    prompt, answer = prompt_text(shown.group)[-LONGEST_TEXT:], shown.completion.text[:LONGEST_TEXT]
-    text = f"{prompt}\n\n--- reward {shown.reward:.3f} ---\n\n{answer}"
+    prompt, answer = prompt_text(shown)[-LONGEST_TEXT:], shown.completions[0].text[:LONGEST_TEXT]
+    text = f"{prompt}\n\n--- reward {shown.rewards[0]:.3f} ---\n\n{answer}"
     return text.encode(errors="backslashreplace").decode()  # a lone surrogate is not valid UTF-8
 
 

@@ -25,7 +25,6 @@ from bridge.core.redaction import escaped
 from bridge.run import reporting
 from bridge.run.metric_table import METRICS, Metric, is_number
 from bridge.run.metrics import Evaluation, StepMetrics
-from bridge.run.reporting import Phase, Sample
 from bridge.types import Group as Rollouts
 from bridge_cli import console
 from bridge_cli.step_lines import Lines, duration, value_range
@@ -104,11 +103,11 @@ class View(Lines):
         )
         self._run_bar = self._bars.add_task("", total=num_steps, detail=f"{num_steps} steps to take")
         self._phase_bar = self._bars.add_task("", total=None, detail="", visible=False)
-        self._phase: Phase | None = None
+        self._phase: reporting.Phase | None = None
         self._steps: deque[StepMetrics] = deque(maxlen=MOST_STEPS)
         self._step_ends: deque[float] = deque(maxlen=21)
         self._evaluations: list[Evaluation] = []
-        self._sample: Sample | None = None
+        self._sample: Rollouts | None = None
         self._num_reports = 0
         self._drawn: tuple[int, int, int] | None = None
         """Size of the terminal and number of steps and evaluations that `_body` shows."""
@@ -131,7 +130,7 @@ class View(Lines):
         name = PHASES[self._phase] if self._phase else ""
         self._bars.update(self._phase_bar, description=escaped(what).partition("\n")[0] or name)
 
-    def phase(self, name: Phase) -> None:
+    def phase(self, name: reporting.Phase) -> None:
         self._phase = name
         self._bars.reset(self._phase_bar, total=None, description=PHASES[name], detail="", visible=True)
         if not self._painter.ident:  # not before: what opens a run may ask a person something
@@ -287,13 +286,14 @@ def _shown(metric: Metric, value: float) -> str:
     return f"{number} {metric.unit}".rstrip()
 
 
-def _sample(sample: Sample, step: int, width: int, room: int) -> list[Text]:
+def _sample(group: Rollouts, step: int, width: int, room: int) -> list[Text]:
     """Return a title and at most `room` lines: the end of the prompt, and the completion."""
-    reason = ", truncated" if sample.completion.finish_reason == "length" else ""
-    prompt = last_lines(reporting.prompt_text(sample.group), width - 4, max(1, room // 4))
-    answer = first_lines(sample.completion.text, width - 4, room - len(prompt))
-    title = Text.assemble((f"a sample of step {step}", "bold"), f"  reward {sample.reward:.3f}  ")
-    title.append(f"{len(sample.completion.token_ids):,} tokens{reason}", "dim")
+    completion = group.completions[0]
+    reason = ", truncated" if completion.finish_reason == "length" else ""
+    prompt = last_lines(reporting.prompt_text(group), width - 4, max(1, room // 4))
+    answer = first_lines(completion.text, width - 4, room - len(prompt))
+    title = Text.assemble((f"a sample of step {step}", "bold"), f"  reward {group.rewards[0]:.3f}  ")
+    title.append(f"{len(completion.token_ids):,} tokens{reason}", "dim")
     lines = [title, *(Text(f"  {line}", "dim") for line in prompt), *(Text(f"  {line}") for line in answer)]
     return [Text(no_wrap=True, overflow="crop").append_text(line) for line in lines]
 
