@@ -20,25 +20,23 @@ GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
 
 
 @contextmanager
-def print_at_end(
-    run: "RunDirectory", checkpoints: "CheckpointConfig", *, prefix: str, training_steps: int
-) -> Iterator[None]:
-    """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken.
-
-    `prefix` begins the names of checkpoints.
-    """
+def print_at_end(run: "RunDirectory", checkpoints: "CheckpointConfig") -> Iterator[None]:
+    """Print at the end of the block where the checkpoint is and how to resume; nothing if no step was taken."""
     try:
         yield
     finally:
         if run.metrics.exists():
+            from bridge.modes import WAYS
             from bridge.run import checkpoint
 
+            assert run.chosen is not None, "it was opened"
+            prefix, steps = WAYS[run.chosen.way].checkpoint_prefix, run.chosen.training_steps
             saved = checkpoint.numbered(checkpoints.save_path or run.checkpoints, prefix)
             if whole := [step for step, folder in saved.items() if checkpoint.is_checkpoint(folder)]:
                 last = max(whole)
                 console.note(f"checkpoint: {saved[last]}")
                 if checkpoints.save_optimizer:
-                    further = last + training_steps if last >= training_steps else None
+                    further = last + steps if last >= steps else None
                     console.note(f"resume:     {resume_command(GIVEN.get(), run.path, training_steps=further)}")
             console.note(f"report:     {shlex.join(['bridge', 'report', str(run.path)])}")
 

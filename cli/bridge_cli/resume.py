@@ -9,7 +9,7 @@ from bridge.config import TrainConfig
 from bridge.core import claim, mark
 from bridge.errors import UsageError
 from bridge.run.run_directory import RUNS, RunDirectory
-from bridge_cli import console
+from bridge_cli import console, rank
 
 if TYPE_CHECKING:
     from bridge.run.checkpoint import SavedCheckpoint
@@ -40,10 +40,9 @@ def open_run(config: TrainConfig) -> OpenedRun:
     reporting.check_trackers(config.tracking)
     prefix = WAYS[config.way].checkpoint_prefix
     run_dir, folder, checkpoint = config.run_dir, config.checkpoints.save_path, None
-    passed_over: list[str] = []
     if config.resume:
         wanted = {key: config.get(key) for key, choice in config.choices().items() if choice.identifies}
-        run_dir, folder, checkpoint = _resumed(run_dir, folder, prefix, wanted, passed_over)
+        run_dir, folder, checkpoint = _resumed(run_dir, folder, prefix, wanted)
     if checkpoint is not None:
         checkpoint.check_left(config.training_steps)
     made = claim.make(folder, what="folder of the checkpoints", flag="--save-path") if folder else ()
@@ -55,29 +54,29 @@ def open_run(config: TrainConfig) -> OpenedRun:
     except BaseException:
         claim.remove_unused(made)
         raise
-    for line in passed_over:
-        console.note(f"passed over: {line}")
     if checkpoint is not None:
         console.note(f"resuming after step {checkpoint.progress.step} from {checkpoint.folder}")
     elif config.resume:
         console.note(f"no checkpoint to resume from in {folder or RUNS}: starting at step 1")
     directory = dataclasses.replace(run, made=(*run.made, *made), chosen=config)
+    if (own_rank := rank.OWN_RANK.get()) is not None:
+        own_rank.keep(run.path)
     return OpenedRun(config.changed(run_dir=run_dir, save_path=folder or run.checkpoints), directory, checkpoint)
 
 
 def _resumed(
-    run_dir: Path | None, save_path: Path | None, prefix: str, wanted: Mapping[str, Any], passed_over: list[str]
+    run_dir: Path | None, save_path: Path | None, prefix: str, wanted: Mapping[str, Any]
 ) -> "tuple[Path | None, Path | None, SavedCheckpoint | None]":
     """Return the run directory and the folder of the checkpoints to resume from, and the newest checkpoint there.
 
     They are those of --save-path, else of --run-dir, else of the newest run with the choices `wanted`. Newer runs and
-    checkpoints that cannot be resumed are added to `passed_over`.
+    checkpoints that cannot be resumed are reported.
     """
     if run_dir is not None:
         run = RunDirectory(run_dir)
         save_path = save_path or run.save_path or run.checkpoints
     if save_path is not None:
-        return run_dir, save_path, _newest_checkpoint(save_path, prefix, passed_over)
+        return run_dir, save_path, _newest_checkpoint(save_path, prefix)
     runs = [RunDirectory(path) for path in RUNS.iterdir()] if RUNS.is_dir() else []
     known = [run for run in runs if run.config.is_file() and mark.kind_of(run.path) in ("run", None)]
     for run in sorted(known, key=lambda run: run.config.stat().st_mtime, reverse=True):
@@ -89,20 +88,21 @@ def _resumed(
             continue
         pid = claim.holder(run.path.stat().st_ino)
         if pid is not None:
-            passed_over.append(f"{run.path} is in use by process {pid}")
+            console.note(f"passed over: {run.path} is in use by process {pid}")
             continue
         folder = run.save_path or run.checkpoints
-        if checkpoint := _newest_checkpoint(folder, prefix, passed_over):
+        if checkpoint := _newest_checkpoint(folder, prefix):
             return run.path, folder, checkpoint
-        passed_over.append(f"{run.path} has no complete checkpoint")
+        console.note(f"passed over: {run.path} has no complete checkpoint")
     return None, None, None
 
 
-def _newest_checkpoint(folder: Path, prefix: str, passed_over: list[str]) -> "SavedCheckpoint | None":
+def _newest_checkpoint(folder: Path, prefix: str) -> "SavedCheckpoint | None":
     from bridge.run import checkpoint
 
     newest, damaged = checkpoint.newest(folder, prefix)
-    passed_over += damaged
+    for why in damaged:
+        console.note(f"passed over: {why}")
     return newest
 
 

@@ -116,8 +116,6 @@ class FirstRank:
                 remedy="leave it out",
             )
         train, self.directory, checkpoint = open_run(job.chosen)
-        if (own_rank := rank.OWN_RANK.get()) is not None:
-            own_rank.keep(self.directory.path)
         longest = job.serve.max_model_len or model_checks.longest_sequence(model_checks.read(job.serve.model))
         train = fit_completions(train, longest, console.note)
         if train.mode == "lora_only" and "--trust-remote-code" not in job.vllm_flags:
@@ -138,7 +136,6 @@ class FirstRank:
 
 
 def _train(world: "Ranks", first: FirstRank) -> None:
-    from bridge.modes import WAYS
     from bridge.run import checkpoint
 
     job = first.job
@@ -154,9 +151,8 @@ def _train(world: "Ranks", first: FirstRank) -> None:
         return
     assert first.directory is not None, "it was opened"
     world.barrier()  # other hosts make the run directory
-    prefix, steps = WAYS[opened.train.way].checkpoint_prefix, opened.train.training_steps
     with (
-        ending.print_at_end(first.directory, opened.train.checkpoints, prefix=prefix, training_steps=steps),
+        ending.print_at_end(first.directory, opened.train.checkpoints),
         trained(world, job, opened, first.directory, first.command),
     ):
         pass

@@ -89,8 +89,6 @@ class _FirstRank:
             manifest_of(self.chosen.server, self.chosen.model_name, replicas[0].manifest)
         config, self.directory, checkpoint = open_run(self.chosen)
         check_reachable(config.model_name)
-        if (own_rank := rank.OWN_RANK.get()) is not None:
-            own_rank.keep(self.directory.path)
         if self.environment is not None:
             num_parts = max((running.manifest.tp_degree for running in replicas), default=1)
             stream.rehearse(
@@ -101,8 +99,6 @@ class _FirstRank:
 
 
 def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as_json: bool) -> None:
-    from bridge.modes import WAYS
-
     opened = Opened(*world.run_on_rank_zero(lambda: first.open(replicas)))
     config = opened.train
     if replicas:
@@ -113,10 +109,9 @@ def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as
         return
     assert first.directory is not None, "it was opened"
     world.barrier()  # the others join the run directory
-    prefix, steps = WAYS[config.way].checkpoint_prefix, config.training_steps
     with (
         _started(first.command, first.directory) as process,
-        ending.print_at_end(first.directory, config.checkpoints, prefix=prefix, training_steps=steps),
+        ending.print_at_end(first.directory, config.checkpoints),
     ):
         train_in(
             first.directory, config, first.environment, as_json=as_json, process=process, resume=opened.resume,

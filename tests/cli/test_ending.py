@@ -1,12 +1,13 @@
 """The last lines of a run: its checkpoint, and commands that can be pasted."""
 
 import contextlib
+import dataclasses
 import shlex
 from pathlib import Path
 
 import pytest
 
-from bridge.config import CheckpointConfig
+from bridge.config import CheckpointConfig, TrainConfig
 from bridge.run import checkpoint
 from bridge.run.checkpoint import Progress
 from bridge.run.run_directory import RunDirectory
@@ -21,7 +22,8 @@ COMMAND = ("run", "--model", "my model", "--training_steps=9", "--resume", "--ru
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.chdir(tmp_path)
     ending.GIVEN.set((*COMMAND, "--", "--max-num-seqs", "4"))
-    return RunDirectory.create(Path("runs/a b"), environment="arithmetic")
+    chosen = TrainConfig.of(model_name="m", training_steps=9)
+    return dataclasses.replace(RunDirectory.create(Path("runs/a b"), environment="arithmetic"), chosen=chosen)
 
 
 def save(run: RunDirectory, step: int) -> None:
@@ -33,7 +35,7 @@ def save(run: RunDirectory, step: int) -> None:
 def ending_lines(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], error: BaseException | None = None
 ) -> list[str]:
-    printed = ending.print_at_end(run, CheckpointConfig(), prefix="step_", training_steps=9)
+    printed = ending.print_at_end(run, CheckpointConfig())
     with contextlib.suppress(KeyboardInterrupt, RuntimeError), printed:
         if error:
             raise error
