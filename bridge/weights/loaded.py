@@ -28,11 +28,13 @@ def load(
     dtype: torch.dtype | None = None,
     max_model_len: int | None = None,
     server_class: str = "",
+    remedy: str = "",
 ) -> OpenedModel:
     """Load `model` onto `device`: `auto`, `cpu`, `cuda` or `cuda:1`.
 
     The default of `dtype` is the configuration's, or float32 if it names none. Positions are computed as by a server
     whose longest sequence has `max_model_len` tokens (None: unknown) and that runs the model as `server_class`.
+    `remedy` is what to do if there is no room for it, by default what a mode with its own copy can do.
     """
     empty = skeleton.build(model, torch.float32)
     rope.follow_server(empty, max_model_len, server_class=server_class)  # refused before anything is loaded
@@ -41,12 +43,12 @@ def load(
     needed = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
     free = free_bytes(target)
     if free < needed:
-        raise _no_room(model, target, needed, free)
+        raise _no_room(model, target, needed, free, remedy)
     start = time.perf_counter()
     try:
         whole = from_pretrained(model, dtype).to(target).eval()
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _no_room(model, target, needed, free_bytes(target)) from error
+        raise _no_room(model, target, needed, free_bytes(target), remedy) from error
     rope.follow_server(whole, max_model_len, server_class=server_class)
     return OpenedModel(
         model=whole,
@@ -100,11 +102,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _no_room(model: str, device: torch.device, needed: int, free: int) -> UsageError:
+def _no_room(model: str, device: torch.device, needed: int, free: int, remedy: str) -> UsageError:
     elsewhere = "another --trainer-device, a lower --gpu-memory-utilization" if device.type == "cuda" else ""
     return UsageError(
         f"the weights of {model} need {needed / GIB:.3g} GiB on {device}, where {free / GIB:.3g} GiB are free",
-        remedy=f"{elsewhere or 'a smaller model'}, or --mode shared_vllm, which needs no second copy",
+        remedy=remedy or f"{elsewhere or 'a smaller model'}, or --mode shared_vllm, which needs no second copy",
     )
 
 
