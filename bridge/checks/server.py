@@ -196,6 +196,9 @@ class Process(NamedTuple):
     ancestors: tuple[int, ...] = ()
     """The processes that started or adopted it, nearest first."""
 
+    def __str__(self) -> str:
+        return f"pid {self.pid}" + (f": {self.command}" if self.command else "")
+
 
 def listening() -> dict[int, int | None]:
     """Return the TCP ports that are listened on, with the pid of the listener; None: another user's or container's."""
@@ -241,8 +244,9 @@ def port(number: int, server_pid: int | None, others: Mapping[int, str] = Mappin
     if ours := next((words for pid, words in others.items() if pid in pids), None):
         found = f"taken by a server of Bridge that was started elsewhere, pid {listener.pid}"
         return warned(name, found, expected, f"to use that one: {ours}; to start another one: {remedy}")
-    found = f"taken by pid {listener.pid}" + (f": {listener.command}" if listener.command else "")
-    return failed(name, found, expected, f"{remedy}, or stop that process if it is yours: kill {listener.pid}")
+    return failed(
+        name, f"taken by {listener}", expected, f"{remedy}, or stop that process if it is yours: kill {listener.pid}"
+    )
 
 
 def running() -> Iterator[Process]:

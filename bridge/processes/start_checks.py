@@ -1,14 +1,11 @@
 """What is checked before a server starts: the software, the model, the port and the manifest's path."""
 
-import contextlib
 import errno
 import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
-
-import psutil
 
 from bridge.checks import model as model_checks
 from bridge.checks import software
@@ -163,8 +160,12 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
+        from bridge.checks import server  # loads httpx, which a start needs only here
+
         remedy = f"choose another with {flag}, such as {free_port(host)}"
-        raise UsageError(f"port {port} is taken{holder(port)}", remedy=remedy) from error
+        holder = server.describe(server.listening().get(port))
+        by = f" by {holder}" if holder.pid else ""
+        raise UsageError(f"port {port} is taken{by}", remedy=remedy) from error
 
 
 def clear_manifest(path: Path, output: Output = PLAIN) -> None:
@@ -200,13 +201,3 @@ def _refuse_out_of_sight(path: Path) -> None:
         f"{path} belongs to a server on {where}, which may be alive (pid {existing.server.pid} there)",
         remedy=f"choose another path with --vllm-config-path or, if that server is gone: rm {path}",
     )
-
-
-def holder(port: int) -> str:
-    """Return which process listens on `port`; empty if that is not visible."""
-    with contextlib.suppress(psutil.Error):
-        for listener in psutil.net_connections("tcp"):
-            address = listener.laddr
-            if listener.status == psutil.CONN_LISTEN and address and address.port == port and listener.pid:
-                return f" by pid {listener.pid} ({psutil.Process(listener.pid).name()})"
-    return ""
