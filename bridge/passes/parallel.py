@@ -61,15 +61,8 @@ class Parallel:
     def combine(self, gradients: Mapping[str, Tensor]) -> None:
         """Give all parts that share elements one gradient of them, in place.
 
-        Every part calls it with gradients of the same parameters: one collective, or a few for large models.
-        """
-        for mine, combined in self._exchanged(gradients):
-            mine.copy_(combined)
-
-    def _exchanged(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this part's gradient of each shared element, as a view, and the one that all parts take, in float32.
-
-        That is the sum of gradients that add up, and the first part's of others.
+        That is the sum of gradients that add up, and the first part's of others. Every part calls it with gradients of
+        the same parameters: one collective, or a few for large models.
         """
         batch, num_elements = list[Shared](), 0
         for shared in self.shared:
@@ -77,12 +70,12 @@ class Parallel:
                 batch.append(shared)
                 num_elements += shared.num_elements(self.cuts[0][shared.name])
             if num_elements > FLAT_ELEMENTS:
-                yield from self._at_once(batch, gradients)
+                self._combine_at_once(batch, gradients)
                 batch, num_elements = [], 0
         if batch:
-            yield from self._at_once(batch, gradients)
+            self._combine_at_once(batch, gradients)
 
-    def _at_once(self, batch: Sequence[Shared], gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _combine_at_once(self, batch: Sequence[Shared], gradients: Mapping[str, Tensor]) -> None:
         cuts, device = self.cuts[self.part], gradients[batch[0].name].device
         sizes = [shared.num_elements(cuts[shared.name]) for shared in batch]
         shares = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
@@ -93,7 +86,7 @@ class Parallel:
                 flat.view(own[shared].shape).copy_(own[shared])
         for shared, flat in zip(batch, cut_layers.summed(shares, self.group).split(sizes), strict=True):
             if shared in own:
-                yield own[shared], flat.view(own[shared].shape)
+                own[shared].copy_(flat.view(own[shared].shape))
 
 
 def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGroup) -> Parallel:
