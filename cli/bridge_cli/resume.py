@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bridge.config import TrainConfig
 from bridge.core import claim, mark
@@ -15,18 +15,11 @@ if TYPE_CHECKING:
     from bridge.run.checkpoint import SavedCheckpoint
 
 
-class OpenedRun(NamedTuple):
-    """A run that can begin."""
+def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, SavedCheckpoint | None]":
+    """Open the run of `config`, before anything is started.
 
-    config: TrainConfig
-    """With the folder of its checkpoints."""
-    directory: RunDirectory
-    checkpoint: "SavedCheckpoint | None"
-    """What it resumes from."""
-
-
-def open_run(config: TrainConfig) -> OpenedRun:
-    """Open the run of `config`, before anything is started."""
+    Return the configuration with the folder of the checkpoints, the run directory, and what the run resumes from.
+    """
     from bridge.learn import reference
     from bridge.learn.policy_loss import LossSpec
     from bridge.modes import WAYS
@@ -61,7 +54,7 @@ def open_run(config: TrainConfig) -> OpenedRun:
     directory = dataclasses.replace(run, made=(*run.made, *made), chosen=config)
     if (own_rank := rank.OWN_RANK.get()) is not None:
         own_rank.keep(run.path)
-    return OpenedRun(config.changed(run_dir=run_dir, save_path=folder or run.checkpoints), directory, checkpoint)
+    return config.changed(run_dir=run_dir, save_path=folder or run.checkpoints), directory, checkpoint
 
 
 def _resumed(

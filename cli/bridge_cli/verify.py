@@ -33,13 +33,13 @@ def verify(*, vllm_config_path: ManifestPath = None, run_dir: RunDir = None, as_
     if run_dir is not None:
         if vllm_config_path is not None:
             raise UsageError("--run-dir and --vllm-config-path both choose servers", remedy="give only one of them")
-        if any_failed(all_proofs(servers_of(run_dir), as_json=as_json)):
-            raise typer.Exit(FAILED_EXIT_CODE)
-        return
-    path = discovery.find(vllm_config_path)
-    if vllm_config_path is None and path not in manifest.search_path():
-        console.note(f"the only running server was started elsewhere: {path}")
-    if any_failed(proof(path, as_json=as_json)):
+        checks = all_proofs(servers_of(run_dir), as_json=as_json)
+    else:
+        path = discovery.find(vllm_config_path)
+        if vllm_config_path is None and path not in manifest.search_path():
+            console.note(f"the only running server was started elsewhere: {path}")
+        checks = proof(path, as_json=as_json)
+    if any_failed(checks):
         raise typer.Exit(FAILED_EXIT_CODE)
 
 
