@@ -20,7 +20,7 @@ from bridge.checks import software
 from bridge.config import ServeConfig, TrainConfig
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.processes import PLAIN, Output, accelerator, start_checks, vllm_flags
-from bridge.server import manifest
+from bridge.server import discovery, manifest
 
 PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
 """Latent attention in its plain form, unless the caller sets it: the other form computes weights from kv_b_proj, which
@@ -29,8 +29,6 @@ PYTHON = (sys.executable, "-P")
 """Without the current folder on its path, as in `vllm serve`: a user's module `bridge` would replace ours."""
 PLUGINS = ("bridge", "bridge_routes")
 """Names of our entry points; the package of the first one knows which versions of vLLM it supports."""
-SWITCHES = ("VLLM_ENABLE_SHARED_WEIGHTS", "BRIDGE_MANIFEST_PATH")
-"""They enable our plugins, which otherwise do nothing when vLLM loads them."""
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 """Modules that serve, the newest first: vLLM 0.32 has both, and calls the second deprecated."""
 PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
@@ -218,14 +216,15 @@ def _vllm(config: ServeConfig) -> list[str]:
 
 def _environment(path: Path, outer: Mapping[str, str], shares_weights: bool) -> dict[str, str]:
     """Return the caller's environment with our plugins enabled, or, for the stock vLLM, disabled."""
+    ours = discovery.SWITCH, discovery.MANIFEST_PATH
     if not shares_weights:
-        return {name: value for name, value in outer.items() if name not in SWITCHES}
+        return {name: value for name, value in outer.items() if name not in ours}
     return {
         **PLAIN_ATTENTION,
         **outer,
-        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        discovery.SWITCH: "1",
         "VLLM_PLUGINS": ",".join(_plugins(outer)),
-        "BRIDGE_MANIFEST_PATH": str(path),
+        discovery.MANIFEST_PATH: str(path),
     }
 
 

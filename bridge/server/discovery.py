@@ -17,8 +17,9 @@ from bridge.errors import ManifestError
 from bridge.server import manifest as manifests
 from bridge.server.manifest import MANIFEST_NAME, Manifest
 
-VARIABLE = "BRIDGE_MANIFEST_PATH"
 SWITCH = "VLLM_ENABLE_SHARED_WEIGHTS"
+"""The variable that enables our plugins, which otherwise do nothing when vLLM loads them."""
+MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
 FOLDER = "LOGDIR"
 MEMORY_FILE = "bridge-server-variables"
 """Name of the file in memory with the variables that `/proc/PID/environ` lacks."""
@@ -62,7 +63,7 @@ def choice(path: Path, manifest: Manifest) -> str:
 
 def publish_variables(environment: Mapping[str, str]) -> None:
     """Show what leads to this process' manifest, which was not known when the process started."""
-    names = (SWITCH, VARIABLE, FOLDER)
+    names = (SWITCH, MANIFEST_PATH, FOLDER)
     content = json.dumps({name: environment[name] for name in names if name in environment})
     os.write(os.memfd_create(MEMORY_FILE), content.encode())  # open for as long as the process lives
 
@@ -82,6 +83,6 @@ def _manifest_path(process: psutil.Process) -> Path | None:
     if environment.get(SWITCH, "0").lower() not in {"1", "true"}:
         return None
     folder = Path(process.cwd())
-    if VARIABLE in environment:
-        return manifests.resolve_path(folder / environment[VARIABLE])
+    if MANIFEST_PATH in environment:
+        return manifests.resolve_path(folder / environment[MANIFEST_PATH])
     return folder / environment.get(FOLDER, "") / MANIFEST_NAME

@@ -72,8 +72,6 @@ class Lease(Record):
     holder: Holder
     run: str
     """The run directory or the command, for messages."""
-    since: float
-    """When it was taken, in seconds since 1970."""
 
     @property
     def trainer(self) -> str:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from bridge.core.process import ProcessIdentity
+from bridge.server.discovery import SWITCH
 
 PINS = """
 vllm.plugins
@@ -25,8 +26,7 @@ vllm.plugins
 vllm.envs: environment_variables
 vllm.entrypoints.cli.main: call main()  # `python -m vllm.entrypoints.cli.main serve` is the server we start
 """
-ENABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
-VARIABLES = (ENABLE, "VLLM_SKIP_WEIGHT_DAEMON")
+VARIABLES = (SWITCH, "VLLM_SKIP_WEIGHT_DAEMON")
 """Bridge's own, although they are named like vLLM's."""
 GRACE_S = 5
 """Whole seconds between SIGTERM, which vLLM's processes handle while they serve, and SIGKILL."""
@@ -40,7 +40,7 @@ _tied: set[int] = set()
 @functools.cache
 def register() -> None:
     """Patch this process's vLLM, if `VLLM_ENABLE_SHARED_WEIGHTS=1` and it fits; later calls do nothing."""
-    if os.environ.get(ENABLE, "0").lower() not in {"1", "true"}:
+    if os.environ.get(SWITCH, "0").lower() not in {"1", "true"}:
         return
     from bridge_patches import (
         compatibility,

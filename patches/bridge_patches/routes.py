@@ -17,8 +17,8 @@ from starlette.datastructures import State
 
 from bridge.core.http_limits import limit_connections
 from bridge.errors import BridgeError, FenceBusyError
+from bridge.server import discovery, protocol, receiver
 from bridge.server import manifest as manifests
-from bridge.server import protocol, receiver
 from bridge.server.protocol import BRIDGE_ROUTES, HolderRequest, Status
 from bridge_patches import completions, exporter, generate
 from bridge_patches.adapter import Adapters
@@ -45,7 +45,6 @@ vllm.v1.worker.gpu_worker
     call Worker.update_weights(update_info)
     call Worker.finish_weight_update()
 """
-MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
 """Environment variable: where the manifest is written, if not at the default place."""
 
 
@@ -77,7 +76,8 @@ class BridgeRoutes:
         state.bridge_engine = engine_client
         generate.watch_sampling(engine_client)
         state.bridge_adapters = Adapters(engine_client, state.openai_serving_models, state.bridge_fence)
-        path = manifests.resolve_path(Path(os.environ[MANIFEST_PATH]) if MANIFEST_PATH in os.environ else None)
+        given = os.environ.get(discovery.MANIFEST_PATH)
+        path = manifests.resolve_path(None if given is None else Path(given))
         state.bridge_writer = asyncio.create_task(exporter.write_when_listening(exported, path))
 
 

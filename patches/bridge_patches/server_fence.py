@@ -8,7 +8,6 @@ request needs the KV cache until the scheduler resumes, so the holder may have i
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from enum import Enum
@@ -118,7 +117,7 @@ class ServerFence:
         self.refuse_without_lease(holder)
         self._refuse_busy(holder)
         _refuse_unseen(holder)
-        self._lease = Lease(holder=holder, run=run, since=time.time())
+        self._lease = Lease(holder=holder, run=run)
 
     def release_lease(self, holder: Holder) -> None:
         """Free the lease of `holder`, unless it holds the fence: then the lease ends with that process."""

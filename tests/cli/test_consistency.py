@@ -114,7 +114,7 @@ def test_another_host_makes_a_run_directory_unless_it_sees_one(monkeypatch: pyte
 @contextmanager
 def trained_by(folder: Path, run: Path | None) -> Iterator[Manifest]:
     """Yield the manifest of a server that a run trains."""
-    lease = None if run is None else Lease(holder=Holder.current(), run=str(run), since=0.0)
+    lease = None if run is None else Lease(holder=Holder.current(), run=str(run))
     status = Status(model="m", version=0, state="serving", server=ProcessIdentity.current(), lease=lease)
     with serving(lambda _: as_json(status.model_dump())) as server:
         yield toy_server.serve(tiny.llama(), folder).edited(url=server.url)

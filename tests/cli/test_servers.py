@@ -154,7 +154,7 @@ def test_ranks_see_the_gpus_of_their_server(host: Host) -> None:
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        ({"lease": Lease(holder=Holder(processes=(OTHER,)), run="runs/one", since=0.0)}, "run runs/one) is updating"),
+        ({"lease": Lease(holder=Holder(processes=(OTHER,)), run="runs/one")}, "run runs/one) is updating"),
         ({"state": "torn"}, "the weights may be half-written"),
     ],
 )

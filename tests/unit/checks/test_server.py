@@ -148,7 +148,7 @@ def test_paused_fence_is_warned_of(played: PlayedServer) -> None:
 
 
 def test_trainer_of_the_server_is_named(played: PlayedServer) -> None:
-    fence = status_with(played, lease=Lease(holder=Holder.current(), run="runs/first", since=0.0))
+    fence = status_with(played, lease=Lease(holder=Holder.current(), run="runs/first"))
     assert fence.status == "PASS"
     assert fence.found.endswith(f", updated by pid {os.getpid()} (run runs/first)")
 

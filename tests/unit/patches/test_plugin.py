@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from bridge.errors import IncompatibleVersionError
+from bridge.server.discovery import SWITCH
 from bridge_patches import (
     compatibility,
     engine_outputs,
@@ -38,9 +39,9 @@ def test_vllm_is_patched_once_and_only_on_request(
     monkeypatch.setattr(plugin, "end_with_parent", lambda: order.append("tie"))
     for module in (startup, loading, placement, prefix_cache, engine_outputs):
         monkeypatch.setattr(module, "patch", lambda name=module.__name__: order.append(name.rpartition(".")[2]))
-    monkeypatch.delenv(plugin.ENABLE, raising=False)
+    monkeypatch.delenv(SWITCH, raising=False)
     if value is not None:
-        monkeypatch.setenv(plugin.ENABLE, value)
+        monkeypatch.setenv(SWITCH, value)
     envs = pytest.importorskip("vllm.envs")
     monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
     for _ in range(3):
@@ -58,7 +59,7 @@ def test_nothing_is_patched_in_a_vllm_that_does_not_fit(monkeypatch: pytest.Monk
     monkeypatch.setattr(compatibility, "check_installed", refuse)
     monkeypatch.setattr(loading, "patch", lambda: pytest.fail("patched"))
     monkeypatch.setattr(placement, "patch", lambda: pytest.fail("patched"))
-    monkeypatch.setenv(plugin.ENABLE, "1")
+    monkeypatch.setenv(SWITCH, "1")
     for _ in range(2):
         with pytest.raises(IncompatibleVersionError):
             plugin.register()

@@ -107,7 +107,7 @@ def test_nothing_is_preloaded_for_a_copied_bridge(monkeypatch: pytest.MonkeyPatc
 
 
 def test_its_manifest_is_found_as_that_of_any_server(log: Path, tmp_path: Path) -> None:
-    variables = {discovery.SWITCH: "1", discovery.VARIABLE: str(tmp_path / "manifest.json")}
+    variables = {discovery.SWITCH: "1", discovery.MANIFEST_PATH: str(tmp_path / "manifest.json")}
     with preloading() as preloaded:
         child = preloaded.become(command("import time; time.sleep(600)"), {**os.environ, **variables}, log)
         assert child is not None

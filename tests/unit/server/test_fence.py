@@ -393,7 +393,7 @@ def test_frozen_may_write_unless_another_process_has_the_lease() -> None:
     fake, other = FakeClient(), holder_of(os.getppid())
     outcomes = {}
     for name, holder in {"free": None, "ours": Holder.current(), "another's": other}.items():
-        fake.lease = Lease(holder=holder, run="runs/first", since=0.0) if holder else None
+        fake.lease = Lease(holder=holder, run="runs/first") if holder else None
         with fence.frozen(cast(Any, fake)) as may_write:
             outcomes[name] = may_write, fake.writes
     assert outcomes == {"free": (True, "weights"), "ours": (True, "weights"), "another's": (False, "nothing")}
@@ -408,7 +408,7 @@ def test_frozen_only_reads_once_another_process_has_the_lease() -> None:
         try:
             return pausing(*arguments, **choices)
         except FenceBusyError:  # and then it trains
-            fake.lease = Lease(holder=holder_of(os.getppid()), run="runs/first", since=0.0)
+            fake.lease = Lease(holder=holder_of(os.getppid()), run="runs/first")
             raise
 
     fake.pause = pause  # type: ignore[method-assign]
