@@ -264,8 +264,6 @@ class AdapterRequest(HolderRequest):
 class AdapterSlot(Record):
     """The answer to an `AdapterRequest`."""
 
-    name: str
-    """The name under which the adapter is served."""
     slot: int = Field(ge=0)
     """Its index in the manifest's `lora_slots`."""
 

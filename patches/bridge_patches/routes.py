@@ -184,7 +184,7 @@ async def _transfer(body: receiver.TransferRequest, state: AppState, fence: Fenc
 @router.post("/adapter")
 async def _serve_adapter(body: protocol.AdapterRequest, state: AppState, fence: Fence) -> protocol.AdapterSlot:
     fence.refuse_without_lease(body.holder)
-    return protocol.AdapterSlot(name=body.name, slot=await state.bridge_adapters.serve(body.name, body.path))
+    return protocol.AdapterSlot(slot=await state.bridge_adapters.serve(body.name, body.path))
 
 
 @router.delete("/adapter")

@@ -57,7 +57,7 @@ class LoraServer:
                 return Answer("Success")
             case "POST adapter":
                 self._load_into_slot(Path(body["path"]))
-                return as_json({"name": body["name"], "slot": SLOT})
+                return as_json({"slot": SLOT})
             case "POST pause" if self.state == "torn" and not body["takeover"]:
                 status = self.status()
                 return refusal(status.torn(), status.remedy())

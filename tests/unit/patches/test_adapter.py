@@ -319,7 +319,7 @@ def http(engine: FakeEngine, models: FakeModels) -> Iterator[TestClient]:
 
 def test_over_http_the_slot_is_the_answer(http: TestClient, folder: str) -> None:
     answer = http.post("/bridge/adapter", json={**HOLDER, "name": "mine", "path": folder})
-    assert AdapterSlot.model_validate_json(answer.content) == AdapterSlot(name="mine", slot=0)
+    assert AdapterSlot.model_validate_json(answer.content) == AdapterSlot(slot=0)
 
 
 def test_over_http_a_released_adapter_is_served_no_more(http: TestClient, models: FakeModels, folder: str) -> None:
@@ -347,7 +347,7 @@ def test_over_http_an_invalid_request_is_refused(http: TestClient, body: dict[st
 def test_the_client_asks_with_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with (
-        serving(lambda _: as_json({"name": "mine", "slot": 3})) as server,
+        serving(lambda _: as_json({"slot": 3})) as server,
         BridgeClient(manifest(url=server.url), timeout_s=20) as client,
     ):
         assert client.adapter("mine", Path("folder")) == 3
