@@ -74,11 +74,6 @@ class StartedServer:
         """Why the watchdog killed the server; empty: it did not."""
         self._restarts = 0
 
-    @property
-    def pid(self) -> int | None:
-        """The server's process, if there is one."""
-        return self._server.process.pid if self._server else None
-
     @contextlib.contextmanager
     def running(self, check_abort: Callable[[], None] = lambda: None) -> Iterator["StartedServer"]:
         """Run the server for the duration of the block: ready at its start, stopped at its end.

@@ -98,12 +98,6 @@ class Verifiers:
         rewards: dict[str, float] = self._ask("run", task=problem["task"], base_url=base_url)
         return rewards
 
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.end()
-            self._process = None
-
     def _tasks(self, *, held_out: bool = False) -> Iterator[Problem]:
         number = next(self._passes)
         listed: list[Problem] = []

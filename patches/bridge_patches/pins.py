@@ -39,17 +39,14 @@ class Pin:
 
     def fault(self, source: ast.Module | None) -> str | None:
         """Return what does not fit `source`, in one phrase; None if it fits."""
-        groups, check = self._parsed()
+        groups, check = self.parsed()
         if groups.get("condition") and (source is None or find(source, groups["condition"]) is None):
             return None
         fault = "is missing with its module" if source is None else check(source, groups)
         return fault and f"{self.module}.{groups['name']} {fault}"
 
-    def parts(self) -> Groups:
-        """Return the pinned `name`, and the other parts of the statement."""
-        return self._parsed()[0]
-
-    def _parsed(self) -> "tuple[Groups, Callable[[ast.Module, Groups], str | None]]":
+    def parsed(self) -> "tuple[Groups, Callable[[ast.Module, Groups], str | None]]":
+        """Return the pinned `name` and the other parts of the statement, and what checks them."""
         for form, check in FORMS.items():
             if match := re.fullmatch(form, self.statement):
                 return match.groupdict(""), check

@@ -15,7 +15,7 @@ def test_every_pinned_symbol_fits(version: str, pytestconfig: pytest.Config) -> 
     pinned = pins.collect()
     root = fetch(version, frozenset(pin.module for pin in pinned))
     assert find_faults(lambda module: read_below(root, module), pinned) == []
-    of_origins = [pin.module for pin in pinned if pin.parts()["name"] == "FrontendArgs.allowed_origins"]
+    of_origins = [pin.module for pin in pinned if pin.parsed()[0]["name"] == "FrontendArgs.allowed_origins"]
     assert any(read_below(root, module) for module in of_origins), "nothing checks the default of --allowed-origins"
-    of_routes = [pin.module for pin in pinned if pin.parts()["name"] == "update_weights"]
+    of_routes = [pin.module for pin in pinned if pin.parsed()[0]["name"] == "update_weights"]
     assert any(read_below(root, module) for module in of_routes), "nothing checks the routes of a stock server"

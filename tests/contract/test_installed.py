@@ -41,7 +41,7 @@ def test_a_module_that_vllm_does_not_have_reads_as_none() -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "patches").rglob("*.py")), ids=lambda file: file.name)
 def test_a_patch_pins_what_it_imports_from_vllm(file: Path) -> None:
-    pinned = {(pin.module, pin.parts()["name"].partition(".")[0]) for pin in pins.of_file(file)}
+    pinned = {(pin.module, pin.parsed()[0]["name"].partition(".")[0]) for pin in pins.of_file(file)}
     modules = {module for module, _ in pinned}
     imported = {pair for pair in pins.imports_of(ast.parse(file.read_text())) if f"{pair[0]}.".startswith("vllm.")}
     unpinned = {pair for pair in imported if pair not in pinned and ".".join(pair).strip(".") not in modules}
@@ -53,7 +53,9 @@ def test_a_patch_passes_on_what_a_later_vllm_adds(file: Path) -> None:
     """Else the first call ends the engine, as when 0.33 gave `get_computed_blocks` one more argument."""
     source = ast.parse(file.read_text(encoding="utf-8"))
     exact = {
-        pin.parts()["name"].rpartition(".")[2] for pin in pins.of_file(file) if pin.parts().get("use") == "replace"
+        pin.parsed()[0]["name"].rpartition(".")[2]
+        for pin in pins.of_file(file)
+        if pin.parsed()[0].get("use") == "replace"
     }
     wrappers = [(wrapped, node) for wrapped, node in _wrappers(source) if wrapped not in exact]
     assert [node.name for _, node in wrappers if not _passes_on(node)] == [], (
@@ -105,7 +107,7 @@ def _passes_on(wrapper: pins.FunctionNode) -> bool:
 
 
 def test_bridge_names_every_sampling_parameter_that_a_model_has_defaults_for() -> None:
-    (known,) = [pin.parts()["names"].split(", ") for pin in pins.collect() if " lists " in pin.statement]
+    (known,) = [pin.parsed()[0]["names"].split(", ") for pin in pins.collect() if " lists " in pin.statement]
     assert set(known) == {*WHOLE, "temperature", "max_new_tokens", "skip_special_tokens"}
 
 

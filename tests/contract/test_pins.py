@@ -181,7 +181,9 @@ def test_a_vllm_that_does_not_fit_is_refused_with_its_version_and_every_symbol(m
     with pytest.raises(IncompatibleVersionError) as refusal:
         compatibility.check_installed()
     assert "0.30.0" in refusal.value.message
-    names = [f"{pin.module}.{pin.parts()['name']}" for pin in pins.collect() if not pin.parts().get("condition")]
+    names = [
+        f"{pin.module}.{pin.parsed()[0]['name']}" for pin in pins.collect() if not pin.parsed()[0].get("condition")
+    ]
     assert [name for name in names if f"{name} is missing with its module" not in refusal.value.message] == []
     assert all(tested in refusal.value.message for tested in TESTED_VERSIONS)
 

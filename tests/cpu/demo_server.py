@@ -57,6 +57,5 @@ def served(folder: Path, *flags: str) -> Iterator[DemoServer]:
     exported = folder / manifest.MANIFEST_NAME
     config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=exported)
     command = with_forked_engine(ServerCommand.of(config, [*flags, *EAGER]))
-    with StartedServer(command, folder / "serve.log", limit_s=START_LIMIT_S).running() as engine:
-        assert engine.pid is not None
-        yield DemoServer(exported, model, engine.pid)
+    with StartedServer(command, folder / "serve.log", limit_s=START_LIMIT_S).running():
+        yield DemoServer(exported, model, manifest.read(exported).server.pid)

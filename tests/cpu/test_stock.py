@@ -40,6 +40,11 @@ class Stock:
         return f"http://127.0.0.1:{self.port}"
 
 
+def pid_of(engine: StartedServer) -> int:
+    assert engine._server is not None
+    return engine._server.process.pid
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
     folder = tmp_path_factory.mktemp("stock")
@@ -71,10 +76,10 @@ def test_the_server_is_another_process_after_each_step_and_serves_what_was_train
     stock: Stock, tmp_path: Path
 ) -> None:
     assert httpx.get(f"{stock.url}/bridge/status").status_code == httpx.codes.NOT_FOUND
-    before, pids = scenarios.sampled(stock.url), [stock.engine.pid]
+    before, pids = scenarios.sampled(stock.url), [pid_of(stock.engine)]
 
     def report(_: StepMetrics) -> None:
-        pids.append(stock.engine.pid)
+        pids.append(pid_of(stock.engine))
 
     config = TrainConfig.of(
         model_name=str(stock.model), mode="none", training_steps=3, save_interval=1, batch_size=64, group_size=8,

@@ -36,7 +36,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def environment() -> Iterator[Verifiers]:
     task = Verifiers("calm", {})
     yield task
-    task.close()
+    end(task)
+
+
+def end(environment: Verifiers) -> None:
+    assert environment._process is not None
+    environment._process.end()
 
 
 def pid_of(environment: Verifiers) -> int:
@@ -52,7 +57,7 @@ def test_a_run_returns_the_rewards_whatever_it_prints(capfd: pytest.CaptureFixtu
     environment = Verifiers("calm", {})
     assert environment.run(verifiers_stand_in.listed(1), "http://here/v1")["place"] == 1
     assert capfd.readouterr() == ("", "http://here/v1\nnoise\n")
-    environment.close()
+    end(environment)
 
 
 def test_a_run_that_fails_harms_no_other(environment: Verifiers) -> None:
@@ -68,12 +73,12 @@ def test_a_process_that_ended_is_replaced() -> None:
     with pytest.raises(FailedRequestError, match=r"its process ended \(exit status 3\)"):
         environment.run(verifiers_stand_in.listed(1), "")
     assert pid_of(environment) != first
-    environment.close()
+    end(environment)
 
 
 def test_the_process_ends_with_the_environment(environment: Verifiers) -> None:
     process = psutil.Process(pid_of(environment))
-    environment.close()
+    end(environment)
     assert not process.is_running()
 
 

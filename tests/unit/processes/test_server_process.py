@@ -64,6 +64,11 @@ def served(command: ServerCommand, log: Path, **changed: Any) -> StartedServer:
     return StartedServer(command, log, **{"limit_s": LIMIT_S, "hang_limit_s": LIMIT_S} | changed)
 
 
+def pid_of(server: StartedServer) -> int | None:
+    """Return its process, if there is one."""
+    return server._server.process.pid if server._server else None
+
+
 def answer(command: ServerCommand) -> str:
     with urllib.request.urlopen(f"http://{command.host}:{command.port}/v1/models", timeout=10) as response:
         text: str = response.read().decode()
@@ -100,13 +105,13 @@ def ask_in_vain() -> None:
 
 
 def ask_after_a_kill(server: StartedServer) -> None:
-    kill(server.pid, signal.SIGKILL)
-    until(lambda: is_dead(server.pid))
+    kill(pid_of(server), signal.SIGKILL)
+    until(lambda: is_dead(pid_of(server)))
     ask_in_vain()
 
 
 def ask_after_its_end(server: StartedServer) -> None:
-    until(lambda: is_dead(server.pid))
+    until(lambda: is_dead(pid_of(server)))
     ask_in_vain()
 
 
@@ -120,7 +125,7 @@ def test_an_abandoned_start_stops_the_server(tmp_path: Path, log: Path) -> None:
     server, pids = served(fake(tmp_path, "--answer-after-s", "60"), log), list[int | None]()
 
     def check_abort() -> None:
-        pids.append(server.pid)
+        pids.append(pid_of(server))
         if len(pids) > 1:
             raise RankError("another rank failed", remedy="it says why")
 
@@ -135,8 +140,8 @@ def test_a_server_lives_as_long_as_the_context(tmp_path: Path, log: Path) -> Non
     with served(command, log).running() as server:
         assert answer(command) == "first as None"
         assert command.manifest.exists()
-        pid = server.pid
-    assert (server.pid, is_dead(pid), family(log)) == (None, True, [])
+        pid = pid_of(server)
+    assert (pid_of(server), is_dead(pid), family(log)) == (None, True, [])
     assert not command.manifest.exists()
 
 
@@ -148,7 +153,7 @@ def test_it_is_what_the_training_loop_asks_for(tmp_path: Path, log: Path) -> Non
 def test_a_restart_serves_other_weights_under_the_old_name(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     with served(command, log).running() as server:
-        before = server.pid
+        before = pid_of(server)
         server.restart(tmp_path / "step_1")
         assert is_dead(before)
         assert answer(command) == f"{tmp_path / 'step_1'} as first"
@@ -170,9 +175,9 @@ def test_a_restart_ends_what_a_kill_has_left(tmp_path: Path, log: Path, victim: 
     with served(fake(tmp_path), log).running() as server:
         (orphan,) = family(log)
         pids: dict[str, list[int | None]] = {
-            "server": [server.pid],
+            "server": [pid_of(server)],
             "engine": [orphan.pid],
-            "both": [server.pid, orphan.pid],
+            "both": [pid_of(server), orphan.pid],
         }
         for pid in pids[victim]:
             kill(pid, signal.SIGKILL)
@@ -242,7 +247,7 @@ def test_a_refusal_inside_the_server_keeps_its_class(tmp_path: Path, log: Path) 
 def test_a_taken_port_is_refused_with_its_holder(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path)
     with served(command, log).running() as server:
-        before = server.pid
+        before = pid_of(server)
         with (
             pytest.raises(UsageError, match=f"port {command.port} is taken by pid {before}"),
             served(command, tmp_path / "other.log").running(),
@@ -277,8 +282,8 @@ def interrupted(action: Callable[[], object], when: Callable[[], bool], number: 
 
 def test_an_interrupt_stops_the_server(tmp_path: Path, log: Path) -> None:
     with pytest.raises(KeyboardInterrupt), served(fake(tmp_path), log).running() as server:
-        interrupted(lambda: time.sleep(LIMIT_S), lambda: not is_dead(server.pid))
-    assert server.pid is None
+        interrupted(lambda: time.sleep(LIMIT_S), lambda: not is_dead(pid_of(server)))
+    assert pid_of(server) is None
     assert all(is_dead(process.pid) for process in family(log))
 
 
@@ -289,7 +294,7 @@ def test_an_interrupt_ends_a_restart_at_once(tmp_path: Path, log: Path, number: 
     with pytest.raises(KeyboardInterrupt), deferred_interrupt(), served(command, log).running() as server:
         interrupted(lambda: server.restart("second"), lambda: "restarted with second" in log.read_text(), number)
     assert signal.getsignal(number) == before
-    assert server.pid is None
+    assert pid_of(server) is None
     ours = set(psutil.Process().children(recursive=True)) - others
     assert not [process for process in ours if not is_dead(process.pid)]
 
@@ -326,7 +331,7 @@ def test_the_watchdog_ends_a_hanging_server_and_not_the_next(
 ) -> None:
     command = fake(tmp_path)
     with served(command, log, hang_limit_s=HANG_LIMIT_S).running() as server:
-        hanging = server.pid
+        hanging = pid_of(server)
         kill(hanging, signal.SIGSTOP)
         until(lambda: is_dead(hanging))
         output = capsys.readouterr().err
@@ -334,7 +339,7 @@ def test_the_watchdog_ends_a_hanging_server_and_not_the_next(
         server.restart("second")
         assert answer(command) == "second as first"
         time.sleep(2 * HANG_LIMIT_S)
-        assert not is_dead(server.pid)
+        assert not is_dead(pid_of(server))
         assert answer(command) == "second as first"
     assert "gave no answer" not in capsys.readouterr().err
 
@@ -343,7 +348,7 @@ def test_a_busy_server_is_not_taken_for_a_hanging_one(tmp_path: Path, log: Path)
     command = fake(tmp_path, "--answer-after-s", "1")
     with served(command, log, hang_limit_s=5).running() as server:
         time.sleep(6)
-        assert not is_dead(server.pid)
+        assert not is_dead(pid_of(server))
 
 
 def test_the_watchdog_is_quiet_during_a_restart(tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,9 +362,9 @@ def test_the_watchdog_is_quiet_during_a_restart(tmp_path: Path, log: Path, capsy
 
 def test_stopping_does_not_wait_for_an_answer_that_never_comes(tmp_path: Path, log: Path) -> None:
     with served(fake(tmp_path), log, hang_limit_s=600).running() as server:
-        kill(server.pid, signal.SIGSTOP)
+        kill(pid_of(server), signal.SIGSTOP)
         time.sleep(0.5)
-        kill(server.pid, signal.SIGKILL)
+        kill(pid_of(server), signal.SIGKILL)
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 

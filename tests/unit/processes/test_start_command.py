@@ -98,4 +98,4 @@ def test_any_server_is_started_and_restarted(tmp_path: Path, flags: tuple[str, .
         assert answer(command.port) == "first as None"
         server.restart(tmp_path / "step_1")
         assert answer(command.port) == f"{tmp_path / 'step_1'} as None"
-    assert server.pid is None
+    assert server._server is None
