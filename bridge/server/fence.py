@@ -130,11 +130,9 @@ def publish(
     AttachError if the server refuses the fence, or has no memory for its KV cache afterwards; ServerUnreachableError if
     it does not answer.
     """
-    pause = (
-        None
-        if client is None
-        else partial(
-            client.pause,
+
+    def pause(client: BridgeClient) -> Status:
+        return client.pause(
             in_flight,
             version=served,
             last_checkpoint=update.last_checkpoint,
@@ -143,7 +141,7 @@ def publish(
             sleep=update.sleep,
             keep_kv=keep_kv,
         )
-    )
+
     others_sleep = update.sleep and ranks.tp_size > 1
     server = _Server(client, pause, update, resume_limit_s=LET_GO_LIMIT_S if others_sleep else 0)
     with run(update, server.publish, server=server, ranks=ranks) as window:
@@ -155,13 +153,13 @@ class _Server:
     """The server of one update. Without a client, another part of the replica talks to it."""
 
     client: BridgeClient | None
-    send_pause: Callable[[], Status] | None
+    send_pause: Callable[[BridgeClient], Status]
     update: Update
     resume_limit_s: float
     """How long other ranks' memory may be in the way of the KV cache when the server resumes."""
 
     def pause(self) -> None:
-        if self.client is not None and self.send_pause is not None:
+        if self.client is not None:
             pause_when_free(self.client, self.send_pause)
 
     def publish(self) -> int:
@@ -224,7 +222,7 @@ def frozen(client: BridgeClient) -> Iterator[bool]:
     While another process holds the lease, it may only read: that process may compute with the weights at any time.
     """
 
-    def pause() -> Status:
+    def pause(client: BridgeClient) -> Status:
         try:
             return client.pause("keep")
         except FenceBusyError:
@@ -264,10 +262,10 @@ def _retry(
             time.sleep(BUSY_POLL_S)
 
 
-def pause_when_free(client: BridgeClient, pause: Callable[[], Status]) -> Status:
+def pause_when_free(client: BridgeClient, pause: Callable[[BridgeClient], Status]) -> Status:
     """Make the call `pause` as soon as no other process holds the fence; a failed call leaves the server serving."""
     try:
-        return when_free(pause)
+        return when_free(partial(pause, client))
     except AttachError:  # refused
         raise
     except Exception:  # the server may have paused all the same, and nothing is written yet

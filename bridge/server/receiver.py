@@ -196,7 +196,7 @@ class PatchedReceiver:
         return exported.tp_degree
 
     def pause(self, in_flight: InFlight) -> None:
-        fence.pause_when_free(self._client, lambda: self._client.pause(in_flight, version=self.version))
+        fence.pause_when_free(self._client, lambda client: client.pause(in_flight, version=self.version))
 
     def resume(self) -> None:
         self._client.resume()
