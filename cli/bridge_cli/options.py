@@ -146,7 +146,7 @@ def _help(name: str, field: FieldInfo, kind: Any, synonyms: list[str]) -> str:
     text += f" Also {', '.join(also)}." if also else ""
     if field.is_required():
         return text + escape(" [required]")
-    if field.default in (None, PydanticUndefined) or "(default: " in text:  # the docstring explains it
+    if field.default in (None, PydanticUndefined) or "(default:" in text:  # it is explained
         return text
     default = ("no", "yes")[field.default] if isinstance(field.default, bool) else field.default
     return text + escape(f" [default: {default}]")

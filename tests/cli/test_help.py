@@ -35,6 +35,7 @@ def test_help_of_a_command_cuts_nothing_off(
     assert main.answer([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert "…" not in shown
+    assert "[default: ()]" not in shown
     assert max(len(line) for line in shown.splitlines()) <= columns
 
 
