@@ -4,6 +4,7 @@ The first problems are checked before anything starts, the others as they are re
 """
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
@@ -113,7 +114,8 @@ def answer_fault(problem: Any) -> str:
     if "answer" not in problem:
         return "has no answer"
     answer = problem["answer"]
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+    is_no_number = isinstance(answer, bool) or (isinstance(answer, float) and not math.isfinite(answer))
+    if is_no_number or not isinstance(answer, str | int | float):
         return f"has the answer {shortened(repr(answer))}, expected text or a number"
     return "" if str(answer).strip() else "has an empty answer"
 

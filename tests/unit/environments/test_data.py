@@ -193,6 +193,12 @@ def test_every_bad_line_is_named_with_what_is_wrong_with_it(tmp_path: Path) -> N
         assert fault in message
 
 
+@pytest.mark.parametrize("answer", ["NaN", "Infinity", "-Infinity"])
+def test_an_answer_that_is_no_finite_number_is_refused(answer: str, write: Write) -> None:
+    message = refusal("jsonl", data=str(write(f'{{"prompt": "a", "answer": {answer}}}'))).message
+    assert f"has the answer {float(answer)!r}, expected text or a number" in message
+
+
 def test_many_bad_lines_are_counted_past_the_first_ten(write: Write) -> None:
     message = refusal("jsonl", data=str(write(*["{"] * 25))).message
     assert "25 of 25 rows are bad" in message
