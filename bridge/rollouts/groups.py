@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from bridge.config import RolloutConfig
+from bridge.core.foreign_code import described
+from bridge.errors import UsageError
 from bridge.rollouts.images import Prompts
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
@@ -138,9 +140,13 @@ class Completions(GroupSampler):
         async with self._turns if problem.get("images") else nullcontext():
             prompt, images = await self._prompts.encode_beside(problem)
             other: dict[str, Any] = {**params, **({} if images is None else {"images": images})}
-            completions = await self._sampler.one(
-                servers(), prompt, num_samples=num_samples, seed=seed, index=index, **other
-            )
+            try:
+                completions = await self._sampler.one(
+                    servers(), prompt, num_samples=num_samples, seed=seed, index=index, **other
+                )
+            except UsageError as error:
+                message = f"{error.message}, on prompt {described(problem['prompt'])}"
+                raise UsageError(message, remedy=error.remedy) from error
         results = await self._scorer.score(problem, [completion.text for completion in completions])
         return Sampled(prompt, completions, results, images)
 

@@ -20,12 +20,13 @@ from bridge.core.concurrency import gather_or_cancel
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import BridgeError, ServerUnreachableError, UsageError
 from bridge.rollouts.event_loop import EventLoop
+from bridge.rollouts.groups import Completions
 from bridge.rollouts.openai_api import RequestFailed
 from bridge.rollouts.sampler import FIRST_WAIT_S, WAIT_LIMIT_S, Sampler, wait_s
 from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, next_of
 from bridge.server import client
 from bridge.server.endpoint import Endpoint
-from bridge.types import Completion
+from bridge.types import Completion, Problem
 from tests.unit.http_server import Answer, HttpRequest, as_json
 from tests.unit.openai_server import openai
 from tests.unit.rollouts.faulty_server import Cut, FaultyServer, Hang, Script, faulty
@@ -581,6 +582,22 @@ def test_a_fault_of_one_prompt_ends_the_requests_of_the_others() -> None:
         with pytest.raises(UsageError, match="too long"):
             sample(ours, server)
         wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_rejected_prompt_is_named() -> None:
+    def script(request: HttpRequest) -> Reaction:
+        return react(request) if request.method == "GET" else as_json({"error": {"message": "too long"}}, 400)
+
+    class Encoded:
+        async def encode_beside(self, _: Problem) -> tuple[tuple[int, ...], None]:
+            return (1, 2), None
+
+    with faulty(script) as server, sampler() as ours:
+        groups = Completions(Encoded(), ours, None)  # type: ignore[arg-type]
+        servers = ours.servers_at([Endpoint(url=server.url)])
+        with pytest.raises(UsageError, match="too long, on prompt '9\\+9="):
+            ours.run(groups.group(lambda: servers, {"prompt": "9+9=" * 99}, num_samples=1, seed=0, index=0))
 
 
 class Clock:
