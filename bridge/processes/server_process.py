@@ -24,7 +24,7 @@ from bridge.processes import PLAIN, Output, children, server_log
 from bridge.processes.children import Child
 from bridge.processes.preload import Preloaded
 from bridge.processes.server_command import ServerCommand
-from bridge.processes.start_checks import check_port
+from bridge.processes.start_checks import check_port, taking
 from bridge.server import api_key, manifest
 
 START_LIMIT_S = 1800.0
@@ -81,8 +81,9 @@ class StartedServer:
         `check_abort` is called while the server starts, and may raise to abort the start.
         """
         try:
-            self._start(None, check_abort)
-            yield self
+            with taking(self._command.host, self._command.port):
+                self._start(None, check_abort)
+                yield self
         except ServerUnreachableError as error:
             if str(self._log) in error.remedy:
                 raise

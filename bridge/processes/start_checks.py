@@ -1,9 +1,10 @@
 """What is checked before a server starts: the software, the model, the port and the manifest's path."""
 
+import contextlib
 import errno
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -166,6 +167,21 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
         holder = server.describe(server.listening().get(port))
         by = f" by {holder}" if holder.pid else ""
         raise UsageError(f"port {port} is taken{by}", remedy=remedy) from error
+
+
+@contextlib.contextmanager
+def taking(host: str, port: int) -> Iterator[None]:
+    """Let no other run start a server on `port` during the block: it is free until vLLM listens, a minute later."""
+    with socket.socket(socket.AF_UNIX) as mark:
+        try:
+            mark.bind(f"\0bridge-port-{port}")  # abstract: no file, gone with this process, and seen where the port is
+        except OSError as error:
+            check_port(host, port)  # if the other one listens already, this names it
+            raise UsageError(
+                f"port {port} is about to be taken: another run of Bridge is starting a server on it",
+                remedy=f"choose another with --port, such as {free_port(host)}",
+            ) from error
+        yield
 
 
 def clear_manifest(path: Path, output: Output = PLAIN) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.architecture.statements import ROOT, is_docstring, product_files, sizes
 
-MOST_STATEMENTS = 22_270
-MOST_FILES = 240
+MOST_STATEMENTS = 22_255
+MOST_FILES = 241
 MOST_LINES_OF_A_FILE = 320
 MOST_LINES_OF_A_FUNCTION = 45
 MOST_WHOLE_CONFIGS = 20

@@ -42,9 +42,10 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "serve.log"
 
 
-def fake(folder: Path, *flags: str, shares_weights: bool = True) -> ServerCommand:
+def fake(folder: Path, *flags: str, shares_weights: bool = True, port: int | None = None) -> ServerCommand:
     """Return the command of the stand-in, as `ServerCommand.of` returns vLLM's."""
-    port, manifest = free_port(HOST), folder / "manifest.json"
+    folder.mkdir(exist_ok=True)
+    port, manifest = port or free_port(HOST), folder / "manifest.json"
     argv = [sys.executable, "-I", "-S", str(FAKE_VLLM), "--model", "first", "--port", str(port)]
     if shares_weights:
         template = written(folder / "template.json", ProcessIdentity.current())
@@ -256,6 +257,25 @@ def test_a_taken_port_is_refused_with_its_holder(tmp_path: Path, log: Path) -> N
         assert not (tmp_path / "other.log").exists()
         assert not is_dead(before)
         assert answer(command) == "first as None"
+
+
+def test_a_port_on_which_another_server_is_starting_is_refused(tmp_path: Path, log: Path) -> None:
+    command = fake(tmp_path, "--answer-after-s", "60")
+
+    def start_another() -> None:
+        with (
+            pytest.raises(UsageError, match=f"port {command.port} is about to be taken: another run") as refused,
+            served(command, tmp_path / "other.log").running(),
+        ):
+            raise AssertionError("it was started")
+        assert "choose another with --port, such as " in refused.value.remedy
+        raise RankError("another rank failed", remedy="it says why")
+
+    with pytest.raises(RankError, match="another rank"), served(command, log).running(start_another):
+        pytest.fail("it answers after a minute")
+    assert not (tmp_path / "other.log").exists()
+    with served(fake(tmp_path / "next", port=command.port), log).running() as server:  # free again
+        assert not is_dead(pid_of(server))
 
 
 def test_a_stock_server_is_ready_when_it_answers(tmp_path: Path, log: Path) -> None:
