@@ -170,17 +170,22 @@ async def one_round(
 ) -> float:
     """Generate `requests` x `tokens` tokens concurrently with `model` (default: the first served); return tokens/s.
 
-    `as_rollouts`: by the route of a patched server that a run samples from, in groups, with log-probabilities.
+    `as_rollouts`: by the route of a patched server that a run samples from, in whole groups, with log-probabilities.
     """
     route, own = (COMPLETIONS, {"n": GROUP}) if as_rollouts else ("/v1/completions", {"ignore_eos": True})
     async with open_async_http(timeout_s=600) as http:
         name = model or (await http.get(f"{url}/v1/models")).json()["data"][0]["id"]
         body = {"model": name, "max_tokens": options.tokens, "temperature": 1.0, **own}
-        prompts = ([5 + i % 90] * 32 for i in range(options.requests // own.get("n", 1)))
+        prompts = [[5 + i % 90] * 32 for i in range(-(-options.requests // own.get("n", 1)))]
         start = time.perf_counter()
         answers = await asyncio.gather(
             *(http.post(f"{url}{route}", json={**body, "prompt": prompt}) for prompt in prompts)
         )
+        seconds = time.perf_counter() - start
     for answer in answers:
         answer.raise_for_status()
-    return float(options.requests * options.tokens / (time.perf_counter() - start))
+    if not as_rollouts:
+        return float(options.requests * options.tokens / seconds)
+    choices = (choice for answer in answers for choice in answer.json()["choices"])  # one may have ended before
+    num_tokens: int = sum(len(choice["token_ids"]) for choice in choices)
+    return num_tokens / seconds

@@ -32,6 +32,10 @@ class RewardError(UsageError):
     """An environment's problems or scores cannot be used."""
 
 
+class RejectedRequestError(UsageError):
+    """A server rejects a request for what it contains, such as a prompt that is too long."""
+
+
 class CheckpointError(UsageError):
     """A checkpoint is incomplete or lacks what is needed."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from bridge.config import RolloutConfig
 from bridge.core.foreign_code import described
-from bridge.errors import UsageError
+from bridge.errors import RejectedRequestError
 from bridge.rollouts.images import Prompts
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
@@ -144,9 +144,9 @@ class Completions(GroupSampler):
                 completions = await self._sampler.one(
                     servers(), prompt, num_samples=num_samples, seed=seed, index=index, **other
                 )
-            except UsageError as error:
+            except RejectedRequestError as error:
                 message = f"{error.message}, on prompt {described(problem['prompt'])}"
-                raise UsageError(message, remedy=error.remedy) from error
+                raise RejectedRequestError(message, remedy=error.remedy) from error
         results = await self._scorer.score(problem, [completion.text for completion in completions])
         return Sampled(prompt, completions, results, images)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from bridge.errors import AttachError, UsageError
+from bridge.errors import AttachError, RejectedRequestError
 from bridge.rollouts import openai_api
 from bridge.rollouts.distribution import PROTOCOL, WHOLE
 from bridge.rollouts.openai_api import Dialect, RequestFailed
@@ -90,7 +90,7 @@ def _rejection(url: str, route: str, response: httpx.Response) -> Exception:
     if refusal := refusal_of(response):
         return AttachError(f"the server at {url}: {refusal.error}", remedy=refusal.remedy)
     if status in UNFIT:
-        return UsageError(
+        return RejectedRequestError(
             f"the server at {url} rejects the request: {words}",
             remedy="shorten the prompts, lower --max-new-tokens, or serve with a larger --max-model-len",
         )

@@ -20,6 +20,7 @@ from bridge.server.manifest import MANIFEST_NAME, Manifest
 SWITCH = "VLLM_ENABLE_SHARED_WEIGHTS"
 """The variable that enables our plugins, which otherwise do nothing when vLLM loads them."""
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
+"""Where the manifest is written, if not at the default place."""
 FOLDER = "LOGDIR"
 MEMORY_FILE = "bridge-server-variables"
 """Name of the file in memory with the variables that `/proc/PID/environ` lacks."""

@@ -61,18 +61,9 @@ def register() -> None:
     for name in VARIABLES:  # or vLLM warns at startup that it does not know them
         envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
     end_with_parent()
-    patches = (
-        startup,
-        loading,
-        quantized,
-        placement,
-        prefix_cache,
-        engine_outputs,
-        thresholds,
-        logprob_kernel,
-        routed_experts,
-    )
-    for patched in patches:
+    for patched in (
+        startup, loading, quantized, placement, prefix_cache, engine_outputs, thresholds, logprob_kernel, routed_experts
+    ):  # fmt: skip
         patched.patch()
 
 

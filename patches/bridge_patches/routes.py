@@ -45,7 +45,6 @@ vllm.v1.worker.gpu_worker
     call Worker.update_weights(update_info)
     call Worker.finish_weight_update()
 """
-"""Environment variable: where the manifest is written, if not at the default place."""
 
 
 class BridgeRoutes:

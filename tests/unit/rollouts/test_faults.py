@@ -4,6 +4,7 @@ import asyncio
 import gc
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -585,7 +586,10 @@ def test_a_fault_of_one_prompt_ends_the_requests_of_the_others() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_rejected_prompt_is_named() -> None:
+@pytest.mark.parametrize(
+    ("top_k", "expected"), [(0, "too long, on prompt '9\\+9="), (5, "^--top-k 5 needs a server that reports [^']*$")]
+)
+def test_a_prompt_is_named_where_it_is_rejected(top_k: int, expected: str) -> None:
     def script(request: HttpRequest) -> Reaction:
         return react(request) if request.method == "GET" else as_json({"error": {"message": "too long"}}, 400)
 
@@ -593,11 +597,12 @@ def test_a_rejected_prompt_is_named() -> None:
         async def encode_beside(self, _: Problem) -> tuple[tuple[int, ...], None]:
             return (1, 2), None
 
-    with faulty(script) as server, sampler() as ours:
+    with faulty(script) as server, sampler(top_k=top_k) as ours:
         groups = Completions(Encoded(), ours, None)  # type: ignore[arg-type]
         servers = ours.servers_at([Endpoint(url=server.url)])
-        with pytest.raises(UsageError, match="too long, on prompt '9\\+9="):
+        with pytest.raises(UsageError) as refused:
             ours.run(groups.group(lambda: servers, {"prompt": "9+9=" * 99}, num_samples=1, seed=0, index=0))
+    assert re.search(expected, refused.value.message)
 
 
 class Clock:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bridge.config import SamplingConfig
-from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError
+from bridge.errors import AttachError, BridgeError, RejectedRequestError, ServerUnreachableError, UsageError
 from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.sampler import CALL_SEEDS, NUM_CALLS, Sampler, seed_of
 from bridge.server.endpoint import Endpoint
@@ -354,7 +354,7 @@ TOO_LONG = "This model's maximum context length is 256 tokens. However, you requ
 @pytest.mark.parametrize("status", [400, 422])
 def test_a_prompt_that_is_too_long_is_the_users_to_mend(document: dict[str, Any], status: int) -> None:
     error = error_of(openai(lambda *_: as_json(document, status)))
-    assert type(error) is UsageError
+    assert type(error) is RejectedRequestError
     assert "maximum context length is 256 tokens" in error.message
     assert "--max-model-len" in error.remedy
 
