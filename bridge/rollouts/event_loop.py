@@ -77,7 +77,8 @@ class EventLoop:
                 try:
                     result.set_result(call())
                 except KeyboardInterrupt:
-                    result.set_exception(asyncio.CancelledError())
+                    if not result.done():  # it may come once the result is set
+                        result.set_exception(asyncio.CancelledError())
                     raise
                 except BaseException as error:  # noqa: BLE001  raised where it is awaited
                     result.set_exception(error)

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from bridge.rollouts import event_loop
 from bridge.rollouts.event_loop import EventLoop
 
 
@@ -52,4 +54,19 @@ def test_an_interrupt_that_loses_a_call_cancels_its_waiter() -> None:
     with pytest.raises(KeyboardInterrupt):
         loop.run(loop.call_here(lambda: made.append("call")))
     assert made == []
+    loop.close(nothing())
+
+
+def test_an_interrupt_just_after_a_call_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pressed(Future[Any]):
+        def set_result(self, result: Any) -> None:
+            super().set_result(result)
+            if result == "made":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(event_loop, "Future", Pressed)
+    loop = EventLoop()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(loop.call_here(lambda: "made"))
+    assert loop.run(asyncio.sleep(0, "usable")) == "usable"
     loop.close(nothing())
