@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import chain, islice
+from itertools import islice
 from operator import length_hint
 
 from transformers import PreTrainedTokenizerBase
@@ -19,12 +19,13 @@ from bridge.agents.recorder import Recorder
 from bridge.agents.trajectories import Trajectories
 from bridge.config import SamplingConfig, TaskConfig, TrainConfig
 from bridge.core import redaction
+from bridge.core.foreign_code import described
 from bridge.errors import RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Completions, GroupSampler, Notes
 from bridge.rollouts.images import Prompts
 from bridge.rollouts.openai_api import Vocabulary
-from bridge.rollouts.sampler import Sampler
+from bridge.rollouts.sampler import Sampler, fitting
 from bridge.rollouts.stream import EnvironmentStream
 from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
@@ -111,11 +112,13 @@ def rehearse(
     environment: Environment,
     note: Callable[[str], None],
     *,
+    max_model_len: int | None = None,
     pass_size: int = 1,
 ) -> None:
-    """Try the first problems, the first held-out ones, and of a list the first with images.
+    """Try the first problems, the first held-out ones, and of a list the longest and the first with images.
 
-    `note` gets problems that are not fatal. `pass_size` is how many GPUs compute a pass together.
+    `note` gets problems that are not fatal. `max_model_len` is the longest sequence of the server in tokens, if it is
+    known. `pass_size` is how many GPUs compute a pass together.
     """
     task = Task.of(environment)
     problems = list(islice(task, NUM_PROBLEMS))
@@ -128,9 +131,9 @@ def rehearse(
         closing.callback(scorer.close)
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
         groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, note, pass_size=pass_size)
-        tried = [*problems, *task.held_out()[:NUM_PROBLEMS], *_first_with_images(task)]
+        tried = [*problems, *task.held_out()[:NUM_PROBLEMS], *_extremes(task)]
         for problem in tried:
-            groups.check_prompt(problem)
+            _check_prompt(problem, groups, sampling, max_model_len)
         is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for problem in tried)
         template = "" if is_text else str(tokenizer.chat_template or "")
         if unused := [name for name in chosen.chat_template_kwargs if name not in template]:
@@ -155,11 +158,23 @@ def rehearse(
     raise RewardError(what, remedy=remedy)
 
 
-def _first_with_images(task: Task) -> list[Problem]:
-    """Return the first problem with images, if a list has one: a generator may have no end."""
+def _check_prompt(problem: Problem, groups: GroupSampler, sampling: SamplingConfig, max_model_len: int | None) -> None:
+    num_tokens = groups.check_prompt(problem)
+    longest = fitting(sampling, max_model_len, lambda _: None).longest
+    if max_model_len is not None and num_tokens + longest > max_model_len:
+        raise RewardError(
+            f"the prompt {described(problem['prompt'])} is too long: its {num_tokens:,} tokens and the {longest:,} of"
+            f" --max-new-tokens exceed the server's longest sequence, which has {max_model_len:,}",
+            remedy="leave such problems out, lower --max-new-tokens, or serve with a larger --max-model-len",
+        )
+
+
+def _extremes(task: Task) -> list[Problem]:
+    """Return the first problem with images and the longest, by its characters; only of lists: others may not end."""
     problems = iter(task)
-    listed = chain(islice(problems, length_hint(problems)), task.held_out())
-    return [*islice((problem for problem in listed if problem.get("images")), 1)]
+    listed = [*islice(problems, length_hint(problems)), *task.held_out()]
+    longest = sorted(listed, key=lambda problem: len(str(problem["prompt"])))[-1:]
+    return [*islice((problem for problem in listed if problem.get("images")), 1), *longest]
 
 
 async def _failures(

@@ -170,8 +170,8 @@ class Trajectories(TrajectorySampler):
         super().__init__(tokenizer, sampler, scorer, max_turns)
         self._conversation = conversation
 
-    def check_prompt(self, problem: Problem) -> None:
-        self._prompt(problem, "")
+    def check_prompt(self, problem: Problem) -> int:
+        return len(self._prompt(problem, ""))
 
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         """Score a trajectory that calls no tool."""

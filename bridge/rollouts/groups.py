@@ -99,8 +99,9 @@ class GroupSampler(ABC):
     is_chat: bool
     """Whether a prompt becomes chat messages even if it is text."""
 
-    def check_prompt(self, problem: Problem) -> None:  # noqa: B027 - an agent makes its own prompts
-        """Raise a RewardError if the problem's prompt cannot be encoded."""
+    def check_prompt(self, problem: Problem) -> int:  # noqa: ARG002  an agent makes its own prompts
+        """Return a prompt's length in tokens; 0: it is made later. RewardError if it cannot be encoded."""
+        return 0
 
     @abstractmethod
     async def group(
@@ -131,8 +132,8 @@ class Completions(GroupSampler):
         self._turns = asyncio.Semaphore(sampler.config.max_concurrency)
         """Of prompts with images: pixels are large, and an evaluation begins with all of its problems at once."""
 
-    def check_prompt(self, problem: Problem) -> None:
-        self._prompts.encode(problem)
+    def check_prompt(self, problem: Problem) -> int:
+        return len(self._prompts.encode(problem).prompt)
 
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float

@@ -126,7 +126,7 @@ class FirstRank:
         send_key(job.vllm_flags)
         if job.environment is not None:
             stream.rehearse(
-                train.model_name, train.task, train.sampling, job.environment, console.note,
+                train.model_name, train.task, train.sampling, job.environment, console.note, max_model_len=longest,
                 pass_size=job.serve.tensor_parallel_size * train.context_parallel_size,
             )  # fmt: skip
         write_json(self.directory.server_config, job.serve.document(job.serve))

@@ -91,9 +91,10 @@ class _FirstRank:
         check_reachable(config.model_name)
         if self.environment is not None:
             num_parts = max((running.manifest.tp_degree for running in replicas), default=1)
+            lengths = [running.manifest.max_model_len for running in replicas if running.manifest.max_model_len]
             stream.rehearse(
                 config.model_name, config.task, config.sampling, self.environment, console.note,
-                pass_size=num_parts * config.context_parallel_size,
+                max_model_len=min(lengths, default=None), pass_size=num_parts * config.context_parallel_size,
             )  # fmt: skip
         return config, self.directory.path, checkpoint
 

@@ -94,6 +94,31 @@ def test_images_far_behind_are_refused_at_the_start(tmp_path: Path, *, is_held_o
         stream.rehearse(str(text_only), TaskConfig(reward_processes=0), SamplingConfig(), task, lambda _: None)
 
 
+@pytest.mark.parametrize("is_held_out", [False, True])
+def test_a_long_prompt_far_behind_is_refused_at_the_start(model: Path, *, is_held_out: bool) -> None:
+    texts: list[Problem] = [{"prompt": "3+4=", "answer": 7}] * 1000
+    long = "3+" * 25 + "4="
+    rows: list[Problem] = [*texts, {"prompt": long, "answer": 79}, *texts]
+    training, held_out = (texts, rows) if is_held_out else (rows, texts)
+    task = BridgeTask(problems=lambda: iter(training), kept=held_out, recipe=Task)
+    num_tokens = len(skeleton.tokenizer(str(model))(long)["input_ids"])
+
+    def try_with(max_model_len: int | None, max_new_tokens: int | None = 10) -> None:
+        sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+        config = TaskConfig(reward_processes=0)
+        stream.rehearse(str(model), config, sampling, task, lambda _: None, max_model_len=max_model_len)
+
+    for fitting in (num_tokens + 10, None):
+        try_with(fitting)
+    try_with(2 * num_tokens, None)  # by default completions leave half of the sequence
+    with pytest.raises(RewardError) as caught:
+        try_with(num_tokens + 9)
+    assert caught.value.message.endswith(
+        f"is too long: its {num_tokens} tokens and the 10 of --max-new-tokens exceed the server's longest sequence,"
+        f" which has {num_tokens + 9}"
+    )
+
+
 def test_images_that_nothing_can_see_are_refused(tmp_path: Path) -> None:
     text_only = tmp_path / "text_only"
     tiny.llama().save_pretrained(text_only)
