@@ -164,13 +164,18 @@ def nothing_learnt(metrics: StepMetrics) -> str | None:
 
 
 class Alarms:
-    """Logs what is wrong with a step, in the first of consecutive steps with the same alarm."""
+    """Logs what is wrong with a step, in the first of consecutive steps with the same alarm.
+
+    What an alarm says behind its last semicolon, such as what to do, is logged once in a run.
+    """
 
     def __init__(self, note: Callable[[str], None], *, mismatch_limit: float) -> None:
         self._note = note
         self._mismatch_limit = mismatch_limit
         self._active: dict[str, str | None] = {}
         """Alarms of the last step, by their kind."""
+        self._explained: set[str] = set()
+        """Second parts of alarms that were logged."""
         self._is_ahead = False
         """Whether the server has older weights than the next batch is trained on, as in mode `none` between reloads."""
         self._skipped = 0
@@ -207,7 +212,9 @@ class Alarms:
 
     def _sound(self, kind: str, alarm: str | None) -> None:
         if alarm and not self._active.get(kind):
-            self._note(alarm)
+            what, _, explanation = alarm.rpartition("; ")
+            self._note(what if explanation in self._explained else alarm)
+            self._explained.add(explanation)
         self._active[kind] = alarm
 
 
