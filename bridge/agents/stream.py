@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import islice
 from operator import length_hint
 
@@ -123,12 +123,12 @@ def rehearse(
     task = Task.of(environment)
     problems = list(islice(task, NUM_PROBLEMS))
     processes = 1 if task.in_workers and chosen.reward_processes != 0 else 0
-    with Sampler(sampling) as sampler, ExitStack() as closing:  # the sampler opens no connection
-        scorer = Scorer(
-            task.recipe, processes=processes, timeout_s=chosen.reward_timeout_s, variables=chosen.worker_env,
-            call_here=sampler.call_here,
-        )  # fmt: skip
-        closing.callback(scorer.close)
+    sampler = Sampler(sampling)  # opens no connection
+    scorer = Scorer(
+        task.recipe, processes=processes, timeout_s=chosen.reward_timeout_s, variables=chosen.worker_env,
+        call_here=sampler.call_here,
+    )  # fmt: skip
+    with sampler, closing(scorer):
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
         groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, note, pass_size=pass_size)
         tried = [*problems, *task.held_out()[:NUM_PROBLEMS], *_extremes(task)]

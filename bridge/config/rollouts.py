@@ -103,7 +103,8 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     verifiers_python: Path | None = None
     """Python with verifiers in it, for `verifiers:ID` (default: the one that `make verifiers` sets up)."""
     data: str | None = declare(None, panel="", identifies=True)
-    """Problems for `gsm8k` and `jsonl`: a JSONL file, a folder, or a dataset on the hub (default: the bundled ones)."""
+    """Problems for `gsm8k` and `jsonl`: a JSONL or Parquet file, a folder, or a dataset on the hub (default: the
+    bundled ones)."""
     eval_data: str | None = declare(None, panel=EVALUATION, position=1)
     """Held-out problems, in the same forms as --data (default: those of the environment)."""
     prompt_column: str | None = None

@@ -1,4 +1,4 @@
-r"""Rows of data from a JSONL file, a local folder in the hub's layout, or a Hugging Face data set; and their formats.
+r"""Rows of a JSONL or Parquet file, a local folder in the hub's layout, or a Hugging Face data set; their formats.
 
 GSM8K has grade-school word problems: a question, and a worked answer that ends in `#### 42`. The 162 problems in
 `problems/` were written for this project, so that everything can be tried offline. The data set itself is
@@ -69,7 +69,8 @@ class Rows:
             shown = first_few(faults, most=MAX_SHOWN_ROWS)
             raise RewardError(
                 f"{self.source}: {len(faults)} of {len(self.rows)} rows are bad: {shown}",
-                remedy="fix these rows, or name the columns to read with --prompt-column and --answer-column",
+                remedy="fix these rows (a JSONL file has a JSON object in each line), or name the columns to read with"
+                " --prompt-column and --answer-column",
             )
         if not problems:
             raise RewardError(f"{self.source} has no rows", remedy="give it one problem per row")
@@ -90,19 +91,20 @@ def read(source: str, subset: str | None, flag: str) -> tuple[Rows, Rows | None]
     """
     path = Path(source).expanduser()
     if path.is_file():
-        return _file(path), None
+        is_parquet = path.suffix == ".parquet"
+        return _data_set(source, flag, "parquet", data_files=str(path)) if is_parquet else (_file(path), None)
     if path.is_dir():
         folder = path / subset if subset and (path / subset).is_dir() else path
         if (folder / "train.jsonl").is_file():
             test = folder / "test.jsonl"
             return _file(folder / "train.jsonl"), _file(test) if test.is_file() else None
-        return _data_set(str(path), flag, data_dir=None if folder == path else subset)
+        return _data_set(source, flag, str(path), data_dir=None if folder == path else subset)
     if not HUB_NAME.fullmatch(source) or path.suffix in (".json", ".jsonl", ".parquet"):
         raise UsageError(
             f"{flag} {source}: there is no such file or folder in {Path.cwd()}",
             remedy=f"{flag} path/to/problems.jsonl, or a name on the hub such as openai/gsm8k",
         )
-    return _data_set(source, flag, name=subset)
+    return _data_set(source, flag, source, name=subset)
 
 
 def _file(path: Path) -> Rows:
@@ -140,7 +142,8 @@ def _values(content: Any) -> dict[str, Any]:
     return values
 
 
-def _data_set(source: str, flag: str, **subset: str | None) -> tuple[Rows, Rows | None]:
+def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple[Rows, Rows | None]:
+    """Return the splits of what the library datasets loads from `path`."""
     try:
         import datasets
     except ImportError as error:
@@ -151,7 +154,7 @@ def _data_set(source: str, flag: str, **subset: str | None) -> tuple[Rows, Rows 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
-        splits = datasets.load_dataset(source, **subset)
+        splits = datasets.load_dataset(path, **options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(
             f"{flag} {source}: cannot be loaded: {shortened(error, 300)}",

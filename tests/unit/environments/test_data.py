@@ -104,6 +104,26 @@ def test_the_layout_of_the_original_repository_is_read_too(write: Write) -> None
     assert prompts(environment.held_out()) == [[{"role": "user", "content": "c?"}]]
 
 
+def test_a_parquet_file_is_read(hub: Path, tmp_path: Path) -> None:
+    file = hub / "main" / "train-00000-of-00001.parquet"
+    environment: Any = load("gsm8k", data=str(file), eval_data=str(file), system_prompt="")
+    assert prompts(environment) == prompts(environment.held_out())
+    assert prompts(environment) == [[{"role": "user", "content": name}] for name in ("a?", "b?")]
+    where = f"{file}, split train: 2 of 2 rows are bad: row 1"
+    assert refusal("jsonl", data=str(file)).message.startswith(
+        f"{where} has no column 'prompt', found question, answer"
+    )
+    broken = tmp_path / "broken.parquet"
+    broken.write_text("question,answer\n")
+    assert refusal("jsonl", data=str(broken)).message.startswith(f"--data {broken}: cannot be loaded: ")
+
+
+def test_another_file_is_told_what_jsonl_is(write: Write) -> None:
+    refused = refusal("jsonl", data=str(write("prompt,answer", "1+1=,2", name="problems.csv")))
+    assert "2 of 2 rows are bad: line 1 is not JSON" in refused.message
+    assert "a JSONL file has a JSON object in each line" in refused.remedy
+
+
 def test_a_name_on_the_hub_is_asked_for_by_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
