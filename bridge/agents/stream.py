@@ -6,7 +6,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
 from operator import length_hint
@@ -135,13 +135,7 @@ def rehearse(
         for problem in tried:
             _check_prompt(problem, groups, sampling, max_model_len)
         is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for problem in tried)
-        template = "" if is_text else str(tokenizer.chat_template or "")
-        if unused := [name for name in chosen.chat_template_kwargs if name not in template]:
-            why = "the model's chat template does not use " + ", ".join(unused) if template else "the prompts are text"
-            raise UsageError(
-                f"--chat-template-kwargs has no effect: {why}",
-                remedy="leave it out, or give the names that the model's chat template uses",
-            )
+        _check_template(chosen.chat_template_kwargs, "" if is_text else str(tokenizer.chat_template or ""))
         failures = sampler.run(_failures(groups, problems, note))
     if not failures:
         return
@@ -166,6 +160,15 @@ def _check_prompt(problem: Problem, groups: GroupSampler, sampling: SamplingConf
             f"the prompt {described(problem['prompt'])} is too long: its {num_tokens:,} tokens and the {longest:,} of"
             f" --max-new-tokens exceed the server's longest sequence, which has {max_model_len:,}",
             remedy="leave such problems out, lower --max-new-tokens, or serve with a larger --max-model-len",
+        )
+
+
+def _check_template(arguments: Iterable[str], template: str) -> None:
+    if unused := [name for name in arguments if name not in template]:
+        why = "the model's chat template does not use " + ", ".join(unused) if template else "the prompts are text"
+        raise UsageError(
+            f"--chat-template-kwargs has no effect: {why}",
+            remedy="leave it out, or give the names that the model's chat template uses",
         )
 
 
