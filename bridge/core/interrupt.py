@@ -33,9 +33,12 @@ class _Deferred:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Defer every signal of `SIGNALS` until the end of the block, then let the last one act."""
+    """Defer every signal of `SIGNALS` until the end of the outermost such block, then let the last one act.
+
+    After an error of that block none does: it would hide the error. One that is handled inside the block costs none.
+    """
     waiting: list[int] = []
-    with _handled_by(lambda handler: _Deferred(waiting, handler)):
+    with _handled_by(lambda handler: handler if isinstance(handler, _Deferred) else _Deferred(waiting, handler)):
         yield
     if waiting:
         signal.raise_signal(waiting[-1])
@@ -47,9 +50,9 @@ def acting_interrupt() -> Iterator[None]:
 
     A signal without a handler raises KeyboardInterrupt here: if it ended the process, nothing could be undone.
     """
-    with _handled_by(_outermost) as before:
+    with _handled_by(_outside) as before:
         came = []
-        for block in (block for handler in before.values() for block in _blocks(handler)):
+        for block in (handler for handler in before.values() if isinstance(handler, _Deferred)):
             came += block.waiting
             block.waiting.clear()
         if came:
@@ -73,18 +76,11 @@ def _handled_by(change: Callable[[Any], Any]) -> Iterator[dict[signal.Signals, A
             signal.signal(number, change(handler))
         yield before
     finally:
-        for number, handler in before.items():
+        for number, handler in reversed(before.items()):  # Ctrl-C last: it would leave the others as they are
             signal.signal(number, handler)
 
 
-def _blocks(handler: Any) -> Iterator[_Deferred]:
-    """Yield the blocks that defer a signal, innermost first."""
-    while isinstance(handler, _Deferred):
-        yield handler
-        handler = handler.outside
-
-
-def _outermost(handler: Any) -> Any:
-    for block in _blocks(handler):
-        handler = block.outside
-    return signal.default_int_handler if handler == signal.SIG_DFL else handler
+def _outside(handler: Any) -> Any:
+    """Return the handler outside the block that defers a signal; one that raises, if none would handle it."""
+    outside = handler.outside if isinstance(handler, _Deferred) else handler
+    return signal.default_int_handler if outside == signal.SIG_DFL else outside

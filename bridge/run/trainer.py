@@ -149,34 +149,34 @@ class Run:
         count = self._config.rollouts.batch_size // self._config.sampling.group_size
         return self._stream.take(count, step=step)
 
+    @deferred_interrupt()  # a published step has its metrics; a server that dies is not restarted after Ctrl-C
     @restarting_the_server
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
         """Update the weights inside the fence, publish them, and return and append the metrics."""
         served = self._mode.version
         repair, sleeps = self._checkpoints.last, bool(self._pauses.kv_sleeps)
         update = Update(sleep=sleeps, last_checkpoint=repair, is_last=self._is_last(step))
-        with deferred_interrupt():  # a published step has its metrics
-            with self._mode.publish(update) as window:
-                if self._checkpoints.step != step:  # else the server died after the write
-                    if self._pauses.computes_inside:
-                        with window.preparing():
-                            self._learner.prepare()
-                    with self._checkpoints.writing(step, (*groups, *self._stream.skipped)):
-                        self._learner.write()
-            learnt = self._learner.learnt()
-            metrics = measuring.step_metrics(
-                step,
-                measuring.rollouts(groups, self._stream, served=served),
-                measuring.times(window.times, rollout_s=seconds[0], train_s=seconds[1]),
-                learnt,
-                {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt["updates"] else 0.0},
-                measuring.devices(self._opened.device, self._ranks.world_size),
-            )
-            self._steps.append(metrics)
-            if self._ranks.is_rank_zero:
-                if self._config.tracking.save_rollouts:
-                    self._directory.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
-                self._directory.append(metrics)
+        with self._mode.publish(update) as window:
+            if self._checkpoints.step != step:  # else the server died after the write
+                if self._pauses.computes_inside:
+                    with window.preparing():
+                        self._learner.prepare()
+                with self._checkpoints.writing(step, (*groups, *self._stream.skipped)):
+                    self._learner.write()
+        learnt = self._learner.learnt()
+        metrics = measuring.step_metrics(
+            step,
+            measuring.rollouts(groups, self._stream, served=served),
+            measuring.times(window.times, rollout_s=seconds[0], train_s=seconds[1]),
+            learnt,
+            {"changed_weight_share": self._learner.optimizer.changed_weight_share if learnt["updates"] else 0.0},
+            measuring.devices(self._opened.device, self._ranks.world_size),
+        )
+        self._steps.append(metrics)
+        if self._ranks.is_rank_zero:
+            if self._config.tracking.save_rollouts:
+                self._directory.append_rollouts(step, [*groups, *self._stream.skipped], version=served)
+            self._directory.append(metrics)
         self._alarms.check(metrics, is_published=window.times.version != served)
         return metrics
 

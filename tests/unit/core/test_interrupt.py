@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -123,3 +124,28 @@ def test_a_process_that_handles_none_still_ends_by_that_signal(number: int) -> N
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "written\n", done.stderr
     assert done.returncode == -number
+
+
+def test_an_error_that_is_handled_inside_a_block_costs_no_signal() -> None:
+    calls: list[str] = []
+    with noting(signal.SIGINT, calls), deferred_interrupt():
+        with suppress(ZeroDivisionError), deferred_interrupt():
+            interrupt()
+            raise ZeroDivisionError
+        calls.append("handled")
+    assert calls == ["handled", "SIGINT"]
+
+
+def test_ctrl_c_while_the_handlers_are_restored_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, restore = [signal.getsignal(number) for number in SIGNALS], signal.signal
+
+    def pressed(number: int, handler: Any) -> Any:
+        replaced = restore(number, handler)
+        if handler in before:
+            interrupt()
+        return replaced
+
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        monkeypatch.setattr(signal, "signal", pressed)
+    monkeypatch.undo()
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -1,12 +1,15 @@
 """A run that is killed and resumed, and one whose server dies, compared with the same run undisturbed."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bridge.core.interrupt import acting_interrupt
 from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.rollouts.stream import EnvironmentStream
@@ -221,6 +224,26 @@ def test_an_update_written_before_a_loss_is_not_repeated(running: Running) -> No
         assert comparable(run.metrics, *VERSIONS) == comparable(straight.metrics, *VERSIONS)
         for name, tensor in straight.weights().items():
             assert torch.equal(run.weights()[name], tensor), name
+
+
+def test_an_interrupt_in_the_fence_of_a_server_that_dies_ends_the_run(running: Running) -> None:
+    def pressed(version: int) -> None:
+        if version == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            raise ServerUnreachableError("gone", remedy="restart")
+
+    class Engine(FakeEngine):
+        def restart(self, model: str | Path) -> None:
+            with acting_interrupt():  # as the real one
+                super().restart(model)
+
+    engine = Engine()
+    with running() as run:
+        run.mode.before_publish = pressed
+        run.stopped(KeyboardInterrupt, engine=engine)
+        assert engine.started_with == []
+        assert run.saved() == {"step_2": {"step": 2, "weight_version": 4}}
+        run.check_saved("step_2")
 
 
 @pytest.mark.parametrize("choices", [{}, {"updates_per_batch": 2, "passes_per_batch": 2}])
