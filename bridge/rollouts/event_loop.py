@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from bridge.core.interrupt import deferred_interrupt
+
 Result = TypeVar("Result")
 PATIENCE_S = 5.0
 """Longest wait for tasks that are cancelled when the loop is closed."""
@@ -116,6 +118,7 @@ class EventLoop:
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
 
+    @deferred_interrupt()  # a thread that is known and was not started would be waited for
     def _begin(self, coroutine: Coroutine[Any, Any, Any], task: "Future[asyncio.Task[Any]]") -> None:
         """Start a coroutine as a task of the loop, whose thread starts with the first one."""
 

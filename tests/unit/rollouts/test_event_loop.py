@@ -1,9 +1,13 @@
 """The loop of the rollouts: an interrupt at any moment ends the call that waits, and leaves the loop usable."""
 
 import asyncio
+import itertools
+import signal
+import sys
 import threading
 from concurrent.futures import Future
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -70,3 +74,50 @@ def test_an_interrupt_just_after_a_call_is_raised(monkeypatch: pytest.MonkeyPatc
         loop.run(loop.call_here(lambda: "made"))
     assert loop.run(asyncio.sleep(0, "usable")) == "usable"
     loop.close(nothing())
+
+
+class Presses:
+    """Presses Ctrl-C before one bytecode of the event loop's module, in this thread."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __enter__(self) -> None:
+        sys.settrace(self._begin)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    @property
+    def has_pressed(self) -> bool:
+        return self._left < 0
+
+    def _begin(self, frame: FrameType, _event: str, _given: Any) -> Any:
+        frame.f_trace_opcodes = frame.f_code.co_filename == event_loop.__file__
+        return self._step if frame.f_trace_opcodes else None
+
+    def _step(self, _frame: FrameType, event: str, _given: Any) -> Any:
+        self._left -= event == "opcode"
+        if self._left == -1:
+            self._left = -2
+            signal.raise_signal(signal.SIGINT)
+        return self._step
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # before the loop has heard of it
+@pytest.mark.timeout(60)
+def test_an_interrupt_at_any_moment_of_the_first_call_is_raised() -> None:
+    for number in itertools.count():
+        loop, presses = EventLoop(), Presses(number)
+        try:
+            with presses:
+                loop.run(loop.call_here(lambda: "made"))
+        except KeyboardInterrupt:
+            assert presses.has_pressed
+        else:
+            assert not presses.has_pressed
+        assert loop.run(asyncio.sleep(0, "usable")) == "usable"
+        loop.close(nothing())
+        if not presses.has_pressed:
+            break
+    assert number > 100
