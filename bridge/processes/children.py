@@ -81,15 +81,16 @@ def wait_until(child: Child, ready: Callable[[], T], *, limit_s: float, progress
 
 def stop(*stopped: Child, grace_s: float = 15.0) -> None:
     """Send SIGTERM to children, and kill what is left of their trees after `grace_s`, or at once on a second Ctrl-C."""
-    tree = set[psutil.Process]().union(*map(_tree, stopped))
+    tree = set[psutil.Process]()
     try:
+        tree.update(*map(_tree, stopped))
         for child in stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.process.pid, signal.SIGTERM)  # not reaped yet: the pid is its own
         _wait(lambda: any(child.is_alive() for child in stopped), grace_s)
         _wait(lambda: _running(tree), grace_s / 3)
     finally:
-        tree = tree.union(*map(_tree, stopped))
+        tree.update(*map(_tree, stopped))
         trackers = _trackers(tree)
         _kill(tree - trackers)
         for child in stopped:

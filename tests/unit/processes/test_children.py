@@ -175,6 +175,23 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path: Path) -> None:
     assert is_gone(pid)
 
 
+def test_an_interrupt_before_they_are_asked_to_end_kills_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = start(STUBBORN, tmp_path)
+    pid = grandchild(child)
+    tree_of, presses = children._tree, iter([KeyboardInterrupt])
+
+    def pressed(of: children.Child) -> set[psutil.Process]:
+        for press in presses:
+            raise press
+        return tree_of(of)
+
+    monkeypatch.setattr(children, "_tree", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        children.stop(child, grace_s=999)
+    assert is_gone(child.process.pid)
+    assert is_gone(pid)
+
+
 def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
