@@ -144,5 +144,6 @@ def _usage(error: TyperException) -> tuple[str, str]:
 
 
 def report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    sys.__excepthook__(kind, error, trace)
-    console.note(REPORT)
+    if kind is not KeyboardInterrupt:  # it came before the command began, or while its end is reported
+        sys.__excepthook__(kind, error, trace)
+        console.note(REPORT)

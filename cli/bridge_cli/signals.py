@@ -39,7 +39,13 @@ class InterruptHandler:
             raise KeyboardInterrupt
 
     def exit_code(self, code: int) -> int:
-        """Return the exit code of a process that would end with `code`: 128 + its first signal if interrupted."""
+        """Return the exit code of a process that would end with `code`: 128 + its first signal if interrupted.
+
+        From then on a signal ends the process as if nothing handled it: Python would print where it came.
+        """
+        for number in SIGNALS:
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
         return 128 + (self._first or signal.SIGINT) if code == INTERRUPTED else code
 
 

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +128,19 @@ def test_a_terminated_command_ends_like_an_interrupted_one() -> None:
         "main.main()"
     )
     done = run_python(code)
-    assert "KeyboardInterrupt" in done.stderr
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_command_that_has_ended_prints_nothing(number: int) -> None:
+    code = (
+        "import atexit, os, sys\nfrom bridge_cli.main import main\n"
+        f"atexit.register(lambda: os.kill(os.getpid(), {int(number)}))\n"
+        "sys.argv = ['bridge', '--version']\n"
+        "main()"
+    )
+    done = run_python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (-number, f"bridge {__version__}\n", "")
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in main.COMMANDS)])
