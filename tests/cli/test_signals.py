@@ -179,4 +179,7 @@ def until_it_says(pattern: str, terminal: int) -> None:
     output = ""
     while not re.search(pattern, output):
         assert select.select([terminal], [], [], RUN_LIMIT_S)[0], output
-        output += os.read(terminal, 65536).decode(errors="replace")
+        try:
+            output += os.read(terminal, 65536).decode(errors="replace")
+        except OSError as error:  # it has ended
+            raise AssertionError(output) from error
