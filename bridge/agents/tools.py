@@ -145,13 +145,13 @@ def awaited(result: Any) -> Any:
     if not inspect.isawaitable(result):
         return result
     import asyncio  # which most classes do not need
-    from concurrent.futures import ThreadPoolExecutor
+
+    from bridge.core.concurrency import in_thread
 
     async def value() -> Any:
         return await result
 
-    with ThreadPoolExecutor(1) as thread:  # this one may have an event loop
-        return thread.submit(asyncio.run, value()).result()
+    return in_thread(lambda: asyncio.run(value()), "awaited").result()  # this one may have an event loop
 
 
 def _cut(text: str) -> str:

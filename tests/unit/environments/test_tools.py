@@ -1,14 +1,18 @@
 """Classes with tools: how they are loaded and rehearsed, and what each misuse ends in."""
 
+import asyncio
 import json
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bridge.agents import stream
-from bridge.agents.tools import Tools
+from bridge.agents.tools import Tools, awaited
 from bridge.config import EvaluationConfig, RolloutConfig, SamplingConfig, TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Task
@@ -135,3 +139,23 @@ def test_limits_of_tools_are_refused_without_tools() -> None:
         load_environment(TaskConfig(), RolloutConfig(max_turns=3, tool_timeout_s=1.0), EvaluationConfig(samples=1))
     config = TrainConfig.of(model_name="m", max_turns=3, environment=f"{FILE}:Bench")
     assert load_environment(config.task, config.rollouts, EvaluationConfig(samples=1)) is not None
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_leaves_a_tool_that_awaits_forever() -> None:
+    is_awaited, ends = threading.Event(), threading.Event()
+
+    async def forever() -> None:
+        is_awaited.set()
+        await asyncio.to_thread(ends.wait)
+
+    def press() -> None:
+        is_awaited.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        awaited(forever())
+    presser.join()
+    ends.set()
