@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import BridgeError, UsageError
 
@@ -134,6 +135,7 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+@deferred_interrupt()  # in the instant without a folder it would cost both
 def _move(scratch: Path, folder: Path, replaceable: Callable[[Path], bool], flag: str) -> None:
     """Move `scratch` to `folder`; an older `folder` is in `scratch` afterwards."""
     _check_replaceable(folder, replaceable, flag)

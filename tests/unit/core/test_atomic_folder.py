@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -78,6 +79,25 @@ def test_what_may_go_is_replaced_and_nothing_of_it_stays(
     assert names(folder) == ["name"]
     assert (folder / "name").read_text() == "new"
     assert names(tmp_path) == ["folder"]
+
+
+def test_an_interrupt_between_two_renames_costs_neither_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rename = tmp_path / "target", Path.rename
+    target.mkdir()
+    (target / "old").touch()
+
+    def pressed(path: Path, to: Path) -> Path:
+        renamed = rename(path, to)
+        if path == target:
+            signal.raise_signal(signal.SIGINT)
+        return renamed
+
+    monkeypatch.setattr(atomic_folder, "_exchange", lambda _one, _other: False)
+    monkeypatch.setattr(Path, "rename", pressed)
+    with pytest.raises(KeyboardInterrupt), atomic_folder.write(target, replaceable=lambda _: True) as scratch:
+        (scratch / "new").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert [path.name for path in target.iterdir()] == ["new"]
 
 
 def test_what_may_not_go_is_refused_before_anything_is_written(tmp_path: Path) -> None:
