@@ -117,18 +117,16 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *_: object, **__: object) -> None:
         """End the ranks: after a signal, by sending it to them; else they have to end by themselves."""
-        came: SignalException | None = None
-        while self._pcontext is not None:
-            try:
-                if death_sig is None:
-                    self._let_end()
-                self._pcontext.close(death_sig or signal.SIGTERM, END_LIMIT_S)
-                break
-            except SignalException as another:
-                came = came if death_sig else another
-                death_sig = another.sigval
-        if came is not None:
-            raise came
+        if self._pcontext is None:
+            return
+        try:
+            if death_sig is None:
+                self._let_end()
+            self._pcontext.close(death_sig or signal.SIGTERM, END_LIMIT_S)
+        except SignalException as another:
+            self._shutdown(another.sigval)
+            if death_sig is None:
+                raise
 
     def _let_end(self) -> None:
         """Wait for all ranks, if all have met: one that still waits for another has nothing to save."""
