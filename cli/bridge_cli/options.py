@@ -78,11 +78,10 @@ def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict
         flags.setdefault("weight_bridge_mode", "shared_vllm")
     for key in [key for key in flags if key.startswith("no_")]:
         flags[key.removeprefix("no_")] = not flags.pop(key)
-    first_given: dict[tuple[type[Config], str], tuple[str, Any]] = {}
-    for key, value in flags.items():
-        for cls in configs:
-            field = cls.field_of(key)
-            first, before = first_given.setdefault((cls, field), (key, value)) if field else (key, value)
+    for cls in configs:
+        first_given: dict[str, tuple[str, Any]] = {}
+        for key, value in flags.items():
+            first, before = first_given.setdefault(cls.field_of(key) or key, (key, value))
             if before != value:
                 raise UsageError(
                     f"{flag(first)} {before} and {flag(key)} {value} contradict each other: they are one choice",
