@@ -52,7 +52,7 @@ def join(name: str, shape: Shape, copies: Sequence[Copy]) -> View:
         raise _refusal(name, f"vLLM loads it into {' and '.join(sorted(parameters)) or 'none of its parameters'}")
     boxes = [_box(name, shape, copy) for copy in copies]
     runs = tuple(_merged((box.low[axis], box.high[axis]) for box in boxes) for axis in range(len(shape)))
-    boxes = [_moved_together(box, runs) for box in boxes]
+    boxes = [box._replace(low=_in_part(box.low, runs), high=_in_part(box.high, runs)) for box in boxes]
     sizes = tuple(sum(length for _, length in axis) for axis in runs)
     first = next((box for box in boxes if not any(box.low)), None)
     if first is None or not _fill(boxes, sizes):
@@ -84,16 +84,12 @@ def _merged(spans: Iterable[tuple[int, int]]) -> Runs:
     return tuple((start, end - start) for start, end in merged)
 
 
-def _moved_together(box: _Box, runs: Sequence[Runs]) -> _Box:
-    """Return the box in the indices of the part: what lies between its runs is left out."""
-    low = tuple(
-        start - at + sum(length for _, length in axis[:number])
-        for start, axis in zip(box.low, runs, strict=True)
-        for number, (at, length) in enumerate(axis)
-        if at <= start < at + length
+def _in_part(corner: Shape, runs: Sequence[Runs]) -> Shape:
+    """Return `corner` in the indices of the part: along each axis, how many of the indices before it are in `runs`."""
+    return tuple(
+        sum(min(max(index - start, 0), length) for start, length in axis)
+        for index, axis in zip(corner, runs, strict=True)
     )
-    high = tuple(there + end - here for there, here, end in zip(low, box.low, box.high, strict=True))
-    return box._replace(low=low, high=high)
 
 
 def _box(name: str, shape: Shape, copy: Copy) -> _Box:
