@@ -24,7 +24,7 @@ from pydantic import Field
 
 import bridge
 from bridge.errors import BridgeError, first_line, with_class
-from bridge.server.manifest import Record
+from bridge.server.manifest import CudaHandle, Record
 
 MODULE = "bridge.checks.child"
 ERROR = "error: "
@@ -240,7 +240,6 @@ def _write_cuda(uuid: str) -> None:
     """Open the exporter's memory, whose handle is on stdin, and write the mark into it."""
     import torch
 
-    from bridge.server.manifest import CudaHandle
     from bridge.weights import cuda_ipc
 
     handle = CudaHandle.model_validate_json(sys.stdin.read())

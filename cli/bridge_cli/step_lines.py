@@ -2,17 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from bridge.core import json_lines
-from bridge.run.metrics import Evaluation, StepMetrics
+from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.run.reporting import Reporter
 from bridge.run.run_directory import labelled_json
 from bridge.types import Group
 from bridge_cli import console
-
-if TYPE_CHECKING:
-    from bridge.run.metrics import Summary
 
 GAP = "  "
 """Between two figures of a line."""
@@ -66,7 +62,7 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None)
     return GAP.join(figures)
 
 
-def summary_line(summary: "Summary") -> str:
+def summary_line(summary: Summary) -> str:
     """Return the result of a run."""
     rewards = ""
     if summary.reward_before is not None and summary.reward_after is not None:

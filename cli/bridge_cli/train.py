@@ -3,8 +3,8 @@
 Not covered: which servers (`servers.py`), what `--resume` finds (`resume.py`).
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,9 @@ from bridge.config import TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
+from bridge.processes.server_command import StartCommand
+from bridge.processes.server_process import StartedServer
+from bridge.processes.start_checks import check_reachable
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Environment
 from bridge_cli import console, ending, layout, rank, rank_run, servers
@@ -23,8 +26,6 @@ from bridge_cli.servers import Running
 from bridge_cli.training import load_environment, train_in
 
 if TYPE_CHECKING:
-    from bridge.modes.mode import ServerProcess
-    from bridge.processes.server_command import StartCommand
     from bridge.ranks.world import Ranks
     from bridge.run.checkpoint import SavedCheckpoint
 
@@ -38,8 +39,6 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
                 f"{flag(name)} {config.get(name)}: bridge train trains on running servers of this host",
                 remedy="name them: --servers; or bridge run, which starts a server on each GPU",
             )
-    from bridge.processes.server_command import StartCommand
-
     check_host(config)
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
@@ -76,14 +75,13 @@ class _FirstRank:
 
     chosen: TrainConfig
     environment: Environment | None
-    command: "StartCommand | None"
+    command: StartCommand | None
     directory: RunDirectory | None = None
 
     def open(self, replicas: Sequence[Running]) -> "tuple[TrainConfig, Path, SavedCheckpoint | None]":
         """Check the model, open the run, and try its environment."""
         from bridge.agents import stream
         from bridge.modes.shared_vllm import manifest_of
-        from bridge.processes.start_checks import check_reachable
 
         if replicas:
             manifest_of(self.chosen.server, self.chosen.model_name, replicas[0].manifest)
@@ -108,25 +106,13 @@ def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as
         run = rank_run.join_run_directory(world, opened)
         train_in(run, config, first.environment, as_json=as_json, resume=opened.resume, ranks=world)
         return
-    assert first.directory is not None, "it was opened"
+    directory, command = first.directory, first.command
+    assert directory is not None, "it was opened"
     world.barrier()  # the others join the run directory
     with (
-        _started(first.command, first.directory) as process,
-        ending.print_at_end(first.directory, config.checkpoints),
+        StartedServer(command, directory.server_log, output=console).running() if command else nullcontext() as process,
+        ending.print_at_end(directory, config.checkpoints),
     ):
         train_in(
-            first.directory, config, first.environment, as_json=as_json, process=process, resume=opened.resume,
-            ranks=world,
-        )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _started(command: "StartCommand | None", run: RunDirectory) -> "Iterator[ServerProcess | None]":
-    """Start the server of --start-command, and stop it at the end of the block; without one, yield None."""
-    from bridge.processes.server_process import StartedServer
-
-    if command is None:
-        yield None
-        return
-    with StartedServer(command, run.server_log, output=console).running() as process:
-        yield process
+            directory, config, first.environment, as_json=as_json, process=process, resume=opened.resume, ranks=world
+        )
