@@ -39,7 +39,7 @@ class ShardedOptimizer(InPlaceOptimizer):
         **hyperparameters: Any,
     ) -> None:
         """Lay out the state; it lies on `state_device`, or beside the weights."""
-        super().__init__(params, **{"betas": (0.9, kind.beta2), **hyperparameters})
+        super().__init__(params, **hyperparameters)
         self._world = ranks
         self._ranks = ranks.dp_group
         self.kind = kind

@@ -44,30 +44,20 @@ Update = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor, Tensor, Tensor]
 class Kind:
     """One way to store AdamW's state beside the weights."""
 
-    name: str
-    """Value of `--optimizer`."""
+    name: OptimizerName
     moments: Moments
-    has_master: bool = True
-    """Whether a bf16 weight has a remainder; otherwise it is rounded stochastically."""
-    beta2: float = 0.999
-    """Default decay of the second moment."""
 
     def parts(self, dtype: torch.dtype) -> dict[str, StateTensor]:
         """Return the state tensors of a weight of `dtype`, by name."""
-        is_split = self.has_master and dtype == torch.bfloat16
+        is_split = OPTIMIZERS[self.name].has_master and dtype == torch.bfloat16
         return {**self.moments.parts, **({REMAINDER: StateTensor(torch.int16)} if is_split else {})}
 
 
-MOMENTS: Mapping[OptimizerName, Moments] = {
-    "adamw": FLOAT32,
-    "adamw-bf16": BFLOAT16,
-    "adamw-8bit": EIGHT_BIT,
-    "adamw-4bit": FOUR_BIT,
-}
 KINDS: Mapping[str, Kind] = {
-    name: Kind(name=name, moments=MOMENTS[name], has_master=spec.has_master, beta2=spec.beta2)
-    for name, spec in OPTIMIZERS.items()
-    if name in MOMENTS
+    "adamw": Kind(name="adamw", moments=FLOAT32),
+    "adamw-bf16": Kind(name="adamw-bf16", moments=BFLOAT16),
+    "adamw-8bit": Kind(name="adamw-8bit", moments=EIGHT_BIT),
+    "adamw-4bit": Kind(name="adamw-4bit", moments=FOUR_BIT),
 }
 """By the value of `--optimizer`."""
 
