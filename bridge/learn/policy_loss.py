@@ -148,15 +148,14 @@ def policy_loss(
     weights_N = spec.correction.weights(old_logprobs_N, batch.sampled_logprobs_N, sequences_N) * batch.weights_N
     impossible_N = old_logprobs_N == -math.inf  # times a weight of 0, a term that is not finite would be NaN
     logprobs_N, old_logprobs_N = (logprobs.masked_fill(impossible_N, 0.0) for logprobs in (logprobs_N, old_logprobs_N))
+    kl_N = torch.zeros_like(logprobs_N)
+    advantages_N, kl_coef = batch.advantages_N, spec.kl_coef
     if reference_logprobs_N is not None:
         reference_logprobs_N = reference_logprobs_N.masked_fill(impossible_N, 0.0)
-    kl_N = torch.zeros_like(logprobs_N)
-    if reference_logprobs_N is not None:
         kl_N = divergence(logprobs_N, reference_logprobs_N)
-    advantages_N, kl_coef = batch.advantages_N, spec.kl_coef
-    if reference_logprobs_N is not None and spec.kl_in_reward:
-        penalties_N = _from_here_on(old_logprobs_N - reference_logprobs_N, batch)
-        advantages_N, kl_coef = advantages_N - kl_coef * penalties_N, 0.0
+        if spec.kl_in_reward:
+            penalties_N = _from_here_on(old_logprobs_N - reference_logprobs_N, batch)
+            advantages_N, kl_coef = advantages_N - kl_coef * penalties_N, 0.0
     measured: dict[str, Any] = {"kl": (kl_N.detach(), len(kl_N))}
     if spec.own is None:
         ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
