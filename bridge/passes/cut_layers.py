@@ -65,8 +65,7 @@ def largest(tensor: Tensor, group: str) -> Tensor:
 
 def vocabulary_of(module: nn.Module) -> VocabularyPart | None:
     """Return which words an embedding or a head has; None: all."""
-    words: VocabularyPart | None = getattr(module, "words", None)
-    return words
+    return getattr(module, "words", None)
 
 
 def enter(block: nn.Module, group: str, *, adds_up: bool) -> None:

@@ -166,8 +166,7 @@ def are_compiled(model: PreTrainedModel) -> bool:
 
 def _keeping_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     with torch._functorch.config.patch(activation_memory_budget=0):
-        compiled: Callable[..., Any] = torch._dynamo.lookup_backend(COMPILER)(graph, inputs)
-        return compiled
+        return torch._dynamo.lookup_backend(COMPILER)(graph, inputs)
 
 
 def use_liger_kernel(model: PreTrainedModel) -> None:

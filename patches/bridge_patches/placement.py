@@ -171,8 +171,7 @@ def _of_experts(owner: str, stacks: list[Pair]) -> dict[str, Pair]:
 
 def _lora_layers(model: nn.Module) -> Mapping[str, Any]:
     """Return vLLM's LoRA layers by the plain names of the layers they stand for."""
-    modules: Mapping[str, Any] = getattr(getattr(model, "lora_manager", None), "modules", {})
-    return modules
+    return getattr(getattr(model, "lora_manager", None), "modules", {})
 
 
 def _pieces(layer: Any, side: str) -> tuple[torch.Tensor, ...]:

@@ -127,8 +127,7 @@ def _temperatures(_: Any, metadata: Any) -> Tensor | None:
         return None
     is_min_p = any(getattr(processor, "min_p_count", 0) for processor in metadata.logitsprocs.argmax_invariant)
     is_filtered = metadata.top_k is not None or metadata.top_p is not None or is_min_p
-    temperatures: Tensor | None = metadata.temperature if is_filtered else None  # None, too, if all are greedy
-    return temperatures
+    return metadata.temperature if is_filtered else None  # None, too, if all are greedy
 
 
 def _temperatures_v2(sampler: Any, batch: Any) -> Tensor | None:
@@ -138,5 +137,4 @@ def _temperatures_v2(sampler: Any, batch: Any) -> Tensor | None:
         or bool((states.top_p.np[rows] != 1.0).any())
         or bool((states.min_p.np[rows] != 0.0).any())
     )
-    temperatures: Tensor | None = states.temperature.gpu[batch.expanded_idx_mapping] if is_filtered else None
-    return temperatures
+    return states.temperature.gpu[batch.expanded_idx_mapping] if is_filtered else None
