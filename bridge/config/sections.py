@@ -19,6 +19,7 @@ RISING = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
 """Schedules with a warmup."""
 LOSS_NAMES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo")
 """The published losses."""
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 AdvantageScale = Literal["group", "batch", "none", "leave_one_out"]
 
 
@@ -31,7 +32,7 @@ class ServeConfig(Config):
     """TCP port of the server."""
     host: Host = declare("127.0.0.1", panel="Server")
     """Address to listen on (default: reachable from this machine only)."""
-    device: Literal["auto", "cpu", "cuda"] = declare("auto", position=3)
+    device: DeviceChoice = declare("auto", position=3)
     """Device vLLM runs on; `auto` uses a GPU if there is one."""
     gpu_memory_utilization: float | None = declare(
         None, gt=0, lt=1, panel=MEMORY, borrowed=("vllm_gpu_memory_utilization",)

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, OptimizerConfig
-from bridge.config.optimizers import FLOAT32_BYTES
+from bridge.config.optimizers import BF16_BYTES, FLOAT32_BYTES
 from bridge.core.memory import left_bytes
 from bridge.errors import UsageError, first_line
 from bridge.passes import attention, kernels, layers, slices
@@ -28,7 +28,7 @@ from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.packing_proof import Note
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
 from bridge.passes.preparation import recompute_activations
-from bridge.planning.memory import BF16_BYTES, EXCHANGED, FEW, GIB, HOST_SHARE, MOST_TOKENS, PINNED
+from bridge.planning.memory import EXCHANGED, FEW, GIB, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import ALONE, Ranks
 
 LONG_TOKENS = 4_096

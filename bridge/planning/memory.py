@@ -33,11 +33,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from bridge.config import ComputeConfig, OptimizerConfig, SamplingConfig, TrainConfig
-from bridge.config.optimizers import BytesPerParameter
+from bridge.config.optimizers import BF16_BYTES, FLOAT32_BYTES, BytesPerParameter
 from bridge.planning.model_size import Dimensions, ModelSize
 
 GIB = 2**30
-BF16_BYTES, FLOAT32_BYTES = 2, 4
 CONTEXT_BYTES = GIB / 2
 """CUDA context of one process, and its libraries' workspaces."""
 CUDA_GRAPHS_BYTES = GIB

@@ -7,11 +7,11 @@ which honors CUDA_VISIBLE_DEVICES.
 
 import ctypes
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from bridge.checks import software
 from bridge.checks.software import INSTALL, Device
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import DeviceChoice, ServeConfig, TrainConfig
 from bridge.core.memory import left_bytes
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.planning import memory
@@ -27,7 +27,7 @@ FULL = TrainConfig.of(model_name="")
 """The default trainer: it trains the server's own weights."""
 
 
-def choose(requested: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
+def choose(requested: DeviceChoice) -> tuple[Device, str]:
     """Return where vLLM will run, and why."""
     installed, gpus = software.installed_vllm(), gpu_memory_bytes()
     built_for = software.built_for(installed)

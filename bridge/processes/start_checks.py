@@ -6,11 +6,10 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from bridge.checks import model as model_checks
 from bridge.checks import software
-from bridge.config import ServeConfig
+from bridge.config import DeviceChoice, ServeConfig
 from bridge.core.address import free_port
 from bridge.core.process import boot_id
 from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
@@ -24,7 +23,7 @@ FP8_BLOCKS: dict[Quantization, int] = {"fp8_per_block": 128, "fp8_per_channel": 
 FP8_CAPABILITY = (8, 9)
 
 
-def check_software(device: Literal["auto", "cpu", "cuda"]) -> None:
+def check_software(device: DeviceChoice) -> None:
     """Check what `bridge doctor` checks of the software that vLLM cannot start without."""
     built_for, _ = accelerator.choose(device)
     if fault := software.obstacle(built_for):

@@ -16,7 +16,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_adapter_state
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from bridge.core import atomic_folder, mark
+from bridge.core import atomic_folder, hub, mark
 from bridge.errors import UsageError
 from bridge.run import checkpoint
 from bridge.weights import loaded, model_folder
@@ -58,7 +58,7 @@ def holds_adapter(source: Path, *, base: str | None = None) -> bool:
     if (source / ADAPTER_CONFIG).is_file():
         return True
     has_weights = any(source.glob("*.safetensors*"))  # a run directory has a config.json as well: its choices
-    if not has_weights or not (source / model_folder.CONFIG_NAME).is_file():
+    if not has_weights or not (source / hub.CONFIG_NAME).is_file():
         message = (
             f"{source} holds neither a model nor an adapter" if source.is_dir() else f"there is no folder {source}"
         )
@@ -121,5 +121,4 @@ def _merged(source: Path, base: str) -> PreTrainedModel:
             " change both",
             remedy="serve it as an adapter: vllm serve BASE --enable-lora",
         )
-    merged: PreTrainedModel = adapted.merge_and_unload()
-    return merged
+    return adapted.merge_and_unload()

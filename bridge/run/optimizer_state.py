@@ -32,8 +32,6 @@ STATE_NAME = "state.json"
 POSITIONS = "by_position.pt"
 """The state of an optimizer that is not Bridge's, in its order: for each parameter its name and shape, its state, and
 the keys of what lies on the parameter's device."""
-MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file, and its copy in host memory while it is written; a larger tensor gets its own file."""
 
 
 class _State(Record):
@@ -57,7 +55,7 @@ def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: "
     try:
         if folder is not None:
             _write_state(folder, optimizer.flags, steps)
-            write_shards(folder / FOLDER, "optimizer", tensors, _on_host, max_bytes=MAX_SHARD_BYTES)
+            write_shards(folder / FOLDER, "optimizer", tensors, _on_host)
     finally:
         for _ in tensors:  # the other ranks wait until all of it was read, even if the disk is full
             pass

@@ -22,17 +22,15 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights.copy_recorder import ViewsOnly, storage_of
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.parts import Parts
 from bridge.weights.stored_tensors import Stored, describe, headers, refuse_misfits, write_shards
 
-MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file of weights, and of their copy in host memory while it is written."""
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-CONFIG_NAME = "config.json"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
@@ -134,7 +132,7 @@ def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tupl
 
 
 def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder: Path) -> None:
-    """Write `tensors`, in files of at most `MAX_SHARD_BYTES`, an index if there are several, and the configuration.
+    """Write `tensors`, an index if there are several, and the configuration.
 
     Not by `save_pretrained`: where several ranks train, that writes on the first one alone, and it would clone every
     slice of a fused tensor (most of the model) on the GPU.
@@ -142,7 +140,7 @@ def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder:
     files = write_shards(
         folder, "model", tensors,
         lambda tensor: from_dlpack(tensor.contiguous()),  # not the whole storage of a part; no copy if contiguous
-        max_bytes=MAX_SHARD_BYTES, metadata={"format": "pt"},
+        metadata={"format": "pt"},
     )  # fmt: skip
     if len(files) == 1:
         (folder / next(iter(files))).rename(folder / SINGLE_NAME)

@@ -23,6 +23,8 @@ _DTYPE_CODES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
     torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
+MAX_SHARD_BYTES = 5 * 10**9
+"""Largest file, and its copy in host memory while it is written; a larger tensor gets its own file."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MATRIX = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
@@ -65,15 +67,14 @@ def write_shards(
     tensors: Iterable[tuple[str, Tensor]],
     copied: Callable[[Tensor], Tensor],
     *,
-    max_bytes: int,
     metadata: dict[str, str] | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write tensors to files `name`-00001-of-00002.safetensors and so on; return each file's tensors, with their bytes.
 
-    A file has at most `max_bytes`, or one tensor. `copied` makes what is written of a tensor, when its file is due.
+    A file has at most `MAX_SHARD_BYTES`, or one tensor. `copied` makes what is written of a tensor, when it is due.
     """
     files = list[dict[str, int]]()
-    for shard in _shards(tensors, copied, max_bytes):
+    for shard in _shards(tensors, copied):
         save_file(shard, folder / f"{len(files)}.safetensors", metadata)
         files.append({key: tensor.nbytes for key, tensor in shard.items()})
         shard.clear()
@@ -83,12 +84,10 @@ def write_shards(
     return dict(zip(names, files, strict=True))
 
 
-def _shards(
-    tensors: Iterable[tuple[str, Tensor]], copied: Callable[[Tensor], Tensor], max_bytes: int
-) -> Iterator[dict[str, Tensor]]:
+def _shards(tensors: Iterable[tuple[str, Tensor]], copied: Callable[[Tensor], Tensor]) -> Iterator[dict[str, Tensor]]:
     shard, num_bytes = dict[str, Tensor](), 0
     for key, tensor in tensors:
-        if shard and num_bytes + tensor.nbytes > max_bytes:
+        if shard and num_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             yield shard
             shard, num_bytes = {}, 0
         shard[key] = copied(tensor)

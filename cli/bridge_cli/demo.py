@@ -4,13 +4,13 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from bridge.checks import Check, any_failed
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import DeviceChoice, ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.core.address import free_port
 from bridge.errors import UsageError
@@ -42,14 +42,13 @@ PRETRAINED: Mapping[str, Any] = {
 GPU_SHARE = 0.2
 """Of a GPU: more than enough for a model of a megabyte and its KV cache."""
 
-Device = Literal["auto", "cpu", "cuda"]
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Run directory; an earlier demo in it is replaced.")]
 Steps = Annotated[
     int,
     typer.Option("--steps", metavar="INTEGER", min=1, help="Training steps; with only a few, the demo cannot pass."),
 ]
 Where = Annotated[
-    Device,
+    DeviceChoice,
     typer.Option("--device", metavar="auto|cpu|cuda", help="Where vLLM runs; auto uses a GPU if there is one."),
 ]
 
@@ -120,7 +119,7 @@ def demo(
 
 
 def _choices(
-    out: Path, steps: int, device: Device, gpus: int, own_model: str | None
+    out: Path, steps: int, device: DeviceChoice, gpus: int, own_model: str | None
 ) -> tuple[ServeConfig, TrainConfig]:
     model = own_model or str(demo_model_folder())
     serve = ServeConfig(

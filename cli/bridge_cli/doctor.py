@@ -24,7 +24,7 @@ from bridge.checks import Check, any_failed, child, hardware, software, tried
 from bridge.checks import model as model_checks
 from bridge.checks.child import Facts
 from bridge.checks.software import Device
-from bridge.config import DEFAULT_PORT
+from bridge.config import DEFAULT_PORT, DeviceChoice
 from bridge.core import memory
 from bridge.core.redaction import escaped
 from bridge.server import discovery
@@ -43,7 +43,6 @@ NARROWEST = 60
 """Columns. On a narrower terminal, lines are wrapped by the terminal."""
 
 Section = tuple[str, list[Check]]
-DeviceChoice = Literal["auto", "cpu", "cuda"]
 PORT = "Port of the server (default: the manifest's, else 9001)."
 Port = Annotated[
     int | None,
@@ -191,7 +190,7 @@ def patches_fit() -> Check:
 def trial_gpu(facts: Facts, live: Manifest | None) -> str | None:
     """Return the GPU to try CUDA IPC on: the server's if it is visible, else the first; None without a GPU."""
     visible = [gpu.uuid for gpu in facts.gpus]
-    own = live.shard(0).gpu_uuid if live else None
+    own = live.shards[0].gpu_uuid if live else None
     return own if own in visible else next(iter(visible), None)
 
 

@@ -99,7 +99,7 @@ def refusal(folder: Path, trained: Trained) -> str:
 def test_a_state_resumes_bitwise_in_its_dtypes_at_a_new_rate(
     shard_bytes: int, kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", shard_bytes)
     trained = parameters(device)
     optimizer = optimizer_of(trained, kind=kind)
     for seed in (1, 2, 3):
@@ -128,7 +128,7 @@ def test_a_state_resumes_bitwise_in_its_dtypes_at_a_new_rate(
 
 
 def test_files_are_bounded_and_numbered_to_the_same_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", 200)
+    monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", 200)
     trained = parameters()
     optimizer = optimizer_of(trained)
     step(trained, optimizer, seed=1)
@@ -160,7 +160,7 @@ def test_one_file_at_a_time_is_held_while_writing(tmp_path: Path, monkeypatch: p
         held.append(sum(tensor.nbytes for tensor in tensors.values()))
         save_file(tensors, path)
 
-    monkeypatch.setattr(optimizer_state, "MAX_SHARD_BYTES", 200)
+    monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", 200)
     monkeypatch.setattr(stored_tensors, "save_file", save)
     optimizer_state.write(tmp_path, trained, optimizer)
     assert len(held) == len(files(tmp_path)) > 1

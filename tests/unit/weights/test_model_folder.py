@@ -101,7 +101,7 @@ def check_equal(model: PreTrainedModel, other: PreTrainedModel) -> None:
 def test_a_model_of_views_reloads_bitwise_without_extra_bytes(
     tied: bool, shard_bytes: int, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_folder, "MAX_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", shard_bytes)
     model = shared_model(tied=tied)
     before = pointers(model)
     save(model, source, out)
@@ -191,7 +191,7 @@ def test_an_unreachable_hub_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_loading_in_place_is_bitwise_and_keeps_other_bytes(
     tied: bool, shard_bytes: int, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_folder, "MAX_SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", shard_bytes)
     saved, model = shared_model(tied=tied), shared_model(tied=tied, seed=1)
     save(saved, source, out)
     before, parameters = pointers(model), list(model.parameters())
@@ -288,7 +288,7 @@ def cut(path: Path) -> None:
 def test_an_unreadable_shard_is_named_before_any_write(
     damage: Callable[[Path], object], source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_folder, "MAX_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", 20_000)
     saved, model = shared_model(tied=True), shared_model(tied=True, seed=1)
     save(saved, source, out)
     last = sorted(out.glob("*.safetensors"))[-1]

@@ -25,7 +25,7 @@ from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
 from bridge.run.optimizer_state import WholeState
 from bridge.types import Group
-from bridge.weights import model_folder
+from bridge.weights import model_folder, stored_tensors
 from bridge.weights import parts as parts_
 from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Cut, Parts
@@ -311,7 +311,7 @@ def files_of(folder: Path) -> dict[str, Tensor]:
 def test_parts_write_the_folder_of_one_process_and_read_it(
     max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_folder, "MAX_SHARD_BYTES", max_bytes)
+    monkeypatch.setattr(stored_tensors, "MAX_SHARD_BYTES", max_bytes)
     for number, family in enumerate(("Llama 3, 3.1", "Qwen3-MoE")):
         whole, made = tmp_path / f"whole{number}", tmp_path / f"made{number}"
         whole.mkdir()
