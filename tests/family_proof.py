@@ -62,8 +62,8 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
     assert moved > MOVED_AT_LEAST * after, (before, after, moved)
     return Result(
         transformers_class=type(plain).__name__,
-        vllm_class=server.manifest.shard(0).model_class,
-        together=together(server.manifest.shard(0)),
+        vllm_class=server.manifest.shards[0].model_class,
+        together=together(server.manifest.shards[0]),
         before=round(before, 4),
         after=round(after, 4),
         moved=round(moved, 4),

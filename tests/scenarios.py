@@ -298,7 +298,7 @@ def check_replay(run: Path, *, is_on: bool) -> None:
 
 def device_of(server: LiveServer) -> str:
     """Return the device of the server's weights."""
-    return "cpu" if server.manifest.shard(0).gpu_uuid is None else "cuda"
+    return "cpu" if server.manifest.shards[0].gpu_uuid is None else "cuda"
 
 
 def adapter_name(url: str) -> str:

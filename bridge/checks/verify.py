@@ -272,7 +272,7 @@ def print_diffs_of_part(path: str, rank: str, port: str) -> None:
     os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
     experts, *groups = messages.loads(sys.stdin.buffer.read())
     exported, part = manifest.load(Path(path)), int(rank)
-    uuid, count = exported.shard(part).gpu_uuid, exported.tp_degree
+    uuid, count = exported.shards[part].gpu_uuid, exported.tp_degree
     device = torch.device("cpu") if uuid is None else cuda_ipc.device_of(uuid)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -267,7 +267,7 @@ class LoraDisk(_LoraMode):
     def _open_base(self) -> OpenedModel:
         server_class = ""
         if self._exported is not None:
-            server_class = self._exported.shard(0).model_class
+            server_class = self._exported.shards[0].model_class
             try:
                 self._attached = attach(self._exported)
             except AttachError as error:
@@ -281,7 +281,7 @@ class LoraDisk(_LoraMode):
         """Let the server load the adapter in place of what an earlier run left; AttachError: the server is torn."""
         if isinstance(self._client, BridgeClient) and self._exported is not None:
             self._client.status().refuse_torn()  # resuming does not repair it: nothing is written in place
-            if self._exported.shard(0).lora_slots:  # an earlier run may have trained in one of them
+            if self._exported.shards[0].lora_slots:  # an earlier run may have trained in one of them
                 self._client.release_adapter()
         self._client.unload_earlier_adapters()
         self._served.clear()

@@ -168,9 +168,6 @@ class Manifest(Shard):
         """In the order of ranks."""
         return (self, *self.other_shards)
 
-    def shard(self, rank: int) -> Shard:
-        return self.shards[rank]
-
 
 def search_path() -> tuple[Path, ...]:
     """Return where to look for a manifest when no path is given, in order."""

@@ -91,7 +91,7 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
     part that this rank holds: `AttachedModel.cuts`.
     """
     _refuse_other_servers(manifest, num_parts)
-    shard = manifest.shard(rank)
+    shard = manifest.shards[rank]
     model = skeleton.build(manifest.model, getattr(torch, manifest.dtype))
     _check_layout(manifest, shard, skeleton.shapes(model))
     rope.follow_server(model, manifest.max_model_len, server_class=shard.model_class)
@@ -120,7 +120,7 @@ def reattach(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
     """Point the parameters of an attached model at a restarted server; they stay the same objects."""
     start = time.perf_counter()
     _refuse_other_servers(manifest, len(attached.cuts))
-    shard, before = manifest.shard(attached.shard.rank), attached.shard.gpu_uuid
+    shard, before = manifest.shards[attached.shard.rank], attached.shard.gpu_uuid
     if shard.gpu_uuid != before:
         raise ManifestError(
             f"the restarted server is on {shard.gpu_uuid or 'the CPU'}, the trainer is on {before or 'the CPU'}",

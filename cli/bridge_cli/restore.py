@@ -135,7 +135,7 @@ def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) 
     """Check that the adapter in `folder` fits the server's slots, and return what loads it into one."""
     from bridge.weights import stored_tensors
 
-    shard = exported.shard(0)
+    shard = exported.shards[0]
     if not shard.lora_slots:
         raise AttachError(
             f"{folder} holds an adapter, and the server takes none",

@@ -163,7 +163,7 @@ def _checked(elements: Sequence[Element], exported: Manifest) -> list[dict[str, 
     for element in elements:
         if element.part >= len(exported.shards):
             raise HTTPException(422, f"this server has {len(exported.shards)} ranks, and none of number {element.part}")
-        handle = exported.shard(element.part).ipc_handles.get(element.parameter)
+        handle = exported.shards[element.part].ipc_handles.get(element.parameter)
         if handle is None:
             raise HTTPException(
                 404,

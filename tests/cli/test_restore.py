@@ -170,7 +170,7 @@ def served(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a copy of each parameter in the server's memory."""
     return {
         name: tensors[view.parameter].flatten()[view.offset :][: torch.Size(view.shape).numel()].view(view.shape)
-        for name, view in manifest.shard(0).param_mappings.items()
+        for name, view in manifest.shards[0].param_mappings.items()
     }
 
 

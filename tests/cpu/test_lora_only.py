@@ -55,7 +55,7 @@ def test_a_mixture_of_experts_gets_an_adapter_on_its_other_layers(tmp_path: Path
     """In float32, where no expert is exchanged by rounding."""
     model = tiny.write(FAMILIES["Qwen3-MoE"](), tmp_path / "model")
     with scenarios.served(model, tmp_path / "server", max_lora_rank=scenarios.LORA_RANK, dtype="float32") as server:
-        assert not [name for name in server.manifest.shard(0).lora_slots if "experts" in name]
+        assert not [name for name in server.manifest.shards[0].lora_slots if "experts" in name]
         scenarios.trained(server, tmp_path, *adapter_flags("memory"))
     steps = scenarios.metrics(tmp_path / "run")
     assert max(step["logprob_diff_max"] for step in steps) < 1e-4, steps

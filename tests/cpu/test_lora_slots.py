@@ -80,7 +80,7 @@ def opened(handle: AnyHandle) -> torch.Tensor:
 
 
 def slots(server: LiveServer) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    exported = server.manifest.shard(0).lora_slots
+    exported = server.manifest.shards[0].lora_slots
     return {name: (opened(slot.lora_a), opened(slot.lora_b)) for name, slot in exported.items()}
 
 
@@ -126,7 +126,7 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def test_every_linear_layer_has_its_slots_and_nothing_else_has(lora_llama: LiveServer) -> None:
-    slots = lora_llama.manifest.shard(0).lora_slots
+    slots = lora_llama.manifest.shards[0].lora_slots
     assert slots.keys() == MODULES
     assert slots["model.layers.1.self_attn.k_proj"].lora_a.shape == (1, 1, scenarios.LORA_RANK, 128)
     assert slots["model.layers.1.self_attn.k_proj"].lora_b.shape == (1, 1, 64, scenarios.LORA_RANK)
@@ -266,7 +266,7 @@ def test_what_cannot_be_served_is_refused_and_the_adapter_before_stays(lora_llam
 
 
 def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(llama: LiveServer, tmp_path: Path) -> None:
-    assert llama.manifest.shard(0).lora_slots == {}
+    assert llama.manifest.shards[0].lora_slots == {}
     with (
         BridgeClient(llama.manifest, timeout_s=60) as client,
         pytest.raises(AttachError, match="started without LoRA") as caught,
@@ -279,7 +279,7 @@ def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(llam
 def test_a_qwen2_with_biases_and_a_head_of_its_own_is_exported_whole_with_lora(tmp_path: Path) -> None:
     model = tiny.write(tiny.qwen2(), tmp_path / "model", std=0.06)
     with scenarios.served(model, tmp_path / "server", *LORA) as server:
-        assert server.manifest.shard(0).lora_slots.keys() == MODULES
+        assert server.manifest.shards[0].lora_slots.keys() == MODULES
         assert_verified(server)
         adapter = adapted(server, seed=1)
         with BridgeClient(server.manifest, timeout_s=120) as client:

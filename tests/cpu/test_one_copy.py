@@ -42,7 +42,7 @@ def test_verify_passes_and_leaves_the_weights_alone(llama: LiveServer, tmp_path:
 
 
 def test_training_never_touches_the_padding_rows_of_the_vocabulary(llama: LiveServer) -> None:
-    (parameter, spare), *others = llama.manifest.shard(0).padding.items()
+    (parameter, spare), *others = llama.manifest.shards[0].padding.items()
     tail = attach(llama.manifest).server_tensors[parameter].view(-1)[-spare:]
     assert not others
     assert spare == (320 - tiny.VOCABULARY) * 128
@@ -107,7 +107,7 @@ def _fence_into_a_request(
 
 
 def test_the_fence_needs_the_token_and_belongs_to_its_holder(llama: LiveServer) -> None:
-    element = (Element(parameter=next(iter(llama.manifest.shard(0).ipc_handles)), index=0),)
+    element = (Element(parameter=next(iter(llama.manifest.shards[0].ipc_handles)), index=0),)
     assert httpx.get(f"{llama.manifest.url}/bridge/status").status_code == 401
     with BridgeClient(llama.manifest, timeout_s=60) as client:
         before = client.read(element)

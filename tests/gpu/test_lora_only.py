@@ -97,7 +97,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def test_routed_experts_are_adapted_in_their_slots(mixture: LiveServer, tmp_path: Path) -> None:
     """Before training the server computes what the base does, and afterwards what PEFT does with the saved adapter."""
-    slots = [name for name in mixture.manifest.shard(0).lora_slots if ".experts.lora." in name]
+    slots = [name for name in mixture.manifest.shards[0].lora_slots if ".experts.lora." in name]
     assert len(slots) == 3 * CONFIG.num_hidden_layers
     digests, before = scenarios.digests(attach(mixture.manifest)), mixture.sample()
     scenarios.trained(mixture, tmp_path, *OF_EXPERTS, "all-linear,experts")

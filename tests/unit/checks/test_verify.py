@@ -88,7 +88,7 @@ def test_marks_pass_both_ways_and_are_put_back(server: ToyServer, attached: Atta
     assert statuses(verify.markers(attached, cast(BridgeClient, client))) == ["PASS", "PASS", "PASS"]
     assert all(torch.equal(before[name], tensor) for name, tensor in server.tensors.items())
     assert {element.parameter for element in client.elements_read[0]} == server.tensors.keys()
-    assert len(client.elements_read[0]) == len(server.manifest.shard(0).param_mappings)
+    assert len(client.elements_read[0]) == len(server.manifest.shards[0].param_mappings)
 
 
 def test_marks_do_not_reach_a_second_copy(server: ToyServer, attached: AttachedModel) -> None:
@@ -102,7 +102,7 @@ def test_one_unshared_parameter_fails(server: ToyServer, attached: AttachedModel
     name = "model.layers.1.mlp.down_proj.weight"
     client = FakeClient({**server.tensors, name: server.tensors[name].clone()})
     written, read, _ = verify.markers(attached, cast(BridgeClient, client))
-    total = len(server.manifest.shard(0).param_mappings)
+    total = len(server.manifest.shards[0].param_mappings)
     assert (written.status, read.status) == ("FAIL", "FAIL")
     assert f"{total - 1} of {total}" in written.found
 
@@ -110,7 +110,7 @@ def test_one_unshared_parameter_fails(server: ToyServer, attached: AttachedModel
 def test_mark_differs_from_the_value_before(server: ToyServer, attached: AttachedModel) -> None:
     for tensor in server.tensors.values():
         tensor.view(-1)[:] = 1.0
-    for index, (name, view) in enumerate(server.manifest.shard(0).param_mappings.items()):
+    for index, (name, view) in enumerate(server.manifest.shards[0].param_mappings.items()):
         middle = view.offset + attached.model.get_parameter(name).numel() // 2
         server.tensors[view.parameter].view(-1)[middle] = 1.0 + index % 128 / 128
     client = FakeClient(copied(server))
@@ -130,7 +130,7 @@ def test_marks_are_put_back_if_the_server_fails(server: ToyServer, attached: Att
 
 
 def test_beside_a_trainer_nothing_is_written(server: ToyServer, attached: AttachedModel) -> None:
-    before, total = copied(server), len(server.manifest.shard(0).param_mappings)
+    before, total = copied(server), len(server.manifest.shards[0].param_mappings)
 
     class ReadOnly(FakeClient):
         def write(self, elements: tuple[Element, ...], values: tuple[float, ...]) -> None:

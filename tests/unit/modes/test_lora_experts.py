@@ -84,12 +84,12 @@ def test_a_restored_adapter_is_compared_with_its_slots(world: World) -> None:
     folder = world.folder / "adapter_step_1"
     folder.mkdir()
     running.mode.save(folder)
-    shard = world.server.toy.manifest.shard(0)
+    shard = world.server.toy.manifest.shards[0]
     stored_tensors.check_adapter(folder, shard)
-    smaller = toy_server.with_slots(world.server.toy, RANK // 2).manifest.shard(0)
+    smaller = toy_server.with_slots(world.server.toy, RANK // 2).manifest.shards[0]
     with pytest.raises(UsageError, match=r"experts\.0\.down_proj\.lora_A\.weight is \(8, 64\), its slot \(4, 64\)"):
         stored_tensors.check_adapter(folder, smaller)
-    without = toy_server.with_slots(world.server.toy, RANK, without="experts").manifest.shard(0)
+    without = toy_server.with_slots(world.server.toy, RANK, without="experts").manifest.shards[0]
     with pytest.raises(UsageError, match=r"no slot for .*experts\.0\.down_proj"):
         stored_tensors.check_adapter(folder, without)
 
@@ -100,7 +100,7 @@ def test_an_adapter_that_lacks_some_of_its_experts_is_refused(world: World) -> N
     folder = world.folder / "adapter_step_1"
     folder.mkdir()
     running.mode.save(folder)
-    shard, file = world.server.toy.manifest.shard(0), folder / "adapter_model.safetensors"
+    shard, file = world.server.toy.manifest.shards[0], folder / "adapter_model.safetensors"
     matrices = load_file(file)
     one = "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight"
     save_file({name: matrix for name, matrix in matrices.items() if name != one}, file)

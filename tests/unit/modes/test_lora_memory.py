@@ -190,7 +190,7 @@ def test_slots_of_another_rank_are_refused(world: World) -> None:
 
 
 def test_slots_of_other_shapes_are_refused(world: World) -> None:
-    slots = world.server.toy.manifest.shard(0).lora_slots
+    slots = world.server.toy.manifest.shards[0].lora_slots
     first, other = (f"model.layers.0.self_attn.{name}" for name in ("k_proj", "q_proj"))
     world.export(lora_slots={**slots, first: slots[other]})
     refused(world, ManifestError, rf"1 modules have other shapes than the weights .* the first: {first}")

@@ -285,7 +285,7 @@ class Attached(Running):
 
     def live(self) -> dict[str, Tensor]:
         """The server's weights."""
-        return {name: self._view(view).clone() for name, view in self.toy.manifest.shard(0).param_mappings.items()}
+        return {name: self._view(view).clone() for name, view in self.toy.manifest.shards[0].param_mappings.items()}
 
     def _view(self, view: View) -> Tensor:
         whole = self.toy.tensors[view.parameter]

@@ -724,7 +724,7 @@ def test_fp8_that_cannot_be_made_is_not_published() -> None:
 
 def test_fp8_of_any_rank_is_made() -> None:
     engine, first = FakeEngine(), manifest()
-    second = {**first.shard(0).model_dump(include=set(Shard.model_fields)), **QUANTIZED, "rank": 1}
+    second = {**first.shards[0].model_dump(include=set(Shard.model_fields)), **QUANTIZED, "rank": 1}
     fence = ServerFence(engine, manifest(other_shards=(second,)))
 
     async def passage() -> None:

@@ -376,7 +376,7 @@ def test_the_shards_of_several_ranks_are_read_back(tmp_path: Path) -> None:
     assert other.keys() == Shard.model_fields.keys()
     loaded = read(tmp_path / "m")
     assert loaded == two_ranks()
-    assert [loaded.shard(rank).rank for rank in range(2)] == [0, 1]
+    assert [loaded.shards[rank].rank for rank in range(2)] == [0, 1]
 
 
 def test_a_fault_in_a_later_shard_is_named(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_step_writes_to_the_server_but_not_its_padding(server: ToyServer) -> N
     for rows in server.padding_rows():
         assert (rows == FILLER).all()
     for name, parameter in attached.model.named_parameters():
-        view = server.manifest.shard(0).param_mappings[name]
+        view = server.manifest.shards[0].param_mappings[name]
         start = view.offset
         theirs = server.tensors[view.parameter].view(-1)[start : start + parameter.numel()]
         assert torch.equal(parameter.detach().view(-1), theirs)
@@ -135,34 +135,34 @@ def test_buffers_are_real_and_rope_keeps_its_scaling(llama: ToyServer) -> None:
 
 
 def edited_handle(server: ToyServer, name: str, **changes: Any) -> Manifest:
-    handles = {key: handle.model_dump() for key, handle in server.manifest.shard(0).ipc_handles.items()}
+    handles = {key: handle.model_dump() for key, handle in server.manifest.shards[0].ipc_handles.items()}
     handles[name].update(changes)
     return server.edited(ipc_handles=handles)
 
 
 def edited_view(server: ToyServer, name: str, **changes: Any) -> Manifest:
-    views = {key: view.model_dump() for key, view in server.manifest.shard(0).param_mappings.items()}
+    views = {key: view.model_dump() for key, view in server.manifest.shards[0].param_mappings.items()}
     views[name].update(changes)
     return server.edited(param_mappings=views)
 
 
 @pytest.mark.parametrize("offset", [10**6, 2**40, 2**61, 2**62, 2**63 - 1, 2**63, 10**30])
 def test_a_parameter_beyond_its_storage_is_refused(llama: ToyServer, offset: int) -> None:
-    size = llama.manifest.shard(0).ipc_handles[QKV].storage_size
+    size = llama.manifest.shards[0].ipc_handles[QKV].storage_size
     assert QKV in refused(edited_handle(llama, QKV, tensor_offset=offset))
     assert llama.tensors[QKV].untyped_storage().nbytes() == size
 
 
 def test_a_parameter_that_ends_one_element_too_late_is_refused(llama: ToyServer) -> None:
-    *_, last = llama.manifest.shard(0).ipc_handles
-    handle = llama.manifest.shard(0).ipc_handles[last]
+    *_, last = llama.manifest.shards[0].ipc_handles
+    handle = llama.manifest.shards[0].ipc_handles[last]
     fits = (handle.storage_size // 2) - llama.tensors[last].numel()
     assert attach(edited_handle(llama, last, tensor_offset=fits)).server_tensors[last].numel() > 0
     assert last in refused(edited_handle(llama, last, tensor_offset=fits + 1))
 
 
 def test_two_parameters_in_one_place_are_refused(llama: ToyServer) -> None:
-    offset = llama.manifest.shard(0).ipc_handles[QKV].tensor_offset
+    offset = llama.manifest.shards[0].ipc_handles[QKV].tensor_offset
     message = refused(edited_handle(llama, "model.layers.0.self_attn.o_proj.weight", tensor_offset=offset + 1))
     assert QKV in message
     assert "overlap" in message
