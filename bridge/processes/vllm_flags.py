@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from bridge.checks import model as model_checks
 from bridge.checks.software import Device
@@ -304,7 +305,7 @@ def _add_cpu(extra: Added, config: ServeConfig, outer: Mapping[str, str]) -> Non
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (long name, value or an empty string) of every flag."""
-    for index, flag in enumerate(flags):
+    for flag, following in pairwise([*flags, ""]):
         if re.match(r"--?[A-Za-z]", flag):
             name, _, value = flag.partition("=")
             name = name.partition(".")[0]
@@ -314,5 +315,4 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
             name = name.replace("_", "-")
             if name not in WHOLE_NAMES:
                 name = next((other for other in WHOLE_NAMES if other.startswith(name)), name)
-            following = flags[index + 1] if index + 1 < len(flags) else ""
             yield name, value or ("" if following.startswith("-") else following)
