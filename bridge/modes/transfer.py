@@ -120,16 +120,16 @@ class Receivers:
         for server in self._servers:
             started = in_thread(partial(call, server), "receiver")
             started.add_done_callback(lambda ended: outcomes.put(ended.exception()))
-        first = None
-        for _ in self._servers:
-            error = outcomes.get()
-            first = first or error
-            if first is not None and is_exchange:
-                self.failure = first
-                self.on_failure(first)
-                break
-        if first is not None:
-            raise first
+        errors = (error for _ in self._servers if (error := outcomes.get()) is not None)
+        first = next(errors, None)
+        if first is None:
+            return
+        if is_exchange:
+            self.failure = first
+            self.on_failure(first)
+        else:
+            list(errors)  # all calls have ended then
+        raise first
 
 
 class Transfer(OwnCopy):
@@ -230,7 +230,12 @@ class Transfer(OwnCopy):
 
     def _reload(self) -> float:
         with (
-            fence.run(Update(), self._publish, server=self._receivers, ranks=self._run.ranks) as window,
+            fence.run(
+                Update(),
+                lambda: self._receivers.publish(self.version + 1),
+                server=self._receivers,
+                ranks=self._run.ranks,
+            ) as window,
             torch.accelerator.device_index(self._device.index),
             self._explained(),
         ):
@@ -244,9 +249,6 @@ class Transfer(OwnCopy):
         self.version = window.times.version
         self._num_behind = 0
         return window.times.pause_s
-
-    def _publish(self) -> int:
-        return self._receivers.publish(self.version + 1)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
