@@ -203,7 +203,6 @@ class Held:
     def message(self) -> Any:
         """Return the newest output with everything that was held."""
         self.output.new_token_ids = self.token_ids
-        self.output.new_logprobs = None
         if self.logprobs:
             numbers = _instead_of_ranks(self.output.request_id, np.array(self.ranks), np.array(self.versions))
             arrays = (np.array(self.token_ids)[:, None], np.array(self.logprobs, np.float32)[:, None], numbers)

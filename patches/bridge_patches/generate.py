@@ -73,19 +73,19 @@ def _refuse_other_types(request: Request) -> None:
 async def generate(body: dict[str, Any], request: Request) -> Response:
     """Sample completions of one prompt, from the trained adapter if there is one and no `model` is named."""
     fields = _checked(body)
-    prompt = fields["prompt"]
     adapters: Adapters = request.app.state.bridge_adapters
     trained = None if fields.get("model") else adapters.expected()
     model = {"model": trained} if trained else {}
     inner = {**UNCUT, **fields, **model, "return_token_ids": True, "return_tokens_as_token_ids": True}
     answer = await _forward(request, COMPLETIONS, inner)
-    if answer.status_code == 200 and not isinstance(prompt, str):
+    if answer.status_code != 200:
+        return answer
+    prompt = fields["prompt"]
+    if not isinstance(prompt, str):
         decoded = await _forward(request, DETOKENIZE, {"tokens": prompt})
         if decoded.status_code != 200:
             return decoded
         prompt = json.loads(bytes(decoded.body))["prompt"]
-    if answer.status_code != 200:
-        return answer
     choices = sorted(json.loads(bytes(answer.body))["choices"], key=lambda choice: int(choice["index"]))
     return JSONResponse(_reply(fields, choices, prompt))
 

@@ -22,7 +22,7 @@ Seen in vLLM 0.26 to 0.33: runners V1 and V2, and the CPU's own; `vllm/lora/laye
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -217,12 +217,10 @@ def _move_to_shared_memory(model: nn.Module) -> None:
     """
     tensors = [*quantized.parameters(model).values(), *slot_tensors(model).values()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    offsets: dict[int, int] = {}
-    num_bytes = 0
-    for address, storage in storages.items():
-        offsets[address] = num_bytes
-        num_bytes += -(-storage.nbytes() // shared_memory.ALIGNMENT_BYTES) * shared_memory.ALIGNMENT_BYTES
-    block = shared_memory.allocate(num_bytes)
+    unit = shared_memory.ALIGNMENT_BYTES
+    sizes = [-(-storage.nbytes() // unit) * unit for storage in storages.values()]
+    offsets = dict(zip(storages, accumulate(sizes, initial=0), strict=False))  # the last sum is the whole size
+    block = shared_memory.allocate(sum(sizes))
     shared = torch.empty(0, dtype=torch.uint8).set_(block.storage)
     for address, storage in storages.items():
         source = torch.empty(0, dtype=torch.uint8).set_(storage)
