@@ -63,9 +63,8 @@ class PlainMoments:
     def decode(self, state: State) -> tuple[Tensor, Tensor]:
         return state[FIRST].float(), state[SECOND].float()
 
-    def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:
+    def encode(self, first_RB: Tensor, second_RB: Tensor, bits_RB: Tensor | None) -> State:  # noqa: ARG002
         """Round them to nearest; the bits are for `QuantizedMoments`."""
-        del bits_RB
         return {FIRST: first_RB.to(self.dtype), SECOND: second_RB.to(self.dtype)}
 
 

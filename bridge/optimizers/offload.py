@@ -42,8 +42,7 @@ IN_FLIGHT = 3
 class _WholeMaster(Kind):
     """A state with the whole float32 master."""
 
-    def parts(self, dtype: torch.dtype) -> dict[str, StateTensor]:
-        del dtype
+    def parts(self, dtype: torch.dtype) -> dict[str, StateTensor]:  # noqa: ARG002  of a float32 weight, too
         return {MASTER: StateTensor(torch.float32), **self.moments.parts}
 
 
@@ -81,12 +80,11 @@ class OffloadedAdamW(ShardedOptimizer):
             self._streamed = {p: torch.empty(p.numel(), dtype=torch.float32).zero_() for p in self._steps}
 
     @contextmanager
-    def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:
+    def releasing(self, *, max_norm: float = math.inf) -> Iterator[None]:  # noqa: ARG002  `step` clips
         """Add each gradient to its sum in host memory as soon as it is complete, then drop it.
 
         The sums start at zero and cover all backward passes inside; `step` clips them by their global norm.
         """
-        del max_norm
         assert self._streams, "made without sums"
         self.allocate()
         self._is_summed.clear()
