@@ -237,8 +237,7 @@ class Ranks(Tensors):
             return [outcome.result for outcome in outcomes]
         if mine.raised is None and undo is not None:
             undo()
-        if not failed:
-            assert interrupt is not None
+        if interrupt is not None and not failed:
             raise interrupt
         self._all.is_broken |= any(isinstance(outcome.error, RankError) for outcome in outcomes)
         first = min(failed, key=lambda rank: (outcomes[rank].kind, rank))

@@ -96,8 +96,8 @@ def demo(
     if model is not None:  # before an earlier demo is replaced
         check_model(model)
     serve, train = _choices(out, steps, device, gpus, model)
-    planned = None if rank.OWN_RANK.get() else layout.of(train, serve)
-    with rank_run.preloaded(planned) as preloaded, rank_run.joined(planned) as world:
+    own = rank.OWN_RANK.get() or layout.of(train, serve)
+    with rank_run.preloaded(own) as preloaded, rank_run.joined(own) as world:
         environment = load_environment(train.task, train.rollouts, train.evaluation)
         job = Job(serve=serve, chosen=train, environment=environment, start_limit_s=START_LIMIT_S, preloaded=preloaded)
         opened = Opened(train=train, run_dir=out, resume=None)
@@ -141,7 +141,7 @@ def _write_model(folder: Path) -> None:
     console.note(f"to train it: bridge run --model {shlex.quote(str(folder))} --environment my_task.py:MyTask")
 
 
-def conclusion(summary: "Summary", checks: list[Check], *, least_gain: float | None = LEAST_GAIN) -> dict[str, Any]:
+def conclusion(summary: "Summary", checks: list[Check], *, least_gain: float | None) -> dict[str, Any]:
     """Return the content of `summary.json`: what was measured, and whether the demo passed.
 
     `least_gain`: how much the held-out reward must rise; None: any update will do, whatever the reward.

@@ -132,7 +132,8 @@ def _heading(cls: type[Config], name: str) -> str:
 def _lines(field: str, key: str, info: FieldInfo, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield the explanation of one choice, and its line."""
     text = " ".join((info.description or "").split())
-    choices = [value for kind in (info.annotation, *typing.get_args(info.annotation)) for value in _literals(kind)]
+    kinds = (info.annotation, *typing.get_args(info.annotation))
+    choices = [value for kind in kinds if typing.get_origin(kind) is typing.Literal for value in typing.get_args(kind)]
     text += f" One of {', '.join(choices)}." if choices else ""
     yield from (f"# {line}" for line in textwrap.wrap(text, WIDTH - 2))
     if key in given:
@@ -140,10 +141,6 @@ def _lines(field: str, key: str, info: FieldInfo, given: Mapping[str, Any]) -> I
     else:
         has_default = not info.is_required() and info.default is not None
         yield f"#{field} = {_toml(info.default) if has_default else UNSET}"
-
-
-def _literals(kind: Any) -> tuple[str, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 
 
 def _toml(value: Any) -> str:

@@ -29,6 +29,11 @@ class Layout:
     cp_size: int = 1
     """Ranks that cut a pass among them."""
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of all hosts."""
+        return len(self.gpus) * self.hosts
+
 
 def check_cuts(name: str, num_slices: int) -> None:
     """Check that training passes of the model `name` can be cut into `num_slices`.

@@ -29,7 +29,7 @@ from bridge.server import api_key
 from bridge.types import Environment
 from bridge_cli import console
 from bridge_cli.layout import Layout
-from bridge_cli.rank import LOST, OWN_RANK
+from bridge_cli.rank import LOST, OWN_RANK, OwnRank
 from bridge_cli.training import train_in
 
 if TYPE_CHECKING:
@@ -62,24 +62,20 @@ class Job:
 
 
 @contextlib.contextmanager
-def joined(planned: Layout | None) -> "Iterator[Ranks]":
-    """Yield the ranks of the run; a process that the user started launches them if there are several, and exits.
-
-    `planned` is None in a rank that the launcher started.
+def joined(own: Layout | OwnRank) -> "Iterator[Ranks]":
+    """Yield the ranks of the run. A process that the user started has a layout: it launches several ranks, and exits.
 
     Raises:
         BridgeError: they cannot be started, or were lost.
     """
     from bridge.ranks.world import ALONE
 
-    own = OWN_RANK.get()
-    if own is None:
-        assert planned is not None, "a person started this process"
-        if len(planned.gpus) * planned.hosts > 1:
+    if isinstance(own, Layout):
+        if own.world_size > 1:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
             from bridge_cli import launcher
 
-            sys.exit(launcher.launch(planned))
+            sys.exit(launcher.launch(own))
         yield ALONE
         return
     ranks = ALONE
@@ -94,14 +90,9 @@ def joined(planned: Layout | None) -> "Iterator[Ranks]":
 
 
 @contextlib.contextmanager
-def preloaded(planned: Layout | None) -> "Iterator[Preloaded | None]":
-    """Begin to import vLLM if this process will start a server; `planned` as for `joined`."""
-    own = OWN_RANK.get()
-    if own is not None:
-        starts_server = own.rank % own.tp_size == 0
-    else:
-        assert planned is not None, "a person started this process"
-        starts_server = len(planned.gpus) * planned.hosts == 1
+def preloaded(own: Layout | OwnRank) -> "Iterator[Preloaded | None]":
+    """Begin to import vLLM if this process will start a server; `own` as for `joined`."""
+    starts_server = own.world_size == 1 if isinstance(own, Layout) else own.rank % own.tp_size == 0
     with preloading() if starts_server else contextlib.nullcontext() as process:
         yield process
 

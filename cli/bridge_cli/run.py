@@ -74,8 +74,8 @@ def run(
         raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
     check_host(train)
     flags = vllm_flags or []
-    planned = None if rank.OWN_RANK.get() else layout.of(train, serve)
-    with rank_run.preloaded(planned) as preloaded, rank_run.joined(planned) as world:
+    own = rank.OWN_RANK.get() or layout.of(train, serve)
+    with rank_run.preloaded(own) as preloaded, rank_run.joined(own) as world:
         if train.hosts > 1:
             consistency.check(world, (train, serve), flags)
         environment = world.run_on_all(lambda: load_environment(train.task, train.rollouts, train.evaluation))

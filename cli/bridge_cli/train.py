@@ -59,7 +59,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     config.dp_size(planned.tp_size)  # refuses a batch that cannot be divided
     if rank.OWN_RANK.get() is None and len(planned.gpus) > 1:  # before ranks start; a single process asks by itself
         servers.check_free(replicas, config.sampling.request_timeout_s, resumes=config.resume)
-    with rank_run.joined(None if rank.OWN_RANK.get() else planned) as world:
+    with rank_run.joined(rank.OWN_RANK.get() or planned) as world:
         environment = world.run_on_all(lambda: load_environment(config.task, config.rollouts, config.evaluation))
         first = _FirstRank(config, environment, command)
         try:

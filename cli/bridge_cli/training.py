@@ -49,15 +49,13 @@ def train_in(
     *,
     as_json: bool,
     process: "ServerProcess | None" = None,
-    resume: "SavedCheckpoint | None" = None,
-    ranks: "Ranks | None" = None,
+    resume: "SavedCheckpoint | None",
+    ranks: "Ranks",
 ) -> "Summary":
     """Train, print one line per step, and write everything to `run`."""
-    from bridge.ranks.world import ALONE
     from bridge.run import reporting
     from bridge.run.trainer import Run
 
-    ranks = ranks or ALONE
     run_of = partial(Run, config, environment, run, process=process, resume=resume, ranks=ranks)
     if not ranks.is_rank_zero:
         return run_of(reporting.Reporter()).train()

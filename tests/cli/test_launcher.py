@@ -50,7 +50,7 @@ def answer(arguments):
     folder = Path(arguments[arguments.index("--note") + 1])
     resumes = "--resume" in arguments
     try:
-        with rank_run.joined(None) as world:
+        with rank_run.joined(own_rank) as world:
             world.run_on_rank_zero(lambda: own_rank.keep(folder))
             act(world, folder, resumes, arguments)
     except BridgeError as error:

@@ -13,6 +13,7 @@ from bridge.core import mark
 from bridge.errors import UsageError
 from bridge.processes.preload import Preloaded
 from bridge.processes.server_command import ServerCommand
+from bridge.ranks.world import ALONE
 from bridge.run.metrics import Summary
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
@@ -90,29 +91,29 @@ def test_an_adapter_that_vllm_shards_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "planned", "starts"),
+    ("own", "starts"),
     [
-        (None, Layout(1, "", [None]), True),
-        (None, Layout(1, "cuda", ["0", "1"]), False),  # the launcher's ranks do
-        (None, Layout(1, "cuda", ["0"], hosts=2), False),
-        (0, None, True),
-        (1, None, False),
-        (2, None, True),
+        (Layout(1, "", [None]), True),
+        (Layout(1, "cuda", ["0", "1"]), False),  # the launcher's ranks do
+        (Layout(1, "cuda", ["0"], hosts=2), False),
+        (0, True),
+        (1, False),
+        (2, True),
     ],
 )
 def test_vllm_is_imported_where_a_server_will_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: int | None, planned: Layout | None, starts: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: Layout | int, starts: bool
 ) -> None:
-    if own is not None:
-        of_this_process = rank.OwnRank(
+    started = (
+        own
+        if isinstance(own, Layout)
+        else rank.OwnRank(
             rank=own, world_size=4, local_rank=own, tp_size=2, device="cpu", address="", port=0, scratch=tmp_path
         )
-        token = rank.OWN_RANK.set(of_this_process)
+    )
     monkeypatch.setattr(rank_run, "preloading", lambda: nullcontext(Preloaded(None)))
-    with rank_run.preloaded(planned) as process:
+    with rank_run.preloaded(started) as process:
         assert isinstance(process, Preloaded) is starts
-    if own is not None:
-        rank.OWN_RANK.reset(token)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_the_json_of_a_run_is_steps_evaluations_and_summary(
     monkeypatch.setattr(Run, "train", trained)
     folder = RunDirectory.create(tmp_path / "run", environment="letters")
     config = TrainConfig.of(model_name="m", rollouts="atropos", tensorboard=False)
-    assert training.train_in(folder, config, None, as_json=True) is came_to
+    assert training.train_in(folder, config, None, as_json=True, resume=None, ranks=ALONE) is came_to
     out, err = capfd.readouterr()
     first, second, last = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
     assert (first["evaluation"]["step"], first["evaluation"]["reward_mean"]) == (0, 0.25)
