@@ -240,7 +240,7 @@ def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
 
 
 def diffs_of_parts(
-    path: Path, num_parts: int, groups: Sequence[Group], experts: tuple[int, int] | None = None, *, timeout_s: float
+    path: Path, num_parts: int, groups: Sequence[Group], experts: tuple[int, int] | None, *, timeout_s: float
 ) -> torch.Tensor:
     """Return what `logprob_diffs` does, of the model that the server of the manifest at `path` holds in parts.
 

@@ -37,7 +37,7 @@ from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.passes.budget import Budget
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.parallel import Parallel
-from bridge.ranks.world import ALONE, Ranks
+from bridge.ranks.world import Ranks
 from bridge.types import Group
 
 Result = TypeVar("Result")
@@ -58,8 +58,8 @@ class Learner:
         sampling: SamplingConfig,
         budget: Budget,
         reference: Reference | None,
-        ranks: Ranks = ALONE,
-        parallel: Parallel | None = None,
+        ranks: Ranks,
+        parallel: Parallel | None,
     ) -> None:
         """`schedule` returns the factor of the learning rate, given the number of planned updates before."""
         self._model = model

@@ -177,7 +177,7 @@ def slabs(
     *,
     ranks: Ranks,
     replicated: Replicated,
-    device: torch.device | None = None,
+    device: torch.device | None,
 ) -> list[Slab]:
     """Assign the parameters of all groups to slabs, with their state on `device`; None: beside the weights.
 

@@ -29,7 +29,7 @@ from bridge.passes.packing_proof import Note
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
 from bridge.passes.preparation import recompute_activations
 from bridge.planning.memory import EXCHANGED, FEW, GIB, HOST_SHARE, MOST_TOKENS, PINNED
-from bridge.ranks.world import ALONE, Ranks
+from bridge.ranks.world import Ranks
 
 LONG_TOKENS = 4_096
 """Tokens of a sequence from which computing its attention again would take longer than keeping its output is worth."""
@@ -65,11 +65,11 @@ class Budget:
         optimizer: OptimizerConfig,
         note: Note,
         *,
-        temperature: float = 1.0,
-        num_groups: int = 1,
-        replicas: int = 1,
+        temperature: float,
+        num_groups: int,
+        replicas: int,
+        parts: Ranks,
         share_prompts: bool = False,
-        parts: Ranks = ALONE,
         neighbors: int = 1,
     ) -> None:
         """Take what sizes a pass; `num_groups` are those of a batch.
@@ -104,13 +104,14 @@ class Budget:
         self._is_placed = False
         """Whether it is decided what layers keep; running out of memory may change it."""
         self._longest = 0
-        """Tokens of the longest sample that the last budget was for."""
+        """Tokens of the longest of the samples that were asked about last."""
         self._total = 0
         """Tokens of all of those samples in a single micro-batch."""
 
     def is_short(self, samples: Sequence[Sample]) -> bool:
         """Whether this batch needs more memory, without which activations are recomputed or passes are small."""
-        return self._on_gpu and self._fitting(self._free()) < self._wanted(*self._sizes(samples))
+        self._consider(samples)
+        return self._on_gpu and self._fitting(self._free()) < self._wanted
 
     def packs(self, samples: Sequence[Sample], measured: Sequence[Sample]) -> list[MicroBatch]:
         """Pack samples into micro-batches within the budget for those that are `measured`; prove the first images."""
@@ -126,18 +127,16 @@ class Budget:
 
         The first call measures it. The optimizer's state has to be allocated by then, and no gradient.
         """
-        longest, total = self._sizes(samples)
-        self._longest = longest
-        self._total = total
+        self._consider(samples)
         if not self._is_placed and self._on_gpu:
             self._host_bytes = min(self._parts.all_gather_object(left_bytes())) // self._neighbors
         if self._tokens is None:
-            self._tokens = self._measured(longest, total)
+            self._tokens = self._measured()
         elif not self._is_placed and (ways := self._ways()):
             self._keep(ways[0])
         self._is_placed = True
-        if total > FEW * self._tokens and self.sums_in_float32 is None:
-            self.sums_in_float32 = self._widen(longest, self._tokens)
+        if self._total > FEW * self._tokens and self.sums_in_float32 is None:
+            self.sums_in_float32 = self._widen(self._tokens)
         return self._tokens
 
     def shrink(self, error: torch.OutOfMemoryError) -> None:
@@ -178,18 +177,19 @@ class Budget:
             + (", which sums gradients in host memory" if self._replicas == 1 else " without --gradient-release"),
         )
 
-    def _sizes(self, samples: Sequence[Sample]) -> tuple[int, int]:
-        """Return the tokens of the longest sample, and of all samples in a single micro-batch."""
-        longest = max(sample.num_tokens for sample in samples)
-        return longest, num_tokens(samples, share_prompts=self.share_prompts)
+    def _consider(self, samples: Sequence[Sample]) -> None:
+        self._longest = max(sample.num_tokens for sample in samples)
+        self._total = num_tokens(samples, share_prompts=self.share_prompts)
 
-    def _wanted(self, longest: int, total: int) -> int:
-        """Return how many tokens have to fit at once to keep a GPU busy."""
-        return max(self._least(longest, total), min(self._tokens or self._num_slices * ENOUGH_TOKENS, total))
+    @property
+    def _wanted(self) -> int:
+        """How many tokens have to fit at once to keep a GPU busy."""
+        return max(self._least, min(self._tokens or self._num_slices * ENOUGH_TOKENS, self._total))
 
-    def _least(self, longest: int, total: int) -> int:
-        """Return how many tokens have to fit at once: those of the longest sample, or of an update in a single pass."""
-        return total if self._optimizer.steps_in_backward else longest
+    @property
+    def _least(self) -> int:
+        """How many tokens have to fit at once: those of the longest sample, or of an update in a single pass."""
+        return self._total if self._optimizer.steps_in_backward else self._longest
 
     @property
     def _most(self) -> int:
@@ -223,7 +223,7 @@ class Budget:
         config = self._model.config.get_text_config()
         width = getattr(config, "num_attention_heads", 1) * kernels.head_size(config)
         num_layers = len(layers.decoder_layers(self._model))
-        num_tokens = self._least(self._longest, self._total) / self._num_slices
+        num_tokens = self._least / self._num_slices
         return int(PINNED * BF16_BYTES * num_tokens * num_layers * (config.hidden_size + width))
 
     def _keep(self, kept: Kept) -> None:
@@ -231,30 +231,30 @@ class Budget:
             recompute_activations(self._model, self._note, kept)
         self._kept = kept
 
-    def _measured(self, longest: int, total: int) -> int:
-        free, wanted, fitting = self._free(), self._wanted(longest, total), -1
+    def _measured(self) -> int:
+        free, wanted, fitting = self._free(), self._wanted, -1
         for way in self._ways() or [self._kept]:
-            if fitting >= (self._least(longest, total) if way.on_host else wanted):
+            if fitting >= (self._least if way.on_host else wanted):
                 break
             if fitting >= 0:
                 self._note(f"{WORDS[way]}: without, only {fitting:,} of {wanted:,} tokens fit at once")
             self._keep(way)
             fitting = self._fitting(free)
-        tokens = min(max(fitting, longest), self._most)
+        tokens = min(max(fitting, self._longest), self._most)
         if self._on_gpu or tokens < min(self._most, self._num_slices * MOST_TOKENS):
             self._note(f"micro-batches of up to {tokens:,} tokens, in {max(free, 0) / GIB:.1f} GiB of free memory")
-        if fitting < longest and not self._on_gpu:
-            self._note(f"a sequence of {longest:,} tokens may not fit: the system may kill the process")
+        if fitting < self._longest and not self._on_gpu:
+            self._note(f"a sequence of {self._longest:,} tokens may not fit: the system may kill the process")
         return tokens
 
-    def _widen(self, longest: int, tokens: int) -> bool:
+    def _widen(self, tokens: int) -> bool:
         """Whether gradients are summed in float32: they are if that leaves enough memory for the passes."""
         more = _widening_bytes(self._model)
         if not more or self._optimizer.gradient_release:  # which sums in host memory, or has a single pass
             return False
         chosen = self._compute.micro_batch_tokens
         fitting = self._fitting(self._free() - self._share * more)
-        fits = fitting >= min(max(longest, chosen or self._num_slices * ENOUGH_TOKENS), WORTH_IT * tokens)
+        fits = fitting >= min(max(self._longest, chosen or self._num_slices * ENOUGH_TOKENS), WORTH_IT * tokens)
         if not fits:
             self._note(f"gradients are summed in bf16, because float32 needs {more / GIB:.1f} GiB more; {BF16_SUMS}")
         elif fitting < tokens and chosen is None:

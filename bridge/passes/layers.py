@@ -192,7 +192,7 @@ def bf16_is_emulated() -> bool:
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute torch.nn.functional.linear without a gradient: of bf16 as float32, which is 10 to 40 times as fast there.
 
     Products of bf16 numbers are exact in float32, and the result is rounded to bf16 once: it is what bf16 kernels

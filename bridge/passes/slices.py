@@ -187,7 +187,7 @@ def own_hidden(
 
 
 def whole_hidden(
-    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, experts_TX: Tensor | None = None
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, experts_TX: Tensor | None
 ) -> Tensor:
     """Return the last hidden states of a pack on every rank, with arguments and raising as `own_hidden`: [T, H]."""
     hidden_LH, slices = own_hidden(model, tokens_T, positions_T, spans, experts_TX), of(model)

@@ -49,7 +49,7 @@ def export(source: Path, out: Path, *, base: str | None = None) -> Path:
     return out.resolve()
 
 
-def holds_adapter(source: Path, *, base: str | None = None) -> bool:
+def holds_adapter(source: Path, *, base: str | None) -> bool:
     """Return whether `source` holds an adapter, and not a whole model.
 
     Raises:

@@ -138,7 +138,7 @@ CONDITION = re.compile(r"(\w+)\s*(>=|<=)\s*(-?[\d.]+(?:e[+-]?\d+)?)", re.IGNOREC
 COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}
 
 
-def goal_of(stop_at: str | None, of_loss: Collection[str] = ()) -> Goal:
+def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
     """Return when to stop: at a condition on one metric, `eval_` before those of evaluations; None: never.
 
     `of_loss` are the metrics that a custom loss returns.

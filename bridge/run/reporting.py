@@ -216,7 +216,7 @@ def check_trackers(tracking: TrackingConfig) -> None:
 
 
 def trackers_of(
-    tracking: TrackingConfig, choices: Mapping[str, Any], run: RunDirectory, *, first_step: int = 1
+    tracking: TrackingConfig, choices: Mapping[str, Any], run: RunDirectory, *, first_step: int
 ) -> Trackers:
     """Return the trackers of `run`, whose next step is `first_step`. Only rank 0 opens any, with `choices`."""
     shown = redaction.redacted(choices)

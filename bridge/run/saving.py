@@ -15,7 +15,7 @@ from bridge.errors import RankError
 from bridge.modes.mode import Mode
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.sharded import ShardedOptimizer
-from bridge.ranks.world import ALONE, Ranks
+from bridge.ranks.world import Ranks
 from bridge.run import checkpoint, optimizer_state
 from bridge.run.checkpoint import Progress, SavedCheckpoint
 from bridge.run.optimizer_state import WholeState
@@ -35,7 +35,7 @@ class Checkpoints:
         mode: Mode,
         opened: OpenedModel,
         optimizer: InPlaceOptimizer,
-        ranks: Ranks = ALONE,
+        ranks: Ranks,
     ) -> None:
         self._choices = choices
         self._folder = choices.save_path or run.checkpoints

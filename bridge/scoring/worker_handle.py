@@ -47,7 +47,7 @@ HARM = (EOFError, ConnectionError, BadAnswerError)
 class WorkerProcess:
     """One worker process, replaced by a new one after it failed."""
 
-    def __init__(self, recipe: bytes, *, timeout_s: float, variables: Collection[str] = ()) -> None:
+    def __init__(self, recipe: bytes, *, timeout_s: float, variables: Collection[str]) -> None:
         """Start it; its environment has no secrets but the `variables`."""
         self._recipe = recipe
         self._timeout_s = timeout_s
