@@ -47,8 +47,5 @@ def preloading() -> Iterator[Preloaded]:
     module = plugin_module("preload")
     argv = [*PYTHON, "-m", str(module)]
     child = children.start(argv, os.environ, Path(os.devnull), takes_input=True) if module else None
-    preloaded = Preloaded(child)
-    try:
+    with contextlib.closing(Preloaded(child)) as preloaded:
         yield preloaded
-    finally:
-        preloaded.close()

@@ -109,7 +109,15 @@ class StartedServer:
             self._server = self._preloaded.become(*command) or children.start(*command)
         route = self._wait(self._server, check_abort)
         self._is_ready = True
-        self._watchdog.enter_context(self._watched(self._server, route))
+        over = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(self._server, route, over), name="watchdog", daemon=True)
+
+        def end_watch() -> None:
+            over.set()
+            watch.join()
+
+        watch.start()
+        self._watchdog.callback(end_watch)
 
     def _stop(self) -> None:
         """Stop the watchdog, then the server, if there is one."""
@@ -125,19 +133,8 @@ class StartedServer:
                 if self._command.awaited_manifest is not None:
                     manifest.remove_own(self._command.awaited_manifest, server.identity)
 
-    @contextlib.contextmanager
-    def _watched(self, server: Child, route: str) -> Iterator[None]:
-        """Kill `server` from a thread if it loses its engine or hangs, for as long as the context lasts."""
-        over = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(server, route, over), name="watchdog", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
     def _watch(self, server: Child, route: str, over: threading.Event) -> None:
+        """Kill `server` if it loses its engine or hangs, until it is `over`."""
         bad = 0
         while not over.wait(PERIOD_S) and server.is_alive():
             answer = health(self._host, self._command.port, route, limit_s=self._hang_limit_s, is_over=over.is_set)
