@@ -189,15 +189,15 @@ def slabs(
     for parameter, group in sorted(pairs, key=lambda pair: pair[0] not in replicated):
         key = (parameter in replicated, parameter.dtype, parameter.device, *hyperparameters(group))
         is_small = parameter.numel() <= SMALL_ELEMENTS[parameter.device.type]
-        members = open_slabs.get(key, []) if is_small else []
         num_rows = max(LEAST_ROWS, -(-parameter.numel() // kind.moments.block))
-        start = members[-1].rows.stop if members else 0
-        if (start + num_rows) * kind.moments.block > SLAB_ELEMENTS[parameter.device.type]:
-            members, start = [], 0
-        if not members:
+        most_rows = SLAB_ELEMENTS[parameter.device.type] // kind.moments.block
+        members = open_slabs.get(key) if is_small else None
+        if members is None or members[-1].rows.stop + num_rows > most_rows:
+            members = []
             dealt.append(members)
-        if is_small:
-            open_slabs[key] = members
+            if is_small:
+                open_slabs[key] = members
+        start = members[-1].rows.stop if members else 0
         members.append(Member(parameter, group, range(start, start + num_rows)))
     return [
         Slab(kind, number, members, device or members[0].parameter.device, ranks)
