@@ -99,6 +99,8 @@ def collect() -> None:
         starts = lists.cu_num_generated_tokens
         return Part(step, req_idx if starts is None else starts[req_idx], num_positions)
 
+    LogprobsLists.slice_request = slice_request
+
     @wrap(Scheduler, "update_from_output")
     def update_from_output(
         original: Callable[..., Any],
@@ -123,8 +125,6 @@ def collect() -> None:
         if held := outbox.rest(req_ids):
             engine.output_queue.put_nowait((client_index, EngineCoreOutputs(outputs=held)))
         return original(engine, req_ids, client_index, *args, **kwargs)
-
-    LogprobsLists.slice_request = slice_request
 
 
 @dataclass
