@@ -213,8 +213,10 @@ def _refuse_uncovered(trainer: Any, prompts: Sequence[Any]) -> None:
     Raises:
         UsageError: the trainer has tools or environments, or a prompt has an image.
     """
-    given = {"environment_factory": getattr(trainer, "environment_factories", None)}
-    given["tools"] = getattr(trainer, "_standalone_tools", None) or getattr(trainer, "tools", None)
+    given = {
+        "environment_factory": getattr(trainer, "environment_factories", None),
+        "tools": getattr(trainer, "_standalone_tools", None) or getattr(trainer, "tools", None),
+    }
     if name := next((name for name, value in given.items() if value), None):
         raise UsageError(
             f"GRPOTrainer has {name}, and bridge.for_trl samples without tools: the model would not see them",

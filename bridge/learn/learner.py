@@ -229,15 +229,14 @@ class Learner:
 
     def _fits(self, passes: Sequence[Pass]) -> bool:
         """Compute the gradients of an update after the first; return whether every rank could."""
-        fits = True
+        fits = False
         try:
             with self._ranks.in_pass():
                 self._differentiate(passes)
+            fits = True
         except RewardError as error:  # not raised here: no weight is half written
-            fits = False
             self._refusal = error
         except torch.OutOfMemoryError as error:
-            fits = False
             try:
                 self._budget.shrink(error)
             except UsageError as refusal:  # raised later, for the same reason

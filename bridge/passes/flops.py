@@ -108,12 +108,11 @@ def _active(parameter: nn.Parameter, config: Any) -> float:
 
 def _pair(config: Any) -> int:
     """Return the operations of a query and a key in all heads of a layer, forward: their product, and the value's."""
-    width = head_size(config)
     if hasattr(config, "qk_nope_head_dim"):  # latent attention
         return int(
             2 * config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
         )
-    return int(4 * config.num_attention_heads * width)
+    return int(4 * config.num_attention_heads * head_size(config))
 
 
 def _state(config: Any) -> int:

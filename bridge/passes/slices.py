@@ -77,8 +77,7 @@ class Slices(NamedTuple):
             return spans
         seen, starts_S1 = spans.seen, _longer(spans.starts_S1, lacking)
         if seen is not None:
-            keys_U = torch.arange(num_tokens, num_tokens + lacking, device=starts_S1.device)
-            keys_U = torch.cat([seen.keys_U, keys_U])
+            keys_U = torch.cat([seen.keys_U, torch.arange(num_tokens, num_tokens + lacking, device=starts_S1.device)])
             seen = Attended(keys_U, _longer(seen.starts_S1, lacking), seen.longest + lacking)
         return Spans(starts_S1=starts_S1, longest=spans.longest + lacking, seen=seen)
 

@@ -39,8 +39,10 @@ Choice = tuple[str, str, str, str]
 def html(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of several side by side."""
     of_runs = [figures(run) for run in runs]
-    results = {"status": [status(run)[0] for run in runs]}
-    results |= {title: [shown(of_run[key][1]) for of_run in of_runs] for key, (title, _) in of_runs[0].items()}
+    results = {
+        "status": [status(run)[0] for run in runs],
+        **{title: [shown(of_run[key][1]) for of_run in of_runs] for key, (title, _) in of_runs[0].items()},
+    }
     artist = Artist({run.name: run for run in runs})
     sections: dict[str, list[Drawing]] = {}
     for chart in charts(runs):
@@ -120,8 +122,10 @@ def values(run: Run) -> dict[str, Any]:
 def choices(run: Run) -> dict[str, tuple[list[Choice], list[Choice]]]:
     """Return the choices of the trainer and of the server: those that differ from their defaults, and the others."""
     tables: dict[str, tuple[list[Choice], list[Choice]]] = {}
-    given: list[tuple[str, type[Config], Mapping[str, Any]]]
-    given = [("", TrainConfig, run.config), ("The server", ServeConfig, run.server)]
+    given: list[tuple[str, type[Config], Mapping[str, Any]]] = [
+        ("", TrainConfig, run.config),
+        ("The server", ServeConfig, run.server),
+    ]
     for title, kind, config in given:
         changed, unchanged = tables.setdefault(title, ([], []))
         for name, value in config.items():

@@ -244,8 +244,9 @@ def _step(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         [sample | {"problem": row["problem"], "label": "unscored"} for row in rows for sample in row.get(kind, [])]
         for kind in ("completions", "unscored")
     )
-    scored = [sample for sample in completions if sample.get("reward") is not None]
-    scored.sort(key=lambda sample: sample["reward"])
+    scored = sorted(
+        (sample for sample in completions if sample.get("reward") is not None), key=lambda sample: sample["reward"]
+    )
     rewards = [sample["reward"] for sample in scored]
     picked = {"best": -1, "median": len(scored) // 2, "worst": 0}
     if len(scored) < 3:
