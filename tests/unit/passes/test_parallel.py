@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
-from bridge.passes import attention, cut_layers, layers, logprobs, parallel
+from bridge.passes import attention, cut_layers, layers, logprobs, parallel, recurrence
 from bridge.passes.cut_layers import VocabularyPart
 from bridge.passes.logprobs import LogitTransform, model_logprobs, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
@@ -39,10 +39,11 @@ Proven = tuple[int, list[dict[str, dict[str, float] | str]]]
 
 
 def made(config: PretrainedConfig) -> PreTrainedModel:
-    """Make a model in which buffers of files are parameters, as in an attached one."""
+    """Make a model whose buffers of files are parameters, as in an attached one, and whose sequences are apart."""
     model: PreTrainedModel = skeleton.auto_class(config).from_config(config, dtype=torch.float32)
     for name, buffer in stored_buffers(model).items():
         skeleton.hold(model, name, buffer)
+    recurrence.keep_apart(model)  # as `prepare` does
     return model
 
 
