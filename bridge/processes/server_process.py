@@ -129,9 +129,11 @@ class StartedServer:
             self._verdict = ""
         finally:
             if server is not None:
-                children.stop(server, grace_s=STOP_GRACE_S if serves else START_GRACE_S)
-                if self._command.awaited_manifest is not None:
-                    manifest.remove_own(self._command.awaited_manifest, server.identity)
+                try:
+                    children.stop(server, grace_s=STOP_GRACE_S if serves else START_GRACE_S)
+                finally:
+                    if self._command.awaited_manifest is not None:
+                        manifest.remove_own(self._command.awaited_manifest, server.identity)
 
     def _watch(self, server: Child, route: str, over: threading.Event) -> None:
         """Kill `server` if it loses its engine or hangs, until it is `over`."""

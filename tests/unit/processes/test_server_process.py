@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,25 @@ def test_an_interrupt_ends_a_restart_at_once(tmp_path: Path, log: Path, number: 
     assert pid_of(server) is None
     ours = set(psutil.Process().children(recursive=True)) - others
     assert not [process for process in ours if not is_dead(process.pid)]
+
+
+def test_a_second_interrupt_leaves_no_manifest(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = fake(tmp_path / "a")
+    wait, presses = children._wait, iter([KeyboardInterrupt])
+
+    def pressed(over: Callable[[], bool], limit_s: float) -> None:
+        for press in presses:
+            raise press
+        wait(over, limit_s)
+
+    server = served(command, log)
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(KeyboardInterrupt))
+        stack.enter_context(server.running())
+        assert command.manifest.exists()
+        monkeypatch.setattr(children, "_wait", pressed)
+    assert not command.manifest.exists()
+    assert family(log) == []
 
 
 def test_an_interrupt_at_the_start_leaves_no_server(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
