@@ -256,7 +256,7 @@ def test_a_run_in_parts_that_is_interrupted_or_loses_one_ends_in_a_line_and_leav
     process = test_gpus.started(argv, tmp_path / "out")
     test_gpus.wait_for_steps(tmp_path, process, 3)
     tree = test_gpus.everything(process)
-    (rank,) = [process for process in tree if "from bridge_cli.rank import main; main()" in process.cmdline()]
+    (rank,) = test_gpus.ranks_of(tree, 1)
     (process if how is signal.SIGINT else rank).send_signal(how)
     assert process.wait(test_gpus.LIMIT_S) == (130 if how is signal.SIGINT else 1)
     assert not test_gpus.left(tree)
