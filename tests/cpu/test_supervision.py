@@ -41,17 +41,22 @@ COMMAND = "from bridge_cli.main import main; main()"
 LOW_LIMIT = f"""
 import functools
 from bridge_cli import main, rank_run
-rank_run.StartedServer = functools.partial(rank_run.StartedServer, hang_limit_s={HANG_LIMIT_S})
+class StartedServer(rank_run.StartedServer):
+    __init__ = functools.partialmethod(rank_run.StartedServer.__init__, hang_limit_s={HANG_LIMIT_S})
+rank_run.StartedServer = StartedServer
 main.main()
 """
 """The same command, with shorter time limits."""
 ENVIRONMENT = """
-import os, signal, psutil
+import os, pathlib, re, signal, psutil
 
-def end(name, number):
+def end_engine():
     mine = psutil.Process().children(recursive=True)
-    (victim,) = [process for process in mine if name in " ".join([process.name(), *process.cmdline()])]
-    os.kill(victim.pid, number)
+    (victim,) = [process for process in mine if {engine!r} in process.name()]
+    victim.kill()
+
+def end_server(number):
+    os.kill(int(re.findall({server!r}, pathlib.Path("said").read_text())[-1]), number)
 
 class Accident:
     scored = 0
@@ -65,7 +70,9 @@ class Accident:
             {accident}
         return sum(character in "aeiou" for character in completion) / max(1, len(completion))
 """
-ENGINE, SERVER = "VLLM::EngineCor", "vllm.entrypoints"
+ENGINE = "VLLM::EngineCor"
+SERVER = r"vLLM \(pid (\d+), log"
+"""Where a run says which process its API server is."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +96,13 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Return every process of the run and of its servers, each of which leads a session."""
-        sessions = {int(pid) for pid in re.findall(r"vLLM \(pid (\d+), log", self.stderr_text())}
+        sessions = {int(pid) for pid in re.findall(SERVER, self.stderr_text())}
         processes = [process for process in psutil.process_iter() if _session(process) in sessions]
         return [process for process in processes if _is_alive(process)]
 
     def server(self) -> psutil.Process:
         """Return the API server's process."""
-        (server,) = (process for process in psutil.Process(self.process.pid).children() if _is_server(process))
-        return server
+        return psutil.Process(int(re.findall(SERVER, self.stderr_text())[-1]))
 
     def stderr_text(self) -> str:
         """Return its stderr so far."""
@@ -139,10 +145,6 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _is_server(process: psutil.Process) -> bool:
-    return any(SERVER in part for part in process.cmdline())
-
-
 def _engines(run: Run) -> bool:
     """Return whether an engine process is alive."""
     return any(process.name().startswith(ENGINE) for process in run.processes())
@@ -163,7 +165,7 @@ def running(
     environment: Mapping[str, str] = IN_THE_ENGINE,
 ) -> Iterator[Run]:
     """Run `bridge run` in `folder`; `accident` is executed before the first score of step 3."""
-    text = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident)
+    text = ENVIRONMENT.format(first_of_step_3=1 + 2 * BATCH_SIZE, accident=accident, engine=ENGINE, server=SERVER)
     (folder / "accident.py").write_text(text)
     port = free_port("127.0.0.1")
     flags = ["--model", str(model), "--port", str(port), "--max-model-len", "2048", "--training-steps", str(STEPS)]
@@ -219,14 +221,13 @@ def test_an_adapter_in_vllms_own_slot_outlives_it(model: Path, tmp_path: Path) -
 
 @pytest.mark.core
 def test_an_engine_killed_between_two_steps_costs_no_step(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, accident=f"end({ENGINE!r}, signal.SIGKILL)") as run:
+    with running(model, tmp_path, accident="end_engine()") as run:
         run.finishes()
     assert "restarting vLLM" in run.stderr_text()
 
 
 def test_a_server_that_hangs_costs_no_step(model: Path, tmp_path: Path) -> None:
-    accident = f"end({SERVER!r}, signal.SIGSTOP)"
-    with running(model, tmp_path, accident=accident, program=LOW_LIMIT) as run:
+    with running(model, tmp_path, accident="end_server(signal.SIGSTOP)", program=LOW_LIMIT) as run:
         run.finishes()
     assert f"gave no answer for {HANG_LIMIT_S:g} s: it was stopped" in run.stderr_text()
     assert "restarting vLLM" in run.stderr_text()
@@ -251,7 +252,7 @@ def test_nothing_outlives_a_run_that_is_killed_while_its_server_starts(model: Pa
 
 
 def test_ctrl_c_ends_a_restart_at_once(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path, accident=f"end({SERVER!r}, signal.SIGKILL)") as run:
+    with running(model, tmp_path, accident="end_server(signal.SIGKILL)") as run:
         run.until(lambda: "restarting vLLM" in run.stderr_text())
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(timeout=RUN_LIMIT_S) == 130, run.stderr_text()
