@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from heapq import nlargest
 from itertools import islice
 from operator import length_hint
 
@@ -176,7 +177,7 @@ def _extremes(task: Task) -> list[Problem]:
     """Return the first problem with images and the longest, by its characters; only of lists: others may not end."""
     problems = iter(task)
     listed = [*islice(problems, length_hint(problems)), *task.held_out()]
-    longest = sorted(listed, key=lambda problem: len(str(problem["prompt"])))[-1:]
+    longest = nlargest(1, listed, key=lambda problem: len(str(problem["prompt"])))
     return [*islice((problem for problem in listed if problem.get("images")), 1), *longest]
 
 

@@ -103,7 +103,7 @@ def main() -> None:
     """Run the command line of this process and exit."""
     sys.excepthook = report_bug
     on_signal = signals.prepare()
-    sys.exit(on_signal.exit_code(answer(sys.argv[1:])))
+    sys.exit(on_signal.finish(answer(sys.argv[1:])))
 
 
 def answer(arguments: Sequence[str]) -> int:

@@ -131,4 +131,4 @@ def main() -> None:
     OWN_RANK.set(rank)
     if rank.run_dir.exists():
         arguments = ending.with_choices(arguments, {"run_dir": str(rank.run_dir.resolve())})
-    rank.report(on_signal.exit_code(command.answer(arguments)))
+    rank.report(on_signal.finish(command.answer(arguments)))

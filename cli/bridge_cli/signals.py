@@ -38,10 +38,10 @@ class InterruptHandler:
         if is_first or number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    def exit_code(self, code: int) -> int:
-        """Return the exit code of a process that would end with `code`: 128 + its first signal if interrupted.
+    def finish(self, code: int) -> int:
+        """Let a signal end the process without a word from now on: Python would print where it came.
 
-        From then on a signal ends the process as if nothing handled it: Python would print where it came.
+        Return the exit code of a process that would end with `code`: 128 + its first signal if interrupted.
         """
         for number in SIGNALS:
             if callable(signal.getsignal(number)):
