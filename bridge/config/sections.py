@@ -178,6 +178,10 @@ class ComputeConfig(Section, panel=MEMORY):
     liger_kernel: bool = False
     """Use Liger kernels for the layers that have them (GPU only)."""
 
+    def compiles_on(self, device_type: str) -> bool:
+        """Return whether layers are compiled on this type of device: by default on `cuda`."""
+        return device_type == "cuda" if self.compile_layers is None else self.compile_layers
+
 
 class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)), prefix="lora_"):
     """The adapter of mode `lora_only`."""

@@ -1,14 +1,16 @@
 """Run several coroutines, and a call in a thread that can be left behind; wait for a socket."""
 
 import asyncio
+import ctypes
 import select
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+RETRY_S = 0.5
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -46,3 +48,12 @@ def is_readable(connection: socket.socket, wait_s: float) -> bool:
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(wait_s * 1e3))
+
+
+def end_thread(name: str, result: Future[Any]) -> None:
+    """End the thread that `in_thread` started, at its next line of Python: retried, since any code may catch that."""
+    while not result.done():
+        for thread in threading.enumerate():
+            if thread.name == name and thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        wait([result], RETRY_S)

@@ -1,12 +1,17 @@
 """Open a learner: prepare the model, make its optimizer, and allocate all memory that does not depend on a batch."""
 
+import gc
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.config import ComputeConfig, OptimizerConfig, TrainConfig
+from bridge.config import ComputeConfig, LoraConfig, OptimizerConfig, TrainConfig
+from bridge.core.concurrency import end_thread, in_thread
 from bridge.errors import AttachError, UnsupportedModelError, UsageError, first_line
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
@@ -19,8 +24,12 @@ from bridge.passes.packing_proof import Note
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers, check_slices
 from bridge.ranks.world import ALONE, Ranks
-from bridge.weights.attach import OpenedModel
+from bridge.weights.adapter import Adapter
+from bridge.weights.attach import OpenedModel, stand_in
 from bridge.weights.parts import Parts
+
+COMPILING = "compiling"
+"""Name of a thread."""
 
 
 def learner_of(
@@ -74,6 +83,42 @@ def learner_of(
         lr=lr, schedule=factory.schedule(config.optimizer, config.training_steps), spec=LossSpec.of(config.loss),
         sampling=config.sampling, budget=budget, reference=reference, ranks=ranks, parallel=parallel,
     )  # fmt: skip
+
+
+@contextmanager
+def rehearsed(
+    name: str, compute: ComputeConfig, lora: LoraConfig | None, device: torch.device, note: Note, *, share: float
+) -> Iterator[None]:
+    """Compile the layers on a stand-in, in a thread, while the block waits for vLLM; `learner_of` finds their code.
+
+    vLLM, with its `share` of the GPU, compares what is free when it starts and when it has loaded: the stand-in takes
+    its memory before the block, and keeps it until the end. Whatever fails costs only time.
+    """
+    model = stand_in(name, device, share=share)
+    if model is None:
+        yield
+        return
+
+    def rehearse(model: PreTrainedModel) -> None:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if lora is not None:
+                Adapter(model, lora, seed=0, base_name=name)
+            _prepared(model, compute, lambda _: None, None, None, ALONE)
+
+    rehearsal = in_thread(partial(rehearse, model), COMPILING)
+    del model
+    try:
+        yield
+    except BaseException:
+        end_thread(COMPILING, rehearsal)  # a process that ends while torch compiles in a thread crashes
+        raise
+    if not rehearsal.done():
+        note("waiting for the trainer's layers, which are still being compiled")
+    if (error := rehearsal.exception()) is not None:
+        note(f"no layers were compiled while vLLM started: {type(error).__name__}: {error}")
+    del rehearsal, error  # the traceback holds the model
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _prepared(

@@ -40,7 +40,7 @@ def prepare(
     with routing.refusing_misfits(model, "train another model, of those in docs/families.md, or report this one"):
         check_head(model)
         expected = Expected.of(model, max_model_len)
-    compiles = model.device.type == "cuda" if compute.compile_layers is None else compute.compile_layers
+    compiles = compute.compiles_on(model.device.type)
     if model.device.type == "cpu" and not compiles and layers.bf16_is_emulated():
         layers.widen(model)  # not both: torch would compile every layer separately
     if compute.liger_kernel:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from bridge.errors import AttachError, ManifestError
 from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shard, View
@@ -23,6 +23,8 @@ from bridge.weights.layout import Shape
 from bridge.weights.parts import Cut
 
 SAME_FLAGS = "start it with the flags that it had before"
+SPARE_BYTES = 2**29
+"""What a few short passes through a model take beside its gradients."""
 RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
 
 
@@ -98,12 +100,9 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
     device = leave_core_to_server() if shard.gpu_uuid is None else cuda_ipc.device_of(shard.gpu_uuid)
     before, start = _allocated_bytes(device), time.perf_counter()
     tensors = open_handles(shard.ipc_handles, device)
-    _assign(model, _views(shard, tensors))
+    assign(model, _views(shard, tensors))
     attach_s, after = time.perf_counter() - start, _allocated_bytes(device)
-    for module in model.modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            assert not buffer.is_meta, f"buffer {leaf} was left on the meta device"
-            setattr(module, leaf, buffer.to(device))
+    move_buffers(model, device)
     return AttachedModel(
         model=model.eval(),
         parameters=dict(model.named_parameters()),
@@ -240,7 +239,31 @@ def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
     return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset).data
 
 
-def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
+def stand_in(name: str, device: torch.device, *, share: float) -> PreTrainedModel | None:
+    """Return a model like an attached one, with random weights: all parameters of one shape share their memory.
+
+    Its memory, and that of its gradients, is taken from `device` at once. None if that leaves too little for a vLLM
+    with this `share` of the GPU.
+    """
+    model = skeleton.build(name, AutoConfig.from_pretrained(name).dtype or torch.float32)
+    kinds = {(parameter.shape, parameter.dtype) for parameter in model.parameters()}
+    needed = SPARE_BYTES + sum(shape.numel() * dtype.itemsize for shape, dtype in kinds)
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        if free - 2 * needed < share * whole:
+            return None
+    generator = torch.Generator(device)
+    memory = {
+        (shape, dtype): torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02, generator=generator)
+        for shape, dtype in kinds
+    }
+    assign(model, {name: memory[parameter.shape, parameter.dtype] for name, parameter in model.named_parameters()})
+    move_buffers(model, device)
+    torch.empty(needed, dtype=torch.uint8, device=device)  # the allocator keeps it
+    return model.eval()
+
+
+def assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
     """Give every parameter of `model` its view, in the server's dtype; a tied one is replaced wherever it is used."""
     new = {id(old): nn.Parameter(views[name], old.requires_grad) for name, old in model.named_parameters()}
     for module in model.modules():
@@ -248,3 +271,11 @@ def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
             setattr(module, leaf, new[id(old)])
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, left
+
+
+def move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Move the buffers of `model`, whose parameters are there already, to `device`."""
+    for module in model.modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            assert not buffer.is_meta, f"buffer {leaf} was left on the meta device"
+            setattr(module, leaf, buffer.to(device))

@@ -124,11 +124,31 @@ def trained(
             server = StartedServer(commands[0], log, limit_s=job.start_limit_s, output=console, preloaded=job.preloaded)
             return running.enter_context(server.running(ranks.check_abort))
 
-        process = ranks.run_on_all(start)
+        with _rehearsed(ranks, job.serve, opened, commands):
+            process = ranks.run_on_all(start)
         yield train_in(
             run, train, job.environment, as_json=job.as_json, process=process, resume=opened.resume,
             ranks=ranks,
         )  # fmt: skip
+
+
+def _rehearsed(
+    ranks: "Ranks", serve: ServeConfig, opened: Opened, commands: Sequence[ServerCommand]
+) -> contextlib.AbstractContextManager[None]:
+    """Compile the trainer's layers while vLLM starts, where this process trains a whole model in the server."""
+    import torch
+
+    from bridge.learn.opening import rehearsed
+    from bridge.weights.attach import leave_core_to_server
+
+    train, on_gpu = opened.train, serve.device != "cpu" and torch.cuda.is_available()
+    is_whole = train.trains_in_server and ranks.tp_size == ranks.cp_size == 1
+    if not (is_whole and train.compute.compiles_on("cuda" if on_gpu else "cpu")):
+        return contextlib.nullcontext()
+    device = torch.device("cuda", 0) if on_gpu else leave_core_to_server()
+    share = float(value(commands[0].argv, "--gpu-memory-utilization") or 1)  # unknown: nothing is left beside vLLM
+    lora = train.lora if train.mode == "lora_only" else None
+    return rehearsed(train.model_name, train.compute, lora, device, console.note, share=share)
 
 
 def _command(ranks: "Ranks", job: Job, opened: Opened, manifest: Path) -> ServerCommand:
