@@ -1,12 +1,13 @@
-"""Run several coroutines, and a call in a thread that can be left behind; wait for a socket."""
+"""Run several coroutines, and a call in a thread that can be left behind; end a thread; wait for a socket."""
 
 import asyncio
 import ctypes
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -50,10 +51,11 @@ def is_readable(connection: socket.socket, wait_s: float) -> bool:
     return bool(poll.poll(wait_s * 1e3))
 
 
-def end_thread(name: str, result: Future[Any]) -> None:
-    """End the thread that `in_thread` started, at its next line of Python: retried, since any code may catch that."""
-    while not result.done():
-        for thread in threading.enumerate():
-            if thread.name == name and thread.ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        wait([result], RETRY_S)
+def end_thread(thread: threading.Thread) -> None:
+    """Raise SystemExit at the next line of Python of `thread`, and again until it ends, since any code may catch it.
+
+    Its `is_alive` does not tell: once Ctrl-C interrupts a `join`, Python 3.11 takes a running thread for an ended one.
+    """
+    number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+    while ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error):  # 0: there is no such thread
+        time.sleep(RETRY_S)

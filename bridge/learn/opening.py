@@ -2,17 +2,17 @@
 
 import gc
 import shlex
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, LoraConfig, OptimizerConfig, TrainConfig
-from bridge.core.concurrency import end_thread, in_thread
-from bridge.errors import AttachError, UnsupportedModelError, UsageError, first_line
+from bridge.core.concurrency import end_thread
+from bridge.errors import AttachError, UnsupportedModelError, UsageError, first_line, with_class
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
@@ -25,11 +25,8 @@ from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers, check_slices
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights.adapter import Adapter
-from bridge.weights.attach import OpenedModel, stand_in
+from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts
-
-COMPILING = "compiling"
-"""Name of a thread."""
 
 
 def learner_of(
@@ -87,36 +84,41 @@ def learner_of(
 
 @contextmanager
 def rehearsed(
-    name: str, compute: ComputeConfig, lora: LoraConfig | None, device: torch.device, note: Note, *, share: float
+    stand_in: Callable[[], PreTrainedModel | None], compute: ComputeConfig, lora: LoraConfig | None, note: Note
 ) -> Iterator[None]:
-    """Compile the layers on a stand-in, in a thread, while the block waits for vLLM; `learner_of` finds their code.
+    """Compile the layers of a stand-in while the block waits for vLLM; `learner_of` finds their code in memory.
 
-    vLLM, with its `share` of the GPU, compares what is free when it starts and when it has loaded: the stand-in takes
-    its memory before the block, and keeps it until the end. Whatever fails costs only time.
+    vLLM compares what is free when it starts and when it has loaded: a stand-in takes its memory before the block, and
+    torch's allocator keeps it until the end. An error costs only time.
     """
-    model = stand_in(name, device, share=share)
-    if model is None:
-        yield
-        return
+    has_memory = threading.Event()
 
-    def rehearse(model: PreTrainedModel) -> None:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            if lora is not None:
-                Adapter(model, lora, seed=0, base_name=name)
-            _prepared(model, compute, lambda _: None, None, None, ALONE)
+    def rehearse() -> None:
+        try:
+            model = stand_in()
+            has_memory.set()
+            if model is None:
+                return
+            with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+                if lora is not None:
+                    Adapter(model, lora, seed=0, base_name="")
+                _prepared(model, compute, lambda _: None, None, None, ALONE)
+        except Exception as error:  # noqa: BLE001  raised again when training begins, if it is not of the stand-in
+            note(f"the trainer's layers are compiled when training begins: {with_class(error)}")
+        finally:
+            has_memory.set()
 
-    rehearsal = in_thread(partial(rehearse, model), COMPILING)
-    del model
+    thread = threading.Thread(target=rehearse, name="rehearsal", daemon=True)
+    thread.start()
     try:
+        has_memory.wait()
         yield
+        if thread.is_alive():
+            note("waiting for the trainer's layers, which are still being compiled")
+        thread.join()
     except BaseException:
-        end_thread(COMPILING, rehearsal)  # a process that ends while torch compiles in a thread crashes
+        end_thread(thread)  # a process that ends while torch compiles in a thread crashes
         raise
-    if not rehearsal.done():
-        note("waiting for the trainer's layers, which are still being compiled")
-    if (error := rehearsal.exception()) is not None:
-        note(f"no layers were compiled while vLLM started: {type(error).__name__}: {error}")
-    del rehearsal, error  # the traceback holds the model
     gc.collect()
     torch.cuda.empty_cache()
 

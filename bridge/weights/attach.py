@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from bridge.errors import AttachError, ManifestError
 from bridge.server.manifest import AnyHandle, CudaHandle, Handle, Manifest, Shard, View
@@ -23,8 +23,8 @@ from bridge.weights.layout import Shape
 from bridge.weights.parts import Cut
 
 SAME_FLAGS = "start it with the flags that it had before"
-SPARE_BYTES = 2**29
-"""What a few short passes through a model take beside its gradients."""
+SPARE_BYTES = 2**30
+"""What a few short passes take beside a stand-in and its gradients; and again, what vLLM's CUDA context takes."""
 RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
 
 
@@ -239,18 +239,20 @@ def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
     return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset).data
 
 
-def stand_in(name: str, device: torch.device, *, share: float) -> PreTrainedModel | None:
+def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: float) -> PreTrainedModel | None:
     """Return a model like an attached one, with random weights: all parameters of one shape share their memory.
 
     Its memory, and that of its gradients, is taken from `device` at once. None if that leaves too little for a vLLM
     with this `share` of the GPU.
     """
-    model = skeleton.build(name, AutoConfig.from_pretrained(name).dtype or torch.float32)
+    model = skeleton.build(name, dtype)
     kinds = {(parameter.shape, parameter.dtype) for parameter in model.parameters()}
     needed = SPARE_BYTES + sum(shape.numel() * dtype.itemsize for shape, dtype in kinds)
     if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
-        if free - 2 * needed < share * whole:
+        whole = torch.cuda.get_device_properties(device).total_memory
+        if (1 - share) * whole < 2 * needed:  # known without a CUDA context, which takes memory itself
+            return None
+        if torch.cuda.mem_get_info(device)[0] - share * whole < 2 * needed:
             return None
     generator = torch.Generator(device)
     memory = {

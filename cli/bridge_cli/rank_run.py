@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, mark
 from bridge.core.address import free_port
 from bridge.errors import RankError, UsageError
+from bridge.processes import accelerator
 from bridge.processes.preload import Preloaded, preloading
 from bridge.processes.server_command import ServerCommand, prepare
 from bridge.processes.server_process import StartedServer
@@ -135,20 +137,21 @@ def trained(
 def _rehearsed(
     ranks: "Ranks", serve: ServeConfig, opened: Opened, commands: Sequence[ServerCommand]
 ) -> contextlib.AbstractContextManager[None]:
-    """Compile the trainer's layers while vLLM starts, where this process trains a whole model in the server."""
+    """Compile the trainer's layers while vLLM starts, if this process trains a whole model in the server's memory."""
+    train, (device_type, _) = opened.train, accelerator.choose(serve.device)
+    is_whole = train.trains_in_server and ranks.tp_size == ranks.cp_size == 1
+    if not (is_whole and train.compute.compiles_on(device_type)):
+        return contextlib.nullcontext()
     import torch
 
     from bridge.learn.opening import rehearsed
-    from bridge.weights.attach import leave_core_to_server
+    from bridge.weights.attach import leave_core_to_server, stand_in
 
-    train, on_gpu = opened.train, serve.device != "cpu" and torch.cuda.is_available()
-    is_whole = train.trains_in_server and ranks.tp_size == ranks.cp_size == 1
-    if not (is_whole and train.compute.compiles_on("cuda" if on_gpu else "cpu")):
-        return contextlib.nullcontext()
-    device = torch.device("cuda", 0) if on_gpu else leave_core_to_server()
+    device = leave_core_to_server() if device_type == "cpu" else torch.device("cuda", 0)
+    dtype = torch.bfloat16 if serve.dtype == "auto" else getattr(torch, serve.dtype)
     share = float(value(commands[0].argv, "--gpu-memory-utilization") or 1)  # unknown: nothing is left beside vLLM
-    lora = train.lora if train.mode == "lora_only" else None
-    return rehearsed(train.model_name, train.compute, lora, device, console.note, share=share)
+    model = partial(stand_in, train.model_name, dtype, device, share=share)
+    return rehearsed(model, train.compute, train.lora if train.mode == "lora_only" else None, console.note)
 
 
 def _command(ranks: "Ranks", job: Job, opened: Opened, manifest: Path) -> ServerCommand:

@@ -4,13 +4,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from bridge.checks import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
+from bridge.processes import accelerator
 from bridge.processes.preload import Preloaded
 from bridge.processes.server_command import ServerCommand
 from bridge.ranks.world import ALONE
@@ -256,3 +260,45 @@ def test_nothing_but_its_own_earlier_result_is_removed(tmp_path: Path, make: Cal
             demo._fresh(out)
         assert "--out" in refused.value.remedy
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("vllm_device", "choices", "tp_size", "is_rehearsed"),
+    [
+        ("cuda", {}, 1, True),
+        ("cuda", {"mode": "lora_only"}, 1, True),
+        ("cuda", {"compile_layers": False}, 1, False),
+        ("cuda", {"mode": "lora_only", "lora_handover": "disk"}, 1, False),
+        ("cuda", {"mode": "none"}, 1, False),
+        ("cuda", {}, 2, False),
+        ("cpu", {}, 1, False),
+        ("cpu", {"compile_layers": True}, 1, True),
+    ],
+)
+def test_layers_are_compiled_while_vllm_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    vllm_device: str,
+    choices: dict[str, Any],
+    tp_size: int,
+    is_rehearsed: bool,
+) -> None:
+    """On the device of vLLM, whatever else this machine has."""
+    rehearsals = list[tuple[Any, ...]]()
+
+    def rehearsed(*args: Any) -> nullcontext[None]:
+        rehearsals.append(args)
+        return nullcontext()
+
+    monkeypatch.setattr("bridge.learn.opening.rehearsed", rehearsed)
+    monkeypatch.setattr(accelerator, "choose", lambda _: (vllm_device, "a test"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    train = TrainConfig.of(model_name="m").changed(**choices)
+    ranks: Any = SimpleNamespace(tp_size=tp_size, cp_size=1)
+    opened = rank_run.Opened(train, tmp_path, None)
+    with rank_run._rehearsed(ranks, ServeConfig(model="m", dtype="float32"), opened, [command(tmp_path)]):
+        pass
+    assert len(rehearsals) == is_rehearsed
+    for make, compute, lora, _ in rehearsals:
+        assert (make.args[0], make.args[1], make.args[2].type) == ("m", torch.float32, vllm_device)
+        assert (compute, lora) == (train.compute, train.lora if train.mode == "lora_only" else None)

@@ -1,9 +1,18 @@
 """Compiling the trainer's layers while vLLM starts, on a model that stands in for the attached one."""
 
+import os
+import random
+import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -47,45 +56,69 @@ def num_traced() -> int:
     return number
 
 
-def prepare(model: PreTrainedModel, compute: ComputeConfig) -> list[str]:
-    notes: list[str] = []
-    opening._prepared(model, compute, notes.append, None, None, ALONE)
-    return notes
+def maker(name: str) -> Callable[[], PreTrainedModel | None]:
+    return partial(stand_in, name, torch.bfloat16, CPU, share=0.5)
+
+
+def prepare_real(name: str, compute: ComputeConfig, lora: LoraConfig | None, *, replays: bool = False) -> None:
+    model, notes = loaded.load(name, device="cpu").model, list[str]()
+    if lora is not None:
+        Adapter(model, lora, seed=1, base_name=name)
+    experts = (model.config.num_hidden_layers, model.config.num_experts_per_tok) if replays else None
+    opening._prepared(model, compute, notes.append, 64, experts, ALONE)
+    assert layers.are_compiled(model)
+    assert notes == []
 
 
 @pytest.mark.usefixtures("eager_graphs")
 @pytest.mark.parametrize(
-    ("family", "recomputed", "lora"),
+    ("family", "recomputed", "lora", "replays"),
     [
-        ("Llama 3, 3.1", None, None),
-        ("Llama 3, 3.1", True, None),
-        ("Llama 3, 3.1", None, LoraConfig(r=8)),
-        ("Qwen3-MoE", None, None),
+        ("Llama 3, 3.1", None, None, False),
+        ("Llama 3, 3.1", True, None, False),
+        ("Llama 3, 3.1", None, LoraConfig(r=8), False),
+        ("Qwen3-MoE", None, None, False),
+        ("Qwen3-MoE", None, None, True),
     ],
 )
 def test_the_real_model_finds_all_compiled_layers(
-    tmp_path: Path, family: str, recomputed: bool | None, lora: LoraConfig | None
+    tmp_path: Path, family: str, recomputed: bool | None, lora: LoraConfig | None, replays: bool
 ) -> None:
     name = write_model(tmp_path / "model", family)
-    compute = ComputeConfig(compile_layers=True, gradient_checkpointing=recomputed)
-    random_state = torch.get_rng_state()
-    notes: list[str] = []
-    with opening.rehearsed(name, compute, lora, CPU, notes.append, share=0.5):
+    compute, notes = ComputeConfig(compile_layers=True, gradient_checkpointing=recomputed), list[str]()
+    with opening.rehearsed(maker(name), compute, lora, notes.append):
         pass
     assert notes == ["waiting for the trainer's layers, which are still being compiled"]
     assert num_traced() >= 4
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-    model = loaded.load(name, device="cpu").model
-    if lora is not None:
-        Adapter(model, lora, seed=1, base_name=name)
-    assert prepare(model, compute) == []
-    assert layers.are_compiled(model)
+    prepare_real(name, compute, lora, replays=replays)
     assert num_traced() == 0
 
 
+@pytest.mark.usefixtures("eager_graphs")
+def test_random_numbers_of_a_run_stay_the_same(tmp_path: Path) -> None:
+    name, compute, lora = (
+        write_model(tmp_path / "model"),
+        ComputeConfig(compile_layers=True),
+        LoraConfig(r=8, dropout=0.1),
+    )
+    states = []
+    for is_rehearsed in (False, True):
+        torch.compiler.reset()
+        random.seed(5)
+        torch.manual_seed(5)
+        before = random.getstate(), torch.get_rng_state().tolist()
+        if is_rehearsed:
+            with opening.rehearsed(maker(name), compute, lora, lambda _: None):
+                pass
+            assert (random.getstate(), torch.get_rng_state().tolist()) == before
+        prepare_real(name, compute, lora)
+        states.append((random.getstate(), torch.get_rng_state().tolist()))
+        assert states[-1] != before
+    assert states[0] == states[1]
+
+
 def test_a_stand_in_has_one_memory_for_each_shape(tmp_path: Path) -> None:
-    model = stand_in(write_model(tmp_path / "model"), CPU, share=0.5)
+    model = maker(write_model(tmp_path / "model"))()
     assert model is not None
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     shapes = {parameter.shape for parameter in model.parameters()}
@@ -93,44 +126,65 @@ def test_a_stand_in_has_one_memory_for_each_shape(tmp_path: Path) -> None:
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_without_room_beside_vllm_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else vLLM would find less free memory than its share when it starts, and refuse to."""
-    name = write_model(tmp_path / "model")
+@pytest.mark.parametrize(("share", "free_gib"), [(0.95, None), (0.5, 9)])
+def test_without_room_beside_vllm_nothing_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, free_gib: int | None
+) -> None:
+    """Else vLLM would find less free memory than its share when it starts, and refuse to.
+
+    None: what is free is not even measured, since that takes a CUDA context.
+    """
     whole = 16 * 2**30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (whole - 2**28, whole))
-    monkeypatch.setattr(opening, "in_thread", pytest.fail)
-    with opening.rehearsed(name, ComputeConfig(), None, torch.device("cuda", 0), pytest.fail, share=0.95):
+    free = pytest.fail if free_gib is None else lambda _: (free_gib * 2**30, whole)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=whole))
+    model = stand_in(write_model(tmp_path / "model"), torch.bfloat16, torch.device("cuda", 0), share=share)
+    assert model is None
+    with opening.rehearsed(lambda: model, ComputeConfig(), None, pytest.fail):
         pass
 
 
-def test_what_fails_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["stand_in", "_prepared"])
+def test_an_error_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     def fail(*_: object) -> bool:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise torch.OutOfMemoryError("CUDA out of memory\nand more")
 
     monkeypatch.setattr(opening, "_prepared", fail)
-    notes: list[str] = []
-    name = write_model(tmp_path / "model")
-    with opening.rehearsed(name, ComputeConfig(), None, CPU, notes.append, share=0.5):
+    notes, make = list[str](), maker(write_model(tmp_path / "model")) if failing == "_prepared" else fail
+    with opening.rehearsed(make, ComputeConfig(), None, notes.append):
         pass
-    assert notes[-1:] == ["no layers were compiled while vLLM started: OutOfMemoryError: CUDA out of memory"]
+    assert notes[-1] == "the trainer's layers are compiled when training begins: OutOfMemoryError: CUDA out of memory"
 
 
-def test_when_vllm_does_not_start_the_compiler_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_forever() -> NoReturn:
+    while True:
+        time.sleep(0.01)
+
+
+def test_a_stand_in_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = list["weakref.ref[PreTrainedModel]"]()
+    monkeypatch.setattr(opening, "_prepared", lambda model, *_: models.append(weakref.ref(model)))
+    with opening.rehearsed(maker(write_model(tmp_path / "model")), ComputeConfig(), None, lambda _: None):
+        pass
+    assert [model() for model in models] == [None]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_vllm_ready", [False, True])
+def test_ctrl_c_ends_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_vllm_ready: bool) -> None:
     """Else the process would crash as it ends."""
-    is_compiling = threading.Event()
+    numbers = list[int]()
 
     def compile_forever(*_: object) -> bool:
-        is_compiling.set()
-        while True:
-            time.sleep(0.01)
+        numbers.append(threading.get_ident())
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with suppress(SystemExit):  # as any code may
+            _run_forever()
+        _run_forever()
 
     monkeypatch.setattr(opening, "_prepared", compile_forever)
-    rehearsed = opening.rehearsed(write_model(tmp_path / "model"), ComputeConfig(), None, CPU, pytest.fail, share=0.5)
+    rehearsed = opening.rehearsed(maker(write_model(tmp_path / "model")), ComputeConfig(), None, lambda _: None)
     with pytest.raises(KeyboardInterrupt), rehearsed:
-        _interrupt_once(is_compiling)
-    assert opening.COMPILING not in {thread.name for thread in threading.enumerate() if thread.is_alive()}
-
-
-def _interrupt_once(is_begun: threading.Event) -> None:
-    assert is_begun.wait(60)
-    raise KeyboardInterrupt
+        time.sleep(0 if is_vllm_ready else 60)
+    assert numbers
+    assert sys._current_frames().keys().isdisjoint(numbers)
