@@ -103,7 +103,7 @@ def rehearsed(
                 if lora is not None:
                     Adapter(model, lora, seed=0, base_name="")
                 _prepared(model, compute, lambda _: None, None, None, ALONE)
-        except Exception as error:  # noqa: BLE001  raised again when training begins, if it is not of the stand-in
+        except Exception as error:  # noqa: BLE001  the real model raises it again, if it is not the stand-in's
             note(f"the trainer's layers are compiled when training begins: {with_class(error)}")
         finally:
             has_memory.set()

@@ -24,7 +24,7 @@ from bridge.weights.parts import Cut
 
 SAME_FLAGS = "start it with the flags that it had before"
 SPARE_BYTES = 2**30
-"""What a few short passes take beside a stand-in and its gradients; and again, what vLLM's CUDA context takes."""
+"""Room for a few short passes through a stand-in; as much again is left for vLLM's CUDA context."""
 RESTART = "restart the server, which rewrites its manifest: bridge serve-vllm"
 
 
@@ -242,17 +242,16 @@ def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
 def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: float) -> PreTrainedModel | None:
     """Return a model like an attached one, with random weights: all parameters of one shape share their memory.
 
-    Its memory, and that of its gradients, is taken from `device` at once. None if that leaves too little for a vLLM
-    with this `share` of the GPU.
+    Its memory, and that of its gradients, is allocated at once. None: there is no room for it beside a vLLM with this
+    `share` of the GPU.
     """
     model = skeleton.build(name, dtype)
     kinds = {(parameter.shape, parameter.dtype) for parameter in model.parameters()}
     needed = SPARE_BYTES + sum(shape.numel() * dtype.itemsize for shape, dtype in kinds)
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
-        if (1 - share) * whole < 2 * needed:  # known without a CUDA context, which takes memory itself
-            return None
-        if torch.cuda.mem_get_info(device)[0] - share * whole < 2 * needed:
+        least = share * whole + 2 * needed
+        if whole < least or torch.cuda.mem_get_info(device)[0] < least:  # which makes a CUDA context: in this order
             return None
     generator = torch.Generator(device)
     memory = {
@@ -261,7 +260,7 @@ def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: floa
     }
     assign(model, {name: memory[parameter.shape, parameter.dtype] for name, parameter in model.named_parameters()})
     move_buffers(model, device)
-    torch.empty(needed, dtype=torch.uint8, device=device)  # the allocator keeps it
+    torch.empty(needed, dtype=torch.uint8, device=device)  # the allocator keeps it for the gradients
     return model.eval()
 
 

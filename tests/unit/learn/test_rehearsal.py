@@ -130,9 +130,9 @@ def test_a_stand_in_has_one_memory_for_each_shape(tmp_path: Path) -> None:
 def test_without_room_beside_vllm_nothing_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, free_gib: int | None
 ) -> None:
-    """Else vLLM would find less free memory than its share when it starts, and refuse to.
+    """Else vLLM would find less free memory than its share, and not start.
 
-    None: what is free is not even measured, since that takes a CUDA context.
+    `free_gib` is None where free memory may not even be measured, which makes a CUDA context.
     """
     whole = 16 * 2**30
     free = pytest.fail if free_gib is None else lambda _: (free_gib * 2**30, whole)
