@@ -3,9 +3,10 @@
     python -m benchmarks.startup --model 7b --rounds 3
     python -m benchmarks.startup --model tiny --rounds 3 --optimizer adamw
 
-Two sides in turns. `stock` starts vLLM as `vllm serve` does, after the trainer's own imports, and spawns its processes.
-`ours` is `bridge run` as it is. `first` is a run with empty caches (vLLM's, Triton's, torch's), as on a new host,
-`second` one right after it with the same caches. Each side has its own. Weights are dummies.
+Two sides in turns. `stock` starts vLLM as `vllm serve` does, after the trainer's own imports, spawns its processes, and
+compiles the trainer's layers when vLLM is ready. `ours` is `bridge run` as it is. `first` is a run with empty caches
+(vLLM's, Triton's, torch's), as on a new host, `second` one right after it with the same caches. Each side has its own.
+Weights are dummies.
 
 Seconds count from the start of the command. `ready` is known to a second, from the server's log; `first step` is the
 line that `--json` prints. `imports` and `compiling` are parts of the server's time as the log shows them, from the end
@@ -35,12 +36,15 @@ from bridge.processes import server_log
 from bridge.run.run_directory import RunDirectory
 
 STOCK = """
+import contextlib
 from bridge.processes import preload
+from bridge_cli import rank_run
 preload.plugin_module = lambda name: None
+rank_run._rehearsed = lambda *_: contextlib.nullcontext()
 from bridge_cli.main import main
 main()
 """
-"""`bridge run` without a process that imports vLLM meanwhile."""
+"""`bridge run` without what it does while it waits: no process that imports vLLM, no layers compiled while vLLM starts."""
 SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 KINDS = ("ours first", "stock first", "ours second", "stock second")
 """The order of a round: the most telling ones come first, should there be no time for all."""

@@ -169,7 +169,7 @@ class ComputeConfig(Section, panel=MEMORY):
     activation_offload: bool | None = None
     """Keep what recomputed layers need in host memory (GPU only; default: when a sequence does not fit otherwise)."""
     compile_layers: bool | None = None
-    """Compile the model's layers, which adds about a minute to the first step (default: on a GPU)."""
+    """Compile the model's layers, which takes about a minute on a new host (default: on a GPU)."""
     attention: Literal["auto", "flash", "cudnn"] = "auto"
     """Kernel of attention on a GPU: FlashAttention 2, or cuDNN for long sequences (default: cuDNN if it is right)."""
     router_replay: bool | None = declare(None, only=("mode", ("shared_vllm", "lora_only")))
