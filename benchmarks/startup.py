@@ -44,7 +44,7 @@ rank_run._rehearsed = lambda *_: contextlib.nullcontext()
 from bridge_cli.main import main
 main()
 """
-"""`bridge run` without what it does while it waits: no process that imports vLLM, no layers compiled while vLLM starts."""
+"""`bridge run` that does nothing while it waits: no process imports vLLM, and no layers are compiled."""
 SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 KINDS = ("ours first", "stock first", "ours second", "stock second")
 """The order of a round: the most telling ones come first, should there be no time for all."""
