@@ -4,7 +4,7 @@
     python -m benchmarks.startup --model tiny --rounds 3 --optimizer adamw
 
 Two sides in turns. `stock` starts vLLM as `vllm serve` does, after the trainer's own imports, spawns its processes, and
-compiles the trainer's layers when vLLM is ready. `ours` is `bridge run` as it is. `first` is a run with empty caches
+compiles what a step runs when vLLM is ready. `ours` is `bridge run` as it is. `first` is a run with empty caches
 (vLLM's, Triton's, torch's), as on a new host, `second` one right after it with the same caches. Each side has its own.
 Weights are dummies.
 
@@ -44,7 +44,7 @@ rank_run._rehearsed = lambda *_: contextlib.nullcontext()
 from bridge_cli.main import main
 main()
 """
-"""`bridge run` that does nothing while it waits: no process imports vLLM, and no layers are compiled."""
+"""`bridge run` that does nothing while it waits: no process imports vLLM, and nothing is compiled."""
 SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 KINDS = ("ours first", "stock first", "ours second", "stock second")
 """The order of a round: the most telling ones come first, should there be no time for all."""

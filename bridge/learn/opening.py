@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bridge.config import ComputeConfig, LoraConfig, OptimizerConfig, TrainConfig
+from bridge.config import ComputeConfig, OptimizerConfig, TrainConfig
 from bridge.core.concurrency import end_thread
 from bridge.errors import AttachError, UnsupportedModelError, UsageError, first_line, with_class
 from bridge.learn.learner import Learner
@@ -18,8 +18,9 @@ from bridge.learn.policy_loss import LossSpec
 from bridge.learn.reference import open_reference
 from bridge.optimizers import factory
 from bridge.optimizers.gradient_hooks import NOTHING, Replicated
-from bridge.passes import preparation, routing, slices
+from bridge.passes import layers, pass_cost, preparation, routing, slices
 from bridge.passes.budget import Budget
+from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing_proof import Note
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers, check_slices
@@ -84,9 +85,9 @@ def learner_of(
 
 @contextmanager
 def rehearsed(
-    stand_in: Callable[[], PreTrainedModel | None], compute: ComputeConfig, lora: LoraConfig | None, note: Note
+    stand_in: Callable[[], PreTrainedModel | None], config: TrainConfig, note: Note, ranks: Ranks = ALONE
 ) -> Iterator[None]:
-    """Compile the layers of a stand-in while the block waits for vLLM; `learner_of` finds their code in memory.
+    """Compile what a step runs, on a stand-in, while the block waits for vLLM; the learner finds the code in memory.
 
     vLLM compares what is free when it starts and when it has loaded: a stand-in takes its memory before the block, and
     torch's allocator keeps it until the end. An error costs only time.
@@ -100,11 +101,12 @@ def rehearsed(
             if model is None:
                 return
             with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-                if lora is not None:
-                    Adapter(model, lora, seed=0, base_name="")
-                _prepared(model, compute, lambda _: None, None, None, ALONE)
+                if config.mode == "lora_only":
+                    Adapter(model, config.lora, seed=0, base_name="")
+                _prepared(model, config.compute, lambda _: None, None, None, ALONE)
+                _compile_step(model, config.optimizer, config.sampling.temperature, ranks)
         except Exception as error:  # noqa: BLE001  the real model raises it again, if it is not the stand-in's
-            note(f"the trainer's layers are compiled when training begins: {with_class(error)}")
+            note(f"the trainer's code is compiled when training begins: {with_class(error)}")
         finally:
             has_memory.set()
 
@@ -114,13 +116,22 @@ def rehearsed(
         has_memory.wait()
         yield
         if thread.is_alive():
-            note("waiting for the trainer's layers, which are still being compiled")
+            note("waiting for the trainer's code, which is still being compiled")
         thread.join()
     except BaseException:
         end_thread(thread)  # a process that ends while torch compiles in a thread crashes
         raise
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _compile_step(model: PreTrainedModel, choices: OptimizerConfig, temperature: float, ranks: Ranks) -> None:
+    """Compile what a step runs besides the layers: the log-probabilities, and the update of any parameter."""
+    micro_batch, trained = pass_cost.example(model, 64, 32), layers.first_trained(model)
+    logprobs_N, _ = model_logprobs(model, micro_batch, temperature)
+    torch.autograd.grad(logprobs_N.sum(), trained)
+    smallest = factory.scaled_group(min(trained, key=torch.numel), 1.0, lr=0.0, weight_decay=0.0)
+    factory.make(choices, [smallest], ranks=ranks).allocate()
 
 
 def _prepared(

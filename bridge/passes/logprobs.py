@@ -188,6 +188,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NH, head_VH, bias_V, targets_N, normalizers_N = ctx.saved_tensors
         needs_hidden, needs_head, needs_bias, *_rest = ctx.needs_input_grad
         hidden, differentiate = _operand(hidden_NH), _compiled(_raw_gradient) if ctx.compiles else _raw_gradient
+        gradient_N = gradient_N.contiguous()  # that of a sum is one number, expanded: torch would compile for it alone
         hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
         head_gradient_VH = torch.empty_like(head_VH) if needs_head else None
         bias_gradient_V = torch.empty_like(bias_V) if needs_bias else None

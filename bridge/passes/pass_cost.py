@@ -70,7 +70,7 @@ def cost_on_gpu(model: PreTrainedModel, temperature: float) -> Cost:
 
 
 def _peak_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
-    part = _example(model, num_tokens, PROBE_LENGTH)
+    part = example(model, num_tokens, PROBE_LENGTH)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
@@ -105,7 +105,7 @@ def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> 
             kept[address] = tensor  # held, so that no other tensor gets its address
         return tensor
 
-    part = _example(model, num_tokens, CPU_PROBE_LENGTH)
+    part = example(model, num_tokens, CPU_PROBE_LENGTH)
     with (
         torch.compiler.set_stance("force_eager"),  # a compiled layer would be compiled anew under the hooks
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
@@ -114,7 +114,8 @@ def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> 
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def _example(model: PreTrainedModel, num_tokens: int, length: int) -> MicroBatch:
+def example(model: PreTrainedModel, num_tokens: int, length: int) -> MicroBatch:
+    """Return a micro-batch of `num_tokens` in sequences of a `length`, with advantages of 0."""
     zeros = (0.0,) * (length - 1)
     sample = Sample(
         prompt_token_ids=(1,), token_ids=(1,) * len(zeros), sampled_logprobs=zeros, advantages=zeros, weight=0.0

@@ -137,7 +137,7 @@ def trained(
 def _rehearsed(
     ranks: "Ranks", serve: ServeConfig, opened: Opened, commands: Sequence[ServerCommand]
 ) -> contextlib.AbstractContextManager[None]:
-    """Compile the trainer's layers while vLLM starts, if this process trains a whole model in the server's memory."""
+    """Compile what a step runs while vLLM starts, if this process trains a whole model in the server's memory."""
     train, (device_type, _) = opened.train, accelerator.choose(serve.device)
     is_whole = train.trains_in_server and ranks.tp_size == ranks.cp_size == 1
     if not (is_whole and train.compute.compiles_on(device_type)):
@@ -151,7 +151,7 @@ def _rehearsed(
     dtype = torch.bfloat16 if serve.dtype == "auto" else getattr(torch, serve.dtype)
     share = float(value(commands[0].argv, "--gpu-memory-utilization") or 1)  # unknown: nothing is left beside vLLM
     model = partial(stand_in, train.model_name, dtype, device, share=share)
-    return rehearsed(model, train.compute, train.lora if train.mode == "lora_only" else None, console.note)
+    return rehearsed(model, train, console.note, ranks)
 
 
 def _command(ranks: "Ranks", job: Job, opened: Opened, manifest: Path) -> ServerCommand:

@@ -1,4 +1,4 @@
-"""Compiling the trainer's layers while vLLM starts, on a model that stands in for the attached one."""
+"""Compiling what the trainer runs while vLLM starts, on a model that stands in for the attached one."""
 
 import os
 import random
@@ -7,22 +7,26 @@ import sys
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from bridge.config import ComputeConfig, LoraConfig
+from bridge.config import TrainConfig
 from bridge.learn import opening
-from bridge.passes import attention, layers
-from bridge.ranks.world import ALONE
+from bridge.optimizers import factory, split_master
+from bridge.optimizers.split_adamw import SplitMasterAdamW
+from bridge.passes import attention, layers, logprobs
+from bridge.types import Completion, Group
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import stand_in
@@ -35,14 +39,22 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trace layers with the GPU's attention, and run their graphs as they are."""
+    """Trace what is compiled on a GPU, with the GPU's attention, and run the graphs as they are."""
     monkeypatch.setattr(layers, "COMPILER", "eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(factory, "SplitMasterAdamW", partial(SplitMasterAdamW, compiles=True))
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
-    torch.compiler.reset()
-    counters.clear()
+    _forget()
     with kernel_on_the_cpu():
         yield
+    _forget()
+
+
+def _forget() -> None:
     torch.compiler.reset()
+    logprobs._compiled.cache_clear()
+    split_master.compiled.cache_clear()
+    counters.clear()
 
 
 def write_model(folder: Path, family: str = "Llama 3, 3.1") -> str:
@@ -60,58 +72,82 @@ def maker(name: str) -> Callable[[], PreTrainedModel | None]:
     return partial(stand_in, name, torch.bfloat16, CPU, share=0.5)
 
 
-def prepare_real(name: str, compute: ComputeConfig, lora: LoraConfig | None, *, replays: bool = False) -> None:
-    model, notes = loaded.load(name, device="cpu").model, list[str]()
-    if lora is not None:
-        Adapter(model, lora, seed=1, base_name=name)
+def config_of(name: str, **choices: Any) -> TrainConfig:
+    fixed = {"model_name": name, "compile_layers": True, "batch_size": 2, "group_size": 2, "lr": 1e-3}
+    return TrainConfig.of(**fixed, **choices)
+
+
+def group_of(experts: tuple[int, int] | None) -> Group:
+    """Return two completions of one prompt, with the experts of every token where a model replays them."""
+    prompt, made = (1, 2, 3), list[Completion]()
+    for token_ids in ((4, 5, 6, 7), (8, 9)):
+        num_tokens = len(prompt) + len(token_ids) - 1
+        sent_to = b"" if experts is None else array("h", range(experts[1])).tobytes() * (experts[0] * num_tokens)
+        made.append(
+            Completion(
+                token_ids=token_ids,
+                logprobs=(-1.0,) * len(token_ids),
+                text="",
+                finish_reason="stop",
+                experts=sent_to,
+            )
+        )
+    return Group(problem={"prompt": "?"}, prompt_token_ids=prompt, completions=tuple(made), rewards=(0.0, 1.0))
+
+
+def train_real(config: TrainConfig, *, replays: bool = False) -> None:
+    """Take one step."""
+    opened, notes = loaded.load(config.model_name, device="cpu"), list[str]()
+    if config.mode == "lora_only":
+        adapter = Adapter(opened.model, config.lora, seed=1, base_name=config.model_name)
+        opened = replace(opened, lr_factors=adapter.lr_factors())
+    model = opened.model
     experts = (model.config.num_hidden_layers, model.config.num_experts_per_tok) if replays else None
-    opening._prepared(model, compute, notes.append, 64, experts, ALONE)
+    learner = opening.learner_of(config, opened, notes.append, 64, experts)
     assert layers.are_compiled(model)
-    assert notes == []
+    learner.take([group_of(experts)])
+    learner.prepare()
+    learner.write()
+    assert [note for note in notes if "compiled" in note] == []
 
 
 @pytest.mark.usefixtures("eager_graphs")
 @pytest.mark.parametrize(
-    ("family", "recomputed", "lora", "replays"),
+    ("family", "choices", "replays"),
     [
-        ("Llama 3, 3.1", None, None, False),
-        ("Llama 3, 3.1", True, None, False),
-        ("Llama 3, 3.1", None, LoraConfig(r=8), False),
-        ("Qwen3-MoE", None, None, False),
-        ("Qwen3-MoE", None, None, True),
+        ("Llama 3, 3.1", {"optimizer": "adamw-bf16"}, False),
+        ("Llama 3, 3.1", {"gradient_checkpointing": True, "optimizer": "adamw-8bit", "temperature": 0.7}, False),
+        ("Llama 3, 3.1", {"mode": "lora_only", "lora_r": 8, "offload_optimizer": False}, False),
+        ("Qwen3-MoE", {}, False),
+        ("Qwen3-MoE", {}, True),
     ],
 )
-def test_the_real_model_finds_all_compiled_layers(
-    tmp_path: Path, family: str, recomputed: bool | None, lora: LoraConfig | None, replays: bool
+def test_the_first_step_finds_everything_compiled(
+    tmp_path: Path, family: str, choices: dict[str, Any], replays: bool
 ) -> None:
-    name = write_model(tmp_path / "model", family)
-    compute, notes = ComputeConfig(compile_layers=True, gradient_checkpointing=recomputed), list[str]()
-    with opening.rehearsed(maker(name), compute, lora, notes.append):
+    config, notes = config_of(write_model(tmp_path / "model", family), **choices), list[str]()
+    with opening.rehearsed(maker(config.model_name), config, notes.append):
         pass
-    assert notes == ["waiting for the trainer's layers, which are still being compiled"]
-    assert num_traced() >= 4
-    prepare_real(name, compute, lora, replays=replays)
+    assert notes == ["waiting for the trainer's code, which is still being compiled"]
+    assert num_traced() >= 6
+    train_real(config, replays=replays)
     assert num_traced() == 0
 
 
 @pytest.mark.usefixtures("eager_graphs")
 def test_random_numbers_of_a_run_stay_the_same(tmp_path: Path) -> None:
-    name, compute, lora = (
-        write_model(tmp_path / "model"),
-        ComputeConfig(compile_layers=True),
-        LoraConfig(r=8, dropout=0.1),
-    )
-    states = []
+    choices = {"mode": "lora_only", "lora_r": 8, "lora_dropout": 0.1}
+    config, states = config_of(write_model(tmp_path / "model"), **choices), []
     for is_rehearsed in (False, True):
-        torch.compiler.reset()
+        _forget()
         random.seed(5)
         torch.manual_seed(5)
         before = random.getstate(), torch.get_rng_state().tolist()
         if is_rehearsed:
-            with opening.rehearsed(maker(name), compute, lora, lambda _: None):
+            with opening.rehearsed(maker(config.model_name), config, lambda _: None):
                 pass
             assert (random.getstate(), torch.get_rng_state().tolist()) == before
-        prepare_real(name, compute, lora)
+        train_real(config)
         states.append((random.getstate(), torch.get_rng_state().tolist()))
         assert states[-1] != before
     assert states[0] == states[1]
@@ -140,7 +176,7 @@ def test_without_room_beside_vllm_nothing_is_compiled(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=whole))
     model = stand_in(write_model(tmp_path / "model"), torch.bfloat16, torch.device("cuda", 0), share=share)
     assert model is None
-    with opening.rehearsed(lambda: model, ComputeConfig(), None, pytest.fail):
+    with opening.rehearsed(lambda: model, TrainConfig.of(model_name="m"), pytest.fail):
         pass
 
 
@@ -151,9 +187,9 @@ def test_an_error_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(opening, "_prepared", fail)
     notes, make = list[str](), maker(write_model(tmp_path / "model")) if failing == "_prepared" else fail
-    with opening.rehearsed(make, ComputeConfig(), None, notes.append):
+    with opening.rehearsed(make, TrainConfig.of(model_name="m"), notes.append):
         pass
-    assert notes[-1] == "the trainer's layers are compiled when training begins: OutOfMemoryError: CUDA out of memory"
+    assert "the trainer's code is compiled when training begins: OutOfMemoryError: CUDA out of memory" in notes
 
 
 def _run_forever() -> NoReturn:
@@ -162,9 +198,10 @@ def _run_forever() -> NoReturn:
 
 
 def test_a_stand_in_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = list["weakref.ref[PreTrainedModel]"]()
+    models, config = list["weakref.ref[PreTrainedModel]"](), TrainConfig.of(model_name="m")
     monkeypatch.setattr(opening, "_prepared", lambda model, *_: models.append(weakref.ref(model)))
-    with opening.rehearsed(maker(write_model(tmp_path / "model")), ComputeConfig(), None, lambda _: None):
+    monkeypatch.setattr(opening, "_compile_step", lambda *_: None)
+    with opening.rehearsed(maker(write_model(tmp_path / "model")), config, lambda _: None):
         pass
     assert [model() for model in models] == [None]
 
@@ -183,7 +220,8 @@ def test_ctrl_c_ends_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         _run_forever()
 
     monkeypatch.setattr(opening, "_prepared", compile_forever)
-    rehearsed = opening.rehearsed(maker(write_model(tmp_path / "model")), ComputeConfig(), None, lambda _: None)
+    config = TrainConfig.of(model_name="m")
+    rehearsed = opening.rehearsed(maker(write_model(tmp_path / "model")), config, lambda _: None)
     with pytest.raises(KeyboardInterrupt), rehearsed:
         time.sleep(0 if is_vllm_ready else 60)
     assert numbers
