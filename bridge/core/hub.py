@@ -5,8 +5,10 @@ It also uploads what `bridge export` wrote.
 
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
+
+from huggingface_hub import HfApi, constants, errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from bridge.core.concurrency import in_thread
 from bridge.core.foreign_code import shortened
@@ -16,6 +18,8 @@ CONFIG_NAME = "config.json"
 REQUEST_LIMIT_S = 5.0
 LIMIT_S = 10.0
 """Limit for all requests together, because a DNS lookup has no time limit of its own."""
+UNREACHABLE = ("ConnectError", "ConnectTimeout", "ConnectionError", "TimeoutError")
+"""Names of errors without a connection: the HTTP library of huggingface_hub depends on its version."""
 ELSEWHERE = "VLLM_USE_MODELSCOPE"
 """With this variable vLLM takes models from another hub."""
 
@@ -31,7 +35,7 @@ def fetch_config(model: str) -> Path | None:
     if "://" in model or os.environ.get(ELSEWHERE, "").lower() in {"1", "true"}:
         return None
     try:
-        return in_thread(_downloading(model), "download").result(LIMIT_S).parent
+        return in_thread(lambda: _download(model), "download").result(LIMIT_S).parent
     except Exception as error:  # requests fail in ways that differ between versions of huggingface_hub
         why, remedy = _explained(error, model)
         raise UsageError(f"--model {model}: {why}", remedy=remedy) from error
@@ -39,8 +43,6 @@ def fetch_config(model: str) -> Path | None:
 
 def _explained(error: Exception, model: str) -> tuple[str, str]:
     """Return why the configuration could not be fetched, and what to do."""
-    from huggingface_hub import constants, errors
-
     hub = f"the hub at {constants.ENDPOINT}"
     if isinstance(error, errors.HFValidationError):
         return f"no such folder in {Path.cwd()}, and not a name on the hub", "--model ORGANISATION/NAME"
@@ -50,33 +52,42 @@ def _explained(error: Exception, model: str) -> tuple[str, str]:
         return f"{hub} has no such model, or hides it from you", "for a private model: hf auth login"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return f"{hub} has no {CONFIG_NAME} of it", "choose a model in the format of transformers"
-    root: BaseException = error  # huggingface_hub wraps the first cause in advice
-    while root.__cause__ is not None:
-        root = root.__cause__
-    silent = f"{hub} does not answer ({shortened(root, 100) or f'within {LIMIT_S:g} s'})"
     return (
-        f"not downloaded yet, and {'HF_HUB_OFFLINE is set' if constants.HF_HUB_OFFLINE else silent}",
+        f"not downloaded yet, and {'HF_HUB_OFFLINE is set' if constants.HF_HUB_OFFLINE else _silence(error)}",
         f"give a folder, or download it where there is a network: hf download {model}",
     )
 
 
-def _downloading(model: str) -> Callable[[], Path]:
-    """Return the download. The library is imported here, so that the time limit covers the network alone."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+def _silence(error: Exception) -> str:
+    root: BaseException = error  # huggingface_hub wraps the first cause in advice
+    while root.__cause__ is not None:
+        root = root.__cause__
+    return f"the hub at {constants.ENDPOINT} does not answer ({shortened(root, 100) or f'within {LIMIT_S:g} s'})"
 
-    def download() -> Path:
-        if not constants.HF_HUB_OFFLINE:  # a download would retry for half a minute
-            get_hf_file_metadata(hf_hub_url(model, CONFIG_NAME), timeout=REQUEST_LIMIT_S)
-        shown = not are_progress_bars_disabled()
-        disable_progress_bars()
-        try:
-            return Path(hf_hub_download(model, CONFIG_NAME, etag_timeout=REQUEST_LIMIT_S))
-        finally:
-            if shown:
-                enable_progress_bars()
 
-    return download
+def silence(data_set: str) -> str:
+    """Return why the hub cannot be reached for `data_set`; empty if it can: one that is slow to answer may yet do so.
+
+    The library datasets would retry for half a minute.
+    """
+    try:
+        url = hf_hub_url(data_set, "README.md", repo_type="dataset")
+        in_thread(lambda: get_hf_file_metadata(url, timeout=REQUEST_LIMIT_S), "hub").result(LIMIT_S)
+    except Exception as error:  # noqa: BLE001  as above
+        return _silence(error) if type(error).__name__ in UNREACHABLE else ""
+    return ""
+
+
+def _download(model: str) -> Path:
+    if not constants.HF_HUB_OFFLINE:  # a download would retry for half a minute
+        get_hf_file_metadata(hf_hub_url(model, CONFIG_NAME), timeout=REQUEST_LIMIT_S)
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        return Path(hf_hub_download(model, CONFIG_NAME, etag_timeout=REQUEST_LIMIT_S))
+    finally:
+        if shown:
+            enable_progress_bars()
 
 
 def check_push(repo: str) -> None:
@@ -85,8 +96,6 @@ def check_push(repo: str) -> None:
     Raises:
         UsageError: the name is invalid, there is no login, or the hub does not answer.
     """
-    from huggingface_hub import HfApi, hf_hub_url
-
     try:
         hf_hub_url(repo, CONFIG_NAME)  # checks the name
         HfApi().whoami()
@@ -104,8 +113,6 @@ def push(folder: Path, repo: str, *, leave_out: str) -> str:
     Raises:
         UsageError: the hub refuses, or does not answer.
     """
-    from huggingface_hub import HfApi
-
     api = HfApi()
     try:
         page = api.create_repo(repo, private=True, exist_ok=True)

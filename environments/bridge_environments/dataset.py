@@ -153,13 +153,20 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
         ) from error
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    from bridge.core import hub
+
+    silence = hub.silence(path) if "name" in options else ""
+    is_offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = is_offline or bool(silence)  # then it looks into its cache at once
     try:
         splits = datasets.load_dataset(path, **options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(
-            f"{flag} {source}: cannot be loaded: {shortened(error, 300)}",
+            f"{flag} {source}: cannot be loaded: {silence or shortened(error, 300)}",
             remedy=f"check its name and the network, or use a local copy: {flag} path/to/folder",
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = is_offline
     if "train" not in splits:
         raise UsageError(
             f"{flag} {source} has no split train, found {', '.join(splits)}",

@@ -256,8 +256,8 @@ def test_missing_configuration_is_downloaded_alone(
         requests.append((name, file))
         return str(folder / file)
 
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda _url, **_: None)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("bridge.core.hub.get_hf_file_metadata", lambda _url, **_: None)
+    monkeypatch.setattr("bridge.core.hub.hf_hub_download", download)
     assert answer(["plan", "--json", "--model", "org/model", "--gpu-memory", "139.8"]) == 0
     assert json.loads(capsys.readouterr().out)["recommended"] == "bridge run --model org/model"
     assert requests == [("org/model", "config.json")]
@@ -267,7 +267,7 @@ def test_unreachable_hub_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
     def unreachable(_url: str, **_: object) -> str:
         raise ConnectionError("no such host\nand more")
 
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    monkeypatch.setattr("bridge.core.hub.get_hf_file_metadata", unreachable)
     assert answer(["plan", "--model", "org/no-such-model-anywhere", "--gpu-memory", "80"]) == 2
     first, *_ = capsys.readouterr().err.splitlines()
     assert first.startswith("error: --model org/no-such-model-anywhere: not downloaded yet, and the hub at ")

@@ -5,6 +5,7 @@ import multiprocessing
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,17 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
+from huggingface_hub import constants
 from PIL import Image
 from pyarrow import parquet
 
 from bridge.config import TaskConfig
+from bridge.core import hub as hub_module
+from bridge.core.address import free_port
 from bridge.errors import RewardError, UsageError
 from bridge.types import Environment, Problem
 from bridge_environments import dataset, registry
+from tests.unit.http_server import HttpRequest, serving
 
 Write = Callable[..., Path]
 WORKED = "4*2=<<4*2=8>>8\n#### 1,008"
@@ -124,7 +129,56 @@ def test_another_file_is_told_what_jsonl_is(write: Write) -> None:
     assert "a JSONL file has a JSON object in each line" in refused.remedy
 
 
+@pytest.fixture
+def hub_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let the hub be at another address."""
+    path = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+
+    def move(url: str) -> None:
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + path)
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+
+    return move
+
+
+def test_an_unreachable_hub_is_not_retried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub_at: Callable[[str], None]
+) -> None:
+    def wait(seconds: float) -> None:
+        raise AssertionError(f"waits {seconds} s for another try")
+
+    monkeypatch.setattr("time.sleep", wait)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    hub_at(f"http://127.0.0.1:{free_port('127.0.0.1')}")
+    silence = f"the hub at {constants.ENDPOINT} does not answer ([Errno 111] Connection refused)"
+    assert refusal("gsm8k", data="openai/gsm8k").message == f"--data openai/gsm8k: cannot be loaded: {silence}"
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_a_hub_that_is_slow_to_answer_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, hub_at: Callable[[str], None]
+) -> None:
+    monkeypatch.setattr(hub_module, "REQUEST_LIMIT_S", 0.1)
+    is_late = threading.Event()
+
+    def answer(_: HttpRequest) -> None:
+        is_late.wait(5.0)
+
+    def load_dataset(path: str, **options: Any) -> Any:
+        is_late.set()
+        assert not datasets.config.HF_HUB_OFFLINE
+        return {"train": datasets.Dataset.from_list([{"question": "a?", "answer": WORKED}])}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with serving(answer) as server:
+        hub_at(server.url)
+        assert len(prompts(load("gsm8k", data="openai/gsm8k"))) == 1
+    assert len(server.requests) == 1
+
+
 def test_a_name_on_the_hub_is_asked_for_by_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "silence", lambda _: "")
     calls: list[Any] = []
 
     def load_dataset(path: str, **options: Any) -> Any:
@@ -143,6 +197,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
     def load_dataset(path: str, **options: Any) -> Any:
         raise error
 
+    monkeypatch.setattr(hub_module, "silence", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     refused = refusal("gsm8k", data="openai/gsm8k")
     assert refused.message == "--data openai/gsm8k: cannot be loaded: no route"

@@ -216,7 +216,7 @@ def test_an_export_is_pushed_without_the_mark(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(calls))
+    monkeypatch.setattr("bridge.core.hub.HfApi", lambda: FakeHub(calls))
     source, out = full(tmp_path / "step_3", base), tmp_path / "out"
     assert answer(["export", str(source), "--out", str(out), "--push", "mine", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"folder": str(out), "page": "hub/mine"}
@@ -227,7 +227,7 @@ def test_a_failed_push_keeps_the_folder_and_names_a_command(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(calls, RuntimeError("403 Forbidden\nfor you")))
+    monkeypatch.setattr("bridge.core.hub.HfApi", lambda: FakeHub(calls, RuntimeError("403 Forbidden\nfor you")))
     source, out = full(tmp_path / "step_3", base), tmp_path / "out"
     assert answer(["export", str(source), "--out", str(out), "--push", "mine"]) == 2
     err = capsys.readouterr().err
