@@ -169,8 +169,11 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
 
 
 @contextlib.contextmanager
-def taking(host: str, port: int) -> Iterator[None]:
-    """Let no other run start a server on `port` during the block: it is free until vLLM listens, a minute later."""
+def taking(host: str, port: int) -> Iterator[socket.socket]:
+    """Let no other run start a server on `port` during the block: it is free until vLLM listens, a minute later.
+
+    Yields what marks it. A program that inherits that, and its processes, mark the port until they end.
+    """
     with socket.socket(socket.AF_UNIX) as mark:
         try:
             mark.bind(f"\0bridge-port-{port}")  # abstract: no file, gone with this process, and seen where the port is
@@ -180,7 +183,7 @@ def taking(host: str, port: int) -> Iterator[None]:
                 f"port {port} is about to be taken: another run of Bridge is starting a server on it",
                 remedy=f"choose another with --port, such as {free_port(host)}",
             ) from error
-        yield
+        yield mark
 
 
 def clear_manifest(path: Path, output: Output = PLAIN) -> None:

@@ -9,6 +9,7 @@ import typer
 from bridge.config import ServeConfig
 from bridge.processes import accelerator
 from bridge.processes.server_command import prepare
+from bridge.processes.start_checks import taking
 from bridge_cli import console
 from bridge_cli.options import from_config
 
@@ -26,4 +27,6 @@ def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
     """
     command = prepare(config, vllm_flags or [], trainer=accelerator.expected(config), output=console)
     sys.stdout.flush()
-    os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606
+    with taking(config.host, config.port) as mark:
+        mark.set_inheritable(True)
+        os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606

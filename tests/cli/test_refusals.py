@@ -380,6 +380,35 @@ def test_a_model_that_is_not_on_the_hub_is_refused(
     assert error == "error: --model Qwen/Qwen2.5-0.5B-Instrct: not downloaded yet, and HF_HUB_OFFLINE is set"
 
 
+SERVE_SLOWLY = """
+import dataclasses, sys
+from bridge.processes.server_command import ServerCommand
+from bridge_cli import main, serve
+
+def slow(config, flags, **_):
+    argv = (sys.executable, "-c", "import sys, time; print('starting', file=sys.stderr, flush=True); time.sleep(600)")
+    return dataclasses.replace(ServerCommand.of(config, flags), argv=argv)
+
+serve.prepare = slow
+main.main()
+"""
+
+
+@pytest.mark.xdist_group("commands")
+@pytest.mark.timeout(2 * RUN_LIMIT_S)
+def test_a_port_of_a_server_that_is_starting_is_refused(bridge: Bridge, exported: Manifest) -> None:
+    port = str(free_port("127.0.0.1"))
+    arguments = ["serve-vllm", "--model", exported.model, "--port", port]
+    process = Command(arguments, bridge.folder, program=SERVE_SLOWLY, environment={})
+    try:
+        assert "starting" in process.lines(RUN_LIMIT_S), process.stderr
+        error = bridge.refused(2, *arguments)
+        assert error.startswith(f"error: port {port} is about to be taken: another run of Bridge is starting a server")
+    finally:
+        process.kill()
+        process.wait()
+
+
 HOSTS = ["", "a..b", "x" * 70, "1.2.3.4:80", "http://a", "[::1]", "a b", "-a"]
 URLS = ["127.0.0.1:8000", "http://", "http://a..b:1", "http://a:99999", "ftp://a:1", "http://[::1", "http://a:1,b"]
 
