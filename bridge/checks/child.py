@@ -68,31 +68,35 @@ class Ended:
 
 
 def run_child(
-    *arguments: str, timeout_s: float, stdin: str = "", own_group: bool = True, module: str = MODULE
+    *arguments: str,
+    timeout_s: float,
+    stdin: str = "",
+    own_group: bool = True,
+    module: str = MODULE,
+    began: Callable[[subprocess.Popen[str]], object] = id,
 ) -> Ended:
     """Run `python -m module`, without the current folder on the path, and wait until it ends.
 
     A child of a child stays in its parent's process group (`own_group=False`), so that killing the group kills both.
+    `began` gets the process, which it may kill.
     """
     command = [sys.executable, "-P", "-c", _START, _ROOT, module, *arguments]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=own_group)
-    timed_out = False
+    returncode = None
     try:
+        began(process)
         stdout, stderr = process.communicate(stdin, timeout=timeout_s)
+        returncode = process.returncode
     except BaseException as error:
-        if own_group:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the child leads its own group: nobody else is in it
-        else:
-            process.kill()
+        with suppress(ProcessLookupError):
+            kill = os.killpg if own_group else os.kill  # nobody else is in the group that the child leads
+            kill(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
-        timed_out = isinstance(error, subprocess.TimeoutExpired)
-        if not timed_out:
+        if not isinstance(error, subprocess.TimeoutExpired):
             raise
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     own = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]  # libraries may warn after it
-    returncode = None if timed_out else process.returncode
     return Ended(returncode=returncode, stdout=stdout, last_error_line=(own or lines or [""])[-1])
 
 

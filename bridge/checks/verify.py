@@ -7,9 +7,10 @@ import json
 import math
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ LOGPROB_MEAN_LIMIT = 0.05
 LOGPROBS = "log-probabilities"
 TRIES = 5
 """Retries, because a publication can change versions between two reads."""
+POLL_S = 0.1
 MODULE = "bridge.checks.verify"
 """Runs once for each part of a model, if there are several."""
 RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
@@ -252,9 +254,12 @@ def diffs_of_parts(
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     sampled = messages.dumps([experts, *groups]).decode()
+    processes: list[subprocess.Popen[str]] = []
 
     def computed(part: int) -> str:
-        ended = run_child(*map(str, (path, part, port)), module=MODULE, timeout_s=timeout_s, stdin=sampled)
+        ended = run_child(
+            *map(str, (path, part, port)), module=MODULE, timeout_s=timeout_s, stdin=sampled, began=processes.append
+        )
         if trouble := ended.trouble():
             raise AttachError(
                 f"the process of part {part} did not compute: {trouble}",
@@ -263,8 +268,15 @@ def diffs_of_parts(
         return ended.stdout
 
     with ThreadPoolExecutor(num_parts) as pool:
-        first, *_ = pool.map(computed, range(num_parts))
-    return torch.tensor(json.loads(first))
+        parts = [pool.submit(computed, part) for part in range(num_parts)]
+        try:
+            for part in as_completed(parts):
+                part.result()
+        finally:  # they would wait for each other
+            while wait(parts, timeout=POLL_S).not_done:
+                for process in processes:
+                    process.kill()
+    return torch.tensor(json.loads(parts[0].result()))
 
 
 def print_diffs_of_part(path: str, rank: str, port: str) -> None:

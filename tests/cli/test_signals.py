@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from bridge.core.interrupt import SIGNALS, acting_interrupt, deferred_interrupt
 from bridge.errors import UsageError
 from bridge_cli.signals import DisconnectableStream, InterruptHandler
 from tests.cli.test_refusals import RUN_LIMIT_S, RUN_ON_A_TOY, TOY_VLLM
+from tests.forked import Command
 from tests.models import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,38 @@ def ends(ending: InterruptHandler, number: int) -> bool:
     except KeyboardInterrupt:
         return True
     return False
+
+
+VERIFY_IN_PARTS = """
+from pathlib import Path
+from bridge.checks import verify
+from bridge_cli import main
+from bridge_cli.verify import discovery
+
+HANGS = Path("import time; time.sleep(600)")
+verify.MODULE = "timeit"
+verify.verify = lambda path: iter([verify.logprobs(verify.diffs_of_parts(path, 2, [], None, timeout_s=600))])
+discovery.find = lambda given: HANGS
+main.main()
+"""
+
+
+@pytest.mark.xdist_group("commands")
+@pytest.mark.timeout(3 * RUN_LIMIT_S)
+def test_ctrl_c_ends_the_processes_of_verify(tmp_path: Path) -> None:
+    process = Command(["verify", "--vllm-config-path", "m.json"], tmp_path, program=VERIFY_IN_PARTS)
+    try:
+        deadline, parts = time.monotonic() + RUN_LIMIT_S, list[psutil.Process]()
+        while len(parts) < 2 and time.monotonic() < deadline:
+            parts = [child for child in psutil.Process(process.pid).children() if "timeit" in child.cmdline()]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(RUN_LIMIT_S) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert process.stderr == "interrupted\n"
+    assert len(parts) == 2
+    assert not [part for part in parts if part.is_running()]
 
 
 @pytest.mark.parametrize("number", OTHERS)
