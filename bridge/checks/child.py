@@ -80,9 +80,14 @@ def run_child(
     A child of a child stays in its parent's process group (`own_group=False`), so that killing the group kills both.
     `began` gets the process, which it may kill.
     """
-    command = [sys.executable, "-P", "-c", _START, _ROOT, module, *arguments]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=own_group)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _START, _ROOT, module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=own_group,
+    )
     returncode = None
     try:
         began(process)
@@ -90,8 +95,8 @@ def run_child(
         returncode = process.returncode
     except BaseException as error:
         with suppress(ProcessLookupError):
-            kill = os.killpg if own_group else os.kill  # nobody else is in the group that the child leads
-            kill(process.pid, signal.SIGKILL)
+            # nobody else is in the group that the child leads
+            (os.killpg if own_group else os.kill)(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise

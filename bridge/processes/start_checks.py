@@ -191,11 +191,13 @@ def clear_manifest(path: Path, output: Output = PLAIN) -> None:
     if not os.path.lexists(path):
         return
     manifest.refuse_other_file(path)
+    existing = None
     try:
         existing = manifest.read(path)
         manifest.check_server(existing, path)
     except ManifestError as error:
-        _refuse_out_of_sight(path)
+        if existing is not None:  # else it is of another version
+            _refuse_out_of_sight(existing, path)
         output.note(f"replacing the manifest of a server that is gone: {error.message}", style="yellow")
         path.unlink()
         return
@@ -205,12 +207,8 @@ def clear_manifest(path: Path, output: Output = PLAIN) -> None:
     )
 
 
-def _refuse_out_of_sight(path: Path) -> None:
+def _refuse_out_of_sight(existing: manifest.Manifest, path: Path) -> None:
     """Refuse a manifest whose server may be alive on another host or in another container."""
-    try:
-        existing = manifest.read(path)
-    except ManifestError:  # of another version
-        return
     is_here = existing.boot_id == boot_id()
     if existing.server.is_visible() if is_here else existing.host == socket.gethostname():
         return

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from bridge.core.interrupt import deferred_interrupt
+from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 
 Result = TypeVar("Result")
 PATIENCE_S = 5.0
@@ -88,25 +88,27 @@ class EventLoop:
         self._calls.put(act)
         return await asyncio.wrap_future(result)
 
+    @deferred_interrupt()  # half closed, it would lose the tasks that are left
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel everything that is left, then run `last`, and end the thread."""
+        """Cancel everything that is left, then run `last`, and end the thread; a second interrupt ends the wait."""
         if self._thread is None:
             last.close()
             return
         task: Future[asyncio.Task[None]] = Future()
+        self._begin(self._end(last), task)
         try:
-            self._begin(self._end(last), task)
-            try:
+            with acting_interrupt():
                 self._wait(task)
-            except KeyboardInterrupt:
+        except KeyboardInterrupt:
+            with acting_interrupt():
                 self._wait(task)
-                raise
-            task.result().result()
+            raise
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._thread = None
             self._loop.close()
+        task.result().result()
 
     async def _end(self, last: Coroutine[Any, Any, None]) -> None:
         if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -155,11 +157,9 @@ class EventLoop:
 
     def _run_forever(self) -> None:
         while True:
-            try:
+            with suppress(KeyboardInterrupt, SystemExit):  # raised by a task, which also has it as its result
                 self._loop.run_forever()
-            except (KeyboardInterrupt, SystemExit):  # raised by a task, which also has it as its result
-                continue
-            return
+                return
 
 
 def _wake() -> None:

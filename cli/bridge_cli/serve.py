@@ -1,7 +1,6 @@
 """`bridge serve-vllm`: check everything that can be checked, then become the stock vLLM with our patches."""
 
 import os
-import sys
 from typing import Annotated
 
 import typer
@@ -26,7 +25,6 @@ def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
     This process becomes vllm serve: Ctrl-C and the exit code are vLLM's own.
     """
     command = prepare(config, vllm_flags or [], trainer=accelerator.expected(config), output=console)
-    sys.stdout.flush()
     with taking(config.host, config.port) as mark:
         mark.set_inheritable(True)
         os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606

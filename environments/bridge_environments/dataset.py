@@ -174,8 +174,10 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
         )
 
     def split(name: str) -> Rows:
-        rows = [(f"row {number}", values) for number, values in enumerate(splits[name].to_list(), start=1)]
-        return Rows(source=f"{source}, split {name}", rows=rows)
+        return Rows(
+            source=f"{source}, split {name}",
+            rows=[(f"row {number}", values) for number, values in enumerate(splits[name].to_list(), start=1)],
+        )
 
     return split("train"), split("test") if "test" in splits else None
 

@@ -121,3 +121,39 @@ def test_an_interrupt_at_any_moment_of_the_first_call_is_raised() -> None:
         if not presses.has_pressed:
             break
     assert number > 100
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # before anything is closed
+@pytest.mark.timeout(60)
+def test_an_interrupt_at_any_moment_of_closing_leaves_nothing_half_closed() -> None:
+    for number in itertools.count():
+        loop, presses, ended = EventLoop(), Presses(number), list[str]()
+
+        async def wait(ended: list[str] = ended) -> None:
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.append("task")
+
+        async def last(ended: list[str] = ended) -> None:
+            ended.append("last")
+
+        async def start() -> "asyncio.Task[None]":
+            task = asyncio.create_task(wait())
+            await asyncio.sleep(0)
+            return task  # else nobody holds it
+
+        task = loop.run(start())
+        try:
+            with presses:
+                loop.close(last())
+        except KeyboardInterrupt:
+            assert presses.has_pressed
+            if not ended:
+                assert loop.run(asyncio.sleep(0, "usable")) == "usable"
+                loop.close(last())
+        assert task.cancelled()
+        assert ended == ["task", "last"]
+        if not presses.has_pressed:
+            break
+    assert number > 100
