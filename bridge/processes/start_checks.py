@@ -187,7 +187,18 @@ def taking(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def clear_manifest(path: Path, output: Output = PLAIN) -> None:
-    """Remove a stale manifest: once `path` exists, the new server can be attached to."""
+    """Remove a stale manifest: once `path`, absolute, exists, the new server can be attached to.
+
+    Raises:
+        UsageError: a live server has it, or nothing can be written there.
+        ManifestError: another file is there.
+    """
+    folder = next(parent for parent in path.parents if os.access(parent, os.F_OK))
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise UsageError(
+            f"cannot write the manifest {path}: {folder} is not a folder in which you may write",
+            remedy="choose another path with --vllm-config-path",
+        )
     if not os.path.lexists(path):
         return
     manifest.refuse_other_file(path)

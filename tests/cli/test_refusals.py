@@ -380,6 +380,17 @@ def test_a_model_that_is_not_on_the_hub_is_refused(
     assert error == "error: --model Qwen/Qwen2.5-0.5B-Instrct: not downloaded yet, and HF_HUB_OFFLINE is set"
 
 
+@pytest.mark.parametrize("command", ["serve-vllm", "run"])
+def test_a_manifest_that_cannot_be_written_is_refused(bridge: Bridge, exported: Manifest, command: str) -> None:
+    (bridge.folder / "file").touch()
+    path = bridge.folder / "file" / "below" / "m.json"
+    port = str(free_port("127.0.0.1"))
+    error = bridge.refused(2, command, "--model", exported.model, "--port", port, "--vllm-config-path", path)
+    assert error == (
+        f"error: cannot write the manifest {path}: {bridge.folder / 'file'} is not a folder in which you may write"
+    )
+
+
 SERVE_SLOWLY = """
 import dataclasses, sys
 from bridge.processes.server_command import ServerCommand
