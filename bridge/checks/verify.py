@@ -134,18 +134,30 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
         names = sorted(first.digests.keys() | replica.digests.keys())
         if different := [name for name in names if first.digests.get(name) != replica.digests.get(name)]:
             found = f"{len(different)} of {len(names)} tensors of {path} differ from those of {paths[0]}"
-            remedy = "end the run, and continue with --resume: every server loads the same checkpoint"
-            return judged("replicas", False, f"{found}, the first: {different[0]}", expected, remedy)
-    found = f"{len(paths)} servers have equal checksums of {len(first.digests)} tensors, version {first.version}"
-    return judged("replicas", True, found, expected, RESTART)
+            return judged(
+                "replicas",
+                False,
+                f"{found}, the first: {different[0]}",
+                expected,
+                "end the run, and continue with --resume: every server loads the same checkpoint",
+            )
+    return judged(
+        "replicas",
+        True,
+        f"{len(paths)} servers have equal checksums of {len(first.digests)} tensors, version {first.version}",
+        expected,
+        RESTART,
+    )
 
 
 def storages(attached: AttachedModel) -> Check:
     outside = attached.unshared_parameters()
     total = sum(1 for _ in attached.model.parameters())
-    found = f"{total} of {total} parameters lie in the server's memory"
-    if outside:
-        found = f"{len(outside)} of {total} parameters lie elsewhere, the first: {outside[0]}"
+    found = (
+        f"{len(outside)} of {total} parameters lie elsewhere, the first: {outside[0]}"
+        if outside
+        else f"{total} of {total} parameters lie in the server's memory"
+    )
     return judged("storages", not outside, found, "every parameter lies in the server's memory", RESTART)
 
 
@@ -187,9 +199,11 @@ def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
 def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
     ours = {name: digest(tensor) for name, tensor in attached.server_tensors.items()}
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    found = f"{len(ours)} of {len(ours)} tensors have equal checksums"
-    if different:
-        found = f"{len(different)} of {len(ours)} tensors differ, the first: {different[0]}"
+    found = (
+        f"{len(different)} of {len(ours)} tensors differ, the first: {different[0]}"
+        if different
+        else f"{len(ours)} of {len(ours)} tensors have equal checksums"
+    )
     return judged("checksums", not different, found, "equal checksums of every tensor from both sides", RESTART)
 
 
@@ -323,8 +337,9 @@ def _is_same(left: float, right: float) -> bool:
 
 def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...]) -> Check:
     wrong = len(expected) - sum(map(_is_same, found, expected))
-    text = f"{len(found) - wrong} of {len(found)} marks seen"
-    return judged(name, not wrong, text, "one mark in every parameter", RESTART)
+    return judged(
+        name, not wrong, f"{len(found) - wrong} of {len(found)} marks seen", "one mark in every parameter", RESTART
+    )
 
 
 if __name__ == "__main__":

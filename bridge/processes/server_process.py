@@ -81,7 +81,7 @@ class StartedServer:
         `check_abort` is called while the server starts, and may raise to abort the start.
         """
         try:
-            with taking(self._command.host, self._command.port):
+            with taking(self._command.host, self._command.port, self._command.awaited_manifest):
                 self._start(None, check_abort)
                 yield self
         except ServerUnreachableError as error:
@@ -170,9 +170,8 @@ class StartedServer:
             return route
         if not server.is_alive():
             raise self._died(server)
-        last = server_log.last_line(self._log)
         raise ServerUnreachableError(
-            f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {last}",
+            f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {server_log.last_line(self._log)}",
             remedy=f"read {self._log}, run bridge doctor, or allow more time with --start-limit-s",
         )
 

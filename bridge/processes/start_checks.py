@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,6 @@ def check_software(device: DeviceChoice) -> None:
     """Check what `bridge doctor` checks of the software that vLLM cannot start without."""
     built_for, _ = accelerator.choose(device)
     if fault := software.obstacle(built_for):
-        assert fault.remedy is not None, "a failed check has one"
         raise IncompatibleVersionError(
             f"{fault.name}: {fault.found}", remedy=f"{fault.remedy}; all checks: bridge doctor"
         )
@@ -46,8 +46,9 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
     folder = Path(model).expanduser()  # vLLM would take a missing folder for a name on the hub
     if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
         missing = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
-        remedy = "give the folder of a Hugging Face model, or its name on the hub"
-        raise UsageError(f"--model {model}: {missing}", remedy=remedy)
+        raise UsageError(
+            f"--model {model}: {missing}", remedy="give the folder of a Hugging Face model, or its name on the hub"
+        )
     check_reachable(model)
     config = model_checks.read(model)
     if config is None:
@@ -82,9 +83,9 @@ def check_quantization(
     device, _ = accelerator.choose(config.device)
     capability = accelerator.capability() if device == "cuda" else None
     if capability is not None and capability < FP8_CAPABILITY:
-        version = ".".join(map(str, capability))
         raise UsageError(
-            f"{given} needs a GPU that multiplies in FP8, of compute capability 8.9 or more, found {version}",
+            f"{given} needs a GPU that multiplies in FP8, of compute capability 8.9 or more, found"
+            f" {'.'.join(map(str, capability))}",
             remedy="leave it out",
         )
     if shares_weights:
@@ -162,28 +163,33 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
             raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
         from bridge.checks import server  # loads httpx, which a start needs only here
 
-        remedy = f"choose another with {flag}, such as {free_port(host)}"
         holder = server.describe(server.listening().get(port))
-        by = f" by {holder}" if holder.pid else ""
-        raise UsageError(f"port {port} is taken{by}", remedy=remedy) from error
+        raise UsageError(
+            f"port {port} is taken{f' by {holder}' if holder.pid else ''}",
+            remedy=f"choose another with {flag}, such as {free_port(host)}",
+        ) from error
 
 
 @contextlib.contextmanager
-def taking(host: str, port: int) -> Iterator[socket.socket]:
-    """Let no other run start a server on `port` during the block: it is free until vLLM listens, a minute later.
+def taking(host: str, port: int, path: Path | None, *, inherits: bool = False) -> Iterator[None]:
+    """Let no other run start a server on `port`, or with the manifest `path`, during the block: vLLM takes them late.
 
-    Yields what marks it. A program that inherits that, and its processes, mark the port until they end.
+    With `inherits`, also until the program that replaces this one has ended.
     """
-    with socket.socket(socket.AF_UNIX) as mark:
-        try:
-            mark.bind(f"\0bridge-port-{port}")  # abstract: no file, gone with this process, and seen where the port is
-        except OSError as error:
-            check_port(host, port)  # if the other one listens already, this names it
-            raise UsageError(
-                f"port {port} is about to be taken: another run of Bridge is starting a server on it",
-                remedy=f"choose another with --port, such as {free_port(host)}",
-            ) from error
-        yield mark
+    check_port(host, port)
+    flags = {f"port {port}": f"--port, such as {free_port(host)}", f"manifest {path or port}": "--vllm-config-path"}
+    with contextlib.ExitStack() as marks:
+        for name, flag in flags.items():
+            mark = marks.enter_context(socket.socket(socket.AF_UNIX))
+            mark.set_inheritable(inherits)
+            try:  # an abstract name: no file, gone with this process, and seen where the port is
+                mark.bind(f"\0bridge-{hashlib.sha256(name.encode()).hexdigest()}")
+            except OSError as error:
+                raise UsageError(
+                    f"{name} is about to be taken: another run of Bridge is starting a server with it",
+                    remedy=f"choose another with {flag}",
+                ) from error
+        yield
 
 
 def clear_manifest(path: Path, output: Output = PLAIN) -> None:

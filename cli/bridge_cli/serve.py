@@ -25,6 +25,5 @@ def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
     This process becomes vllm serve: Ctrl-C and the exit code are vLLM's own.
     """
     command = prepare(config, vllm_flags or [], trainer=accelerator.expected(config), output=console)
-    with taking(config.host, config.port) as mark:
-        mark.set_inheritable(True)
+    with taking(config.host, config.port, command.awaited_manifest, inherits=True):
         os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606

@@ -66,9 +66,9 @@ class Rows:
             except BadRowError as error:
                 faults.append(f"{location} {error}")
         if faults:
-            shown = first_few(faults, most=MAX_SHOWN_ROWS)
             raise RewardError(
-                f"{self.source}: {len(faults)} of {len(self.rows)} rows are bad: {shown}",
+                f"{self.source}: {len(faults)} of {len(self.rows)} rows are bad:"
+                f" {first_few(faults, most=MAX_SHOWN_ROWS)}",
                 remedy="fix these rows (a JSONL file has a JSON object in each line), or name the columns to read with"
                 " --prompt-column and --answer-column",
             )

@@ -414,7 +414,7 @@ def test_a_port_of_a_server_that_is_starting_is_refused(bridge: Bridge, exported
     try:
         assert "starting" in process.lines(RUN_LIMIT_S), process.stderr
         error = bridge.refused(2, *arguments)
-        assert error.startswith(f"error: port {port} is about to be taken: another run of Bridge is starting a server")
+        assert error == f"error: port {port} is about to be taken: another run of Bridge is starting a server with it"
     finally:
         process.kill()
         process.wait()

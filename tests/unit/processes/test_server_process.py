@@ -279,6 +279,25 @@ def test_a_port_on_which_another_server_is_starting_is_refused(tmp_path: Path, l
         assert not is_dead(pid_of(server))
 
 
+def test_a_manifest_of_another_server_that_is_starting_is_refused(tmp_path: Path, log: Path) -> None:
+    command = fake(tmp_path)
+
+    def start_another() -> None:
+        other = replace(command, port=free_port(HOST))
+        with (
+            pytest.raises(UsageError, match=f"manifest {command.manifest} is about to be taken: another") as refused,
+            served(other, tmp_path / "other.log").running(),
+        ):
+            raise AssertionError("it was started")
+        assert refused.value.remedy == "choose another with --vllm-config-path"
+
+    with served(command, log).running(start_another) as server:
+        start_another()
+        stock = fake(tmp_path, shares_weights=False)
+        with served(stock, tmp_path / "other.log").running():
+            assert not is_dead(pid_of(server))
+
+
 def test_a_stock_server_is_ready_when_it_answers(tmp_path: Path, log: Path) -> None:
     command = fake(tmp_path, shares_weights=False)
     with served(command, log).running():
