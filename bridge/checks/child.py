@@ -15,6 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,14 @@ from typing import Any
 from pydantic import Field
 
 import bridge
+from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import BridgeError, first_line, with_class
 from bridge.server.manifest import CudaHandle, Record
 
+Began = Callable[[subprocess.Popen[str]], object]
+"""Gets a process once it runs."""
 MODULE = "bridge.checks.child"
+POLL_S = 0.1
 ERROR = "error: "
 """Start of the line on stderr that says why a program of ours failed."""
 _ROOT = str(Path(bridge.__file__).parents[1])
@@ -73,12 +78,11 @@ def run_child(
     stdin: str = "",
     own_group: bool = True,
     module: str = MODULE,
-    began: Callable[[subprocess.Popen[str]], object] = id,
+    began: Began = id,
 ) -> Ended:
     """Run `python -m module`, without the current folder on the path, and wait until it ends.
 
     A child of a child stays in its parent's process group (`own_group=False`), so that killing the group kills both.
-    `began` gets the process, which it may kill.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _START, _ROOT, module, *arguments],
@@ -103,6 +107,22 @@ def run_child(
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     own = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]  # libraries may warn after it
     return Ended(returncode=returncode, stdout=stdout, last_error_line=(own or lines or [""])[-1])
+
+
+def run_children(run: Callable[[int, Began], str], count: int) -> list[str]:
+    """Return `run(index, began)` of each index, all at the same time; if one fails, or on Ctrl-C, all processes end."""
+    processes: list[subprocess.Popen[str]] = []
+    with deferred_interrupt(), ThreadPoolExecutor(count) as pool:
+        results = [pool.submit(run, index, processes.append) for index in range(count)]
+        try:
+            with acting_interrupt():
+                for result in as_completed(results):
+                    result.result()
+        finally:  # they would wait for each other
+            while wait(results, timeout=POLL_S).not_done:
+                for process in processes:
+                    process.kill()
+    return [result.result() for result in results]
 
 
 class Gpu(Record):

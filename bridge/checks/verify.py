@@ -7,10 +7,9 @@ import json
 import math
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from bridge.checks import Check, judged, quantized, skipped
-from bridge.checks.child import exit_code, run_child
+from bridge.checks.child import Began, exit_code, run_child, run_children
 from bridge.config import SamplingConfig
+from bridge.core.address import free_port
 from bridge.errors import AttachError
 from bridge.passes import routing
 from bridge.passes.logprobs import model_logprobs
@@ -43,7 +43,6 @@ LOGPROB_MEAN_LIMIT = 0.05
 LOGPROBS = "log-probabilities"
 TRIES = 5
 """Retries, because a publication can change versions between two reads."""
-POLL_S = 0.1
 MODULE = "bridge.checks.verify"
 """Runs once for each part of a model, if there are several."""
 RESTART = "restart the server: bridge serve-vllm --model MODEL; then attach again"
@@ -134,29 +133,17 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
         names = sorted(first.digests.keys() | replica.digests.keys())
         if different := [name for name in names if first.digests.get(name) != replica.digests.get(name)]:
             found = f"{len(different)} of {len(names)} tensors of {path} differ from those of {paths[0]}"
-            return judged(
-                "replicas",
-                False,
-                f"{found}, the first: {different[0]}",
-                expected,
-                "end the run, and continue with --resume: every server loads the same checkpoint",
-            )
-    return judged(
-        "replicas",
-        True,
-        f"{len(paths)} servers have equal checksums of {len(first.digests)} tensors, version {first.version}",
-        expected,
-        RESTART,
-    )
+            remedy = "end the run, and continue with --resume: every server loads the same checkpoint"
+            return judged("replicas", False, f"{found}, the first: {different[0]}", expected, remedy)
+    found = f"{len(paths)} servers have equal checksums of {len(first.digests)} tensors, version {first.version}"
+    return judged("replicas", True, found, expected, RESTART)
 
 
 def storages(attached: AttachedModel) -> Check:
     outside = attached.unshared_parameters()
     total = sum(1 for _ in attached.model.parameters())
-    found = (
-        f"{len(outside)} of {total} parameters lie elsewhere, the first: {outside[0]}"
-        if outside
-        else f"{total} of {total} parameters lie in the server's memory"
+    found = f"{len(outside) or total} of {total} parameters lie " + (
+        f"elsewhere, the first: {outside[0]}" if outside else "in the server's memory"
     )
     return judged("storages", not outside, found, "every parameter lies in the server's memory", RESTART)
 
@@ -199,10 +186,8 @@ def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
 def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
     ours = {name: digest(tensor) for name, tensor in attached.server_tensors.items()}
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    found = (
-        f"{len(different)} of {len(ours)} tensors differ, the first: {different[0]}"
-        if different
-        else f"{len(ours)} of {len(ours)} tensors have equal checksums"
+    found = f"{len(different) or len(ours)} of {len(ours)} tensors " + (
+        f"differ, the first: {different[0]}" if different else "have equal checksums"
     )
     return judged("checksums", not different, found, "equal checksums of every tensor from both sides", RESTART)
 
@@ -265,15 +250,11 @@ def diffs_of_parts(
     Raises:
         AttachError: a process failed.
     """
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port(LOOPBACK)
     sampled = messages.dumps([experts, *groups]).decode()
-    processes: list[subprocess.Popen[str]] = []
 
-    def computed(part: int) -> str:
-        ended = run_child(
-            *map(str, (path, part, port)), module=MODULE, timeout_s=timeout_s, stdin=sampled, began=processes.append
-        )
+    def computed(part: int, began: Began) -> str:
+        ended = run_child(*map(str, (path, part, port)), module=MODULE, timeout_s=timeout_s, stdin=sampled, began=began)
         if trouble := ended.trouble():
             raise AttachError(
                 f"the process of part {part} did not compute: {trouble}",
@@ -281,16 +262,7 @@ def diffs_of_parts(
             )
         return ended.stdout
 
-    with ThreadPoolExecutor(num_parts) as pool:
-        parts = [pool.submit(computed, part) for part in range(num_parts)]
-        try:
-            for part in as_completed(parts):
-                part.result()
-        finally:  # they would wait for each other
-            while wait(parts, timeout=POLL_S).not_done:
-                for process in processes:
-                    process.kill()
-    return torch.tensor(json.loads(parts[0].result()))
+    return torch.tensor(json.loads(run_children(computed, num_parts)[0]))
 
 
 def print_diffs_of_part(path: str, rank: str, port: str) -> None:

@@ -71,8 +71,12 @@ def silence(data_set: str) -> str:
     The library datasets would retry for half a minute.
     """
     try:
-        url = hf_hub_url(data_set, "README.md", repo_type="dataset")
-        in_thread(lambda: get_hf_file_metadata(url, timeout=REQUEST_LIMIT_S), "hub").result(LIMIT_S)
+        in_thread(
+            lambda: get_hf_file_metadata(
+                hf_hub_url(data_set, "README.md", repo_type="dataset"), timeout=REQUEST_LIMIT_S
+            ),
+            "hub",
+        ).result(LIMIT_S)
     except Exception as error:  # noqa: BLE001  as above
         return _silence(error) if type(error).__name__ in UNREACHABLE else ""
     return ""
