@@ -159,7 +159,7 @@ def test_an_unreachable_hub_is_not_retried(
 def test_a_hub_that_is_slow_to_answer_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, hub_at: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(hub_module, "REQUEST_LIMIT_S", 0.1)
+    monkeypatch.setattr(hub_module, "REQUEST_LIMIT_S", 1.0)  # a connection takes less, on a busy machine, too
     is_late = threading.Event()
 
     def answer(_: HttpRequest) -> None:
@@ -174,7 +174,7 @@ def test_a_hub_that_is_slow_to_answer_is_waited_for(
     with serving(answer) as server:
         hub_at(server.url)
         assert len(prompts(load("gsm8k", data="openai/gsm8k"))) == 1
-    assert len(server.requests) == 1
+    assert len([request for request in server.requests if request.path.endswith("README.md")]) == 1
 
 
 def test_a_name_on_the_hub_is_asked_for_by_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
