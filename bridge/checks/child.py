@@ -78,7 +78,7 @@ def run_child(
     stdin: str = "",
     own_group: bool = True,
     module: str = MODULE,
-    began: Began = id,
+    began: Began | None = None,
 ) -> Ended:
     """Run `python -m module`, without the current folder on the path, and wait until it ends.
 
@@ -94,13 +94,16 @@ def run_child(
     )
     returncode = None
     try:
-        began(process)
+        if began is not None:
+            began(process)
         stdout, stderr = process.communicate(stdin, timeout=timeout_s)
         returncode = process.returncode
     except BaseException as error:
-        with suppress(ProcessLookupError):
-            # nobody else is in the group that the child leads
-            (os.killpg if own_group else os.kill)(process.pid, signal.SIGKILL)
+        if own_group:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the child leads its own group: nobody else is in it
+        else:
+            process.kill()
         stdout, stderr = process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise

@@ -142,9 +142,9 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
 def storages(attached: AttachedModel) -> Check:
     outside = attached.unshared_parameters()
     total = sum(1 for _ in attached.model.parameters())
-    found = f"{len(outside) or total} of {total} parameters lie " + (
-        f"elsewhere, the first: {outside[0]}" if outside else "in the server's memory"
-    )
+    found = f"{total} of {total} parameters lie in the server's memory"
+    if outside:
+        found = f"{len(outside)} of {total} parameters lie elsewhere, the first: {outside[0]}"
     return judged("storages", not outside, found, "every parameter lies in the server's memory", RESTART)
 
 
@@ -186,9 +186,9 @@ def values(attached: AttachedModel, client: BridgeClient) -> Iterator[Check]:
 def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
     ours = {name: digest(tensor) for name, tensor in attached.server_tensors.items()}
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    found = f"{len(different) or len(ours)} of {len(ours)} tensors " + (
-        f"differ, the first: {different[0]}" if different else "have equal checksums"
-    )
+    found = f"{len(ours)} of {len(ours)} tensors have equal checksums"
+    if different:
+        found = f"{len(different)} of {len(ours)} tensors differ, the first: {different[0]}"
     return judged("checksums", not different, found, "equal checksums of every tensor from both sides", RESTART)
 
 
@@ -309,9 +309,8 @@ def _is_same(left: float, right: float) -> bool:
 
 def _compare(name: str, found: tuple[float, ...], expected: tuple[float, ...]) -> Check:
     wrong = len(expected) - sum(map(_is_same, found, expected))
-    return judged(
-        name, not wrong, f"{len(found) - wrong} of {len(found)} marks seen", "one mark in every parameter", RESTART
-    )
+    text = f"{len(found) - wrong} of {len(found)} marks seen"
+    return judged(name, not wrong, text, "one mark in every parameter", RESTART)
 
 
 if __name__ == "__main__":

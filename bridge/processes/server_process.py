@@ -170,8 +170,9 @@ class StartedServer:
             return route
         if not server.is_alive():
             raise self._died(server)
+        last = server_log.last_line(self._log)
         raise ServerUnreachableError(
-            f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {server_log.last_line(self._log)}",
+            f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {last}",
             remedy=f"read {self._log}, run bridge doctor, or allow more time with --start-limit-s",
         )
 

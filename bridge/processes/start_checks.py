@@ -46,9 +46,8 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
     folder = Path(model).expanduser()  # vLLM would take a missing folder for a name on the hub
     if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
         missing = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
-        raise UsageError(
-            f"--model {model}: {missing}", remedy="give the folder of a Hugging Face model, or its name on the hub"
-        )
+        remedy = "give the folder of a Hugging Face model, or its name on the hub"
+        raise UsageError(f"--model {model}: {missing}", remedy=remedy)
     check_reachable(model)
     config = model_checks.read(model)
     if config is None:
@@ -83,9 +82,9 @@ def check_quantization(
     device, _ = accelerator.choose(config.device)
     capability = accelerator.capability() if device == "cuda" else None
     if capability is not None and capability < FP8_CAPABILITY:
+        version = ".".join(map(str, capability))
         raise UsageError(
-            f"{given} needs a GPU that multiplies in FP8, of compute capability 8.9 or more, found"
-            f" {'.'.join(map(str, capability))}",
+            f"{given} needs a GPU that multiplies in FP8, of compute capability 8.9 or more, found {version}",
             remedy="leave it out",
         )
     if shares_weights:
@@ -163,11 +162,10 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
             raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
         from bridge.checks import server  # loads httpx, which a start needs only here
 
+        remedy = f"choose another with {flag}, such as {free_port(host)}"
         holder = server.describe(server.listening().get(port))
-        raise UsageError(
-            f"port {port} is taken{f' by {holder}' if holder.pid else ''}",
-            remedy=f"choose another with {flag}, such as {free_port(host)}",
-        ) from error
+        by = f" by {holder}" if holder.pid else ""
+        raise UsageError(f"port {port} is taken{by}", remedy=remedy) from error
 
 
 @contextlib.contextmanager

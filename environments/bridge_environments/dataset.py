@@ -66,9 +66,9 @@ class Rows:
             except BadRowError as error:
                 faults.append(f"{location} {error}")
         if faults:
+            shown = first_few(faults, most=MAX_SHOWN_ROWS)
             raise RewardError(
-                f"{self.source}: {len(faults)} of {len(self.rows)} rows are bad:"
-                f" {first_few(faults, most=MAX_SHOWN_ROWS)}",
+                f"{self.source}: {len(faults)} of {len(self.rows)} rows are bad: {shown}",
                 remedy="fix these rows (a JSONL file has a JSON object in each line), or name the columns to read with"
                 " --prompt-column and --answer-column",
             )
@@ -174,10 +174,8 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
         )
 
     def split(name: str) -> Rows:
-        return Rows(
-            source=f"{source}, split {name}",
-            rows=[(f"row {number}", values) for number, values in enumerate(splits[name].to_list(), start=1)],
-        )
+        rows = [(f"row {number}", values) for number, values in enumerate(splits[name].to_list(), start=1)]
+        return Rows(source=f"{source}, split {name}", rows=rows)
 
     return split("train"), split("test") if "test" in splits else None
 
