@@ -15,7 +15,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,14 +53,10 @@ class Outputs:
     """The parts."""
 
 
-def summed(tensor: Tensor, group: str) -> Tensor:
-    """Return the sum over the parts."""
-    return _reduced(tensor, "sum", group)
-
-
-def largest(tensor: Tensor, group: str) -> Tensor:
-    """Return the maximum over the parts, element by element."""
-    return _reduced(tensor, "max", group)
+def reduced(tensor: Tensor, operation: Literal["sum", "max"], group: str) -> Tensor:
+    """Return the sum or the maximum over the parts, element by element."""
+    done: Tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), operation, group))  # type: ignore[arg-type]
+    return done
 
 
 def vocabulary_of(module: nn.Module) -> VocabularyPart | None:
@@ -171,7 +167,7 @@ class _CopyToParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return summed(gradient, ctx.group), None
+        return reduced(gradient, "sum", ctx.group), None
 
 
 class _SumOverParts(torch.autograd.Function):
@@ -179,7 +175,7 @@ class _SumOverParts(torch.autograd.Function):
 
     @staticmethod
     def forward(_: Any, share: Tensor, group: str) -> Tensor:
-        return summed(share, group)
+        return reduced(share, "sum", group)
 
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -213,9 +209,3 @@ def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
     whole: Tensor = _SumOverParts.apply(_CopyToParts.apply(filled, outputs.group), outputs.group)  # type: ignore[no-untyped-call]
     normed: Tensor = type(norm).forward(norm, whole)
     return normed.narrow(-1, outputs.start, num_own)
-
-
-def _reduced(tensor: Tensor, operation: str, group: str) -> Tensor:
-    reduced: Tensor = collectives.all_reduce(tensor.contiguous(), operation, group)  # type: ignore[arg-type]
-    done: Tensor = collectives.wait_tensor(reduced)
-    return done

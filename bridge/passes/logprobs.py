@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
 from bridge.passes import layers, slices
-from bridge.passes.cut_layers import VocabularyPart, largest, summed, vocabulary_of
+from bridge.passes.cut_layers import VocabularyPart, reduced, vocabulary_of
 from bridge.passes.packing import Kept, MicroBatch
 
 HEAD_TOLERANCE = 0.02
@@ -121,7 +121,7 @@ def check_head(model: PreTrainedModel) -> None:
     ours_V = transform.apply(_multiply(_operand(hidden_1H), _operand(head).T), bias_V)[0]
     largest_2 = torch.stack([(ours_V - own_V).abs().max(), own_V.abs().max()])
     if words := vocabulary_of(model.get_output_embeddings()):  # so that all parts decide the same
-        largest_2 = largest(largest_2.nan_to_num(torch.inf), words.group)
+        largest_2 = reduced(largest_2.nan_to_num(torch.inf), "max", words.group)
     difference = float(largest_2[0] / largest_2[1])
     if not difference <= HEAD_TOLERANCE:
         raise UnsupportedModelError(
@@ -206,7 +206,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 head_gradient_VH[block] = _multiply(raw_NW.T, hidden)
         if hidden_gradient_NH is not None:
             if ctx.words is not None:
-                hidden_gradient_NH = summed(hidden_gradient_NH, ctx.words.group)
+                hidden_gradient_NH = reduced(hidden_gradient_NH, "sum", ctx.words.group)
             hidden_gradient_NH = hidden_gradient_NH.to(hidden_NH.dtype)
         return hidden_gradient_NH, head_gradient_VH, bias_gradient_V, None, None, None, None, None
 
@@ -248,10 +248,10 @@ def _added(
 
 def _over_parts(sums: _Sums, group: str) -> _Sums:
     """Return the sums over the words of all parts: a row's target is one part's word, and 0 on the others."""
-    maxima_N = largest(sums.maxima_N, group)
+    maxima_N = reduced(sums.maxima_N, "max", group)
     shrink_N = (sums.maxima_N - maxima_N).exp()
     shares_4N = torch.stack([sums.weights_N * shrink_N, sums.products_N * shrink_N, sums.targets_N, sums.counts_N])
-    return _Sums(maxima_N, *summed(shares_4N, group).unbind())
+    return _Sums(maxima_N, *reduced(shares_4N, "sum", group).unbind())
 
 
 def _corrected(sums: _Sums, kept: Kept) -> _Sums:

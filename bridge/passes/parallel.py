@@ -84,7 +84,7 @@ class Parallel:
         for shared, flat in zip(batch, shares.split(sizes), strict=True):
             if shared in own and (self.part == shared.parts[0] or shared.adds_up):
                 flat.view(own[shared].shape).copy_(own[shared])
-        for shared, flat in zip(batch, cut_layers.summed(shares, self.group).split(sizes), strict=True):
+        for shared, flat in zip(batch, cut_layers.reduced(shares, "sum", self.group).split(sizes), strict=True):
             if shared in own:
                 own[shared].copy_(flat.view(own[shared].shape))
 

@@ -112,7 +112,9 @@ def _one_of_each(model: PreTrainedModel, kind: Callable[[nn.Module, str], Any]) 
 
 def _over_slices(computed: _Computed, cut: Slices) -> _Computed:
     """Return what the ranks computed together: all tokens, and the sums of their gradients, in one order everywhere."""
-    gradients = {leaf: cut_layers.summed(computed.gradients[leaf], cut.group) for leaf in sorted(computed.gradients)}
+    gradients = {
+        leaf: cut_layers.reduced(computed.gradients[leaf], "sum", cut.group) for leaf in sorted(computed.gradients)
+    }
     count = sum(LENGTHS)
     output_TH, input_gradient_TH = (cut.joined(x[0], count) for x in (computed.output, computed.input_gradient))
     return _Computed(output_TH.unsqueeze(0), input_gradient_TH.unsqueeze(0), gradients)
@@ -224,7 +226,7 @@ def _compare(name: str, cut: _Computed, whole: _Computed, group: str, how: str, 
         },
     }
     differences = torch.tensor([*differences_of.values()], device=cut.output.device).nan_to_num(torch.inf)
-    differences = cut_layers.largest(differences, group)  # so that all parts decide the same
+    differences = cut_layers.reduced(differences, "max", group)  # so that all parts decide the same
     worst, what = max(zip(differences.tolist(), differences_of, strict=True))
     if worst > TOLERANCE:
         raise UnsupportedModelError(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bridge.errors import RankError, UsageError
-from bridge.passes.cut_layers import summed
+from bridge.passes.cut_layers import reduced
 from bridge.ranks import watch
 from bridge.ranks.world import Ranks
 from tests.unit.several_ranks import on_ranks
@@ -29,7 +29,7 @@ def exchanges(ranks: Ranks, way: str) -> None:
     while True:
         if way == "layers":
             with ranks.in_pass():
-                summed(ones[: ELEMENTS // 8], ranks.tp_group.process_group.group_name)
+                reduced(ones[: ELEMENTS // 8], "sum", ranks.tp_group.process_group.group_name)
         elif way == "gather":
             whole = ranks.all_gather(ones)
             assert int(whole.sum(dtype=torch.float64)) == ranks.world_size * ELEMENTS, "used before it was whole"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bridge.errors import RankError, UsageError
-from bridge.passes.cut_layers import summed
+from bridge.passes.cut_layers import reduced
 from bridge.ranks import watch
 from bridge.ranks.watch import FAILED, PERIOD_S, SignsOfLife, Watch
 from bridge.ranks.world import Ranks
@@ -50,10 +50,10 @@ def computes(ranks: Ranks, who: int, error: Exception) -> str:
 
     def act() -> None:
         with ranks.in_pass():
-            summed(torch.ones(2), ranks.tp_group.process_group.group_name)
+            reduced(torch.ones(2), "sum", ranks.tp_group.process_group.group_name)
             if ranks.rank == who:
                 raise error
-            summed(torch.ones(2), ranks.tp_group.process_group.group_name)
+            reduced(torch.ones(2), "sum", ranks.tp_group.process_group.group_name)
 
     with pytest.raises(type(error)) as met:
         ranks.run_on_all(act)
