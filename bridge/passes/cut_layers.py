@@ -14,6 +14,7 @@ Not covered: which layer is cut how, and where blocks begin (`parallel.py`); the
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -66,15 +67,15 @@ def vocabulary_of(module: nn.Module) -> VocabularyPart | None:
 
 def enter(block: nn.Module, group: str, *, adds_up: bool) -> None:
     """Have the gradients of the block's inputs added up, and its output too with `adds_up`."""
-    block.register_forward_pre_hook(_Entrance(group), with_kwargs=True)
+    block.register_forward_pre_hook(partial(_on_entrance, group), with_kwargs=True)
     if adds_up:
-        block.register_forward_hook(_Exit(group))
+        block.register_forward_hook(partial(_on_exit, group))
 
 
 def make_row(layer: nn.Linear, group: str) -> None:
     """Make it a row layer; its parameters stay where they are."""
     layer.__class__ = RowLinear
-    layer.register_forward_hook(_Exit(group))
+    layer.register_forward_hook(partial(_on_exit, group))
 
 
 def make_vocabulary(embedding: nn.Embedding, words: VocabularyPart) -> None:
@@ -134,27 +135,20 @@ class RowLinear(nn.Linear):
         return nn.functional.linear(rows, self.weight)
 
 
-@dataclass(frozen=True)
-class _Entrance:
-    group: str
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return tuple(map(self._entered, args)), {name: self._entered(value) for name, value in kwargs.items()}
-
-    def _entered(self, given: Any) -> Any:
-        if isinstance(given, Tensor) and given.is_floating_point() and given.requires_grad:
-            return _CopyToParts.apply(given, self.group)  # type: ignore[no-untyped-call]
-        return given
+def _on_entrance(group: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return tuple(_entered(group, value) for value in args), {name: _entered(group, kwargs[name]) for name in kwargs}
 
 
-@dataclass(frozen=True)
-class _Exit:
-    group: str
+def _entered(group: str, given: Any) -> Any:
+    if isinstance(given, Tensor) and given.is_floating_point() and given.requires_grad:
+        return _CopyToParts.apply(given, group)  # type: ignore[no-untyped-call]
+    return given
 
-    def __call__(self, module: nn.Module, _: tuple[Any, ...], share: Tensor) -> Tensor:
-        output: Tensor = _SumOverParts.apply(share, self.group)  # type: ignore[no-untyped-call]
-        bias = module.bias if isinstance(module, RowLinear) else None
-        return output if bias is None else output + bias
+
+def _on_exit(group: str, module: nn.Module, _: tuple[Any, ...], share: Tensor) -> Tensor:
+    output: Tensor = _SumOverParts.apply(share, group)  # type: ignore[no-untyped-call]
+    bias = module.bias if isinstance(module, RowLinear) else None
+    return output if bias is None else output + bias
 
 
 class _CopyToParts(torch.autograd.Function):

@@ -137,10 +137,6 @@ def spoiled(ranks: Ranks, family: str, owner: Any, name: str, spoil: Any) -> tup
     return refusal.value.message, away
 
 
-def untouched(_: Any, __: Any, args: Any, kwargs: Any) -> Any:
-    return args, kwargs
-
-
 @pytest.fixture(scope="module", params=NUM_PARTS)
 def proven(request: pytest.FixtureRequest) -> Proven:
     """What every family came to, on each part."""
@@ -169,7 +165,7 @@ def test_a_family_in_parts_computes_what_the_whole_does(
     ("family", "owner", "name", "spoil", "outputs_are_right", "message"),
     [
         ("Qwen3", Parallel, "combine", lambda *_: None, True, r"the gradient of .*self_attn\.[kq]_"),
-        ("Llama 3, 3.1", cut_layers._Entrance, "__call__", untouched, True, r"the gradient of "),
+        ("Llama 3, 3.1", cut_layers, "_entered", lambda _, given: given, True, r"the gradient of "),
         ("Llama 2", cut_layers.RowLinear, "forward", nn.Linear.forward, False, r"the .* of model\.layers\.0\."),
         ("Phi-3", cut_layers, "count_own_heads", lambda *_: None, False, r"Phi3ForCausalLM cannot compute with a part"),
     ],
