@@ -215,8 +215,6 @@ def widen(model: nn.Module) -> None:
 
 def _wide_forward(module: nn.Linear, rows: Tensor) -> Tensor:
     bias = None if isinstance(module, RowLinear) else module.bias
-    if rows.dtype != torch.bfloat16:
-        return functional.linear(rows, module.weight, bias)
     widened: Tensor = _WideLinear.apply(rows, module.weight, bias)  # type: ignore[no-untyped-call]
     return widened
 
