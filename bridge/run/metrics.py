@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from bridge.errors import UsageError
 from bridge.run.metric_table import METRICS, Metric, is_number, number
@@ -29,6 +29,9 @@ OF_A_LOSS = ("clipped_low_share", "clipped_high_share")
 
 class StepMetrics(dict[str, Any]):
     """The record of one step, as in `metrics.jsonl`; derived metrics and recorded ones are attributes, too."""
+
+    _curve: ClassVar[str] = "curve"
+    """The field of a metric that names its curve."""
 
     def __missing__(self, name: str) -> Any:
         if name in METRICS and (derive := METRICS[name].derive):
@@ -69,22 +72,16 @@ class StepMetrics(dict[str, Any]):
     def curves(self) -> dict[str, float]:
         """Return the finite points of this record by the names of their curves."""
         return {
-            self._curve(metric) + item: value * (metric.scale if metric.unit == "ms" else 1)
+            curve + item: value * (metric.scale if metric.unit == "ms" else 1)
             for metric, item, value in self.numbers()
-            if self._curve(metric) and math.isfinite(value)
+            if (curve := getattr(metric, self._curve)) and math.isfinite(value)
         }
-
-    @staticmethod
-    def _curve(metric: Metric) -> str:
-        return metric.curve
 
 
 class Evaluation(StepMetrics):
     """The record of the held-out problems, sampled and scored as in training, but not trained on."""
 
-    @staticmethod
-    def _curve(metric: Metric) -> str:
-        return metric.held_out
+    _curve = "held_out"
 
 
 def check_names(names: Collection[str], loss: str) -> None:
