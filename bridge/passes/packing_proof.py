@@ -160,12 +160,11 @@ def packed_sharing(model: PreTrainedModel, tokens_T: Tensor, experts_TX: Tensor 
 
 def example_tokens(model: PreTrainedModel) -> Tensor:
     """Return the tokens of sequences of `LENGTHS`, some of which share `PROMPTS`: [T]."""
-    vocabulary: int = model.config.get_text_config().vocab_size
-    tokens_T = (torch.arange(sum(LENGTHS)) * 7919 + 11) % vocabulary
+    tokens_T = routing.made_up_tokens(model, sum(LENGTHS))
     starts = [0, *accumulate(LENGTHS)]
     for first, second in SHARING:
         tokens_T[starts[second] :][: PROMPTS[second]] = tokens_T[starts[first] :][: PROMPTS[first]]
-    return tokens_T.to(model.device)
+    return tokens_T
 
 
 def _own_experts(model: PreTrainedModel, tokens_T: Tensor) -> Tensor | None:

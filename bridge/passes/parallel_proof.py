@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError, UsageError, first_line, with_class
 from bridge.optimizers.gradient_hooks import each_gradient
-from bridge.passes import cut_layers, layers, slices
+from bridge.passes import cut_layers, layers, routing, slices
 from bridge.passes.packing_proof import LENGTHS, packed
 from bridge.passes.parallel import ONE_PART, Parallel
 from bridge.passes.slices import Slices
@@ -65,7 +65,8 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
     names = _one_of_each(model, lambda layer, name: _kind(layer, name, parallel))
     try:
         with _exact():
-            compute = partial(model.get_decoder(), input_ids=_tokens(model).unsqueeze(0), use_cache=False)
+            tokens_T = routing.made_up_tokens(model, NUM_TOKENS)
+            compute = partial(model.get_decoder(), input_ids=tokens_T.unsqueeze(0), use_cache=False)
             calls = _tried(type(model).__name__, lambda: _calls(model, names, compute))
             for name, call in calls.items():
                 _check_layer(name, call, model, parallel)
@@ -138,11 +139,6 @@ def _kind(layer: nn.Module, name: str, parallel: Parallel) -> Any:
     classes = tuple(type(module) for module in layer.modules())
     parameters = [parameter for parameter, _ in layer.named_parameters()]
     return classes, tuple((leaf, *(cuts[f"{name}.{leaf}"] for cuts in parallel.cuts)) for leaf in parameters)
-
-
-def _tokens(model: PreTrainedModel) -> Tensor:
-    vocabulary: int = model.config.get_text_config().vocab_size
-    return (torch.arange(NUM_TOKENS, device=model.device) * 7919 + 11) % vocabulary
 
 
 def _calls(model: PreTrainedModel, names: Sequence[str], compute: Callable[[], object]) -> dict[str, _Call]:

@@ -149,6 +149,12 @@ def watched(model: PreTrainedModel, compute: Callable[[], object]) -> Tensor | N
     return torch.cat([block.own_TK for block in routed], dim=1)
 
 
+def made_up_tokens(model: PreTrainedModel, num_tokens: int) -> Tensor:
+    """Return tokens of any model's vocabulary, each another one as far as it goes: [T]."""
+    tokens_T = torch.arange(num_tokens, device=model.device) * 7919 + 11
+    return tokens_T.remainder(model.config.get_text_config().vocab_size)
+
+
 def plain_hidden(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
     """Return the last hidden states of one sequence, which is not packed: [T] -> [T, H]."""
     hidden_1TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state
@@ -244,6 +250,5 @@ def _taken(block: Any, scores_TE: Tensor, own_scores_TK: Tensor, own_TK: Tensor)
 
 def _hidden(model: PreTrainedModel) -> Tensor:
     """Return the last hidden states of an example: [T, H]."""
-    tokens_T = (torch.arange(NUM_TOKENS, device=model.device) * 7919 + 11) % model.config.get_text_config().vocab_size
     with torch.no_grad(), without_dropout(model):
-        return plain_hidden(model, tokens_T).float()
+        return plain_hidden(model, made_up_tokens(model, NUM_TOKENS)).float()
