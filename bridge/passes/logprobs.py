@@ -75,7 +75,8 @@ def model_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float
     Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`.
     """
     hidden_LH = slices.own_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
-    rows = slices.rows_of(model, batch)
+    cut = slices.of(model)
+    rows = None if cut is None else slices.Rows(cut, batch)
     own = batch if rows is None else rows.own
     head_VH, bias_V, transform = _head(model, temperature)
     hidden_NH = hidden_LH.index_select(0, own.rows_N)

@@ -148,12 +148,6 @@ class Rows:
         return both_N2[:, 0], both_N2[:, 1].detach()
 
 
-def rows_of(model: PreTrainedModel, batch: MicroBatch) -> Rows | None:
-    """Return the rows of a pack by slice; None: it is not cut."""
-    slices = of(model)
-    return None if slices is None else Rows(slices, batch)
-
-
 def own_hidden(
     model: PreTrainedModel,
     tokens_T: Tensor,
