@@ -85,9 +85,10 @@ class Calling(Conversation):
         super().__init__(*given, **other)
         self._call = Call(name="wait", arguments={"seconds": tool_s})
 
-    def calls(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
+    def read(self, token_ids: Sequence[int], *, until: str = "") -> tuple[str, tuple[Call, ...]]:
         """Return the call, after reading the turn as a run would."""
-        return super().calls(token_ids) or (self._call,)
+        text, calls = super().read(token_ids, until=until)
+        return text, calls or (self._call,)
 
     def tokens_between(self, calls: Sequence[Call], answers: Sequence[Any], last: int) -> tuple[int, ...]:  # noqa: ARG002
         """Return the tokens behind the turn's end token, for which the model has no embedding."""

@@ -79,9 +79,6 @@ class Conversation:
         copied._format = copied._format_of([PROBE])
         return copied
 
-    def calls(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
-        return self.read(token_ids)[1]
-
     def read(self, token_ids: Sequence[int], *, until: str = "") -> tuple[str, tuple[Call, ...]]:
         """Return the text of a sampled turn without its calls, and the calls: none if any of them cannot be read.
 

@@ -197,7 +197,7 @@ class Trajectories(TrajectorySampler):
                     servers, (*written.prompt, *written.token_ids), seed=seed, number=number, turn=turn,
                     max_tokens=longest - len(written.token_ids), num_routed=num_routed, **params,
                 )  # fmt: skip
-                calls = self._conversation.calls(completion.token_ids) if completion.finish_reason == "stop" else ()
+                calls = self._conversation.read(completion.token_ids)[1] if completion.finish_reason == "stop" else ()
                 written.add_turn(completion, calls)
                 num_routed = len(written.prompt) + len(written.token_ids) - 1 if written.experts else 0
                 added = await self._answered(problem, written, completion, calls, tools)

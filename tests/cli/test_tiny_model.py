@@ -30,7 +30,7 @@ def test_its_template_keeps_turns_and_writes_calls(made: Path) -> None:
     schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     conversation = Conversation(tokenizer, str(made), tools=[schema])
     call = tokenizer(f"{CALL[0]}12{CALL[1]}30{CALL[2]}<eos>")["input_ids"]
-    (parsed,) = conversation.calls(call)
+    _, (parsed,) = conversation.read(call)
     assert (parsed.name, parsed.arguments) == ("add", {"a": 12, "b": 30})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2="}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<system>Be brief.<user>1+2="

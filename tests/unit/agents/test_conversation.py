@@ -74,7 +74,7 @@ def test_without_generation_defaults_a_turn_ends_where_the_language_model_says(
 def test_calls_are_read_from_the_sampled_tokens(tmp_path: Path, name: str) -> None:
     tokenizer = chat.tokenizer(tmp_path, name)
     ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
-    (call,) = ours.calls(tokenizer(COMPLETIONS[name], add_special_tokens=False)["input_ids"])
+    _, (call,) = ours.read(tokenizer(COMPLETIONS[name], add_special_tokens=False)["input_ids"])
     assert (call.name, call.arguments) == (CALL.name, CALL.arguments)
     assert call.id == ("abcdefgh9" if name == "mistral" else "call00000")
     for other in (
@@ -82,13 +82,13 @@ def test_calls_are_read_from_the_sampled_tokens(tmp_path: Path, name: str) -> No
         COMPLETIONS[name].replace('"a": 12', '"a": '),
         COMPLETIONS[name].replace('"name"', '"nome"'),
     ):
-        assert ours.calls(tokenizer(other, add_special_tokens=False)["input_ids"]) == ()
+        assert ours.read(tokenizer(other, add_special_tokens=False)["input_ids"])[1] == ()
 
 
 def test_a_turn_may_hold_several_calls(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen3")
     ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
-    calls = ours.calls(tokenizer(COMPLETIONS["qwen2_5"].replace("<|im_end|>", COMPLETIONS["qwen2_5"]))["input_ids"])
+    _, calls = ours.read(tokenizer(COMPLETIONS["qwen2_5"].replace("<|im_end|>", COMPLETIONS["qwen2_5"]))["input_ids"])
     assert [(call.arguments, call.id) for call in calls] == [
         (CALL.arguments, "call00000"),
         (CALL.arguments, "call00001"),

@@ -241,7 +241,7 @@ def test_hostile_text_of_a_model_or_tool_costs_only_its_turn(texts: list[str], t
     for text in texts[{"qwen2_5": 10, "mistral": 11, "llama3_1": 12}[name] :: 30]:
         valid = text.encode(errors="replace").decode()
         with defects.of("turn", text):
-            calls = conversation.calls(tokenizer(valid, add_special_tokens=False)["input_ids"])
+            _, calls = conversation.read(tokenizer(valid, add_special_tokens=False)["input_ids"])
             with suppress(UsageError):  # costs the trajectory
                 conversation.tokens_between(calls, [call.answered(text) for call in calls], 5)
     defects.check()
