@@ -34,15 +34,6 @@ class Bounds(NamedTuple):
     """Token ids are below it."""
 
 
-class Flaw(NamedTuple):
-    """Why a group cannot be used."""
-
-    kind: str
-    """The field that is wrong, by which flaws are counted."""
-    fault: str
-    """What is wrong with it, in a line."""
-
-
 def to_train_on(group: ScoredGroup, decode: Decode) -> Group:
     """Return a usable group as training needs it."""
     flags = [_sampled(mask) for mask in group.masks]
@@ -151,25 +142,23 @@ def _version_runs(completion: Completion) -> dict[str, Any]:
     return {} if any(version is None for version, _ in runs) or not runs else {WEIGHT_VERSIONS: runs}
 
 
-def first_flaw(group: ScoredGroup, bounds: Bounds) -> Flaw | None:
-    """Return the first thing that is wrong with a group, if there is any; later ones may follow from it."""
-    return next(_flaws(group, bounds), None)
+def flaws(group: ScoredGroup, bounds: Bounds) -> Iterator[tuple[str, str]]:
+    """Yield why a group cannot be used: the field that is wrong, and what is wrong with it, in a line.
 
-
-def _flaws(group: ScoredGroup, bounds: Bounds) -> Iterator[Flaw]:
-    """Yield a flaw; resumed after one, this may raise, because each check relies on those before."""
+    The first is what counts: resumed after it, this may raise, because each check relies on those before.
+    """
     num_sequences = len(group.tokens)
     if not group.tokens:
-        yield Flaw("tokens", "it has no sequences")
+        yield "tokens", "it has no sequences"
     for name in ("masks", "scores", "advantages", "inference_logprobs", "overrides"):
         values = getattr(group, name) or ()
         if len(values) != num_sequences and (values or name in {"masks", "scores"}):
-            yield Flaw(name, f"it has {num_sequences} sequences and {len(values)} {name}")
+            yield name, f"it has {num_sequences} sequences and {len(values)} {name}"
     if group.images:
-        yield Flaw("images", "its prompt has images, and only text can be trained on")
+        yield "images", "its prompt has images, and only text can be trained on"
     for index, (tokens, mask) in enumerate(zip(group.tokens, group.masks, strict=True)):
         for kind, fault in chain(_of_tokens(tokens, mask, bounds), _of_values(group, index)):
-            yield Flaw(kind, f"sequence {index + 1} of {num_sequences} has {fault}")
+            yield kind, f"sequence {index + 1} of {num_sequences} has {fault}"
 
 
 def _of_tokens(tokens: tuple[int, ...], mask: tuple[int, ...], bounds: Bounds) -> Iterator[tuple[str, str]]:

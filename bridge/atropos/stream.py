@@ -15,7 +15,7 @@ from contextlib import closing
 import torch
 
 from bridge.atropos.api import NO_TRAINER, AtroposApi, ScoredGroup, TrainerInfo
-from bridge.atropos.groups import Bounds, first_flaw, ignored, left_out, to_train_on
+from bridge.atropos.groups import Bounds, flaws, ignored, left_out, to_train_on
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
@@ -216,15 +216,16 @@ class AtroposStream:
         assert self._bounds is not None
         good, bad = list[ScoredGroup](), list[Group]()
         for scored in batch:
-            flaw = first_flaw(scored, self._bounds)
+            flaw = next(flaws(scored, self._bounds), None)
             if flaw is None:
                 good.append(scored)
                 continue
-            bad.append(left_out(scored, flaw.fault))
-            self._left_out[flaw.kind] += 1
-            if self._left_out[flaw.kind] == 1:
+            kind, fault = flaw
+            bad.append(left_out(scored, fault))
+            self._left_out[kind] += 1
+            if self._left_out[kind] == 1:
                 whose = "" if scored.env_id is None else f" of environment {scored.env_id}"
-                self._note(f"a group{whose} is left out: {flaw.fault}; others of this kind are counted")
+                self._note(f"a group{whose} is left out: {fault}; others of this kind are counted")
         unscored = [completion for group in bad for completion in group.unscored]
         num_sequences = sum(len(scored.tokens) for scored in batch)
         if len(unscored) > self._config.task.max_unscored_share * num_sequences:

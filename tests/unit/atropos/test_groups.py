@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bridge.atropos.api import ScoredGroup
-from bridge.atropos.groups import Bounds, first_flaw, to_train_on
+from bridge.atropos.groups import Bounds, flaws, to_train_on
 from bridge.types import Group
 from tests.unit.atropos.atropos_api import pair, scored
 
@@ -18,7 +18,7 @@ def read(document: dict[str, Any]) -> ScoredGroup:
 
 
 def learnt(document: dict[str, Any]) -> Group:
-    assert first_flaw(read(document), BOUNDS) is None
+    assert not list(flaws(read(document), BOUNDS))
     return to_train_on(read(document), lambda token_ids: "".join(chr(60 + token) for token in token_ids))
 
 
@@ -134,8 +134,7 @@ def test_where_nothing_was_sampled_no_advantage_is_either() -> None:
     ],
 )
 def test_what_is_wrong_with_a_group_is_found_and_named(change: dict[str, Any], kind: str, message: str) -> None:
-    flaw = first_flaw(read(pair() | change), BOUNDS)
-    assert flaw is not None
-    assert flaw.kind == kind
-    assert message in flaw.fault
-    assert "\n" not in flaw.fault
+    first, fault = next(flaws(read(pair() | change), BOUNDS))
+    assert first == kind
+    assert message in fault
+    assert "\n" not in fault
