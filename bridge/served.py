@@ -19,7 +19,7 @@ from bridge.core.foreign_code import described
 from bridge.errors import RewardError, UsageError
 from bridge.passes.packing import Sample
 from bridge.rollouts import problems
-from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts.openai_api import ids_by_text
 from bridge.rollouts.sampler import Sampler, fitting, seed_of
 from bridge.run.loop import Loop
 from bridge.scoring.score import as_reward, limit_note
@@ -51,7 +51,7 @@ class ServedModel:
         """Calls of `sample` that drew their own seed."""
         self._closed = False
         self._client = BridgeClient(manifest, timeout_s=self._sampling.request_timeout_s)
-        self._sampler = Sampler(self._sampling, ids_of=Vocabulary(self.tokenizer))
+        self._sampler = Sampler(self._sampling, ids_of=ids_by_text(self.tokenizer))
         self._loop = Loop(run_dir, manifest.model, self._sampling, note)
         program = f"{Path(sys.argv[0]).name or 'python'} (pid {os.getpid()})"
         try:

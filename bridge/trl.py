@@ -22,7 +22,7 @@ from bridge.errors import UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.policy import Policy
 from bridge.rollouts import problems
-from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts.openai_api import ids_by_text
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.server.endpoint import Endpoint
 from bridge.trl_settings import check_version, refuse_settings, tokenizer_of
@@ -195,7 +195,7 @@ class _Rollouts:
             runs = [(prompt, 1) for prompt in prompts]
         ids = [problems.encode(self._tokenizer, {"prompt": prompt}, **self._template) for prompt, _ in runs]
         length = runs[0][1]
-        with Sampler(self._config, ids_of=Vocabulary(self._policy.tokenizer)) as sampler:
+        with Sampler(self._config, ids_of=ids_by_text(self._policy.tokenizer)) as sampler:
             sampled = sampler.sample(
                 [Endpoint(url=self._policy.url)], ids, num_samples=length, seed=seed_of(self._seed, next(self._calls))
             )

@@ -25,7 +25,7 @@ from bridge.errors import RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Completions, GroupSampler, Notes
 from bridge.rollouts.images import Prompts
-from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts.openai_api import ids_by_text
 from bridge.rollouts.sampler import Sampler, fitting
 from bridge.rollouts.stream import EnvironmentStream
 from bridge.scoring.score import FailedScore
@@ -86,7 +86,7 @@ def open_stream(
         at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * config.hosts)
         processes = max(1, at_once // ranks.dp_size)
     tokenizer = skeleton.tokenizer(config.model_name)
-    sampler = Sampler(config.sampling, ids_of=Vocabulary(tokenizer))
+    sampler = Sampler(config.sampling, ids_of=ids_by_text(tokenizer))
     with ExitStack() as undo:
         scorer = Scorer(
             task.recipe,

@@ -27,7 +27,7 @@ from bridge.config import FeedConfig
 from bridge.errors import AtroposError, UsageError
 from bridge.rollouts import problems
 from bridge.rollouts.groups import Notes
-from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts.openai_api import ids_by_text
 from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
 from bridge.rollouts.servers import Server
 from bridge.scoring.score import FailedScore, FailedScores, Score, Scores
@@ -93,7 +93,7 @@ def feed(
     lengths = [length for url in urls if (length := max_model_len(url))]
     config = fit_completions(config, min(lengths, default=None), note)
     tokenizer, task = skeleton.tokenizer(config.model_name), config.task
-    sampler = Sampler(config.sampling, ids_of=Vocabulary(tokenizer))
+    sampler = Sampler(config.sampling, ids_of=ids_by_text(tokenizer))
     scorer = Scorer(
         recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env,
         call_here=sampler.call_here,

@@ -11,7 +11,7 @@ import base64
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from itertools import chain, repeat
 from typing import Any, Literal
 
@@ -101,26 +101,21 @@ class Completions(BaseModel):
     choices: tuple[Choice, ...]
 
 
-class Vocabulary:
-    """Token ids by decoded text; the vocabulary is decoded at the first lookup.
+def ids_by_text(tokenizer: Any) -> IdsOf:
+    """Return a lookup of all tokens that read as a text; the first one decodes the vocabulary.
 
     Sentencepiece marks the start of a word by a sign: decoded alone, such a token reads like the one without the sign,
     so that a lookup finds both.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str) -> tuple[int, ...]:
-        """Return the ids of all tokens that read as `text`."""
-        return self._ids.get(text, ())
-
-    @cached_property
-    def _ids(self) -> Mapping[str, tuple[int, ...]]:
+    @cache
+    def vocabulary() -> Mapping[str, tuple[int, ...]]:
         ids: dict[str, tuple[int, ...]] = defaultdict(tuple)
-        for token_id in range(len(self._tokenizer)):
-            ids[self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)] += (token_id,)
+        for token_id in range(len(tokenizer)):
+            ids[tokenizer.decode([token_id], clean_up_tokenization_spaces=False)] += (token_id,)
         return dict(ids)
+
+    return lambda text: vocabulary().get(text, ())
 
 
 def request(dialect: Dialect, config: SamplingConfig, *, has_stop: bool = False) -> dict[str, Any]:

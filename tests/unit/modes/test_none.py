@@ -21,7 +21,7 @@ from bridge.core.process import ProcessIdentity
 from bridge.errors import ManifestError, ServerUnreachableError, UsageError
 from bridge.modes.mode import RunContext
 from bridge.modes.none import InPlace, Restart
-from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts.openai_api import ids_by_text
 from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import manifest as manifests
@@ -397,7 +397,7 @@ class Letters:
 
 def test_a_server_that_knows_the_protocol_alone_trains(folder: Path, tmp_path: Path) -> None:
     tokenizer = skeleton.tokenizer(str(folder))
-    assert Vocabulary(tokenizer)("A") == (36,)
+    assert ids_by_text(tokenizer)("A") == (36,)
     process, asked_before = FakeProcess(), []
     with serving(plain(lambda token_id: tokenizer.decode([token_id]))) as server:
         process.note = lambda: asked_before.append(sum(request.method == "POST" for request in server.requests))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bridge.rollouts.openai_api import Vocabulary
+from bridge.rollouts.openai_api import ids_by_text
 from bridge.weights import skeleton
 from tests.models import tiny
 
@@ -26,21 +26,21 @@ class Counting:
 
 def test_every_token_is_found_by_its_text(tmp_path: Path) -> None:
     tokenizer = skeleton.tokenizer(str(tiny.write(tiny.llama(), tmp_path / "model")))
-    vocabulary = Vocabulary(tokenizer)
-    assert [vocabulary(tokenizer.decode([token_id])) for token_id in range(tiny.VOCABULARY)] == [
+    ids_of = ids_by_text(tokenizer)
+    assert [ids_of(tokenizer.decode([token_id])) for token_id in range(tiny.VOCABULARY)] == [
         (token_id,) for token_id in range(tiny.VOCABULARY)
     ]
 
 
 @pytest.mark.parametrize(("text", "ids"), [(" a", (0,)), ("a", (3,)), ("\ufffd", (1, 2)), ("b", ()), ("", ())])
 def test_a_text_may_stand_for_one_token_several_or_none(text: str, ids: tuple[int, ...]) -> None:
-    assert Vocabulary(Counting())(text) == ids
+    assert ids_by_text(Counting())(text) == ids
 
 
 def test_the_vocabulary_is_decoded_once_at_the_first_lookup() -> None:
     tokenizer = Counting()
-    vocabulary = Vocabulary(tokenizer)
+    ids_of = ids_by_text(tokenizer)
     assert tokenizer.num_decoded == 0
     for text in ("a", "b", " a"):
-        vocabulary(text)
+        ids_of(text)
     assert tokenizer.num_decoded == 4
