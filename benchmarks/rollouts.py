@@ -89,7 +89,7 @@ def measure(url: str, per_call: int, options: argparse.Namespace) -> Row:
                 sampler.one(servers, prompt, num_samples=options.samples, seed=step, index=index)
                 for index, prompt in enumerate(prompts)
             )
-            sampler.run(gather_or_cancel(map(memory.took, requests)))
+            sampler.loop.run(gather_or_cancel(map(memory.took, requests)))
         cpu, seconds = time.process_time() - cpu, time.perf_counter() - begun
         num_retries = sampler.num_retries
     num_completions = options.groups * options.samples

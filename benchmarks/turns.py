@@ -146,7 +146,7 @@ def measure(url: str, model: Path, options: argparse.Namespace) -> dict[str, Any
         sides: tuple[Callable[[int], None], ...] = (
             partial(sample, with_tool, options, options.turns),
             partial(sample, without, options, 1),
-            lambda _: with_tool._sampler.run(tools_alone(with_tool._scorer, options)),
+            lambda _: with_tool._sampler.loop.run(tools_alone(with_tool._scorer, options)),
         )
         seconds: list[list[float]] = [[], [], []]
         for number in range(options.rounds + 1):

@@ -94,7 +94,7 @@ def open_stream(
             timeout_s=config.task.reward_timeout_s,
             tool_timeout_s=rollouts.tool_timeout_s,
             variables=config.task.worker_env,
-            call_here=sampler.call_here,
+            call_here=sampler.loop.call_here,
         )
         undo.callback(scorer.close)
         groups = group_sampler(
@@ -127,7 +127,7 @@ def rehearse(
     sampler = Sampler(sampling)  # opens no connection
     scorer = Scorer(
         task.recipe, processes=processes, timeout_s=chosen.reward_timeout_s, variables=chosen.worker_env,
-        call_here=sampler.call_here,
+        call_here=sampler.loop.call_here,
     )  # fmt: skip
     with sampler, closing(scorer):
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
@@ -137,7 +137,7 @@ def rehearse(
             _check_prompt(problem, groups, sampling, max_model_len)
         is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for problem in tried)
         _check_template(chosen.chat_template_kwargs, "" if is_text else str(tokenizer.chat_template or ""))
-        failures = sampler.run(_failures(groups, problems, note))
+        failures = sampler.loop.run(_failures(groups, problems, note))
     if not failures:
         return
     what = f"none of {len(failures)} made-up completions of the first problems got a reward: {failures[0].line}"

@@ -96,7 +96,7 @@ def feed(
     sampler = Sampler(config.sampling, ids_of=ids_by_text(tokenizer))
     scorer = Scorer(
         recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env,
-        call_here=sampler.call_here,
+        call_here=sampler.loop.call_here,
     )  # fmt: skip
     with closing(scorer), sampler, closing(AtroposApi(config.atropos_url)) as api:
         joined = join(api, config, note)
@@ -104,7 +104,7 @@ def feed(
         pairs = ((problem, problems.encode(tokenizer, problem, **task.chat_template_kwargs)) for problem in order)
         try:
             feeder = _Feeder(config, api, joined, sampler, scorer, note)
-            return sampler.run(feeder.run(pairs, sampler.servers_at(endpoints(urls)), report))
+            return sampler.loop.run(feeder.run(pairs, sampler.servers_at(endpoints(urls)), report))
         finally:
             with suppress(AtroposError):  # an API that has stopped knows no environment
                 api.disconnect_environment(joined.env_id)

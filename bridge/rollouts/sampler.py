@@ -6,7 +6,7 @@ whichever server answers.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar
 
 from bridge.config import FeedConfig, SamplingConfig, TrainConfig
@@ -22,7 +22,6 @@ from bridge.rollouts.servers import Connections, Health, Server, next_of
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
 
-Result = TypeVar("Result")
 Choices = TypeVar("Choices", TrainConfig, FeedConfig)
 AHEAD = 2
 """Prompts begun for each request that may be in flight: one that is retried waits for no more than these."""
@@ -94,7 +93,8 @@ class Sampler:
         self._servers: Sequence[Server] = ()
         self._turns = asyncio.Semaphore(config.max_concurrency)
         self._ahead = asyncio.Semaphore(AHEAD * config.max_concurrency)
-        self._loop = EventLoop()
+        self.loop = EventLoop()
+        """What runs coroutines that await `one`; tasks that they leave run on."""
         self._connections = Connections()
 
     def __enter__(self) -> Self:
@@ -113,7 +113,7 @@ class Sampler:
             finally:
                 await self._connections.aclose()
 
-        self._loop.close(end())
+        self.loop.close(end())
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -129,15 +129,7 @@ class Sampler:
             self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index)
             for index, prompt in enumerate(prompts)
         )
-        return self.run(gather_or_cancel(requests))
-
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine that awaits `one`; Ctrl-C cancels it, and tasks that it leaves run on."""
-        return self._loop.run(coroutine)
-
-    async def call_here(self, call: Callable[[], Any]) -> Any:
-        """Return `call()`, made in the thread that waits in `run`."""
-        return await self._loop.call_here(call)
+        return self.loop.run(gather_or_cancel(requests))
 
     def servers_at(self, endpoints: Sequence[Endpoint]) -> Sequence[Server]:
         """Return the servers for further requests."""
@@ -199,7 +191,7 @@ class Sampler:
         limit_s = self.config.answer_limit_s
         with server.health.watched():
             try:
-                async with self._loop.timeout(limit_s):
+                async with self.loop.timeout(limit_s):
                     return await self._request(server, body)
             except TimeoutError as error:
                 raise RequestFailed(f"no answer within {limit_s:g} s", "elsewhere") from error

@@ -160,7 +160,7 @@ class EnvironmentStream:
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         try:
-            return self._sampler.run(coroutine)
+            return self._sampler.loop.run(coroutine)
         finally:
             self._notes.flush()
 

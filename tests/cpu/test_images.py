@@ -127,7 +127,7 @@ def sampled(server: LiveServer, prompts: Sequence[Encoded]) -> list[tuple[Comple
     with Sampler(SamplingConfig(max_new_tokens=16, request_timeout_s=120)) as sampler:
         servers = sampler.servers_at([endpoint])
         return [
-            sampler.run(
+            sampler.loop.run(
                 sampler.one(
                     servers,
                     ids,

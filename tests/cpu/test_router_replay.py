@@ -33,10 +33,10 @@ def a_later_turn_reports_its_new_tokens_alone(server: LiveServer) -> None:
     endpoint, prompt = Endpoint(url=server.manifest.url, reports_experts=True), tuple(range(3, 153))
     with Sampler(SamplingConfig(max_new_tokens=8)) as sampler:
         servers = sampler.servers_at([endpoint])
-        (turn,) = sampler.run(sampler.one(servers, prompt, num_samples=1, seed=1))
+        (turn,) = sampler.loop.run(sampler.one(servers, prompt, num_samples=1, seed=1))
         num_routed, longer = len(prompt) + len(turn.token_ids) - 1, (*prompt, *turn.token_ids, 5, 6, 7)
-        (rest,) = sampler.run(sampler.one(servers, longer, num_samples=1, seed=2, experts=num_routed))
-        (whole,) = sampler.run(sampler.one(servers, longer, num_samples=1, seed=2))
+        (rest,) = sampler.loop.run(sampler.one(servers, longer, num_samples=1, seed=2, experts=num_routed))
+        (whole,) = sampler.loop.run(sampler.one(servers, longer, num_samples=1, seed=2))
     assert rest.token_ids == whole.token_ids
     assert len(turn.experts) == 2 * 2 * 2 * num_routed
     assert rest.experts == whole.experts[len(turn.experts) :]

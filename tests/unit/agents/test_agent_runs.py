@@ -491,7 +491,7 @@ def test_no_run_begins_while_a_stream_is_closed(tmp_path: Path) -> None:
             tasks.append(asyncio.create_task(later()))
 
         tasks: list[Any] = []
-        ours.stream._sampler.run(leave())
+        ours.stream._sampler.loop.run(leave())
     assert tasks[0].cancelled()
 
 

@@ -380,7 +380,7 @@ def test_groups_arrive_one_by_one_with_their_index() -> None:
         return index
 
     with faulty(script) as server, sampler() as ours:
-        indices = ours.run(sample_each(ours, server, PROMPTS, take))
+        indices = ours.loop.run(sample_each(ours, server, PROMPTS, take))
     assert taken[-1] == 0
     assert sorted(taken) == indices == list(range(len(PROMPTS)))
 
@@ -390,7 +390,7 @@ def test_a_slow_caller_holds_up_no_request() -> None:
         await asyncio.to_thread(wait_until, lambda: len(server.completions) == len(PROMPTS))
 
     with faulty(react) as server, sampler(max_concurrency=2) as ours:
-        ours.run(sample_each(ours, server, PROMPTS, take))
+        ours.loop.run(sample_each(ours, server, PROMPTS, take))
 
 
 @contextmanager
@@ -437,7 +437,7 @@ def test_a_caller_who_stops_leaves_no_request_running() -> None:
 
     with faulty(script) as server, sampler() as ours:
         with pytest.raises(EnoughError):
-            ours.run(sample_each(ours, server, PROMPTS, stop))
+            ours.loop.run(sample_each(ours, server, PROMPTS, stop))
         wait_until(lambda: len(server.given_up) == len(PROMPTS) - 1)
 
 
@@ -484,13 +484,13 @@ def test_an_interrupt_before_a_task_closes_its_coroutine(monkeypatch: pytest.Mon
     coroutine = asyncio.sleep(0)
     with sampler() as ours:
         if not is_first:
-            ours.run(asyncio.sleep(0))
+            ours.loop.run(asyncio.sleep(0))
         with monkeypatch.context() as patched:
             patched.setattr(EventLoop, "_begin", lambda *_: interrupt(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
-                ours.run(coroutine)
+                ours.loop.run(coroutine)
         assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
-        assert ours.run(asyncio.sleep(0, 3)) == 3
+        assert ours.loop.run(asyncio.sleep(0, 3)) == 3
 
 
 @pytest.mark.usefixtures("quiet")
@@ -506,7 +506,7 @@ def test_tasks_run_on_while_the_caller_computes() -> None:
 
     tasks: list[Any] = []
     with sampler() as ours:
-        ours.run(leave())
+        ours.loop.run(leave())
         assert happened.wait(60), "nobody waits in `run` meanwhile"
 
 
@@ -514,17 +514,17 @@ def test_tasks_run_on_while_the_caller_computes() -> None:
 def test_a_call_is_made_in_the_thread_that_waits() -> None:
     async def called(call: Callable[[], Any]) -> Any:
         assert threading.current_thread() is not threading.main_thread()
-        return await ours.call_here(call)
+        return await ours.loop.call_here(call)
 
     with sampler() as ours:
-        assert ours.run(called(threading.current_thread)) is threading.main_thread()
+        assert ours.loop.run(called(threading.current_thread)) is threading.main_thread()
         with pytest.raises(ZeroDivisionError):
-            ours.run(called(lambda: 1 / 0))
+            ours.loop.run(called(lambda: 1 / 0))
         with pytest.raises(KeyboardInterrupt):
-            ours.run(called(lambda: interrupt(signal.SIGINT)))
+            ours.loop.run(called(lambda: interrupt(signal.SIGINT)))
         with pytest.raises(SystemExit):
-            ours.run(called(lambda: sys.exit(3)))
-        assert ours.run(called(lambda: 7)) == 7, "the loop outlives all of them"
+            ours.loop.run(called(lambda: sys.exit(3)))
+        assert ours.loop.run(called(lambda: 7)) == 7, "the loop outlives all of them"
 
 
 @pytest.mark.usefixtures("quiet")
@@ -552,7 +552,7 @@ def test_a_second_interrupt_ends_what_the_first_one_could_not() -> None:
             await asyncio.Event().wait()
 
     with sampler() as ours, pytest.raises(KeyboardInterrupt):
-        ours.run(stubborn())
+        ours.loop.run(stubborn())
 
 
 def test_an_interrupt_that_is_held_back_waits_for_the_end() -> None:
@@ -601,7 +601,7 @@ def test_a_prompt_is_named_where_it_is_rejected(top_k: int, expected: str) -> No
         groups = Completions(Encoded(), ours, None)  # type: ignore[arg-type]
         servers = ours.servers_at([Endpoint(url=server.url)])
         with pytest.raises(UsageError) as refused:
-            ours.run(groups.group(lambda: servers, {"prompt": "9+9=" * 99}, num_samples=1, seed=0, index=0))
+            ours.loop.run(groups.group(lambda: servers, {"prompt": "9+9=" * 99}, num_samples=1, seed=0, index=0))
     assert re.search(expected, refused.value.message)
 
 
@@ -661,7 +661,7 @@ def test_a_group_that_was_taken_and_dropped_is_gone_from_memory() -> None:
     gc.disable()  # whatever a reference cycle held would also stay alive for a while in a run
     try:
         with faulty(react) as server, sampler(max_concurrency=4) as ours:
-            ours.run(sample_each(ours, server, [(7,)] * 60, take))
+            ours.loop.run(sample_each(ours, server, [(7,)] * 60, take))
     finally:
         gc.enable()
     assert len(taken) == 60 * NUM_SAMPLES

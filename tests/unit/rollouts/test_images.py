@@ -285,7 +285,7 @@ def test_no_more_pixels_are_held_than_requests_may_be_in_flight() -> None:
         groups = Completions(Counted("", None, {}), sampler, Silent())  # type: ignore[arg-type]
         problem: Problem = {"prompt": "p", "images": ["a.png"]}
         run = (groups.group(list, problem, num_samples=1, seed=0, index=index) for index in range(20))
-        sampled = sampler.run(gather_or_cancel(run))
+        sampled = sampler.loop.run(gather_or_cancel(run))
     assert [group.images for group in sampled] == [shown] * 20
     assert most_held == 3
 

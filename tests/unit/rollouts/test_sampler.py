@@ -409,11 +409,11 @@ def test_images_are_sent_once_and_to_bridge_alone() -> None:
 
     with serving(openai(keep, is_bridge=True)) as server, sampler() as ours:
         servers = ours.servers_at([Endpoint(url=server.url)])
-        completions = ours.run(ours.one(servers, (5, 6), num_samples=3, seed=0, images=images))
+        completions = ours.loop.run(ours.one(servers, (5, 6), num_samples=3, seed=0, images=images))
     assert len(completions) == 3
     (body,) = bodies
     assert CompletionsRequest.model_validate(body).images["pixel_values"] == ("float32", (1, 1), bytes(4))
     with serving(openai()) as server, sampler() as ours:
         servers = ours.servers_at([Endpoint(url=server.url)])
         with pytest.raises(UsageError, match="images need a vLLM with Bridge in it"):
-            ours.run(ours.one(servers, (5, 6), num_samples=3, seed=0, images=images))
+            ours.loop.run(ours.one(servers, (5, 6), num_samples=3, seed=0, images=images))
