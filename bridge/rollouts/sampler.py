@@ -7,7 +7,8 @@ whichever server answers.
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Self, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 from bridge.config import FeedConfig, SamplingConfig, TrainConfig
 from bridge.config.choices import flag
@@ -73,7 +74,7 @@ def fitting(sampling: SamplingConfig, longest: int | None, note: Callable[[str],
     return sampling.model_copy(update={"max_new_tokens": half})
 
 
-class Sampler:
+class Sampler(AbstractContextManager["Sampler"]):
     """Samples with the same parameters throughout a run, over connections that are kept."""
 
     def __init__(
@@ -96,9 +97,6 @@ class Sampler:
         self.loop = EventLoop()
         """What runs coroutines that await `one`; tasks that they leave run on."""
         self._connections = Connections()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

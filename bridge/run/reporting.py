@@ -11,11 +11,11 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 from bridge.config import TrackingConfig
 from bridge.core import atomic_file, redaction
@@ -146,7 +146,7 @@ class Wandb:
         self._run.finish(exit_code=int(failed))
 
 
-class Trackers(Reporter):
+class Trackers(AbstractContextManager["Trackers"], Reporter):
     """All trackers of one run."""
 
     def __init__(
@@ -160,9 +160,6 @@ class Trackers(Reporter):
         self._note = note
         self._shows_texts = shows_texts
         self._trackers: dict[str, Tracker] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
