@@ -44,9 +44,13 @@ class Ranks(Tensors):
         self._limit = groups.OBJECT_LIMIT
         self._num_exchanges = 0
         """Exchanges of objects so far, the same number on all ranks."""
-        self._tp_group: Ranks | None = None
-        self._cp_group: Ranks | None = None
-        self._dp_group: Ranks | None = None
+        alone = self if world_size == 1 else ALONE
+        self.tp_group: Ranks = alone
+        """The ranks of this rank's replica."""
+        self.cp_group: Ranks = alone
+        """The ranks of the replicas that cut a micro-batch's tokens among them."""
+        self.dp_group: Ranks = self if tp_size == 1 else alone
+        """The ranks with the same part of the weights, in the order of their replicas."""
 
     @classmethod
     def join(
@@ -80,10 +84,10 @@ class Ranks(Tensors):
             ranks._watch.add_objects(sockets() - before)
             numbers = range(world_size)
             if tp_size > 1:
-                ranks._tp_group = ranks._one_of([numbers[first : first + tp_size] for first in numbers[::tp_size]])
-                ranks._dp_group = ranks._one_of([numbers[part::tp_size] for part in range(tp_size)])
+                ranks.tp_group = ranks._one_of([numbers[first : first + tp_size] for first in numbers[::tp_size]])
+                ranks.dp_group = ranks._one_of([numbers[part::tp_size] for part in range(tp_size)])
             if cp_size > 1:
-                ranks._cp_group = ranks._one_of([numbers[first : first + cp_size] for first in numbers[::cp_size]])
+                ranks.cp_group = ranks._one_of([numbers[first : first + cp_size] for first in numbers[::cp_size]])
             ranks._watch.start()
         return ranks
 
@@ -120,30 +124,15 @@ class Ranks(Tensors):
         return self.tp_rank == 0
 
     @property
-    def tp_group(self) -> "Ranks":
-        """The ranks of this rank's replica."""
-        return self._tp_group or ALONE
-
-    @property
-    def cp_group(self) -> "Ranks":
-        """The ranks of the replicas that cut a micro-batch's tokens among them."""
-        return self._cp_group or ALONE
-
-    @property
     def pass_group(self) -> "Ranks":
         """The ranks that compute a pass together: they train on one share of a batch, and exchange in every layer."""
-        return self._cp_group or self.tp_group
+        return self.cp_group if self.cp_size > 1 else self.tp_group
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The process group of torch for tensors, of several ranks."""
         assert self._tensors is not None, self.world_size
         return self._tensors
-
-    @property
-    def dp_group(self) -> "Ranks":
-        """The ranks with the same part of the weights, in the order of their replicas."""
-        return self if self.tp_size == 1 else self._dp_group or ALONE
 
     def one_per_replica(self, results: Sequence[Result]) -> list[Result]:
         """Return those of the first rank of every replica."""
