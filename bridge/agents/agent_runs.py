@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from bridge.agents import chat_request
-from bridge.agents.chat_request import Refusal
 from bridge.agents.conversation import Conversation
 from bridge.agents.recorder import Document, Recorder
 from bridge.agents.recording import Recording, Tools, TurnRequest, as_message
 from bridge.agents.trajectories import SequenceBuilder, TrajectorySampler, pinned
 from bridge.config.choices import flag
 from bridge.core.foreign_code import reason_of
+from bridge.core.http_limits import Refusal
 from bridge.errors import UsageError
 from bridge.rollouts.groups import Servers
 from bridge.rollouts.sampler import Sampler

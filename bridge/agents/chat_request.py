@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.core.foreign_code import LONE_SURROGATE, shortened
+from bridge.core.http_limits import Refusal
 from bridge.types import Completion
 
 SAMPLING = (
@@ -30,15 +31,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 READ = ("messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Role in a request -> role for the chat template; templates do not know `developer`."""
-
-
-class Refusal(Exception):  # noqa: N818  the agent gets it as an answer
-    """A request that is answered by an error."""
-
-    def __init__(self, message: str, *, status: int = 400) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
 
 
 @dataclass(frozen=True, kw_only=True)

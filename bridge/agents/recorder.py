@@ -22,8 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bridge.agents import chat_request, responses_api
-from bridge.agents.chat_request import Refusal
-from bridge.core.http_limits import RefusedBodyError, limit_connections, read_body
+from bridge.core.http_limits import Refusal, limit_connections, read_body
 
 KEPT_S = 3600
 """How long a connection without requests is kept: an agent's tools may take long."""
@@ -106,7 +105,7 @@ class Recorder:
         request = Request(scope, receive)
         try:
             response = await self._answered(request)
-        except (Refusal, RefusedBodyError) as refusal:
+        except Refusal as refusal:
             error = {"message": refusal.message, "type": "invalid_request_error", "param": None, "code": None}
             response = _response(json.dumps({"error": error}), status=refusal.status)
         await response(scope, receive, send)

@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bridge.agents.chat_request import Refusal, text_of
+from bridge.agents.chat_request import text_of
 from bridge.core.foreign_code import reason_of, shortened
+from bridge.core.http_limits import Refusal
 
 WITHOUT_EFFECT = ("include", "truncation", "reasoning", "prompt_cache_retention", "prompt_cache_options")
 STORED = ("previous_response_id", "conversation", "prompt")

@@ -22,13 +22,13 @@ Message = MutableMapping[str, Any]
 """An ASGI event."""
 
 
-class RefusedBodyError(Exception):
-    """The body is too large or too late; the connection should be closed, since the rest may still arrive."""
+class Refusal(Exception):  # noqa: N818  the client gets it as an answer
+    """A request that is answered by an error."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
-        self.status = status
         self.message = message
+        self.status = status
 
 
 async def read_body(
@@ -43,7 +43,7 @@ async def read_body(
     Time in which the event loop is blocked does not count: what arrived meanwhile is not late.
 
     Raises:
-        RefusedBodyError: the body is too large or too late.
+        Refusal: the body is too large or too late; the connection should be closed, since the rest may still arrive.
     """
     length = dict(headers).get(b"content-length", b"").decode("latin-1")
     size, received, messages = int(length) if length.isdecimal() else 0, 0, list[Message]()
@@ -53,7 +53,7 @@ async def read_body(
         try:
             while not receiving.done():
                 if waited_s >= limit_s:
-                    raise RefusedBodyError(408, f"the body did not arrive within {limit_s:g} s")
+                    raise Refusal(f"the body did not arrive within {limit_s:g} s", status=408)
                 began = time.monotonic()
                 await asyncio.wait({receiving}, timeout=min(TICK_S, limit_s - waited_s))
                 waited_s += min(time.monotonic() - began, TICK_S)
@@ -64,7 +64,7 @@ async def read_body(
         size = max(size, received)
     if size > limit_bytes:
         limit = f"the body is larger than {limit_bytes // 2**20} MiB"
-        raise RefusedBodyError(413, f"{limit}: split it into several requests")
+        raise Refusal(f"{limit}: split it into several requests", status=413)
     return messages
 
 

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bridge.core.http_limits import BODY_LIMIT_BYTES, BODY_LIMIT_S, RefusedBodyError, read_body
+from bridge.core.http_limits import BODY_LIMIT_BYTES, BODY_LIMIT_S, Refusal, read_body
 from bridge.errors import UsageError
 from bridge.server.api_key import VARIABLE
 from bridge.server.protocol import BRIDGE_ROUTES, TOKEN_HEADER, VERSION_HEADER
@@ -126,7 +126,7 @@ class Admission:
         else:
             try:
                 messages = await read_body(headers.raw, receive, limit_bytes=self.limit_bytes, limit_s=self.limit_s)
-            except RefusedBodyError as error:
+            except Refusal as error:
                 answer = JSONResponse({"error": error.message}, error.status, {"connection": "close"})
                 await answer(scope, receive, send)
                 return

@@ -117,7 +117,7 @@ def test_body_in_many_small_pieces_times_out() -> None:
         await asyncio.sleep(0.05)
         return {"body": b"x", "more_body": True}
 
-    with pytest.raises(http_limits.RefusedBodyError, match=r"did not arrive within 0\.3 s"):
+    with pytest.raises(http_limits.Refusal, match=r"did not arrive within 0\.3 s"):
         asyncio.run(asyncio.wait_for(http_limits.read_body([], piece, limit_s=LIMIT_S), 10))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bridge.agents import chat_request
-from bridge.agents.chat_request import Refusal
 from bridge.agents.tools import Agent
 from bridge.config import EvaluationConfig, TaskConfig, TrainConfig
+from bridge.core.http_limits import Refusal
 from bridge.errors import RewardError, UsageError
 from bridge.types import Completion
 from bridge_cli.training import load_environment
