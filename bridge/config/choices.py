@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError, model_validator
 
-from bridge.config.declaration import Choice, NoEffectError, Section, hint
+from bridge.config.declaration import Choice, Section, hint
 from bridge.core.foreign_code import described, reason_of
 from bridge.errors import UsageError
 
@@ -57,7 +57,7 @@ class Config(Section):
             keys = {choice.path: key for key, choice in cls.choices().items()}
             faults = "; ".join(_fault(fault, keys, origins) for fault in error.errors())
             causes = (fault.get("ctx", {}).get("error") for fault in error.errors())
-            remedies = (cause.remedy for cause in causes if isinstance(cause, NoEffectError))
+            remedies = (cause.remedy for cause in causes if isinstance(cause, UsageError))
             raise UsageError(faults, remedy=next(remedies, "see --help for every choice and its default")) from error
         for key, reason, remedy in config.misread(names):
             raise UsageError(f"{origins[key]}: {reason}", remedy=remedy)
@@ -218,7 +218,7 @@ def _unknown(name: str, origin: str, classes: tuple[type[Config], ...]) -> Usage
 
 
 def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], origins: Mapping[str, str]) -> str:
-    message = str(fault["msg"]).removeprefix("Value error, ")
+    message = str(fault["msg"]).removeprefix("Value error, ").partition("\nhint: ")[0]
     key = keys.get(tuple(fault["loc"]))
     if key is None:
         return message

@@ -22,14 +22,6 @@ Only = tuple[str, tuple[str, ...]]
 """A switch, and its values with which a choice has an effect."""
 
 
-class NoEffectError(ValueError):
-    """A choice that another one switches off."""
-
-    def __init__(self, message: str, *, remedy: str) -> None:
-        super().__init__(message)
-        self.remedy = remedy
-
-
 class Choice(NamedTuple):
     """A choice's place in a configuration, and its declaration; its section declares the rest."""
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from bridge.config.choices import Config, flag, flattened
-from bridge.config.declaration import NoEffectError, declare
+from bridge.config.declaration import declare
 from bridge.config.optimizers import OPTIMIZERS
 from bridge.config.rollouts import EVALUATION, RolloutConfig, SamplingConfig, TaskConfig
 from bridge.config.sections import (
@@ -210,7 +210,7 @@ class TrainConfig(Config):
         for key, choice in self.choices().items():
             switch, values = choice.only or (key, ())
             if choice.only and self.get(switch) not in values and self.get(key) != self.default(key):
-                raise NoEffectError(
+                raise UsageError(
                     f"{flag(key)} has no effect with {flag(switch)} {self.get(switch)}, only with"
                     f" {' and '.join(values)}",
                     remedy=f"{flag(switch)} {' or '.join(values)}, or leave {flag(key)} out",
