@@ -35,11 +35,7 @@ _proved: WeakSet[Any] = WeakSet()
 
 
 class _Called(Exception):  # noqa: N818  not an error
-    """The decoder was called."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.given = given
+    """The decoder was called, with these names and values."""
 
 
 @torch.no_grad()
@@ -125,7 +121,8 @@ def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Imag
     try:
         model(input_ids=tokens_1T, use_cache=False, **tensors)
     except _Called as called:
-        return called.given
+        given: Mapping[str, Any] = called.args[0]
+        return given
     finally:
         handle.remove()
     raise AttributeError("it does not call its decoder")
