@@ -79,19 +79,15 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
 
 def _folder_of(checkpoint: str) -> Path:
     """Return the folder `checkpoint`, or that of the model of this name in the hub's cache."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from bridge.planning import model_size
 
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(checkpoint, local_files_only=True))
-        except (OSError, HFValidationError) as error:
-            raise UsageError(
-                f"there is no folder {checkpoint}, and no model of that name in the hub's cache",
-                remedy="name a checkpoint, such as SAVE_PATH/step_N, or the folder that the server was started with",
-            ) from error
-    return folder.resolve()
+    try:
+        return model_size.folder_of(checkpoint).resolve()
+    except UsageError as error:
+        raise UsageError(
+            error.message,
+            remedy="name a checkpoint, such as SAVE_PATH/step_N, or the folder that the server was started with",
+        ) from error
 
 
 def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
