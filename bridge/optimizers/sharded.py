@@ -137,7 +137,7 @@ class ShardedOptimizer(InPlaceOptimizer):
             return super().changed_weight_share
         changed = self._changed().to(self._device)
         held = changed.new_tensor(sum(parameter.numel() for parameter in self._steps))
-        return int(self._world.all_reduce(changed)) / int(self._world.all_reduce_tp(held))
+        return int(self._world.all_reduce(changed)) / int(self._world.tp_group.all_reduce(held))
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
         slab, index = self._slots[parameter]

@@ -67,10 +67,6 @@ class Tensors:
         """Return the sum of the `numbers` of every share of a batch, whose ranks have the same, in their order."""
         return numbers if self.world_size == 1 else sum_in_order(self._of_every_rank(numbers)[:: self.pass_size])
 
-    def all_reduce_tp(self, numbers: Tensor) -> Tensor:
-        """Return the sum of the `numbers` of the ranks of one replica; every replica has the same."""
-        return numbers if self.tp_size == 1 else sum_in_order(self._of_every_rank(numbers)[: self.tp_size])
-
     def _of_every_rank(self, numbers: Tensor) -> Tensor:
         return self.all_gather(numbers.reshape(1, -1).contiguous()).view(self.world_size, *numbers.shape)
 

@@ -55,7 +55,9 @@ def mesh(ranks: Ranks) -> dict[str, Any]:
         "peers": ranks.dp_group.all_gather_object(ranks.rank),
         "leaders": ranks.one_per_replica(ranks.all_gather_object(ranks.rank)),
         "totals": (
-            ranks.all_reduce(number).item(), ranks.all_reduce_shares(number).item(), ranks.all_reduce_tp(number).item()
+            ranks.all_reduce(number).item(),
+            ranks.all_reduce_shares(number).item(),
+            ranks.tp_group.all_reduce(number).item(),
         ),
         "gathered": (ranks.tp_group.all_gather(number).tolist(), ranks.dp_group.all_gather(number).tolist()),
         "summed": ranks.dp_group.reduce_scatter(torch.arange(2.0).view(2, 1) + ranks.rank).item(),
@@ -69,7 +71,7 @@ def test_ranks_of_two_replicas_know_their_parts_and_their_peers() -> None:
         assert report["within"] == [2 * replica, 2 * replica + 1]
         assert report["peers"] == [part, 2 + part]
         assert report["leaders"] == [0, 2]
-        assert report["totals"] == (10.0, 4.0, 3.0)
+        assert report["totals"] == (10.0, 4.0, 3.0 + 4 * replica)
         assert report["gathered"] == ([1.0 + 2 * replica, 2.0 + 2 * replica], [1.0 + part, 3.0 + part])
         assert report["summed"] == 2 * part + 2 + 2 * replica
 
