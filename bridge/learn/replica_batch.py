@@ -66,7 +66,7 @@ class Batch:
             mini_batches=own[::2],
             only_ranked=own[1::2],
             num_tokens=sum(sample.num_trained for mini_batch in trained for sample in mini_batch),
-            balance=busiest(trained, ranks.num_shares),
+            balance=busiest(distributed[::2]),
             num_before=(step - 1) * choices.updates_per_step,
         )
 
@@ -224,12 +224,11 @@ def _with_images(sample: Sample, arrays: Mapping[str, tuple[Array, ...]]) -> Sam
     return sample if images is None else replace(sample, images=replace(images, arrays=arrays[images.digest]))
 
 
-def busiest(mini_batches: Sequence[Sequence[Sample]], size: int) -> float:
-    """Return the tokens of the largest of `size` shares over their mean, in every mini-batch; NaN for one."""
-    if size == 1 or not mini_batches:
-        return math.nan
-    loads = [[_load(indices, mini_batch) for indices in _shares(mini_batch, size)] for mini_batch in mini_batches]
-    return size * sum(map(max, loads)) / sum(map(sum, loads))
+def busiest(shares_of_updates: Sequence[Sequence[Sequence[Sample]]]) -> float:
+    """Return the tokens of the largest share over the mean, in every mini-batch; NaN for one share."""
+    loads = [[sum(sample.num_tokens for sample in share) for share in shares] for shares in shares_of_updates]
+    size = max(map(len, loads), default=1)
+    return math.nan if size == 1 else size * sum(map(max, loads)) / sum(map(sum, loads))
 
 
 def _shares(mini_batch: Sequence[Sample], size: int) -> list[list[int]]:

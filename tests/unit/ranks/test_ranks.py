@@ -669,10 +669,11 @@ def test_tokens_are_balanced_and_prompts_stay_together() -> None:
     few = [sample(0, length) for length in (100, 90, 10)]
     assert distribute(few, 2) == [few[:1], few[1:]]
     assert distribute(few, 1) == [few]
-    assert busiest([few], 2) == pytest.approx(2 * max(120, 140) / 260)
-    assert busiest([few, few], 2) == busiest([few], 2)
-    assert 1 <= busiest([many], 4) < 1.02
-    assert math.isnan(busiest([many], 1))
+    assert busiest([distribute(few, 2)]) == pytest.approx(2 * max(120, 140) / 260)
+    assert busiest([distribute(few, 2), distribute(few, 2)]) == busiest([distribute(few, 2)])
+    assert 1 <= busiest([distribute(many, 4)]) < 1.02
+    assert math.isnan(busiest([distribute(many, 1)]))
+    assert math.isnan(busiest([]))
 
 
 def interrupted(ranks: Ranks, groups: Sequence[Group], has_been: Event) -> None:
