@@ -95,11 +95,6 @@ class Machine:
     """What some checks need: its device, "vllm", a "model", a live "server", and a "search" for the manifest."""
     transformers: str | None = dataclasses.field(default_factory=lambda: software.installed_version("transformers"))
 
-    @property
-    def live(self) -> Manifest | None:
-        """The manifest, if its server runs on this host."""
-        return self.examined.live
-
 
 class Row(NamedTuple):
     """One or several checks of a machine, and what they need of it: `Machine.has`."""
@@ -118,7 +113,7 @@ def table() -> tuple[Row, ...]:
         Row("Software", "", lambda _: software.python_version(sys.version_info[:2])),
         Row("Software", "", lambda m: software.torch_build(m.facts, m.device)),
         Row("Software", "", lambda m: software.vllm_build(
-            software.installed_vllm(), m.device, server_lives=m.live is not None)),
+            software.installed_vllm(), m.device, server_lives=m.examined.live is not None)),
         Row("Software", "vllm", requirements),
         Row("Software", "vllm", lambda _: patches_fit()),
         Row("Software", "", lambda m: software.transformers_imports(m.facts, m.transformers)),
@@ -130,8 +125,8 @@ def table() -> tuple[Row, ...]:
             m.facts, m.device, os.environ, driver_loaded=hardware.nvidia_driver_loaded())),
         Row("Hardware", "cuda", lambda m: hardware.driver_runs_torch(m.facts)),
         Row("Hardware", "cuda", lambda m: [
-            hardware.gpu_memory(gpu, server_lives=m.live is not None) for gpu in m.facts.gpus]),
-        Row("Hardware", "cuda", lambda m: hardware.over_cuda_ipc(trial_gpu(m.facts, m.live), os.environ)),
+            hardware.gpu_memory(gpu, server_lives=m.examined.live is not None) for gpu in m.facts.gpus]),
+        Row("Hardware", "cuda", lambda m: hardware.over_cuda_ipc(trial_gpu(m.facts, m.examined.live), os.environ)),
         Row("Hardware", "cpu", lambda _: hardware.over_memfd()),
         Row("Hardware", "", lambda _: hardware.main_memory(memory.available_bytes(), memory.cgroup_left_bytes())),
         Row("Hardware", "", lambda _: hardware.shm_space(memory.shm_free_bytes())),
@@ -139,11 +134,11 @@ def table() -> tuple[Row, ...]:
             os.environ, m.device, [name for group in m.plugins.values() for name in group])),
         Row("Model", "model", lambda m: model_checks.modes(m.model, model_checks.read(m.model))),
         Row("Server", "", lambda m: m.examined.checks),
-        Row("Server", "server", lambda m: server.same_versions(m.live, {
+        Row("Server", "server", lambda m: server.same_versions(m.examined.live, {
             "bridge": bridge.__version__, "torch": m.facts.torch, "transformers": m.transformers})),
-        Row("Server", "server", lambda m: server.same_gpu(m.live, [gpu.uuid for gpu in m.facts.gpus])),
-        Row("Server", "server", lambda m: server.weights_open(m.live)),
-        Row("Server", "server", lambda m: server.answers(m.live)),
+        Row("Server", "server", lambda m: server.same_gpu(m.examined.live, [gpu.uuid for gpu in m.facts.gpus])),
+        Row("Server", "server", lambda m: server.weights_open(m.examined.live)),
+        Row("Server", "server", lambda m: server.answers(m.examined.live)),
         Row("Server", "search", lambda m: server.others(m.examined.path)),
         Row("Server", "", lambda m: server.port(*ports(m))),
         Row("Server", "", lambda _: server.engines_have_servers(server.running())),
@@ -196,7 +191,7 @@ def trial_gpu(facts: Facts, live: Manifest | None) -> str | None:
 
 def ports(machine: Machine) -> tuple[int, int | None, dict[int, str]]:
     """Return the port to check, the pid of the server that may listen there, and what other servers are called."""
-    live = machine.live
+    live = machine.examined.live
     own = urlsplit(live.url).port if live else None
     wanted = machine.port or own or DEFAULT_PORT
     named = {exported.server.pid: discovery.choice(path, exported) for path, exported in discovery.running().items()}
