@@ -111,7 +111,7 @@ class Receivers:
         for server in self._servers:
             server.close()
 
-    def _all(self, call: Callable[[Receiver], None], *, is_exchange: bool = False) -> None:
+    def _all(self, call: Callable[[Receiver], object], *, is_exchange: bool = False) -> None:
         """Make a call to all servers at the same time, and raise the first error.
 
         In an exchange it is raised at once, because the other servers wait for the one that failed.

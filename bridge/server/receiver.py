@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -164,28 +165,20 @@ class StockReceiver(VllmClient):
             raise unreachable(self.url, f"{route} answered {response.status_code}: {error_message(response)}")
 
 
-class _FeedingClient(BridgeClient):
-    """The client of a trainer that sends weights."""
-
-    def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
-        body = TransferRequest(holder=self._holder, call=call, arguments=dict(arguments))
-        self._answer("POST", protocol.TRANSFER, Status, body)
-
-
-class PatchedReceiver:
+class PatchedReceiver(BridgeClient):
     """The same of a server of Bridge on this host, whose lease this process takes."""
 
+    version: int | None = None
+
     def __init__(self, exported: Manifest, run: str, *, timeout_s: float) -> None:
-        self.url = exported.url
-        self.version: int | None = None
-        self._client = _FeedingClient(exported, timeout_s=timeout_s)
+        super().__init__(exported, timeout_s=timeout_s)
         self._exported = exported
         self._run = run
 
     def check(self, model: str, vllm: str) -> int:
         exported = self._exported
         _refuse_misfit(self.url, model, exported.model, vllm, exported.versions.get("vllm", "unknown"))
-        status = fence.when_free(lambda: self._client.take_lease(self._run))
+        status = fence.when_free(lambda: self.take_lease(self._run))
         status.refuse_torn()
         if not status.can_receive_weights:
             raise AttachError(
@@ -195,24 +188,23 @@ class PatchedReceiver:
         self.version = status.version
         return exported.tp_degree
 
-    def pause(self, in_flight: InFlight) -> None:
-        fence.pause_when_free(self._client, lambda client: client.pause(in_flight, version=self.version))
+    def pause(self, in_flight: InFlight, **choices: Any) -> Status:
+        """Wait for the fence; the server refuses if it serves another version than it was sent."""
+        pause = partial(super().pause, in_flight, version=self.version, **choices)
+        return fence.pause_when_free(self, lambda _: pause())
 
-    def resume(self) -> None:
-        self._client.resume()
-
-    def publish(self, version: int) -> None:
-        self.version = self._client.publish(version).version
+    def publish(self, version: int | None = None) -> Status:
+        status = super().publish(version)
+        self.version = status.version
+        return status
 
     def check_served(self) -> None:
         """Raise ServerUnreachableError if another server has its place, which does not know this one's token."""
-        self._client.status()
+        self.status()
 
     def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
-        self._client.transfer(call, arguments)
-
-    def close(self) -> None:
-        self._client.close()
+        body = TransferRequest(holder=self._holder, call=call, arguments=dict(arguments))
+        self._answer("POST", protocol.TRANSFER, Status, body)
 
 
 Receiver = StockReceiver | PatchedReceiver

@@ -11,6 +11,7 @@ from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreac
 from bridge.server import client as client_module
 from bridge.server.client import BridgeClient, VllmClient, max_model_len
 from bridge.server.protocol import Element, Holder, Status
+from bridge.server.receiver import PatchedReceiver
 from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Answers, HttpRequest, as_json, serving
 
@@ -63,6 +64,35 @@ def test_each_call_sends_its_route_token_and_holder() -> None:
         None, {"elements": [element]}, {"holder": holder, "elements": [element], "values": [1.0]},
     ]  # fmt: skip
     assert answers == [Status.model_validate(STATUS)] * 4 + [{"w": "0f"}, (1.5,), None]
+
+
+def test_what_receives_weights_sends_the_version_that_it_published_last() -> None:
+    versions = iter([7, 7, 7, 8, 8, 8])  # lease, pause, transfer, publish, pause, resume
+
+    def receiving(_: HttpRequest) -> Answer:
+        return as_json({**STATUS, "state": "serving", "version": next(versions, 8), "can_receive_weights": True})
+
+    with serving(receiving) as server:
+        exported = manifest(url=server.url)
+        receiver = PatchedReceiver(exported, "run", timeout_s=20)
+        assert receiver.check(exported.model, exported.versions["vllm"]) == exported.tp_degree
+        receiver.pause("keep")
+        receiver.transfer("start_weight_update", {})
+        receiver.publish(8)
+        receiver.pause("abort")
+        receiver.resume()
+        receiver.check_served()
+        receiver.close()
+    assert [f"{request.method} {request.path}" for request in server.requests] == [
+        "POST /bridge/lease", "POST /bridge/pause", "POST /bridge/transfer", "POST /bridge/publish",
+        "POST /bridge/pause", "POST /bridge/resume", "GET /bridge/status", "DELETE /bridge/lease",
+    ]  # fmt: skip
+    bodies = [request.body for request in server.requests]
+    assert [(body["in_flight"], body["version"]) for body in bodies if body and "in_flight" in body] == [
+        ("keep", 7), ("abort", 8)
+    ]  # fmt: skip
+    assert (bodies[2]["call"], bodies[2]["arguments"]) == ("start_weight_update", {})
+    assert (bodies[3]["version"], bodies[3]["after"]) == (8, 7)
 
 
 def test_a_takeover_sends_an_absolute_checkpoint_and_version() -> None:
