@@ -67,7 +67,6 @@ class LoraMemory(_LoraMode, PatchedServer):
                 remedy="bridge serve-vllm --max-lora-rank R on this host, or --lora-handover disk",
             ) from error
         self._take_lease(manifest_of(self._config.server, self._config.model_name, exported))
-        self.version = self._status.version
 
     def open(self) -> OpenedModel:
         """Attach to the server's base, add an adapter to it, and move the adapter into a slot."""

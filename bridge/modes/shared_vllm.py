@@ -104,7 +104,6 @@ class PatchedServer(Mode):
     def _connect(self) -> None:
         """Find the server and take its lease; AttachError: another trainer has it, or it is half-written."""
         self._take_lease(manifest_of(self._config.server, self._config.model_name))
-        self.version = self._status.version
 
     def _take_lease(self, manifest: Manifest) -> None:
         """Take the lease of the manifest's server, and learn what the server can do and has.
@@ -126,6 +125,7 @@ class PatchedServer(Mode):
             )
             if not (self._run.resumes and self._status.writes == self.writes):
                 self._status.refuse_torn()
+            self.version = max(self.version, self._status.version)
             self._keeps_kv = self._may_keep_kv(self._status)
             self._note_quantization(manifest)
             if self._config.compute.router_replay and self._status.experts is None:
