@@ -67,8 +67,7 @@ def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], f
         num_warmup_steps=choices.warmup_steps * choices.updates_per_step,
         num_training_steps=training_steps * choices.updates_per_step,
     )
-    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-    return factor
+    return scheduler.lr_lambdas[0]
 
 
 def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: float) -> dict[str, Any]:

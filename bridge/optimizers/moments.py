@@ -123,8 +123,7 @@ FOUR_BIT = QuantizedMoments(bits=4, block=BLOCK_OF_4_BIT, first_power=2, second_
 def dequantize_signed(code: Tensor, bits: int, power: int) -> Tensor:
     """Return the value of a signed code, from -1 to 1."""
     share = code.float() / (2 ** (bits - 1) - 1)
-    level: Tensor = share.sign() * share.abs().pow(power)
-    return level
+    return share.sign() * share.abs().pow(power)
 
 
 def quantize_signed(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
@@ -138,8 +137,7 @@ def quantize_signed(value: Tensor, bits: int, power: int, chance: Tensor) -> Ten
 
 def dequantize_unsigned(code: Tensor, bits: int, power: int) -> Tensor:
     """Return the value of an unsigned code, above 0 and up to 1."""
-    level: Tensor = ((code.float() + 1) / 2**bits).pow(power)
-    return level
+    return ((code.float() + 1) / 2**bits).pow(power)
 
 
 def quantize_unsigned(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:

@@ -121,8 +121,7 @@ def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Imag
     try:
         model(input_ids=tokens_1T, use_cache=False, **tensors)
     except _Called as called:
-        given: Mapping[str, Any] = called.args[0]
-        return given
+        return called.args[0]
     finally:
         handle.remove()
     raise AttributeError("it does not call its decoder")

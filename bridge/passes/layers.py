@@ -145,8 +145,7 @@ def _called_again(layer: nn.Module, *args: Any, **options: Any) -> Any:
 
 
 def _keeping_attention() -> tuple[Any, Any]:
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_of_attention)
-    return contexts
+    return create_selective_checkpoint_contexts(_of_attention)
 
 
 def _of_attention(_context: object, operator: object, *_args: Any, **_options: Any) -> CheckpointPolicy:
@@ -215,8 +214,7 @@ def widen(model: nn.Module) -> None:
 
 def _wide_forward(module: nn.Linear, rows: Tensor) -> Tensor:
     bias = None if isinstance(module, RowLinear) else module.bias
-    widened: Tensor = _WideLinear.apply(rows, module.weight, bias)  # type: ignore[no-untyped-call]
-    return widened
+    return _WideLinear.apply(rows, module.weight, bias)  # type: ignore[no-untyped-call]
 
 
 class _WideLinear(torch.autograd.Function):

@@ -85,8 +85,7 @@ def check_same(store: Any, rank: int, world_size: int, name: str, value: int) ->
 def object_group(members: Sequence[int] | None) -> dist.ProcessGroup:
     """Make the group for the objects of these ranks; None: all ranks."""
     ranks = None if members is None else [*members]
-    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=OBJECT_LIMIT)
-    return group
+    return dist.new_group(ranks, backend="gloo", timeout=OBJECT_LIMIT)
 
 
 @contextmanager

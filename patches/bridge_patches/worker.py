@@ -138,8 +138,7 @@ class BridgeWorker:
         return holders.index(adapter_id) if adapter_id in holders else None
 
     def _bridge_model(self) -> nn.Module:
-        model: nn.Module = self.model_runner.get_model()
-        return model
+        return self.model_runner.get_model()
 
     def _bridge_parameters(self) -> dict[str, torch.Tensor]:
         return quantized.parameters(self._bridge_model())

@@ -43,8 +43,7 @@ class Line(NamedTuple):
     @property
     def known(self) -> Column:
         """Return the values that are not missing."""
-        known: Column = self.values[np.isfinite(self.values)]
-        return known
+        return self.values[np.isfinite(self.values)]
 
 
 class Drawing(NamedTuple):
