@@ -20,13 +20,15 @@ TRL ?=
 EXTRA ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
 
 # Tests wait for servers and clocks half of the time, so there is one more process than cores. Slow ones each have a vLLM, and
-# at most four of them run at once. Models are tiny: a second thread only costs. CI runs `test` and `test-core`.
+# at most four of them run at once. Models are tiny: a second thread only costs. CI runs `test`, `test-core` and `test-drawn`.
 CORES := $(shell nproc)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu --dist loadgroup
 FEW = -n $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 MANY = -n $(shell echo $$(($(CORES) < 7 ? $(CORES) + 1 : 8)))
+# The same code draws the same tests, with or without git.
+CODE = $(shell find bridge cli environments patches tests -name '*.py' | LC_ALL=C sort | xargs cat | sha256sum | cut -c 1-12)
 
-.PHONY: help setup verifiers lint type test test-unit test-core test-all test-gpu test-verifiers test-foreign several families contract soak demo compare bench docs clean
+.PHONY: help setup verifiers lint type test test-unit test-core test-drawn test-all test-gpu test-verifiers test-foreign several families contract soak demo compare bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +53,9 @@ test-unit: $(INSTALLED) ## Those of them that need no vLLM
 
 test-core: $(INSTALLED) ## One slow test of each kind: the demo, two ranks, a killed trainer, a resumed run, five architectures
 	@$(PYTEST) $(FEW) -m "slow and core"
+
+test-drawn: $(INSTALLED) ## A few of the other slow tests, drawn by a hash of the code: over many commits CI runs all of them
+	@$(PYTEST) $(FEW) -v --draw "$(or $(SEED),$(CODE))"
 
 test-all: test ## All of the slow ones, before a release: every architecture, learning, long runs, every restart of vLLM
 	@$(PYTEST) $(FEW) -m slow

@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import random
 import shutil
 import signal
 import sys
@@ -22,6 +23,8 @@ SLOW_TIMEOUT_S = 900
 """Limit of a test that starts a vLLM or compiles, while others use the same few cores."""
 ENOUGH_CORES = 4
 """For tests marked `several`."""
+NUM_DRAWN = 8
+"""Slow tests that CI runs besides those marked `core`: about three minutes on two cores."""
 
 # Commands started in the background of a script or under nohup ignore some of these signals, and so do their
 # children. The tests check how these signals are handled.
@@ -86,6 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--record-into", type=Path, help="a file to which tests/gpu/test_families.py appends the result of each family"
     )
     parser.addoption("--several", action="store_true", help="run what many processes take part in on few cores, too")
+    parser.addoption("--draw", metavar="SEED", help=f"run only {NUM_DRAWN} of the slow tests, those that SEED draws")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -104,6 +108,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_slow = folder in {"cpu", "gpu"} or item.get_closest_marker("slow") is not None
         if is_slow and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+    if seed := config.getoption("--draw"):
+        kept = drawn(items, seed)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def drawn(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
+    """Return some slow tests that `make test-core` does not run, in their order; the same ones for the same seed."""
+    rest = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("core")]
+    kept = random.Random(seed).sample(range(len(rest)), min(NUM_DRAWN, len(rest)))
+    return [rest[index] for index in sorted(kept)]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
