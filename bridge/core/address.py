@@ -38,7 +38,7 @@ def free_port(host: str) -> int:
     draw = random.SystemRandom()  # processes that start together should not draw the same
     for port in draw.sample(PORTS, len(PORTS)):
         try:
-            with socket.create_server((host, port)):
+            with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
                 return port
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

@@ -56,6 +56,6 @@ def end_thread(thread: threading.Thread) -> None:
 
     Its `is_alive` does not tell: once Ctrl-C interrupts a `join`, Python 3.11 takes a running thread for an ended one.
     """
-    number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
-    while ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error):  # 0: there is no such thread
+    while thread in threading.enumerate():  # not asked by number, which the next thread may get
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         time.sleep(RETRY_S)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, OptimizerConfig, TrainConfig
 from bridge.core.concurrency import end_thread
+from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import AttachError, UnsupportedModelError, UsageError, first_line, with_class
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
@@ -111,15 +112,17 @@ def rehearsed(
             has_memory.set()
 
     thread = threading.Thread(target=rehearse, name="rehearsal", daemon=True)
-    thread.start()
     try:
+        with deferred_interrupt():  # a thread that started half cannot be ended
+            thread.start()
         has_memory.wait()
         yield
         if thread.is_alive():
             note("waiting for the trainer's code, which is still being compiled")
         thread.join()
     except BaseException:
-        end_thread(thread)  # a process that ends while torch compiles in a thread crashes
+        with deferred_interrupt():  # a process that ends while torch compiles in a thread crashes
+            end_thread(thread)
         raise
     gc.collect()
     torch.cuda.empty_cache()

@@ -175,19 +175,33 @@ def taking(host: str, port: int, path: Path | None, *, inherits: bool = False) -
     With `inherits`, also until the program that replaces this one has ended.
     """
     check_port(host, port)
-    flags = {f"port {port}": f"--port, such as {free_port(host)}", f"manifest {path or port}": "--vllm-config-path"}
     with contextlib.ExitStack() as marks:
-        for name, flag in flags.items():
-            mark = marks.enter_context(socket.socket(socket.AF_UNIX))
-            mark.set_inheritable(inherits)
-            try:  # an abstract name: no file, gone with this process, and seen where the port is
-                mark.bind(f"\0bridge-{hashlib.sha256(name.encode()).hexdigest()}")
-            except OSError as error:
-                raise UsageError(
-                    f"{name} is about to be taken: another run of Bridge is starting a server with it",
-                    remedy=f"choose another with {flag}",
-                ) from error
+        marks.enter_context(_mark(f"port {port}", str(port), "--port", inherits=inherits))
+        if path is not None:
+            disk = _nearest_folder(path).stat().st_dev  # a container may have its own of this path
+            name = f"{disk} {path.resolve()}"
+            marks.enter_context(_mark(f"manifest {path}", name, "--vllm-config-path", inherits=inherits))
         yield
+
+
+def _mark(taken: str, name: str, flag: str, *, inherits: bool) -> socket.socket:
+    """Return what others cannot have at the same time: an abstract socket, without a file, gone with this process."""
+    mark = socket.socket(socket.AF_UNIX)
+    mark.set_inheritable(inherits)
+    try:
+        mark.bind(f"\0bridge-{hashlib.sha256(name.encode()).hexdigest()}")
+    except OSError as error:
+        mark.close()
+        raise UsageError(
+            f"{taken} is about to be taken: another run of Bridge is starting a server with it",
+            remedy=f"choose another with {flag}; bridge doctor shows what is left of a server that was killed",
+        ) from error
+    return mark
+
+
+def _nearest_folder(path: Path) -> Path:
+    """Return the innermost parent that exists."""
+    return next(parent for parent in path.parents if os.access(parent, os.F_OK))
 
 
 def clear_manifest(path: Path, output: Output = PLAIN) -> None:
@@ -197,7 +211,7 @@ def clear_manifest(path: Path, output: Output = PLAIN) -> None:
         UsageError: a live server has it, or nothing can be written there.
         ManifestError: another file is there.
     """
-    folder = next(parent for parent in path.parents if os.access(parent, os.F_OK))
+    folder = _nearest_folder(path)
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise UsageError(
             f"cannot write the manifest {path}: {folder} is not a folder in which you may write",

@@ -1,13 +1,14 @@
-"""Waiting for a socket, in a process that has more files open than `select.select` can watch."""
+"""Waiting for a socket, in a process that has more files open than `select.select` can watch; ending a thread."""
 
 import fcntl
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from bridge.core.concurrency import is_readable
+from bridge.core.concurrency import end_thread, is_readable
 
 HIGH = 2000
 """`select.select` refuses descriptors of 1024 and more."""
@@ -38,3 +39,24 @@ def test_a_connection_that_the_other_end_closed_is_readable(pair: tuple[socket.s
     near, far = pair
     far.close()
     assert is_readable(near, 20.0)
+
+
+def test_ending_a_thread_that_has_ended_leaves_the_next_one_alone() -> None:
+    """The next one gets its number."""
+    ended = threading.Thread(target=int)
+    ended.start()
+    ended.join()
+    results, may_end = list[str](), threading.Event()
+
+    def work() -> None:
+        while not may_end.wait(0.01):
+            pass
+        results.append("whole")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert thread.ident == ended.ident
+    end_thread(ended)
+    may_end.set()
+    thread.join()
+    assert results == ["whole"]

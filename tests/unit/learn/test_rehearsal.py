@@ -214,7 +214,8 @@ def test_ctrl_c_ends_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def compile_forever(*_: object) -> bool:
         numbers.append(threading.get_ident())
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        for delay_s in (0.5, 0.7):  # the second one while the first ends the thread
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
         with suppress(SystemExit):  # as any code may
             _run_forever()
         _run_forever()

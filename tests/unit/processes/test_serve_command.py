@@ -462,8 +462,23 @@ def test_a_taken_port_is_told_with_the_pid_that_holds_it() -> None:
     holder.wait()
 
 
-def test_a_free_port_passes() -> None:
-    start_checks.check_port("127.0.0.1", address.free_port("127.0.0.1"))
+def test_a_free_port_is_taken_once_at_a_time(tmp_path: Path) -> None:
+    port = address.free_port("127.0.0.1")
+    with start_checks.taking("127.0.0.1", port, tmp_path / "manifest.json"):
+        for other, path in ((port, tmp_path / "another.json"), (port + 1, tmp_path / "manifest.json")):
+            with pytest.raises(UsageError, match="is about to be taken"), start_checks.taking("127.0.0.1", other, path):
+                pytest.fail("it has both")
+    with start_checks.taking("127.0.0.1", port, tmp_path / "manifest.json"):
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
+def test_a_port_of_an_address_of_ipv6_is_taken() -> None:
+    port = address.free_port("::1")
+    with start_checks.taking("::1", port, None), socket.create_server(("::1", port), family=socket.AF_INET6):
+        with pytest.raises(UsageError, match=f"port {port} is taken by pid {os.getpid()}") as refused:
+            start_checks.check_port("::1", port)
+        assert "--port, such as " in refused.value.remedy
 
 
 def test_a_free_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:

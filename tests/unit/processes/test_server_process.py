@@ -269,7 +269,7 @@ def test_a_port_on_which_another_server_is_starting_is_refused(tmp_path: Path, l
             served(command, tmp_path / "other.log").running(),
         ):
             raise AssertionError("it was started")
-        assert "choose another with --port, such as " in refused.value.remedy
+        assert refused.value.remedy.startswith("choose another with --port;")
         raise RankError("another rank failed", remedy="it says why")
 
     with pytest.raises(RankError, match="another rank"), served(command, log).running(start_another):
@@ -280,16 +280,17 @@ def test_a_port_on_which_another_server_is_starting_is_refused(tmp_path: Path, l
 
 
 def test_a_manifest_of_another_server_that_is_starting_is_refused(tmp_path: Path, log: Path) -> None:
-    command = fake(tmp_path)
+    command, link = fake(tmp_path), tmp_path / "link"
+    link.symlink_to(command.manifest.parent)
 
     def start_another() -> None:
-        other = replace(command, port=free_port(HOST))
+        other = replace(command, port=free_port(HOST), manifest=link / command.manifest.name)
         with (
-            pytest.raises(UsageError, match=f"manifest {command.manifest} is about to be taken: another") as refused,
+            pytest.raises(UsageError, match=f"manifest {other.manifest} is about to be taken: another") as refused,
             served(other, tmp_path / "other.log").running(),
         ):
             raise AssertionError("it was started")
-        assert refused.value.remedy == "choose another with --vllm-config-path"
+        assert refused.value.remedy.startswith("choose another with --vllm-config-path;")
 
     with served(command, log).running(start_another) as server:
         start_another()
