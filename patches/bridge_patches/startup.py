@@ -6,6 +6,11 @@ Cause: `vllm serve` spawns them, in case something has initialized CUDA in the A
 Why a fork is safe: `get_mp_context` chooses `fork` (`vllm_flags.START_METHOD`) only while CUDA is not initialized, and
 asks again at each process. On the CPU vLLM spawns its engine whatever is chosen.
 
+Symptom: a server in parts leaves its shared memory behind, hundreds of MiB of names in /dev/shm.
+Cause: of processes that are killed, Python's resource tracker removes it, and a forked engine has one of its own. vLLM
+ends the engine with all of its children.
+What is done: the API server starts one first, which all forks inherit.
+
 Symptom: a server that is restarted from a checkpoint compiles again what it had compiled.
 Cause: the path of the model's folder is part of the key of compiled graphs.
 Why it may be left out: the model's configuration and its code, which make the graphs, stay parts of the key.
@@ -19,6 +24,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 from bridge.core.process import sockets
@@ -54,6 +60,7 @@ def patch() -> None:
         ignored = ignored_factors | {"model"} if is_known else ignored_factors
         return original(config, ignored, *args, **kwargs)
 
+    resource_tracker.ensure_running()
     multiprocessing.util.register_after_fork(leave_parent, lambda leave: leave())
 
 

@@ -22,6 +22,8 @@ from bridge.config import TrainConfig
 from bridge.learn.opening import learner_of
 from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
+from bridge.processes import children
+from bridge.processes.children import Child
 from bridge.ranks.world import Ranks
 from bridge.run import checkpoint
 from bridge.server.client import BridgeClient
@@ -127,6 +129,12 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
     }  # fmt: skip
 
 
+def shared_memory(server: Child) -> set[Path]:
+    """Return the shared memory of Python's that the server's processes have."""
+    maps = [place.path for process in children._tree(server) for place in process.memory_maps()]
+    return {Path(path) for path in maps if path.startswith("/dev/shm/psm_")}
+
+
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.core) if name == "one head" else name for name in FAMILIES]
 )
@@ -145,9 +153,12 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
         if family in ("one head", "experts"):
             checks = [*verify(server.path)]
             assert {check.status for check in checks} == {"PASS"}, checks
+        shared = shared_memory(server.child)
         if family == "one head":
             scenarios.bridge("restore", model, "--vllm-config-path", server.path, folder=tmp_path)
             assert scenarios.same_samples(server.sample(), before)
+    assert shared
+    assert [path for path in shared if path.exists()] == []
     for mine in results:
         assert mine["before"] < limit, results
         assert mine["after"] < limit, results
