@@ -131,7 +131,7 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
 
 def shared_memory(server: Child) -> set[Path]:
     """Return the shared memory of Python's that the server's processes have."""
-    maps = [place.path for process in children._tree(server) for place in process.memory_maps()]
+    maps = [region.path for process in children._tree(server) for region in process.memory_maps()]
     return {Path(path) for path in maps if path.startswith("/dev/shm/psm_")}
 
 
