@@ -89,7 +89,7 @@ class Task:
         return list(self.kept)
 
     def score(self, problem: Problem, completion: str) -> float:
-        return self._scores.score(problem, completion)
+        return self._scores.score(problem, completion)  # type: ignore[no-any-return]
 
     @cached_property
     def _scores(self) -> Any:

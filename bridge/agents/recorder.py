@@ -98,7 +98,8 @@ class Recorder:
             await self._server.startup([listener])  # `serve` would take the signals
             listener.listen(QUEUED)  # asyncio takes one number for both
             self._socket = listener
-        return self._socket.getsockname()[1]
+        port: int = self._socket.getsockname()[1]
+        return port
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)

@@ -53,19 +53,19 @@ def _explained(error: Exception, model: str) -> tuple[str, str]:
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return f"{hub} has no {CONFIG_NAME} of it", "choose a model in the format of transformers"
     return (
-        f"not downloaded yet, and {'HF_HUB_OFFLINE is set' if constants.HF_HUB_OFFLINE else _silence(error)}",
+        f"not downloaded yet, and {'HF_HUB_OFFLINE is set' if constants.HF_HUB_OFFLINE else _no_answer(error)}",
         f"give a folder, or download it where there is a network: hf download {model}",
     )
 
 
-def _silence(error: Exception) -> str:
+def _no_answer(error: Exception) -> str:
     root: BaseException = error  # huggingface_hub wraps the first cause in advice
     while root.__cause__ is not None:
         root = root.__cause__
     return f"the hub at {constants.ENDPOINT} does not answer ({shortened(root, 100) or f'within {LIMIT_S:g} s'})"
 
 
-def silence(data_set: str) -> str:
+def why_unreachable(data_set: str) -> str:
     """Return why the hub cannot be reached for `data_set`; empty if it can: one that is slow to answer may yet do so.
 
     The library datasets would retry for half a minute.
@@ -78,7 +78,7 @@ def silence(data_set: str) -> str:
             "hub",
         ).result(LIMIT_S)
     except Exception as error:  # noqa: BLE001  as above
-        return _silence(error) if type(error).__name__ in UNREACHABLE else ""
+        return _no_answer(error) if type(error).__name__ in UNREACHABLE else ""
     return ""
 
 

@@ -85,17 +85,17 @@ def learner_of(
 
 
 @contextmanager
-def rehearsed(
+def compiling_ahead(
     stand_in: Callable[[], PreTrainedModel | None], config: TrainConfig, note: Note, ranks: Ranks = ALONE
 ) -> Iterator[None]:
-    """Compile what a step runs, on a stand-in, while the block waits for vLLM; the learner finds the code in memory.
+    """Compile the training step on a stand-in while the block waits for vLLM; the learner finds the code in memory.
 
     vLLM compares what is free when it starts and when it has loaded: a stand-in takes its memory before the block, and
     torch's allocator keeps it until the end. An error costs only time.
     """
     has_memory = threading.Event()
 
-    def rehearse() -> None:
+    def compile_all() -> None:
         try:
             model = stand_in()
             has_memory.set()
@@ -111,7 +111,7 @@ def rehearsed(
         finally:
             has_memory.set()
 
-    thread = threading.Thread(target=rehearse, name="rehearsal", daemon=True)
+    thread = threading.Thread(target=compile_all, name="compiler", daemon=True)
     try:
         with deferred_interrupt():  # a thread that started half cannot be ended
             thread.start()

@@ -67,7 +67,8 @@ def schedule(choices: OptimizerConfig, training_steps: int) -> Callable[[int], f
         num_warmup_steps=choices.warmup_steps * choices.updates_per_step,
         num_training_steps=training_steps * choices.updates_per_step,
     )
-    return scheduler.lr_lambdas[0]
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return factor
 
 
 def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: float) -> dict[str, Any]:

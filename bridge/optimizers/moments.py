@@ -123,7 +123,8 @@ FOUR_BIT = QuantizedMoments(bits=4, block=BLOCK_OF_4_BIT, first_power=2, second_
 def dequantize_signed(code: Tensor, bits: int, power: int) -> Tensor:
     """Return the value of a signed code, from -1 to 1."""
     share = code.float() / (2 ** (bits - 1) - 1)
-    return share.sign() * share.abs().pow(power)
+    level: Tensor = share.sign() * share.abs().pow(power)
+    return level
 
 
 def quantize_signed(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
@@ -137,7 +138,8 @@ def quantize_signed(value: Tensor, bits: int, power: int, chance: Tensor) -> Ten
 
 def dequantize_unsigned(code: Tensor, bits: int, power: int) -> Tensor:
     """Return the value of an unsigned code, above 0 and up to 1."""
-    return ((code.float() + 1) / 2**bits).pow(power)
+    level: Tensor = ((code.float() + 1) / 2**bits).pow(power)
+    return level
 
 
 def quantize_unsigned(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:

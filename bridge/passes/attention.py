@@ -185,7 +185,7 @@ def _in_spans(
     if _fits_kernel(q_TAD, v_UKD, rule):
         packed = kernels.by_varlen(q_TAD, k_UKD, v_UKD, starts, longest, scale=rule.scale, window=rule.window)
         return packed.unsqueeze(0)
-    return by_blocks(q_TAD, k_UKD, v_UKD, starts, rule).unsqueeze(0)
+    return by_blocks(q_TAD, k_UKD, v_UKD, starts, rule).unsqueeze(0)  # type: ignore[no-any-return]
 
 
 def _gathered(x_TKD: Tensor, keys_U: Tensor) -> Tensor:

@@ -56,7 +56,8 @@ class Outputs:
 
 def reduced(tensor: Tensor, operation: Literal["sum", "max"], group: str) -> Tensor:
     """Return the sum or the maximum over the parts, element by element."""
-    return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), operation, group))  # type: ignore[arg-type]
+    done: Tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), operation, group))  # type: ignore[arg-type]
+    return done
 
 
 def vocabulary_of(module: nn.Module) -> VocabularyPart | None:
@@ -183,7 +184,8 @@ def _looked_up(embedding: nn.Embedding, ids: Tensor) -> Tensor:
     is_own = (own >= 0) & (own < len(embedding.weight))
     rows: Tensor = type(embedding).forward(embedding, torch.where(is_own, own, 0))
     share = torch.where(is_own.unsqueeze(-1), rows, 0.0)
-    return _SumOverParts.apply(share, words.group)  # type: ignore[no-untyped-call]
+    output: Tensor = _SumOverParts.apply(share, words.group)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
@@ -194,7 +196,7 @@ def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
     outputs, num_own = norm.outputs, own.shape[-1]
     assert isinstance(outputs, Outputs)
     if num_own == outputs.num_all:  # it stands elsewhere, where nothing is cut
-        return type(norm).forward(norm, own)
+        return type(norm).forward(norm, own)  # type: ignore[no-any-return]
     filled = nn.functional.pad(
         own * float(outputs.is_first), (outputs.start, outputs.num_all - outputs.start - num_own)
     )

@@ -121,7 +121,8 @@ def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Imag
     try:
         model(input_ids=tokens_1T, use_cache=False, **tensors)
     except _Called as called:
-        return called.args[0]
+        given: Mapping[str, Any] = called.args[0]
+        return given
     finally:
         handle.remove()
     raise AttributeError("it does not call its decoder")

@@ -127,7 +127,8 @@ def head_size(config: PretrainedConfig) -> int:
     """Return the size of an attention head of a language model's configuration, of the largest if layers differ."""
     if getattr(config, "is_heterogeneous", False):
         return max(map(head_size, config.per_layer_config))
-    return getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
+    return size
 
 
 def _error(model: PreTrainedModel) -> float:

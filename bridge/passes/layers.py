@@ -145,7 +145,8 @@ def _called_again(layer: nn.Module, *args: Any, **options: Any) -> Any:
 
 
 def _keeping_attention() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_of_attention)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_of_attention)
+    return contexts
 
 
 def _of_attention(_context: object, operator: object, *_args: Any, **_options: Any) -> CheckpointPolicy:
@@ -214,7 +215,8 @@ def widen(model: nn.Module) -> None:
 
 def _wide_forward(module: nn.Linear, rows: Tensor) -> Tensor:
     bias = None if isinstance(module, RowLinear) else module.bias
-    return _WideLinear.apply(rows, module.weight, bias)  # type: ignore[no-untyped-call]
+    widened: Tensor = _WideLinear.apply(rows, module.weight, bias)  # type: ignore[no-untyped-call]
+    return widened
 
 
 class _WideLinear(torch.autograd.Function):

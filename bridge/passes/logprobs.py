@@ -103,9 +103,10 @@ def token_logprobs(
 
     Shapes: [N, H], [V, H], [V], [N] int64 -> [N] float32, [N] float32.
     """
-    return _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+    applied: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head_VH, bias_V, targets_N, by, compiles, kept, words
     )
+    return applied
 
 
 @torch.no_grad()

@@ -235,12 +235,14 @@ def _padded(x: Tensor, size: int, dim: int) -> Tensor:
 
 def _exchanged(blocks_CX: Tensor, group: str) -> Tensor:
     """Send each rank its block, and return those of all ranks for this one."""
-    return _Exchange.apply(blocks_CX, group)  # type: ignore[no-untyped-call]
+    received: Tensor = _Exchange.apply(blocks_CX, group)  # type: ignore[no-untyped-call]
+    return received
 
 
 def _joined(own_LX: Tensor, slices: Slices) -> Tensor:
     """Return every rank's tensor of this shape after each other."""
-    return _Join.apply(own_LX, slices)  # type: ignore[no-untyped-call]
+    received: Tensor = _Join.apply(own_LX, slices)  # type: ignore[no-untyped-call]
+    return received
 
 
 class _Exchange(torch.autograd.Function):
@@ -250,7 +252,8 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, blocks_CX: Tensor, group: str) -> Tensor:
         ctx.group = group
         received: Tensor = collectives.all_to_all_single(blocks_CX.contiguous(), None, None, group)  # type: ignore[arg-type]
-        return collectives.wait_tensor(received)
+        done: Tensor = collectives.wait_tensor(received)
+        return done
 
     @staticmethod
     def backward(ctx: Any, gradient_CX: Tensor) -> tuple[Tensor, None]:

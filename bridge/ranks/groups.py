@@ -85,7 +85,8 @@ def check_same(store: Any, rank: int, world_size: int, name: str, value: int) ->
 def object_group(members: Sequence[int] | None) -> dist.ProcessGroup:
     """Make the group for the objects of these ranks; None: all ranks."""
     ranks = None if members is None else [*members]
-    return dist.new_group(ranks, backend="gloo", timeout=OBJECT_LIMIT)
+    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=OBJECT_LIMIT)
+    return group
 
 
 @contextmanager

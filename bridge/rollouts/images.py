@@ -128,7 +128,8 @@ class Prompts:
 
     @property
     def _chat_template(self) -> str | None:
-        return getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
+        template: str | None = getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
+        return template
 
     def _text(self, problem: Problem) -> str:
         """Return the prompt as text, with one token for each image."""
@@ -141,9 +142,10 @@ class Prompts:
                 remedy="write the prompts as text, or use a model with a chat template",
             )
         messages = [*_in_parts(prompt, len(problem["images"]))]
-        return problems.apply_chat_template(
+        text: str = problems.apply_chat_template(
             self._tokenizer, messages, chat_template=self._chat_template, tokenize=False, **self._template
         )
+        return text
 
 
 def _check_markers(text: str, problem: Problem, processor: Any) -> None:

@@ -235,10 +235,11 @@ class Run:
         config, directory = self._config, self._directory
         folder = (config.checkpoints.save_path or directory.checkpoints).absolute()
         name = (folder.parent if folder.name == directory.checkpoints.name else folder).name or "bridge"
-        return import_module(SOURCES[config.rollouts.source].module).open_stream(
+        stream: Stream = import_module(SOURCES[config.rollouts.source].module).open_stream(
             config, self._environment, directory.note,
             run_name=name, progress=self._reporter.progress, ranks=self._ranks,
         )  # fmt: skip
+        return stream
 
     def _open_learner(self) -> None:
         config, note = self._config, self._directory.note

@@ -107,23 +107,23 @@ class Trajectory:
 
     async def begin(self) -> Reply | FailedScore:
         """Reset it; the reply is what `reset` adds to the prompt."""
-        return await self._ask("reset", "", "begin", self._problem, is_first=True)
+        return await self._ask("reset", "", "begin", self._problem, is_first=True)  # type: ignore[no-any-return]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Reply | FailedScore:
         """Call a tool, by a name and with arguments that a model wrote."""
         try:
-            return await self._ask(f"tool {name}", "", "call", name, arguments)
+            return await self._ask(f"tool {name}", "", "call", name, arguments)  # type: ignore[no-any-return]
         except NotPickledError:
             return Reply(text=f"error: the arguments of {shortened(name)} are nested too deeply", is_error=True)
 
     async def run(self, base_url: str) -> Reply | Score | FailedScore:
         """Run an agent to its end; after a reply, `score` has the reward."""
         run = self._ask("the agent's run", "", "run", self._problem, base_url, is_first=True)
-        return await run
+        return await run  # type: ignore[no-any-return]
 
     async def score(self, completion: str) -> Score | FailedScore:
         """Return the reward; `completion` is the text of the last turn."""
-        return await self._ask("", completion, "score", self._problem, completion)
+        return await self._ask("", completion, "score", self._problem, completion)  # type: ignore[no-any-return]
 
     def held(self) -> AbstractContextManager[None]:
         """Suspend an agent's time limit, which restarts afterwards."""

@@ -170,7 +170,7 @@ class WorkerProcess:
         """Wait until it has made what scores, and return whose code that is."""
         limit = asyncio.timeout(START_LIMIT_S)
         try:
-            return await self._next_answer(limit, Origin)
+            return await self._next_answer(limit, Origin)  # type: ignore[no-any-return]
         except HARM as error:
             how = await self._what_it_did(error)
             what = f"has not made it in {START_LIMIT_S:g} s" if limit.expired() else how
@@ -186,7 +186,7 @@ class WorkerProcess:
         limit = asyncio.timeout(timeout_s)
         self._limit = limit
         try:
-            return await self._next_answer(limit, Score | FailedScore | Reply, question)
+            return await self._next_answer(limit, Score | FailedScore | Reply, question)  # type: ignore[no-any-return]
         except HARM as error:
             how = await self._what_it_did(error)
             return f"took longer than {timeout_s:g} s" if limit.expired() else how

@@ -165,7 +165,8 @@ class Adapter:
 
     def _state(self) -> Mapping[str, Tensor]:
         # the default, "auto", would ask the hub for the model's configuration at every step
-        return get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        state: Mapping[str, Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        return state
 
     def _unscaled(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is saved, whole; B in a wider type unless its own can be multiplied back to the very same bits."""

@@ -100,9 +100,9 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
     device = leave_core_to_server() if shard.gpu_uuid is None else cuda_ipc.device_of(shard.gpu_uuid)
     before, start = _allocated_bytes(device), time.perf_counter()
     tensors = open_handles(shard.ipc_handles, device)
-    assign(model, _views(shard, tensors))
+    _assign(model, _views(shard, tensors))
     attach_s, after = time.perf_counter() - start, _allocated_bytes(device)
-    move_buffers(model, device)
+    _move_buffers(model, device)
     return AttachedModel(
         model=model.eval(),
         parameters=dict(model.named_parameters()),
@@ -258,13 +258,13 @@ def stand_in(name: str, dtype: torch.dtype, device: torch.device, *, share: floa
         (shape, dtype): torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02, generator=generator)
         for shape, dtype in kinds
     }
-    assign(model, {name: memory[parameter.shape, parameter.dtype] for name, parameter in model.named_parameters()})
-    move_buffers(model, device)
+    _assign(model, {name: memory[parameter.shape, parameter.dtype] for name, parameter in model.named_parameters()})
+    _move_buffers(model, device)
     torch.empty(needed, dtype=torch.uint8, device=device)  # the allocator keeps it for the gradients
     return model.eval()
 
 
-def assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
+def _assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
     """Give every parameter of `model` its view, in the server's dtype; a tied one is replaced wherever it is used."""
     new = {id(old): nn.Parameter(views[name], old.requires_grad) for name, old in model.named_parameters()}
     for module in model.modules():
@@ -274,7 +274,7 @@ def assign(model: PreTrainedModel, views: Mapping[str, torch.Tensor]) -> None:
     assert not left, left
 
 
-def move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Move the buffers of `model`, whose parameters are there already, to `device`."""
     for module in model.modules():
         for leaf, buffer in module.named_buffers(recurse=False):

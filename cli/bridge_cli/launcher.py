@@ -107,7 +107,8 @@ class Agent(LocalElasticAgent):
         if any(codes.values()):
             self._killed = {local_rank: -code for local_rank, code in codes.items() if code and code < 0}
             self._let_end()
-        return super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         left = f"{self._remaining_restarts} restarts left"

@@ -126,7 +126,7 @@ def trained(
             server = StartedServer(commands[0], log, limit_s=job.start_limit_s, output=console, preloaded=job.preloaded)
             return running.enter_context(server.running(ranks.check_abort))
 
-        with _rehearsed(ranks, job.serve, opened, commands):
+        with _compiling_ahead(ranks, job.serve, opened, commands):
             process = ranks.run_on_all(start)
         yield train_in(
             run, train, job.environment, as_json=job.as_json, process=process, resume=opened.resume,
@@ -134,24 +134,24 @@ def trained(
         )  # fmt: skip
 
 
-def _rehearsed(
+def _compiling_ahead(
     ranks: "Ranks", serve: ServeConfig, opened: Opened, commands: Sequence[ServerCommand]
 ) -> contextlib.AbstractContextManager[None]:
-    """Compile what a step runs while vLLM starts, if this process trains a whole model in the server's memory."""
+    """Compile the training step while vLLM starts, if this process trains a whole model in the server's memory."""
     train, (device_type, _) = opened.train, accelerator.choose(serve.device)
     is_whole = train.trains_in_server and ranks.tp_size == ranks.cp_size == 1
     if not (is_whole and train.compute.compiles_on(device_type)):
         return contextlib.nullcontext()
     import torch
 
-    from bridge.learn.opening import rehearsed
+    from bridge.learn.opening import compiling_ahead
     from bridge.weights.attach import leave_core_to_server, stand_in
 
     device = leave_core_to_server() if device_type == "cpu" else torch.device("cuda", 0)
     dtype = torch.bfloat16 if serve.dtype == "auto" else getattr(torch, serve.dtype)
     share = float(value(commands[0].argv, "--gpu-memory-utilization") or 1)  # unknown: nothing is left beside vLLM
     model = partial(stand_in, train.model_name, dtype, device, share=share)
-    return rehearsed(model, train, console.note, ranks)
+    return compiling_ahead(model, train, console.note, ranks)
 
 
 def _command(ranks: "Ranks", job: Job, opened: Opened, manifest: Path) -> ServerCommand:

@@ -155,14 +155,14 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
         datasets.disable_progress_bars()
     from bridge.core import hub
 
-    silence = hub.silence(path) if "name" in options else ""
+    fault = hub.why_unreachable(path) if "name" in options else ""  # not of files
     is_offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = is_offline or bool(silence)  # then it looks into its cache at once
+    datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # then it looks into its cache at once
     try:
         splits = datasets.load_dataset(path, **options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(
-            f"{flag} {source}: cannot be loaded: {silence or shortened(error, 300)}",
+            f"{flag} {source}: cannot be loaded: {fault or shortened(error, 300)}",
             remedy=f"check its name and the network, or use a local copy: {flag} path/to/folder",
         ) from error
     finally:

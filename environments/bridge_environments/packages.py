@@ -95,7 +95,8 @@ class Verifiers:
 
     def run(self, problem: Mapping[str, Any], base_url: str) -> dict[str, float]:
         """Run one episode with the model at `base_url`; return the rewards that it recorded, weighted."""
-        return self._ask("run", task=problem["task"], base_url=base_url)
+        rewards: dict[str, float] = self._ask("run", task=problem["task"], base_url=base_url)
+        return rewards
 
     def _tasks(self, *, held_out: bool = False) -> Iterator[Problem]:
         number = next(self._passes)
@@ -186,7 +187,8 @@ class ReasoningGym:
     def score(self, problem: Problem, completion: str) -> float:
         """Return the task's own score of the text between `<answer>` and `</answer>`."""
         answer = self._library.utils.extract_answer(completion)
-        return self._entries.score_answer(answer=answer, entry=dict(problem)["entry"])
+        score: float = self._entries.score_answer(answer=answer, entry=dict(problem)["entry"])
+        return score
 
     def _created(self, arguments: Mapping[str, Any]) -> Any:
         try:
@@ -232,4 +234,5 @@ def _library(name: str) -> ModuleType:
             f"Reasoning Gym has no task {name!r}, only {len(known)} others",
             remedy=f"--environment {GYM_PREFIX}{close[0]}",
         )
-    return reasoning_gym
+    library: ModuleType = reasoning_gym
+    return library

@@ -205,7 +205,7 @@ def _class(config: TaskConfig) -> type:
     if name in CLASSES:
         return CLASSES[name]
     if ":" in name or name.endswith(".py"):
-        return find_object("environment", name)
+        return find_object("environment", name)  # type: ignore[no-any-return]
     known = [*CLASSES, *FORMATS]
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]}? " if close else ""

@@ -226,7 +226,7 @@ def _parse(text: str) -> list[Any]:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that it has no time limit
     # Its own limit is an alarm signal, which only the main thread may set.
-    return parse(text, parsing_timeout=None)
+    return parse(text, parsing_timeout=None)  # type: ignore[no-any-return]
 
 
 def _boxed(text: str) -> str:

@@ -298,6 +298,7 @@ def adapter_of_one_request(original: property) -> property:
 
     def sampler_indices(self: Any) -> Tensor:
         first = FIRST_TOKEN.get()
-        return original.__get__(self) if first is None else self.token_lora_indices[first : first + 1]
+        indices: Tensor = original.__get__(self) if first is None else self.token_lora_indices[first : first + 1]
+        return indices
 
     return property(sampler_indices)

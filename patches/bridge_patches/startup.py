@@ -7,9 +7,9 @@ Why a fork is safe: `get_mp_context` chooses `fork` (`vllm_flags.START_METHOD`) 
 asks again at each process. On the CPU vLLM spawns its engine whatever is chosen.
 
 Symptom: a server in parts leaves its shared memory behind, hundreds of MiB of names in /dev/shm.
-Cause: of processes that are killed, Python's resource tracker removes it, and a forked engine has one of its own. vLLM
-ends the engine with all of its children.
-What is done: the API server starts one first, which all forks inherit.
+Cause: Python's resource tracker removes the shared memory of processes that were killed. A forked engine starts a
+tracker of its own, and vLLM kills the engine with all of its children.
+What is done: the API server starts a tracker before the fork, and the engine uses that one.
 
 Symptom: a server that is restarted from a checkpoint compiles again what it had compiled.
 Cause: the path of the model's folder is part of the key of compiled graphs.

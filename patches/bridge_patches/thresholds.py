@@ -117,7 +117,8 @@ def kept(logits: Tensor, processed: Tensor, temperatures: Tensor) -> tuple[Tenso
 def pack(ranks: Tensor, thresholds: Tensor, counts: Tensor) -> Tensor:
     """Return all three as one int64 each; `unpack` undoes it."""
     bits = (thresholds.view(torch.int32).to(torch.int64) >> 32 - THRESHOLD_BITS) & (2**THRESHOLD_BITS - 1)
-    return (ranks << RANK_SHIFT) | (counts << THRESHOLD_BITS) | bits
+    packed: Tensor = (ranks << RANK_SHIFT) | (counts << THRESHOLD_BITS) | bits
+    return packed
 
 
 def _temperatures(_: Any, metadata: Any) -> Tensor | None:

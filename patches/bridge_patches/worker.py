@@ -138,7 +138,8 @@ class BridgeWorker:
         return holders.index(adapter_id) if adapter_id in holders else None
 
     def _bridge_model(self) -> nn.Module:
-        return self.model_runner.get_model()
+        model: nn.Module = self.model_runner.get_model()
+        return model
 
     def _bridge_parameters(self) -> dict[str, torch.Tensor]:
         return quantized.parameters(self._bridge_model())

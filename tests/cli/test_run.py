@@ -263,7 +263,7 @@ def test_nothing_but_its_own_earlier_result_is_removed(tmp_path: Path, make: Cal
 
 
 @pytest.mark.parametrize(
-    ("vllm_device", "choices", "tp_size", "is_rehearsed"),
+    ("vllm_device", "choices", "tp_size", "compiles_ahead"),
     [
         ("cuda", {}, 1, True),
         ("cuda", {"mode": "lora_only"}, 1, True),
@@ -281,24 +281,24 @@ def test_layers_are_compiled_while_vllm_starts(
     vllm_device: str,
     choices: dict[str, Any],
     tp_size: int,
-    is_rehearsed: bool,
+    compiles_ahead: bool,
 ) -> None:
     """On the device of vLLM, whatever else this machine has."""
-    rehearsals = list[tuple[Any, ...]]()
+    calls = list[tuple[Any, ...]]()
 
-    def rehearsed(*args: Any) -> nullcontext[None]:
-        rehearsals.append(args)
+    def compiling_ahead(*args: Any) -> nullcontext[None]:
+        calls.append(args)
         return nullcontext()
 
-    monkeypatch.setattr("bridge.learn.opening.rehearsed", rehearsed)
+    monkeypatch.setattr("bridge.learn.opening.compiling_ahead", compiling_ahead)
     monkeypatch.setattr(accelerator, "choose", lambda _: (vllm_device, "a test"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     train = TrainConfig.of(model_name="m").changed(**choices)
     ranks: Any = SimpleNamespace(tp_size=tp_size, cp_size=1)
     opened = rank_run.Opened(train, tmp_path, None)
-    with rank_run._rehearsed(ranks, ServeConfig(model="m", dtype="float32"), opened, [command(tmp_path)]):
+    with rank_run._compiling_ahead(ranks, ServeConfig(model="m", dtype="float32"), opened, [command(tmp_path)]):
         pass
-    assert len(rehearsals) == is_rehearsed
-    for make, config, *_ in rehearsals:
+    assert len(calls) == compiles_ahead
+    for make, config, *_ in calls:
         assert (make.args[0], make.args[1], make.args[2].type) == ("m", torch.float32, vllm_device)
         assert config is train

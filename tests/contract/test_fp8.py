@@ -136,4 +136,4 @@ def online_layer(monkeypatch: pytest.MonkeyPatch, online: Any, method: str) -> n
     layer.quant_config = SimpleNamespace(online_quantization_config=None)
     layer.quant_method = getattr(online, method)()
     layer.quant_method.create_weights(layer, 384, [128, 128], 384, 256, torch.bfloat16, weight_loader=load)
-    return layer
+    return layer  # type: ignore[no-any-return]

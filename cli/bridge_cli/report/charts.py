@@ -43,7 +43,8 @@ class Line(NamedTuple):
     @property
     def known(self) -> Column:
         """Return the values that are not missing."""
-        return self.values[np.isfinite(self.values)]
+        known: Column = self.values[np.isfinite(self.values)]
+        return known
 
 
 class Drawing(NamedTuple):

@@ -178,7 +178,7 @@ def test_a_hub_that_is_slow_to_answer_is_waited_for(
 
 
 def test_a_name_on_the_hub_is_asked_for_by_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "silence", lambda _: "")
+    monkeypatch.setattr(hub_module, "why_unreachable", lambda _: "")
     calls: list[Any] = []
 
     def load_dataset(path: str, **options: Any) -> Any:
@@ -197,7 +197,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
     def load_dataset(path: str, **options: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(hub_module, "silence", lambda _: "")
+    monkeypatch.setattr(hub_module, "why_unreachable", lambda _: "")
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     refused = refusal("gsm8k", data="openai/gsm8k")
     assert refused.message == "--data openai/gsm8k: cannot be loaded: no route"

@@ -126,7 +126,7 @@ def test_the_first_step_finds_everything_compiled(
     tmp_path: Path, family: str, choices: dict[str, Any], replays: bool
 ) -> None:
     config, notes = config_of(write_model(tmp_path / "model", family), **choices), list[str]()
-    with opening.rehearsed(maker(config.model_name), config, notes.append):
+    with opening.compiling_ahead(maker(config.model_name), config, notes.append):
         pass
     assert notes == ["waiting for the trainer's code, which is still being compiled"]
     assert num_traced() >= 6
@@ -138,13 +138,13 @@ def test_the_first_step_finds_everything_compiled(
 def test_random_numbers_of_a_run_stay_the_same(tmp_path: Path) -> None:
     choices = {"mode": "lora_only", "lora_r": 8, "lora_dropout": 0.1}
     config, states = config_of(write_model(tmp_path / "model"), **choices), []
-    for is_rehearsed in (False, True):
+    for compiles_ahead in (False, True):
         _forget()
         random.seed(5)
         torch.manual_seed(5)
         before = random.getstate(), torch.get_rng_state().tolist()
-        if is_rehearsed:
-            with opening.rehearsed(maker(config.model_name), config, lambda _: None):
+        if compiles_ahead:
+            with opening.compiling_ahead(maker(config.model_name), config, lambda _: None):
                 pass
             assert (random.getstate(), torch.get_rng_state().tolist()) == before
         train_real(config)
@@ -176,7 +176,7 @@ def test_without_room_beside_vllm_nothing_is_compiled(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=whole))
     model = stand_in(write_model(tmp_path / "model"), torch.bfloat16, torch.device("cuda", 0), share=share)
     assert model is None
-    with opening.rehearsed(lambda: model, TrainConfig.of(model_name="m"), pytest.fail):
+    with opening.compiling_ahead(lambda: model, TrainConfig.of(model_name="m"), pytest.fail):
         pass
 
 
@@ -187,7 +187,7 @@ def test_an_error_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(opening, "_prepared", fail)
     notes, make = list[str](), maker(write_model(tmp_path / "model")) if failing == "_prepared" else fail
-    with opening.rehearsed(make, TrainConfig.of(model_name="m"), notes.append):
+    with opening.compiling_ahead(make, TrainConfig.of(model_name="m"), notes.append):
         pass
     assert "the trainer's code is compiled when training begins: OutOfMemoryError: CUDA out of memory" in notes
 
@@ -201,7 +201,7 @@ def test_a_stand_in_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     models, config = list["weakref.ref[PreTrainedModel]"](), TrainConfig.of(model_name="m")
     monkeypatch.setattr(opening, "_prepared", lambda model, *_: models.append(weakref.ref(model)))
     monkeypatch.setattr(opening, "_compile_step", lambda *_: None)
-    with opening.rehearsed(maker(write_model(tmp_path / "model")), config, lambda _: None):
+    with opening.compiling_ahead(maker(write_model(tmp_path / "model")), config, lambda _: None):
         pass
     assert [model() for model in models] == [None]
 
@@ -222,8 +222,8 @@ def test_ctrl_c_ends_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(opening, "_prepared", compile_forever)
     config = TrainConfig.of(model_name="m")
-    rehearsed = opening.rehearsed(maker(write_model(tmp_path / "model")), config, lambda _: None)
-    with pytest.raises(KeyboardInterrupt), rehearsed:
+    compiling = opening.compiling_ahead(maker(write_model(tmp_path / "model")), config, lambda _: None)
+    with pytest.raises(KeyboardInterrupt), compiling:
         time.sleep(0 if is_vllm_ready else 60)
     assert numbers
     assert sys._current_frames().keys().isdisjoint(numbers)
