@@ -1,4 +1,8 @@
-"""Run a function on several ranks: forked processes with gloo between them, and NCCL if each has a GPU."""
+"""Run a function on several ranks: processes with gloo between them, and NCCL if each has a GPU.
+
+Ranks on a CPU are forks of this process. CUDA cannot be used in a fork of a process that has used it: ranks on GPUs are
+forks of a process that imports this module and does nothing else.
+"""
 
 import faulthandler
 import io
@@ -15,6 +19,8 @@ from bridge.ranks.world import ALONE, Ranks
 
 LIMIT_S = 60.0
 START = multiprocessing.get_context("fork")
+CLEAN = multiprocessing.get_context("forkserver")
+CLEAN.set_forkserver_preload([__name__])
 
 
 def on_ranks(
@@ -28,17 +34,18 @@ def on_ranks(
 ) -> list[Any]:
     """Return `act(ranks, *given)` of every rank; what it or joining raised in place of its result.
 
-    With `on_gpus` each rank has a GPU, and this process must not have initialized CUDA.
+    With `on_gpus` each rank has a GPU, `act` and what it is given are pickled, and what was patched here is not there.
     """
     tp_sizes = [tp_size] * world_size if isinstance(tp_size, int) else tp_size
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
+    context = CLEAN if on_gpus else START
     pipes, processes = [], []
     for rank in range(world_size):
-        here, there = START.Pipe(duplex=False)
+        here, there = context.Pipe(duplex=False)
         device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
         arguments = rank, world_size, tp_sizes[rank], cp_size, device, port, listener, there, act, given, limit_s
-        process = START.Process(target=_rank, args=arguments)
+        process = context.Process(target=_rank, args=arguments)
         process.start()
         there.close()
         pipes.append(here)
