@@ -45,7 +45,7 @@ from bridge.server.fence import Update
 from bridge.types import Problem
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
-from bridge_cli import cache, demo_model
+from bridge_cli import demo_model
 from bridge_cli.demo import GPU_SHARE, LEARNING_RATE, demo_model_folder
 from bridge_environments import registry
 from tests.listener import Listener
@@ -231,7 +231,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 def counting_model() -> Path:
     """Return a tiny model that counts, with a slip now and then; it is made once, beside the demo's."""
-    folder = cache.folder() / f"counting-{WARM_UP_STEPS}x{WARM_UP_BATCH}"
+    folder = demo_model.cache_folder() / f"counting-{WARM_UP_STEPS}x{WARM_UP_BATCH}"
     if folder.is_dir():
         return folder
     tokenizer = demo_model.demo_tokenizer()

@@ -5,8 +5,8 @@
 
 Two sides in turns. `stock` starts vLLM as `vllm serve` does, after the trainer's own imports, spawns its processes, and
 compiles the training step once vLLM is ready. `ours` is `bridge run` as it is. `first` is a run with empty caches
-(vLLM's, Triton's, torch's, Bridge's), as on a new host, `second` one right after it with the same caches. Each side has
-its own. Weights are dummies.
+(vLLM's, Triton's, torch's), as on a new host, `second` one right after it with the same caches. Each side has its own.
+Weights are dummies.
 
 Seconds count from the start of the command. `ready` is known to a second, from the server's log; `first step` is the
 line that `--json` prints. `imports` and `compiling` are parts of the server's time as the log shows them, from the end
@@ -38,25 +38,19 @@ from bridge.run.run_directory import RunDirectory
 STOCK = """
 import contextlib
 from bridge.processes import preload
-from bridge_cli import cache, rank_run
+from bridge_cli import rank_run
 preload.plugin_module = lambda name: None
-cache.keep_bytecode = lambda: None
 rank_run._compiling_ahead = lambda *_: contextlib.nullcontext()
 from bridge_cli.main import main
 main()
 """
-"""`bridge run` that keeps no bytecode, imports no vLLM, and compiles nothing while it waits."""
+"""`bridge run` that does nothing while it waits: no process imports vLLM, and nothing is compiled."""
 SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 KINDS = ("ours first", "stock first", "ours second", "stock second")
 """The order of a round: the most telling ones come first, should there be no time for all."""
 WARM = "import vllm.entrypoints.cli.serve, vllm.v1.engine.core, bridge.run.trainer"
 """Lets the kernel read most files before the first run, which would otherwise read them for all."""
-CACHES = {
-    "VLLM_CACHE_ROOT": "vllm",
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "XDG_CACHE_HOME": "bridge's and others",
-}
+CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 READY = re.compile(r"vLLM is ready after (\d+) s(: .*)?")
 PHASE = re.compile(r"([a-zA-Z ]+) (\d+) s")
 SPAWNED = re.compile(r"We must use the `spawn`.*Reasons: (.*)")

@@ -74,6 +74,9 @@ def software_findings() -> Findings:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "bridge.py").touch()
         yield software.nothing_shadows(Path(folder))
+    torch = mock.Mock(origin="/venv/lib/python3.12/site-packages/torch/__init__.py", cached="/venv/torch.pyc")
+    with mock.patch("importlib.util.find_spec", return_value=torch):
+        yield software.bytecode_kept("torch")
     yield software.plugins_registered({**PLUGINS, "vllm.endpoint_plugins": []})
     with mock.patch("bridge_patches.compatibility.installed_version", return_value="0.99.0"):
         yield doctor.patches_fit()

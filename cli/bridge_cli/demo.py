@@ -17,7 +17,7 @@ from bridge.errors import UsageError
 from bridge.processes.server_command import prepare
 from bridge.processes.start_checks import check_model, check_software
 from bridge.run.run_directory import RunDirectory, write_json
-from bridge_cli import cache, console, layout, rank, rank_run, report
+from bridge_cli import console, layout, rank, rank_run, report
 from bridge_cli.options import Json
 from bridge_cli.rank_run import Job, Opened, trained
 from bridge_cli.step_lines import duration
@@ -171,7 +171,7 @@ def demo_model_folder() -> Path:
     """Return the tiny model, which is made once and cached."""
     from bridge_cli import demo_model
 
-    folder = cache.folder()
+    folder = demo_model.cache_folder()
     if (folder / demo_model.name()).is_dir():
         console.note(f"tiny model: {folder / demo_model.name()}", style="dim")
         return folder / demo_model.name()

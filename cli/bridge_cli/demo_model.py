@@ -11,6 +11,7 @@ sums by the tool `add`, and guesses the others. To anything else it gives no use
 import hashlib
 import json
 import math
+import os
 import random
 import re
 import tempfile
@@ -82,6 +83,12 @@ Progress = Callable[[int, int], None]
 """Called with the step just done, counted from 1, and the number of steps."""
 Example = tuple[Sequence[tuple[str, bool]], float]
 """Texts in order, each with whether the model learns to write it, and their weight in the loss."""
+
+
+def cache_folder() -> Path:
+    """Return where models are kept: `$XDG_CACHE_HOME/bridge`, else `~/.cache/bridge`."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "bridge"
 
 
 def name(recipe: Mapping[str, Any] = RECIPE) -> str:

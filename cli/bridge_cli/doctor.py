@@ -119,6 +119,7 @@ def table() -> tuple[Row, ...]:
         Row("Software", "", lambda m: software.transformers_imports(m.facts, m.transformers)),
         Row("Software", "", lambda m: software.torchvision_fits(
             m.facts, software.installed_version("torchvision"))),
+        Row("Software", "", lambda _: software.bytecode_kept("torch")),
         Row("Software", "", lambda _: software.nothing_shadows(Path.cwd())),
         Row("Software", "", lambda m: software.plugins_registered(m.plugins)),
         Row("Hardware", "", lambda m: hardware.gpu_visible(

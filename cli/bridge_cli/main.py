@@ -12,7 +12,7 @@ from typer.exceptions import TyperException
 
 from bridge import __version__
 from bridge.errors import BridgeError
-from bridge_cli import cache, console, ending, signals
+from bridge_cli import console, ending, signals
 
 REPORT = "this is a bug in Bridge: please report the lines above, with the command that you ran"
 
@@ -102,7 +102,6 @@ def bridge(
 def main() -> None:
     """Run the command line of this process and exit."""
     sys.excepthook = report_bug
-    cache.keep_bytecode()
     on_signal = signals.prepare()
     sys.exit(on_signal.finish(answer(sys.argv[1:])))
 

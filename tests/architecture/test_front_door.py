@@ -18,8 +18,7 @@ from tests.wheels import PACKAGES
 ROOT = Path(__file__).parents[2]
 OURS = {
     "bridge", "bridge.core", "bridge.core.interrupt", "bridge.core.redaction", "bridge.errors",
-    "bridge_cli", "bridge_cli.cache", "bridge_cli.console", "bridge_cli.ending", "bridge_cli.main",
-    "bridge_cli.signals",
+    "bridge_cli", "bridge_cli.console", "bridge_cli.ending", "bridge_cli.main", "bridge_cli.signals",
 }  # fmt: skip
 """Our packages that `bridge --help` may import; a command is imported when it runs."""
 LIBRARIES = {"typer", "rich"}

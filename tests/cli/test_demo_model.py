@@ -114,3 +114,12 @@ def test_an_unwritable_cache_names_its_variable(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot write the demo's model") as caught:
         demo_model.make(tmp_path / "file" / "bridge", progress=ignore, recipe=SHORT)
     assert "XDG_CACHE_HOME=" in caught.value.remedy
+
+
+def test_the_cache_is_where_the_desktop_standard_puts_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert demo_model.cache_folder() == tmp_path / "bridge"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for ignored in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert demo_model.cache_folder() == tmp_path / ".cache" / "bridge"

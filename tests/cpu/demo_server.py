@@ -18,7 +18,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.weights import model_folder
 from bridge.weights.attach import attach
-from bridge_cli import cache, demo_model
+from bridge_cli import demo_model
 from bridge_environments import registry
 from tests.listener import Listener
 from tests.scenarios import EAGER, START_LIMIT_S, with_forked_engine
@@ -53,7 +53,7 @@ class DemoServer:
 @contextmanager
 def served(folder: Path, *flags: str) -> Iterator[DemoServer]:
     """Run a server for the demo's model, which is built once and kept."""
-    model = demo_model.make(cache.folder(), progress=lambda *_: None)
+    model = demo_model.make(demo_model.cache_folder(), progress=lambda *_: None)
     exported = folder / manifest.MANIFEST_NAME
     config = ServeConfig(model=str(model), port=free_port("127.0.0.1"), device="cpu", vllm_config_path=exported)
     command = with_forked_engine(ServerCommand.of(config, [*flags, *EAGER]))

@@ -1,7 +1,10 @@
 """Each check of the installed software and of the environment variables, passing and failing."""
 
 import importlib.metadata
+import os
+import py_compile
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 
@@ -126,6 +129,35 @@ def test_package_of_our_names_in_this_folder_is_warned_of(tmp_path: Path) -> Non
     check = software.nothing_shadows(tmp_path)
     assert (check.status, "bridge.py" in check.found) == ("WARN", True)
     assert software.nothing_shadows(tmp_path, root=tmp_path).status == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("may_write", "is_there", "status"), [(True, False, "PASS"), (False, True, "PASS"), (False, False, "WARN")]
+)
+def test_packages_that_are_compiled_at_every_start_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, may_write: bool, is_there: bool, status: str
+) -> None:
+    source = tmp_path / "large" / "__init__.py"
+    source.parent.mkdir()
+    source.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", not may_write)
+    if is_there:
+        py_compile.compile(str(source))
+    check = software.bytecode_kept("large")
+    assert check.status == status
+    assert check.remedy is None or check.remedy.endswith(str(tmp_path))
+    assert software.bytecode_kept("nowhere").status == "PASS"
+
+
+def test_a_folder_that_cannot_be_written_keeps_no_bytecode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    check = software.bytecode_kept("large")
+    assert (check.status, "large has none" in check.found) == ("WARN", True)
 
 
 def test_missing_plugin_fails() -> None:
