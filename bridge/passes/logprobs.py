@@ -34,8 +34,8 @@ from bridge.passes.packing import Kept, MicroBatch
 HEAD_TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit, that bf16 explains."""
 BLOCK_NUMBERS = {"cpu": 2**23, "cuda": 2**26}
-"""Float32 logits, or elements of the head's gradient, at once: 256 MiB on a GPU, whose products need large operands, and
-32 MiB on the CPU, where what fits its caches is faster; a few temporaries of the same size come on top."""
+"""Float32 logits, or elements of the head's gradient, at once: 256 MiB on a GPU, whose products need large operands,
+and 32 MiB on the CPU, where what fits its caches is faster; a few temporaries of the same size come on top."""
 BLOCK_WORDS = 256
 """Blocks are a multiple of this, and no smaller, so that no product has an odd shape."""
 
