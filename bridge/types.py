@@ -5,8 +5,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, TypeVar, runtime_checkable
 
+Result = TypeVar("Result")
+"""What a call returns that is passed on, such as to other ranks or another thread."""
 Message = dict[str, Any]
 """One chat message: `role`, and `content`, which is text, or with images a list of parts of text and of images."""
 

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,9 +25,8 @@ from bridge.rollouts.groups import Servers
 from bridge.rollouts.sampler import Sampler
 from bridge.scoring.score import FailedScore, Score, failed
 from bridge.scoring.scorer import Scorer, Trajectory
-from bridge.types import Completion, Problem
+from bridge.types import Completion, Problem, Result
 
-Result = TypeVar("Result")
 Sample = Callable[[int, TurnRequest, int], Awaitable[Completion]]
 """The number of the turn, the request as tokens, and the most tokens to sample -> the turn."""
 Room = Callable[[TurnRequest], Awaitable[int]]

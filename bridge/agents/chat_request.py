@@ -92,9 +92,7 @@ def as_stream(document: Mapping[str, Any], body: Mapping[str, Any]) -> str:
 
 def read(body: Any) -> ChatRequest:
     """Parse a request; raise Refusal if it is not supported."""
-    if not isinstance(body, dict):
-        raise Refusal("the request is not a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
+    given = given_fields(body)
     _check_fields(given)
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -115,6 +113,13 @@ def read(body: Any) -> ChatRequest:
         stop=_stop(given.get("stop") or []),
         forces_call=choice not in ("auto", "none"),
     )
+
+
+def given_fields(body: Any) -> dict[str, Any]:
+    """Return the fields of a request that have a value; raise Refusal if it is no object."""
+    if not isinstance(body, dict):
+        raise Refusal("the request is not a JSON object")
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _check_fields(given: Mapping[str, Any]) -> None:

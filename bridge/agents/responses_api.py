@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bridge.agents.chat_request import text_of
+from bridge.agents.chat_request import given_fields, text_of
 from bridge.core.foreign_code import reason_of, shortened
 from bridge.core.http_limits import Refusal
 
@@ -26,11 +26,8 @@ Item = Mapping[str, Any]
 
 def as_chat(body: Any) -> dict[str, Any]:
     """Return the same request for a chat completion."""
-    if not isinstance(body, dict):
-        raise Refusal("the request is not a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
     try:
-        return _chat(given)
+        return _chat(given_fields(body))
     except Refusal:
         raise
     except Exception as error:  # an agent may send anything

@@ -10,7 +10,7 @@ trained on, even if it is marked as sampled: nothing predicts it.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from bridge.atropos.api import MASKED, UNKNOWN_LOGPROB, WEIGHT_VERSIONS, Numbers, ScoredGroup
 from bridge.rollouts.distribution import changes, in_words
@@ -23,15 +23,6 @@ MAX_LOGPROB = 0.01
 """In nats; anything above it is more than a rounding error."""
 UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
 KNOWN_OVERRIDES = {ZERO, WEIGHT_VERSIONS, "temperature", "group_size"}
-
-
-class Bounds(NamedTuple):
-    """What a sequence must fit into."""
-
-    longest: int
-    """Tokens of the longest sequence."""
-    num_words: int
-    """Token ids are below it."""
 
 
 def to_train_on(group: ScoredGroup, decode: Decode) -> Group:
@@ -142,8 +133,10 @@ def _version_runs(completion: Completion) -> dict[str, Any]:
     return {} if any(version is None for version, _ in runs) or not runs else {WEIGHT_VERSIONS: runs}
 
 
-def flaws(group: ScoredGroup, bounds: Bounds) -> Iterator[tuple[str, str]]:
+def flaws(group: ScoredGroup, *, longest: int, num_words: int) -> Iterator[tuple[str, str]]:
     """Yield why a group cannot be used: the field that is wrong, and what is wrong with it, in a line.
+
+    A sequence has at most `longest` tokens, whose ids are below `num_words`.
 
     The first is what counts: resumed after it, this may raise, because each check relies on those before.
     """
@@ -157,18 +150,20 @@ def flaws(group: ScoredGroup, bounds: Bounds) -> Iterator[tuple[str, str]]:
     if group.images:
         yield "images", "its prompt has images, and only text can be trained on"
     for index, (tokens, mask) in enumerate(zip(group.tokens, group.masks, strict=True)):
-        for kind, fault in chain(_of_tokens(tokens, mask, bounds), _of_values(group, index)):
+        for kind, fault in chain(_of_tokens(tokens, mask, longest, num_words), _of_values(group, index)):
             yield kind, f"sequence {index + 1} of {num_sequences} has {fault}"
 
 
-def _of_tokens(tokens: tuple[int, ...], mask: tuple[int, ...], bounds: Bounds) -> Iterator[tuple[str, str]]:
+def _of_tokens(
+    tokens: tuple[int, ...], mask: tuple[int, ...], longest: int, num_words: int
+) -> Iterator[tuple[str, str]]:
     if not tokens:
         yield "tokens", "no tokens"
-    if len(tokens) > bounds.longest:
-        yield "length", f"{len(tokens):,} tokens, expected at most {bounds.longest:,}"
-    if min(tokens) < 0 or max(tokens) >= bounds.num_words:
-        odd = next(token for token in tokens if not 0 <= token < bounds.num_words)
-        yield "vocabulary", f"the token {odd}, and the model has 0 to {bounds.num_words - 1}: another tokenizer?"
+    if len(tokens) > longest:
+        yield "length", f"{len(tokens):,} tokens, expected at most {longest:,}"
+    if min(tokens) < 0 or max(tokens) >= num_words:
+        odd = next(token for token in tokens if not 0 <= token < num_words)
+        yield "vocabulary", f"the token {odd}, and the model has 0 to {num_words - 1}: another tokenizer?"
     if len(mask) != len(tokens):
         yield "masks", f"{len(tokens)} tokens and a mask of {len(mask)}"
     if any(entry not in (MASKED, token) for entry, token in zip(mask, tokens, strict=True)):

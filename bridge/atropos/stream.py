@@ -15,7 +15,7 @@ from contextlib import closing
 import torch
 
 from bridge.atropos.api import NO_TRAINER, AtroposApi, ScoredGroup, TrainerInfo
-from bridge.atropos.groups import Bounds, flaws, ignored, left_out, to_train_on
+from bridge.atropos.groups import flaws, ignored, left_out, to_train_on
 from bridge.config import TrainConfig
 from bridge.errors import AtroposError, RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
@@ -72,8 +72,8 @@ class AtroposStream:
         self._num_lost = 0
         self._fetched: list[Group] = []
         """The next step's: they are kept if another rank's server is gone, until it was started again."""
-        self._bounds: Bounds | None = None
-        """Known once the trainer is registered, which takes a server."""
+        self._longest: int | None = None
+        """Tokens of the longest sequence; known once the trainer is registered, which takes a server."""
         api = AtroposApi(config.rollouts.atropos_url, max_retries=config.sampling.max_retries)
         with closing(api):
             ranks.run_on_rank_zero(lambda: _refuse_others(api, batch_size=config.rollouts.batch_size))
@@ -163,13 +163,13 @@ class AtroposStream:
                 server.check_health()
 
     def _batch(self, step: int) -> tuple[ScoredGroup, ...] | None:
-        if self._bounds is None:
-            self._bounds = self._register(step)
+        if self._longest is None:
+            self._longest = self._register(step)
         answer = self._api.batch()
         if answer is not None and answer.status is None:
             return answer.batch
         if answer is not None or self._api.info().batch_size == NO_TRAINER:  # restarted, or reset, which breaks /batch
-            self._bounds = None
+            self._longest = None
             self._note(f"the Atropos API at {self._api.url} no longer knows a trainer: registering again")
             return None
         self._num_lost += 1
@@ -179,8 +179,8 @@ class AtroposStream:
         )
         return None
 
-    def _register(self, step: int) -> Bounds:
-        """Register before `step`; the API keeps the settings of the first trainer.
+    def _register(self, step: int) -> int:
+        """Register before `step`, and return the longest sequence; the API keeps the settings of the first trainer.
 
         Raises:
             UsageError: the API keeps another trainer's settings.
@@ -210,13 +210,13 @@ class AtroposStream:
             self._note(
                 f"environments can sample from all servers: bridge env --server-url {','.join(self._server_urls)}"
             )
-        return Bounds(longest=longest, num_words=self._model.vocab_size)
+        return longest
 
     def _groups(self, batch: tuple[ScoredGroup, ...]) -> list[Group]:
-        assert self._bounds is not None
+        assert self._longest is not None
         good, bad = list[ScoredGroup](), list[Group]()
         for scored in batch:
-            flaw = next(flaws(scored, self._bounds), None)
+            flaw = next(flaws(scored, longest=self._longest, num_words=self._model.vocab_size), None)
             if flaw is None:
                 good.append(scored)
                 continue

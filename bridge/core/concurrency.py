@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
-Result = TypeVar("Result")
+from bridge.types import Result
+
 RETRY_S = 0.5
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +38,7 @@ from bridge.passes.budget import Budget
 from bridge.passes.logprobs import model_logprobs
 from bridge.passes.parallel import Parallel
 from bridge.ranks.world import Ranks
-from bridge.types import Group
-
-Result = TypeVar("Result")
+from bridge.types import Group, Result
 
 
 class Learner:

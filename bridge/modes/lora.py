@@ -8,7 +8,7 @@ Not covered: how the server keeps the slot in place (`patches/bridge_patches/pla
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -127,7 +127,7 @@ class LoraMemory(_LoraMode, PatchedServer):
             raise
 
     def _refuse_unfit_slots(self) -> None:
-        slots, rank = self._slots, self._config.lora.r
+        slots, rank = self._attached.shard.lora_slots, self._config.lora.r
         if not slots:
             raise AttachError(
                 "the server takes no adapters, or none whose slots can be shared",
@@ -158,19 +158,15 @@ class LoraMemory(_LoraMode, PatchedServer):
     def _open_slots(self, number: int) -> dict[str, Matrices]:
         opened = dict[str, Matrices]()
         for name, ours in self._adapter.modules.items():
-            handles = {"a": self._slots[name].lora_a, "b": self._slots[name].lora_b}
-            slot = open_handles(handles, self._attached.device)
-            a, b = slot["a"][number].view_as(ours.lora_a), slot["b"][number].view_as(ours.lora_b)
+            slot = self._attached.shard.lora_slots[name]
+            held = open_handles({"a": slot.lora_a, "b": slot.lora_b}, self._attached.device)
+            a, b = held["a"][number].view_as(ours.lora_a), held["b"][number].view_as(ours.lora_b)
             opened[name] = Matrices(nn.Parameter(a), nn.Parameter(b))
             if not _stored_equal(opened[name], ours):
                 raise AttachError(
                     "the server's slot does not hold the adapter that it has loaded", remedy="restart the server"
                 )
         return opened
-
-    @property
-    def _slots(self) -> Mapping[str, LoraSlot]:
-        return self._attached.shard.lora_slots
 
 
 class LoraDisk(_LoraMode):

@@ -101,7 +101,8 @@ class ShardedOptimizer(InPlaceOptimizer):
         self._drop_sums()
         widths = {None: 0, torch.bfloat16: 1, torch.float32: 2}
         own = [widths[None if parameter.grad is None else parameter.grad.dtype] for parameter in self._slots]
-        dtypes = dict(zip(self._slots, self._ranks.all_reduce_max(own), strict=True))
+        of_ranks = self._ranks.all_gather_object(own)
+        dtypes = {parameter: max(of_all) for parameter, *of_all in zip(self._slots, *of_ranks, strict=True)}
         for slab in self._slabs:
             width = max(dtypes[member.parameter] for member in slab.members)
             if width == 0:

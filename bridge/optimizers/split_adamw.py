@@ -5,7 +5,7 @@ Shape suffixes: R blocks, B elements of a block.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -81,8 +81,7 @@ class SplitMasterAdamW(ShardedOptimizer):
                 remedy="resume from the last checkpoint with a lower --lr",
             )
 
-    @contextmanager
-    def _released_by_one(self, waiting: _Waiting) -> Iterator[None]:
+    def _released_by_one(self, waiting: _Waiting) -> AbstractContextManager[None]:
         """Step each parameter once its gradient is complete."""
 
         def take(parameter: Tensor) -> None:
@@ -94,8 +93,7 @@ class SplitMasterAdamW(ShardedOptimizer):
                 self._step_piece(piece, self._released[-1], scalars)
             self._steps[parameter] += 1
 
-        with each_gradient(self._steps, take):
-            yield
+        return each_gradient(self._steps, take)
 
     @contextmanager
     def _released_by_several(self, waiting: _Waiting) -> Iterator[None]:

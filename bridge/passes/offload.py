@@ -7,8 +7,7 @@ the backward pass the tensors of the layer before are on their way back while a 
 Not covered: when it is worth it (`budget.py`).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -29,16 +28,13 @@ def use(model: nn.Module, *, on_host: bool) -> None:
     (_offloaded.add if on_host else _offloaded.discard)(model)
 
 
-@contextmanager
-def keeping(model: nn.Module, num_elements: int) -> Iterator[None]:
+def keeping(model: nn.Module, num_elements: int) -> AbstractContextManager[None]:
     """Run a forward pass whose layers have inputs of `num_elements`, and keep in host memory what they keep."""
     if model not in _offloaded or not torch.is_grad_enabled():
-        yield
-        return
+        return nullcontext()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = _Kept(weights, num_elements, next(model.parameters()).dtype)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
 
 
 class _Kept:

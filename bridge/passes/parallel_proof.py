@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from bridge.passes import cut_layers, layers, routing, slices
 from bridge.passes.packing_proof import LENGTHS, packed
 from bridge.passes.parallel import ONE_PART, Parallel
 from bridge.passes.slices import Slices
+from bridge.types import Result
 
 TOLERANCE = 1e-4
 """Largest relative difference; float32 came to 2e-6, and what was spoilt on purpose to 0.4 and more."""
@@ -38,9 +39,6 @@ gradients are zero but for rounding, as those of keys' biases without positions.
 NUM_TOKENS = 24
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, NotImplementedError, RuntimeError)
 """What a layer raises that cannot compute with a part of its weights."""
-
-
-Result = TypeVar("Result")
 
 
 class _Call(NamedTuple):

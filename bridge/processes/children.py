@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 
 from bridge.core.process import ProcessIdentity
+from bridge.types import Result
 
-T = TypeVar("T")
 POLL_S = 0.2
 TRACKER_S = 5.0
 """Time for a resource tracker to remove what its killed users left in /dev/shm: hundreds of MiB for vLLM."""
@@ -65,7 +64,9 @@ def start(argv: Sequence[str], environment: Mapping[str, str], log: Path, *, tak
     return Child(process, ProcessIdentity.of(process.pid), log)
 
 
-def wait_until(child: Child, ready: Callable[[], T], *, limit_s: float, progress: Callable[[float], None]) -> T | None:
+def wait_until(
+    child: Child, ready: Callable[[], Result], *, limit_s: float, progress: Callable[[float], None]
+) -> Result | None:
     """Wait until `ready` returns something true, and return it; None if `child` ends first or `limit_s` seconds pass.
 
     `progress` is called with the elapsed seconds.

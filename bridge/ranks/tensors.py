@@ -8,7 +8,7 @@ Shape suffixes: R blocks, B elements of a block.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from torch import Tensor
 from bridge.errors import BridgeError, RankError
 from bridge.ranks.messages import OF_TENSORS, gather_bytes
 from bridge.ranks.watch import Watch
-
-Result = TypeVar("Result")
+from bridge.types import Result
 
 
 class Tensors:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from bridge.ranks import groups, messages
 from bridge.ranks.messages import AGREED, OF_TENSORS, Outcome
 from bridge.ranks.tensors import Tensors
 from bridge.ranks.watch import Watch
+from bridge.types import Result
 
-Result = TypeVar("Result")
 FENCE_LIMIT = timedelta(minutes=10)
 """Longest wait for another rank's object inside the fence, where servers are paused."""
 LOOPBACK = "127.0.0.1"
@@ -268,10 +268,6 @@ class Ranks(Tensors):
     def run_on_rank_zero(self, act: Callable[[], Result]) -> Result:
         """Run `act` on rank 0 and return its result on every rank; if it raises, raise that on every rank."""
         return self.run_and_gather(lambda: act() if self.is_rank_zero else None)[0]  # type: ignore[return-value]
-
-    def all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
-        """Return the elementwise maximum of every rank's numbers."""
-        return [*map(max, zip(*self.all_gather_object([*numbers]), strict=True))]
 
     def _outcome(self, act: Callable[[], Any]) -> Outcome:
         """Run `act`, and return how it went; an error that all ranks raise already is raised."""

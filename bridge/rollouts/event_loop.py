@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
+from bridge.types import Result
 
-Result = TypeVar("Result")
 PATIENCE_S = 5.0
 """Longest wait for tasks that are cancelled when the loop is closed."""
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from bridge.errors import AttachError, RejectedRequestError
 from bridge.rollouts import openai_api
@@ -17,6 +17,7 @@ from bridge.rollouts.distribution import PROTOCOL, WHOLE
 from bridge.rollouts.openai_api import Dialect, RequestFailed
 from bridge.server.client import (
     LOCKED,
+    Answer,
     ServedModel,
     ServedModels,
     error_message,
@@ -36,8 +37,6 @@ TRANSIENT = (408, 429, 500, 502, 503, 504)
 FIRST_REST_S = 1.0
 """How long a server that failed gets no requests while another one answers; doubled after each further failure."""
 REST_LIMIT_S = 60.0
-
-Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class Connections:

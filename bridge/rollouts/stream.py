@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import Any, TypeVar
+from typing import Any
 
 from bridge.config import TrainConfig
 from bridge.core.concurrency import gather_or_cancel
@@ -25,9 +25,8 @@ from bridge.rollouts.staleness import InFlight
 from bridge.scoring.score import FailedScores
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint
-from bridge.types import Group, Problem, Task, TrainedProblems
+from bridge.types import Group, Problem, Result, Task, TrainedProblems
 
-Result = TypeVar("Result")
 EVALUATION = 2**31
 """Takes the place of the step in an evaluation's seed: larger than any step, so that no rollout is repeated."""
 

@@ -225,10 +225,6 @@ class RunDirectory:
             first = json.loads(file.readline() or "{}")
         return first.get("reward_mean") if first.get("step") == 0 else None
 
-    def fsync(self) -> None:
-        """Wait until the metrics are on the disk: a power cut must not leave a checkpoint without its step's line."""
-        json_lines.fsync(self.metrics)
-
     def writable(self, path: Path) -> Path:
         """Return `path`, a file or folder of this run that is about to be written."""
         assert self.is_writer, f"only rank 0 of a run writes {path}"

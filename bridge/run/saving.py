@@ -9,7 +9,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from bridge.config import CheckpointConfig
-from bridge.core import atomic_folder
+from bridge.core import atomic_folder, json_lines
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RankError
 from bridge.modes.mode import Mode
@@ -143,7 +143,7 @@ class Checkpoints:
         try:
             if self._ranks.is_rank_zero:
                 folder = self._run.writable(self._folder / f"{self._mode.checkpoint_prefix}{self.step}")
-                self._run.fsync()
+                json_lines.fsync(self._run.metrics)  # a power cut must not leave a checkpoint without its line
                 saved = {**self._saved, self.step: checkpoint.save(folder, fill, self._progress())}
         finally:
             for send in to_send:  # on other ranks, and here after an error: the others wait for it

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -34,10 +34,9 @@ from bridge.run.reporting import Reporter
 from bridge.run.run_directory import RunDirectory
 from bridge.run.saving import Checkpoints
 from bridge.server.fence import Update
-from bridge.types import Environment, Group
+from bridge.types import Environment, Group, Result
 from bridge.weights import model_folder
 
-Result = TypeVar("Result")
 RESTARTS = 3
 """A server that dies more often than this in one operation is given up."""
 

@@ -108,29 +108,25 @@ class Host:
         return self
 
     def score(self, problem: Problem, completion: str) -> Score | FailedScore:
-        return score_one(self._scores, self.origin, problem, completion)
+        """Score one completion; of all exceptions only KeyboardInterrupt gets through."""
+        origin, method = self.origin, self.origin.name.rpartition(".")[2]
+        try:
+            value = getattr(self._scores, method)(problem, completion)
+            score = _read(value if method == "scores" else (value, {}))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code may raise anything, and call sys.exit
+            return origin.raised(problem, error, completion)
+        if score is not None:
+            return score
+        expected = "one finite number per turn" if isinstance(value, list) else "a finite number"
+        expected += " and a dict of finite numbers" if method == "scores" else ""
+        shown = described(value) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
+        what = f"{origin.name} returned {shown}, expected {expected}{limit_note(value)} ({origin.location})"
+        return failed(problem, completion, f"{origin.name} returned something other than {expected}", what)
 
 
 def host_of(made: Any) -> Host:
     """Return what a recipe made, as a host."""
     return made if isinstance(made, Host) else Host(made)
-
-
-def score_one(scores: Scores, origin: Origin, problem: Problem, completion: str) -> Score | FailedScore:
-    """Score one completion; of all exceptions only KeyboardInterrupt gets through."""
-    method = origin.name.rpartition(".")[2]
-    try:
-        value = getattr(scores, method)(problem, completion)
-        score = _read(value if method == "scores" else (value, {}))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code may raise anything, and even call sys.exit
-        return origin.raised(problem, error, completion)
-    if score is not None:
-        return score
-    expected = "one finite number per turn" if isinstance(value, list) else "a finite number"
-    expected += " and a dict of finite numbers" if method == "scores" else ""
-    shown = described(value) + ("" if isinstance(value, float) else f" of type {type(value).__name__}")
-    what = f"{origin.name} returned {shown}, expected {expected}{limit_note(value)} ({origin.location})"
-    return failed(problem, completion, f"{origin.name} returned something other than {expected}", what)
 
 
 def failed(problem: Problem, completion: str, kind: str, what: str, *, is_raised: bool = False) -> FailedScore:

@@ -110,7 +110,6 @@ class Window:
         self.prepared = time.perf_counter()
 
 
-@contextmanager
 def publish(
     client: BridgeClient | None,
     update: Update,
@@ -120,7 +119,7 @@ def publish(
     served: int | None = None,
     writes: Written = "weights",
     ranks: Ranks = ALONE,
-) -> Iterator[Window]:
+) -> AbstractContextManager[Window]:
     """Pause the server, let the block write, and publish; requests kept in flight may keep their keys and values, too.
 
     The server refuses if it does not serve version `served`; None: any. Several ranks are inside together: none writes
@@ -144,8 +143,7 @@ def publish(
 
     others_sleep = update.sleep and ranks.tp_size > 1
     server = _Server(client, pause, update, resume_limit_s=LET_GO_LIMIT_S if others_sleep else 0)
-    with run(update, server.publish, server=server, ranks=ranks) as window:
-        yield window
+    return run(update, server.publish, server=server, ranks=ranks)
 
 
 @dataclass(frozen=True)

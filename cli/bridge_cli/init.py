@@ -119,14 +119,10 @@ def commented(classes: tuple[type[Config], ...], given: Mapping[str, Any]) -> st
             if not any(earlier.field_of(key) for earlier in classes[:index]):
                 *sections, field = choice.path
                 for name in sections:
-                    tables.setdefault(name, [_heading(cls, name)])
+                    first, _, _ = (cls.model_fields[name].annotation.__doc__ or "").partition("\n")
+                    tables.setdefault(name, [f"[{name}] # {first}"])
                 tables["".join(sections)].append("\n".join(_lines(field, key, choice.info, given)))
     return "\n\n\n".join("\n\n".join(parts) for parts in tables.values()) + "\n"
-
-
-def _heading(cls: type[Config], name: str) -> str:
-    first, _, _ = (cls.model_fields[name].annotation.__doc__ or "").partition("\n")
-    return f"[{name}] # {first}"
 
 
 def _lines(field: str, key: str, info: FieldInfo, given: Mapping[str, Any]) -> Iterator[str]:

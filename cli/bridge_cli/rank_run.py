@@ -91,12 +91,10 @@ def joined(own: Layout | OwnRank) -> "Iterator[Ranks]":
         ranks.close()
 
 
-@contextlib.contextmanager
-def preloaded(own: Layout | OwnRank) -> "Iterator[Preloaded | None]":
+def preloaded(own: Layout | OwnRank) -> contextlib.AbstractContextManager[Preloaded | None]:
     """Begin to import vLLM if this process will start a server; `own` as for `joined`."""
     starts_server = own.world_size == 1 if isinstance(own, Layout) else own.rank % own.tp_size == 0
-    with preloading() if starts_server else contextlib.nullcontext() as process:
-        yield process
+    return preloading() if starts_server else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -204,19 +204,17 @@ class ReasoningGym:
             ) from error
 
     def _problems(self, entries: Any) -> Iterator[Problem]:
+        system = self._library.utils.SYSTEM_PROMPTS["default"].strip()
         for index in range(len(entries)):  # its own iterator would be shared between passes
-            yield self._problem(entries[index])
-
-    def _problem(self, entry: Mapping[str, Any]) -> Problem:
-        system, question = self._library.utils.SYSTEM_PROMPTS["default"].strip(), entry["question"]
-        made = {
-            "prompt": [{"role": "system", "content": system}, {"role": "user", "content": question}],
-            "plain_prompt": f"{system}\n\n{question}",
-            "entry": entry,
-        }
-        if entry["answer"] is not None:  # some tasks have many right answers
-            made["answer"] = entry["answer"]
-        return cast("Problem", made)
+            entry = entries[index]
+            made = {
+                "prompt": [{"role": "system", "content": system}, {"role": "user", "content": entry["question"]}],
+                "plain_prompt": f"{system}\n\n{entry['question']}",
+                "entry": entry,
+            }
+            if entry["answer"] is not None:  # some tasks have many right answers
+                made["answer"] = entry["answer"]
+            yield cast("Problem", made)
 
 
 def _library(name: str) -> ModuleType:

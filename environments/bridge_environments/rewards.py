@@ -44,9 +44,8 @@ def equal(problem: Problem, completion: str) -> float:
     return float(is_right(problem["answer"], completion))
 
 
-def is_marked(problem: Problem, completion: str) -> float:
+def is_marked(_: Problem, completion: str) -> float:
     r"""Return 1.0 if the completion marks an answer, by `####` or in `\\boxed{}`, right or wrong."""
-    del problem
     return float(bool(marked(completion)))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.architecture.statements import ROOT, is_docstring, product_files, sizes
 
-MOST_STATEMENTS = 22_267
+MOST_STATEMENTS = 22_249
 MOST_FILES = 241
 MOST_LINES_OF_A_FILE = 320
 MOST_LINES_OF_A_FUNCTION = 45

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from bridge.atropos.api import ScoredGroup
-from bridge.atropos.groups import Bounds, flaws, to_train_on
+from bridge.atropos.groups import flaws, to_train_on
 from bridge.types import Group
 from tests.unit.atropos.atropos_api import pair, scored
 
-BOUNDS = Bounds(longest=6, num_words=100)
+BOUNDS = {"longest": 6, "num_words": 100}
 
 
 def read(document: dict[str, Any]) -> ScoredGroup:
@@ -18,7 +18,7 @@ def read(document: dict[str, Any]) -> ScoredGroup:
 
 
 def learnt(document: dict[str, Any]) -> Group:
-    assert not list(flaws(read(document), BOUNDS))
+    assert not list(flaws(read(document), **BOUNDS))
     return to_train_on(read(document), lambda token_ids: "".join(chr(60 + token) for token in token_ids))
 
 
@@ -134,7 +134,7 @@ def test_where_nothing_was_sampled_no_advantage_is_either() -> None:
     ],
 )
 def test_what_is_wrong_with_a_group_is_found_and_named(change: dict[str, Any], kind: str, message: str) -> None:
-    first, fault = next(flaws(read(pair() | change), BOUNDS))
+    first, fault = next(flaws(read(pair() | change), **BOUNDS))
     assert first == kind
     assert message in fault
     assert "\n" not in fault
