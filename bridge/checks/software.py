@@ -162,12 +162,12 @@ def obstacle(device: Device) -> Check | None:
 
 def bytecode_kept(package: str) -> Check:
     """Check that Python need not compile `package`, which stands for all that are installed with it, at every start."""
-    found, expected = importlib.util.find_spec(package), "kept: without it every start takes seconds longer"
-    if found is None or found.origin is None or found.cached is None:
+    spec, expected = importlib.util.find_spec(package), "kept: without it every start takes seconds longer"
+    if spec is None or spec.origin is None or spec.cached is None:
         return passed("Bytecode", f"not looked for: {package} cannot be found", expected)
-    folder = Path(found.origin).parent
+    folder = Path(spec.origin).parent
     is_written = os.access(folder, os.W_OK) and not sys.dont_write_bytecode
-    is_kept = is_written or Path(found.cached).exists()
+    is_kept = is_written or Path(spec.cached).exists()
     return judged(
         "Bytecode", is_kept, "kept" if is_kept else f"{package} has none, and Python may not write it", expected,
         f"python -m compileall -q -j 0 {folder.parent}", otherwise="WARN",
