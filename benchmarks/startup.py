@@ -4,7 +4,7 @@
     python -m benchmarks.startup --model tiny --rounds 3 --optimizer adamw
 
 Two sides in turns. `stock` starts vLLM as `vllm serve` does, after the trainer's own imports, spawns its processes, and
-compiles the training step once vLLM is ready. `ours` is `bridge run` as it is. `first` is a run with empty caches
+compiles the training step once vLLM is ready. `ours` is an unmodified `bridge run`. `first` is a run with empty caches
 (vLLM's, Triton's, torch's), as on a new host, `second` one right after it with the same caches. Each side has its own.
 Weights are dummies.
 

@@ -8,6 +8,7 @@ Not covered: whether the patches fit the installed vLLM (`patches/bridge_patches
 import importlib.metadata
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from packaging.requirements import Requirement
 
 import bridge
-from bridge.checks import Check, failed, judged, passed, warned
+from bridge.checks import Check, failed, judged, passed, skipped, warned
 from bridge.errors import UsageError
 from bridge.server import api_key
 
@@ -161,16 +162,15 @@ def obstacle(device: Device) -> Check | None:
 
 
 def bytecode_kept(package: str) -> Check:
-    """Check that Python need not compile `package`, which stands for all that are installed with it, at every start."""
-    spec, expected = importlib.util.find_spec(package), "kept: without it every start takes seconds longer"
+    """Check that Python does not compile the installed packages at every start; `package` is a sample of them."""
+    spec, expected = importlib.util.find_spec(package), "kept: without it, every start takes seconds longer"
     if spec is None or spec.origin is None or spec.cached is None:
-        return passed("Bytecode", f"not looked for: {package} cannot be found", expected)
+        return skipped("Bytecode", f"{package} is not installed as files", expected)
     folder = Path(spec.origin).parent
-    is_written = os.access(folder, os.W_OK) and not sys.dont_write_bytecode
-    is_kept = is_written or Path(spec.cached).exists()
+    is_kept = Path(spec.cached).exists() or (os.access(folder, os.W_OK) and not sys.dont_write_bytecode)
     return judged(
         "Bytecode", is_kept, "kept" if is_kept else f"{package} has none, and Python may not write it", expected,
-        f"python -m compileall -q -j 0 {folder.parent}", otherwise="WARN",
+        f"python -m compileall -q -j 0 {shlex.quote(str(folder.parent))}", otherwise="WARN",
     )  # fmt: skip
 
 

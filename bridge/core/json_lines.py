@@ -68,7 +68,7 @@ def lost(path: Path) -> Path:
 
 
 def fsync(path: Path) -> None:
-    """Flush the file, if there is one, to the disk."""
+    """Flush the file, if there is one, to the disk: a power cut must not leave a checkpoint without its step's line."""
     if path.exists():
         with one_line_errors(path), path.open("rb") as file:
             os.fsync(file.fileno())

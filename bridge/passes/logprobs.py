@@ -33,9 +33,9 @@ from bridge.passes.packing import Kept, MicroBatch
 
 HEAD_TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit, that bf16 explains."""
-BLOCK_NUMBERS = {"cpu": 2**23, "cuda": 2**26}
-"""Float32 logits, or elements of the head's gradient, at once: 256 MiB on a GPU, whose products need large operands,
-and 32 MiB on the CPU, where what fits its caches is faster; a few temporaries of the same size come on top."""
+BLOCK_ELEMENTS = {"cpu": 2**23, "cuda": 2**26}
+"""Float32 elements of a block's logits, and of its part of the head's gradient: 256 MiB on a GPU, whose products need
+large operands, and 32 MiB on the CPU, where caches matter; a few temporaries of this size come on top."""
 BLOCK_WORDS = 256
 """Blocks are a multiple of this, and no smaller, so that no product has an odd shape."""
 
@@ -294,8 +294,8 @@ def _within(targets_N: Tensor, num_words: int) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(num_rows: int, head_VH: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
-    """Cut the vocabulary so that neither a block's logits nor its head's gradient exceed `BLOCK_NUMBERS` by much."""
-    size = max(1, BLOCK_NUMBERS[head_VH.device.type] // max(num_rows, head_VH.shape[1]) // BLOCK_WORDS) * BLOCK_WORDS
+    """Cut the vocabulary into blocks of about `BLOCK_ELEMENTS` elements at most; yield each block with its bias."""
+    size = max(1, BLOCK_ELEMENTS[head_VH.device.type] // max(num_rows, head_VH.shape[1]) // BLOCK_WORDS) * BLOCK_WORDS
     for start in range(0, len(head_VH), size):
         block = slice(start, min(start + size, len(head_VH)))
         yield block, None if bias_V is None else bias_V[block]

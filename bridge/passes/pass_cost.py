@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from bridge.core.memory import left_bytes
 from bridge.passes import layers
-from bridge.passes.logprobs import BLOCK_NUMBERS, model_logprobs
+from bridge.passes.logprobs import BLOCK_ELEMENTS, model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 
 PROBES, PROBE_LENGTH = (1_024, 2_048), 512
@@ -25,7 +25,7 @@ CPU_PROBES, CPU_PROBE_LENGTH = (64, 128), 32
 """The same on a CPU, where a pass takes long and counting is exact."""
 LIVE_LAYERS = 3
 """Layers whose recomputed activations and gradients a backward pass holds at once on a CPU."""
-CPU_LOGITS_BYTES = 3 * 4 * BLOCK_NUMBERS["cpu"]
+CPU_LOGITS_BYTES = 3 * 4 * BLOCK_ELEMENTS["cpu"]
 """Float32 logits of one block of the vocabulary, and what is computed from them."""
 
 

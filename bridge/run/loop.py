@@ -119,7 +119,7 @@ class Loop:
             UsageError: the disk refuses, something else is at `folder`, or the optimizer's state cannot be saved.
         """
         run = self.run
-        json_lines.fsync(run.metrics)  # a power cut must not leave a checkpoint without its step's line
+        json_lines.fsync(run.metrics)
         progress = Progress(
             step=step, weight_version=version, problems_drawn=0, samples_drawn=calls, run_dir=run.path.absolute()
         )

@@ -143,7 +143,7 @@ class Checkpoints:
         try:
             if self._ranks.is_rank_zero:
                 folder = self._run.writable(self._folder / f"{self._mode.checkpoint_prefix}{self.step}")
-                json_lines.fsync(self._run.metrics)  # a power cut must not leave a checkpoint without its line
+                json_lines.fsync(self._run.metrics)
                 saved = {**self._saved, self.step: checkpoint.save(folder, fill, self._progress())}
         finally:
             for send in to_send:  # on other ranks, and here after an error: the others wait for it

@@ -7,8 +7,8 @@ Why a fork is safe: `get_mp_context` chooses `fork` (`vllm_flags.START_METHOD`) 
 asks again at each process. On the CPU vLLM spawns its engine whatever is chosen.
 
 Symptom: a server in parts leaves its shared memory behind, hundreds of MiB of names in /dev/shm.
-Cause: Python's resource tracker removes the shared memory of processes that were killed. A forked engine starts a
-tracker of its own, and vLLM kills the engine with all of its children.
+Cause: Python's resource tracker removes the shared memory of processes that were killed. A forked engine starts
+another tracker, and vLLM kills it together with the engine.
 What is done: the API server starts a tracker before the fork, and the engine uses that one.
 
 Symptom: a server that is restarted from a checkpoint compiles again what it had compiled.

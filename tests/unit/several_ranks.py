@@ -34,7 +34,7 @@ def on_ranks(
 ) -> list[Any]:
     """Return `act(ranks, *given)` of every rank; what it or joining raised in place of its result.
 
-    With `on_gpus` each rank has a GPU, `act` and what it is given are pickled, and what was patched here is not there.
+    With `on_gpus` each rank has a GPU; `act` and `given` are pickled, and monkeypatches of this process have no effect.
     """
     tp_sizes = [tp_size] * world_size if isinstance(tp_size, int) else tp_size
     listener = socket.create_server(("127.0.0.1", 0))

@@ -43,14 +43,14 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a few words per block, so that every test crosses blocks and ends in a partial one."""
-    monkeypatch.setattr(blocks, "BLOCK_NUMBERS", {"cpu": 1000, "cuda": 1000})
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": 1000, "cuda": 1000})
     monkeypatch.setattr(blocks, "BLOCK_WORDS", 32)
 
 
 @pytest.mark.parametrize(("num_rows", "hidden"), [(1, 64), (8, 64), (64, 8)])
 def test_no_product_of_a_block_is_large(monkeypatch: pytest.MonkeyPatch, num_rows: int, hidden: int) -> None:
     """Neither the logits nor, for a few rows, the head's gradient, which a block computes in float32."""
-    monkeypatch.setattr(blocks, "BLOCK_NUMBERS", {"cpu": 64 * 64})
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", {"cpu": 64 * 64})
     sizes = [block.stop - block.start for block, _ in blocks._blocks(num_rows, torch.empty(300, hidden), None)]
     assert sizes == [64, 64, 64, 64, 44]
 

@@ -274,7 +274,7 @@ def test_bf16_in_parts_rounds_about_as_the_whole_model(family: str) -> None:
 
 def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bool) -> list[tuple[Tensor, Tensor]]:
     """Return what a head in parts computes beside what the whole one does, and the gradients."""
-    logprobs.BLOCK_NUMBERS["cpu"], logprobs.BLOCK_WORDS = 500, 32
+    logprobs.BLOCK_ELEMENTS["cpu"], logprobs.BLOCK_WORDS = 500, 32
     torch.manual_seed(0)
     leaves = [torch.randn(20, 16), torch.randn(301, 16), torch.randn(301)]
     targets, start = torch.randint(301, (20,)), 160 * ranks.rank
