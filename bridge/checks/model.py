@@ -93,8 +93,7 @@ def window(config: Config | None, max_tokens: int | None) -> int | None:
     in_turns = config.get("model_type") == ALTERNATING or "sliding_window_pattern" in config
     if in_turns or "full_attention" in (config.get("layer_types") or []):
         return None
-    longest = max_tokens or config.get("max_position_embeddings") or math.inf
-    return size if size < longest else None
+    return size if size < (max_tokens or config.get("max_position_embeddings") or math.inf) else None
 
 
 def dynamic_limit(config: Config | None) -> int | None:

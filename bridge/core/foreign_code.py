@@ -60,8 +60,7 @@ def reason_of(error: BaseException) -> str:
 
 def shortened(value: object, limit: int = 60) -> str:
     """Return `value` as text on one line of at most `limit` characters, without control characters."""
-    line = " ".join(str(value).split())
-    shown = escaped(line[: limit + 1])
+    shown = escaped(" ".join(str(value).split())[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 

@@ -217,8 +217,7 @@ def least_entropy(entropies_N: Tensor, least_share: float) -> Tensor:
     Source: "Beyond the 80/20 Rule" (arXiv 2506.01939), section 5, whose share is 0.2. The other tokens count in every
         mean, as there.
     """
-    num_kept = math.ceil(least_share * len(entropies_N))
-    return entropies_N.topk(num_kept).values[-1]
+    return entropies_N.topk(math.ceil(least_share * len(entropies_N))).values[-1]
 
 
 def divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:

@@ -234,8 +234,7 @@ def busiest(shares_of_updates: Sequence[Sequence[Sequence[Sample]]]) -> float:
 def _shares(mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
     """Return the indices of each share's samples."""
     runs = groupby(range(len(mini_batch)), key=lambda index: mini_batch[index].prompt)
-    groups = [[*run] for _, run in runs]
-    shares = _longest_first(groups, mini_batch, size)
+    shares = _longest_first([[*run] for _, run in runs], mini_batch, size)
     loads = [_load(indices, mini_batch) for indices in shares]
     if max(loads) * size > BALANCE_TOLERANCE * sum(loads):
         return _longest_first([[index] for index in range(len(mini_batch))], mini_batch, size)

@@ -188,8 +188,7 @@ def random_bits(counter: Tensor, like_RB: Tensor) -> Tensor:
     (num_rows, width), device = like_RB.shape, like_RB.device
     rows_R = torch.arange(num_rows, device=device, dtype=torch.int32) + counter[1]
     index_RB = rows_R[:, None] * width + torch.arange(width, device=device, dtype=torch.int32)
-    bits_RB = _mixed(index_RB * _GOLDEN) ^ counter[0]
-    return _mixed(bits_RB)
+    return _mixed(_mixed(index_RB * _GOLDEN) ^ counter[0])
 
 
 def stochastic_round(master: Tensor, bits: Tensor) -> Tensor:

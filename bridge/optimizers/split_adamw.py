@@ -115,8 +115,7 @@ class SplitMasterAdamW(ShardedOptimizer):
             own = [sum_RB[slab.held(slab.own(member))].square().sum(dtype=torch.float64) for member in slab.members]
             counts = _on_device(has_gradient, torch.float64, self._device)
             squares, num_gradients = self._ranks.all_reduce(torch.stack([torch.stack(own), counts]))
-            factor = self._factors[slab.members[0].parameter]
-            norms.append((squares.sqrt() * factor).float())
+            norms.append((squares.sqrt() * self._factors[slab.members[0].parameter]).float())
             ready.append(num_gradients > 0)
             bounds = torch.where(ready[-1], norms[-1], math.nan)  # the update leaves what has no norm unchanged
             pieces = [

@@ -4,6 +4,7 @@ Where files are slow, each of the two takes half a minute, which they would othe
 """
 
 import contextlib
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ class Preloaded:
 
     def become(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child | None:
         """Let the process run a command of this Python's (`-m module`), and return it; None: start another process."""
+        gc.enable()
         child, self._child = self._child, None
         if child is None:
             return None
@@ -37,15 +39,20 @@ class Preloaded:
 
     def close(self) -> None:
         """End the process if it became no server."""
+        gc.enable()
         if self._child is not None:
             children.stop(self._child, grace_s=0)
 
 
 @contextlib.contextmanager
 def preloading() -> Iterator[Preloaded]:
-    """Begin to import vLLM, if Bridge is installed where vLLM finds it."""
+    """Begin to import vLLM, if Bridge is installed where vLLM finds it.
+
+    Until the server starts, this process imports and parses much that is no garbage: it does not search for any.
+    """
     module = plugin_module("preload")
     argv = [*PYTHON, "-m", str(module)]
     child = children.start(argv, os.environ, Path(os.devnull), takes_input=True) if module else None
+    gc.disable()
     with contextlib.closing(Preloaded(child)) as preloaded:
         yield preloaded

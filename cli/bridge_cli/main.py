@@ -102,8 +102,7 @@ def bridge(
 def main() -> None:
     """Run the command line of this process and exit."""
     sys.excepthook = report_bug
-    on_signal = signals.prepare()
-    sys.exit(on_signal.finish(answer(sys.argv[1:])))
+    sys.exit(signals.prepare().finish(answer(sys.argv[1:])))
 
 
 def answer(arguments: Sequence[str]) -> int:

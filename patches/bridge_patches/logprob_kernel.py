@@ -29,8 +29,7 @@ class Launched:
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         """Return what launches the kernel on `grid`."""
-        launch = self.kernel[grid]
-        return lambda *args, **kwargs: launch(*args, **{**kwargs, **LAUNCH})
+        return lambda *args, **kwargs: self.kernel[grid](*args, **{**kwargs, **LAUNCH})
 
 
 def patch() -> None:

@@ -1,5 +1,6 @@
 """A process that imports while its command is not known yet, with quick imports in place of vLLM's."""
 
+import gc
 import os
 import signal
 import sys
@@ -78,7 +79,18 @@ def test_an_unused_process_ends() -> None:
     with preloading() as preloaded:
         assert preloaded._child is not None
         process = psutil.Process(preloaded._child.process.pid)
+        assert not gc.isenabled()
     assert not process.is_running()
+    assert gc.isenabled()
+
+
+def test_this_process_collects_garbage_again_once_the_server_starts(log: Path) -> None:
+    with preloading() as preloaded:
+        assert not gc.isenabled()
+        child = preloaded.become(command(SHOW), os.environ, log)
+        assert gc.isenabled()
+    assert child is not None
+    children.stop(child)
 
 
 @pytest.mark.parametrize("argv", [("/bin/true",), (sys.executable, "-c", "pass")])

@@ -70,13 +70,19 @@ def test_the_length_counts_even_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("words", [1, 3, 8, 24, 25])
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
-    tensor = sample(torch.bfloat16, 8, 3)
-    whole = digest(tensor)
+def test_every_place_counts_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
     monkeypatch.setattr(module, "CHUNK_WORDS", words)
-    assert digest(tensor) == whole
-    tensor[7, 2] += 1
-    assert digest(tensor) != whole
+    tensor = sample(torch.bfloat16, 24)
+    digests = {digest(tensor)}
+    for one in range(24):
+        changed = tensor.clone()
+        changed[one] += 1
+        digests.add(digest(changed))
+        for other in range(one):
+            swapped = tensor.clone()
+            swapped[one], swapped[other] = tensor[other], tensor[one]
+            digests.add(digest(swapped))
+    assert len(digests) == 1 + 24 + 24 * 23 // 2
 
 
 def test_a_view_is_worth_its_elements_not_its_strides() -> None:
