@@ -89,10 +89,10 @@ def source_file(kind: type) -> str:
 
 def location_of(error: BaseException, file: str) -> str | None:
     """Return the last line of `file`, or of any file outside the libraries, that ran before `error` was raised."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and isinstance(error.lineno, int):
-        return location_in([(error.filename, error.lineno)], error.filename)  # no frame of the file ever ran
-    frames = traceback.extract_tb(error.__traceback__)
-    return location_in([(frame.filename, frame.lineno or 0) for frame in frames], file)
+        frames.append((error.filename, error.lineno))  # no frame of the file ever ran
+    return location_in(frames, file)
 
 
 def location_in(frames: Sequence[tuple[str, int]], file: str) -> str | None:

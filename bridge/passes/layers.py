@@ -99,7 +99,6 @@ def compile_layers(model: PreTrainedModel, *, recomputed: bool = False, keeps_at
     layer has other numbers, as in DiffLlama, each would be compiled separately, and exceed torch's limit.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_FORMS)
-    torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True  # else: another form for many tokens
     if keeps_attention:  # torch warns about operators in place whether a layer has any or not
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     backend = _keeping_inputs if recomputed and not keeps_attention else COMPILER

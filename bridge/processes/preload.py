@@ -48,7 +48,8 @@ class Preloaded:
 def preloading() -> Iterator[Preloaded]:
     """Begin to import vLLM, if Bridge is installed where vLLM finds it.
 
-    Until the server starts, this process imports and parses much that is no garbage: it does not search for any.
+    Garbage is not collected until the server starts: this process imports and parses until then, and little of that
+    is garbage.
     """
     module = plugin_module("preload")
     argv = [*PYTHON, "-m", str(module)]

@@ -163,7 +163,9 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(
             f"{flag} {source}: cannot be loaded: {fault or shortened(error, 300)}",
-            remedy=f"check its name and the network, or use a local copy: {flag} path/to/folder",
+            remedy=f"check its name and the network, or use a local copy: {flag} path/to/folder"
+            if "name" in options
+            else f"write the problems to a JSONL file and use that: {flag} path/to/problems.jsonl",
         ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = is_offline

@@ -118,9 +118,15 @@ def test_a_parquet_file_is_read(hub: Path, tmp_path: Path) -> None:
     assert refusal("jsonl", data=str(file)).message.startswith(
         f"{where} has no column 'prompt', found question, answer"
     )
-    broken = tmp_path / "broken.parquet"
-    broken.write_text("question,answer\n")
-    assert refusal("jsonl", data=str(broken)).message.startswith(f"--data {broken}: cannot be loaded: ")
+
+
+@pytest.mark.parametrize("name", ["broken.parquet", "empty"])
+def test_data_that_cannot_be_read_is_not_blamed_on_the_network(tmp_path: Path, name: str) -> None:
+    data = tmp_path / name
+    data.write_text("question,answer\n") if data.suffix else data.mkdir()
+    refused = refusal("jsonl", data=str(data))
+    assert refused.message.startswith(f"--data {data}: cannot be loaded: ")
+    assert refused.remedy == "write the problems to a JSONL file and use that: --data path/to/problems.jsonl"
 
 
 def test_another_file_is_told_what_jsonl_is(write: Write) -> None:

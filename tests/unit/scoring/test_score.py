@@ -85,6 +85,13 @@ def test_the_line_is_the_users_own_even_when_a_library_raised(tmp_path: Path) ->
     assert fault(task).kind == "Task.score raised JSONDecodeError (task.py line 4)"
 
 
+def test_text_that_is_no_python_is_a_fault_of_the_line_that_ran_it(tmp_path: Path) -> None:
+    task = of_file(tmp_path / "task.py", TASK + "eval(completion)\n")
+    assert fault(task, "2 +").kind == "Task.score raised SyntaxError (task.py line 4)"
+    task = of_file(tmp_path / "task.py", TASK + "compile('x = 1\\n2 +', 'helper.py', 'exec')\n")
+    assert fault(task).kind == "Task.score raised SyntaxError (helper.py line 2)"
+
+
 def test_a_bridge_error_keeps_its_message_and_cause(tmp_path: Path) -> None:
     def score(completion: str) -> float:
         return int(completion)
