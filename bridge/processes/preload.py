@@ -24,10 +24,10 @@ class Preloaded:
 
     def become(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child | None:
         """Let the process run a command of this Python's (`-m module`), and return it; None: start another process."""
-        gc.enable()
         child, self._child = self._child, None
         if child is None:
             return None
+        gc.enable()
         command = {"argv": list(argv), "environment": dict(environment), "log": str(log.absolute())}
         with contextlib.suppress(BrokenPipeError):  # it was killed
             if tuple(argv[:3]) == (*PYTHON, "-m") and child.process.stdin is not None:
@@ -48,12 +48,13 @@ class Preloaded:
 def preloading() -> Iterator[Preloaded]:
     """Begin to import vLLM, if Bridge is installed where vLLM finds it.
 
-    Garbage is not collected until the server starts: this process imports and parses until then, and little of that
-    is garbage.
+    If it does, garbage is not collected until the server starts: this process imports and parses until then, and little
+    of that is garbage.
     """
     module = plugin_module("preload")
     argv = [*PYTHON, "-m", str(module)]
     child = children.start(argv, os.environ, Path(os.devnull), takes_input=True) if module else None
-    gc.disable()
+    if child is not None:
+        gc.disable()
     with contextlib.closing(Preloaded(child)) as preloaded:
         yield preloaded

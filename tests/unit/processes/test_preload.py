@@ -115,6 +115,7 @@ def test_nothing_is_preloaded_for_a_copied_bridge(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(preload, "plugin_module", lambda _: None)
     with preloading() as preloaded:
         assert preloaded._child is None
+        assert gc.isenabled()
     assert Preloaded(None).become(command(SHOW), {}, Path(os.devnull)) is None
 
 
