@@ -10,7 +10,8 @@ Weights are dummies.
 
 Seconds count from the start of the command. `ready` is known to a second, from the server's log; `first step` is the
 line that `--json` prints. `imports` and `compiling` are parts of the server's time as the log shows them, from the end
-of the trainer's checks. All results so far are written after every run, and no run begins that would not end in time.
+of the trainer's checks. All results so far are written after every run. A run begins only if the longest of its kind
+would end in time.
 
 Not covered: reading files from a disk: they are read once before the first run.
 """

@@ -39,8 +39,8 @@ class Preloaded:
 
     def close(self) -> None:
         """End the process if it became no server."""
-        gc.enable()
         if self._child is not None:
+            gc.enable()
             children.stop(self._child, grace_s=0)
 
 

@@ -200,16 +200,16 @@ class Parts:
 def digest(tensor: Tensor) -> str:
     """Return 16 hexadecimal digits for the values and order of `tensor`'s elements: they detect changes, not attacks.
 
-    In each chunk, every word plus one is multiplied by a mixed, odd function of its position and summed modulo 2^64.
-    The sums are the coefficients of a polynomial, so that the same words or chunks in another order have another
+    In each chunk, every word plus one is multiplied by a mixed, odd factor of its position and summed modulo 2^64. The
+    sums are the coefficients of a polynomial, so that the same words or chunks in another order have another
     digest. Temporaries stay under 0.2 GiB.
     """
     word = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)  # wider, a bit's weight overflows
     words = tensor.detach().contiguous().view(-1).view(word)
     position = torch.arange(min(words.numel(), CHUNK_WORDS), dtype=torch.int64, device=tensor.device)
-    weights = ((position + 1) * _MIX).bitwise_xor_((position * _MIX) >> 29).bitwise_or_(1)
+    factors = ((position + 1) * _MIX).bitwise_xor_((position * _MIX) >> 29).bitwise_or_(1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in words.split(CHUNK_WORDS):
-        factors = weights[: chunk.numel()]
-        total = total * _MIX + torch.addcmul(factors, factors, chunk).sum()
+        own = factors[: chunk.numel()]
+        total = total * _MIX + torch.addcmul(own, own, chunk).sum()
     return f"{int(total) & (2**64 - 1):016x}"
