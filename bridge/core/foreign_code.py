@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from bridge.core import paths
 from bridge.core.redaction import escaped
 from bridge.errors import BridgeError, RewardError, UsageError
 
@@ -118,7 +119,7 @@ def find_object(choice: Choice, name: str) -> Any:
     noun, example = NOUNS[choice], FORMS[choice].rpartition(":")[2]
     if not path:
         raise UsageError(f"{choice} {name!r} does not name a {noun}", remedy=f"--{choice} {name}:{example}")
-    module = _module(choice, Path(path).expanduser(), name)
+    module = _module(choice, paths.expanded(path), name)
     target = getattr(module, attribute, None)
     if _fits(choice, target):
         return target
@@ -159,8 +160,8 @@ def instance_of(kind: type, name: str) -> Any:
 
 def _module(choice: Choice, path: Path, name: str) -> ModuleType:
     what, remedy = f"{choice} {name!r}", f"--{choice} {FORMS[choice]}"
-    if not path.is_file():
-        reason = "it is a folder" if path.is_dir() else f"there is no such file in {Path.cwd()}"
+    if not paths.is_file(path):
+        reason = "it is a folder" if paths.is_folder(path) else f"there is no such file in {Path.cwd()}"
         raise UsageError(f"{what}: cannot read {path}: {reason}", remedy=remedy)
     file = path.resolve()
     # With a prefix, because a file called random.py would replace the standard library's module.

@@ -17,6 +17,7 @@ from bridge.checks import model, software
 from bridge.config.choices import Config, flag
 from bridge.core import redaction
 from bridge.errors import UsageError
+from bridge_environments import rewards
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
@@ -75,8 +76,8 @@ def _files(choices: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         weights: Any = sorted((path.name, path.stat().st_size) for path in Path(name).glob("*.safetensors"))
         described = json.dumps([model.read(name), weights], default=str, sort_keys=True)
         yield f"the files of {name}", _digest(described.encode())
-    rewards = [item.strip().partition("=")[0] for item in (choices["reward"] or "").split(",")]
-    code = [name.rpartition(":")[0] for name in (choices["environment"], choices["loss"], *rewards)]
+    rewarded = [name for name, _ in rewards.split(choices["reward"] or "")]
+    code = [name.rpartition(":")[0] for name in (choices["environment"], choices["loss"], *rewarded)]
     for file in map(Path, filter(None, dict.fromkeys([*code, choices["data"], choices["eval_data"]]))):
         if file.is_file():
             yield f"the file {file}", _digest(file.read_bytes())

@@ -10,12 +10,13 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from bridge.core import paths
 from bridge.core.foreign_code import FORMS, described, find_object, foreign_code, shortened
 from bridge.errors import RewardError, UsageError
 from bridge.scoring.score import as_reward, limit_note
@@ -102,7 +103,7 @@ class Rewards:
 
 def parse(text: str) -> tuple[Reward, ...]:
     """Return the rewards of a list such as `math,format=0.2,my.py:brief`; a weight follows `=`."""
-    rewards = tuple(_reward(item.strip()) for item in text.split(","))
+    rewards = tuple(_reward(name, weight) for name, weight in split(text))
     names = [reward.name for reward in rewards]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(
@@ -114,15 +115,40 @@ def parse(text: str) -> tuple[Reward, ...]:
     return rewards
 
 
-def _reward(item: str) -> Reward:
-    name, sign, written = item.partition("=")
+def split(text: str) -> Iterator[tuple[str, str | None]]:
+    """Yield each name, or `path/to/file.py:function`, of a list of rewards, and its weight as written, if it has one.
+
+    A path may have commas and equals signs: a weight follows the function's name, and a comma inside the path of a file
+    that is there separates nothing.
+    """
+    pieces = text.split(",")
+    while pieces:
+        items = (",".join(pieces[:count]).strip() for count in range(1, len(pieces) + 1))
+        item = next(filter(_is_known, items), pieces[0].strip())
+        del pieces[: item.count(",") + 1]
+        yield _name_and_weight(item)
+
+
+def _is_known(item: str) -> bool:
+    name, _ = _name_and_weight(item)
+    path = name.rpartition(":")[0]
+    return name in NAMED or (path != "" and paths.is_file(paths.expanded(path)))
+
+
+def _name_and_weight(item: str) -> tuple[str, str | None]:
+    path, colon, last = item.rpartition(":")
+    name, sign, weight = last.partition("=")
+    return f"{path}{colon}{name}", weight if sign else None
+
+
+def _reward(name: str, written: str | None) -> Reward:
     try:
-        weight = float(written) if sign else 1.0
+        weight = 1.0 if written is None else float(written)
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
         raise UsageError(
-            f"--reward {item}: the weight {written!r} is not a finite number", remedy=f"--reward {name}=0.5"
+            f"--reward {name}={written}: the weight {written!r} is not a finite number", remedy=f"--reward {name}=0.5"
         )
     if ":" in name or name.endswith(".py"):
         return _own(name, weight)

@@ -54,6 +54,30 @@ def test_rewards_are_summed_by_weight_with_parts_unweighted(write: Write) -> Non
     assert Rewards(rewards.parse(spec)).score(PROBLEM, "#### 42") == reward
 
 
+@pytest.mark.parametrize("folder", ["lr=1e-5", "a,b", "lr=1e-5,seed=0", "math,exact", "x:y=2", "run [1] *?", " a "])
+def test_a_reward_file_may_be_in_any_folder(tmp_path: Path, folder: str) -> None:
+    path = tmp_path / folder / "mine.py"
+    path.parent.mkdir()
+    path.write_text(MINE)
+    for spec, weights in (
+        (f"{path}:brief", {"brief": 1.0}),
+        (f"exact,{path}:brief=0.5,math=2", {"exact": 1.0, "brief": 0.5, "math": 2.0}),
+    ):
+        assert {reward.name: reward.weight for reward in rewards.parse(spec)} == weights
+
+
+def test_a_reward_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a,b").mkdir()
+    (tmp_path / "a,b" / "mine.py").write_text(MINE)
+    assert [reward.name for reward in rewards.parse("~/a,b/mine.py:brief=2")] == ["brief"]
+
+
+def test_a_missing_reward_file_is_named_as_written() -> None:
+    assert "cannot read gone.py: there is no such file" in refusal("gone.py:f=2,math").message
+    assert f"cannot read {'x' * 300}.py: there is no such file" in refusal(f"{'x' * 300}.py:f").message
+
+
 def test_a_weight_may_be_negative_or_nothing() -> None:
     assert scores("exact=-1.5e0,format=0", "42") == (-1.5, {"exact": 1.0, "format": 0.0})
 

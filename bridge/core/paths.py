@@ -1,0 +1,26 @@
+"""Paths as people write them: `~` is the home folder, and a name that no file can have names no file."""
+
+import os
+from pathlib import Path
+
+from bridge.errors import UsageError
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path with a leading `~` or `~user` replaced by that home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UsageError(
+            f"{path}: there is no home folder for {Path(path).parts[0]}", remedy=f"./{path} is a folder of that name"
+        ) from error
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether there is such a file; `Path.is_file` raises where a name is too long."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return whether there is such a folder; `Path.is_dir` raises where a name is too long."""
+    return os.path.isdir(path)  # noqa: PTH112
