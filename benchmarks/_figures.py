@@ -15,7 +15,8 @@ SPEED_AIM = 1.4
 COLUMNS = {
     "gpus": "GPUs", "num_steps": "steps", "tokens": "tokens", "tokens_per_s": "tokens/s",
     "step_s": "step s", "generation_s": "generate", "training_s": "train", "optimizer_s": "optimizer",
-    "sync_s": "sync, fence", "other_s": "other", "speed": "speed", "scaling": "scaling", "peak_device_gib": "peak GiB",
+    "sync_s": "sync, fence", "other_s": "other", "first_end_s": "to step 1", "warm_end_s": "to warm",
+    "speed": "speed", "scaling": "scaling", "peak_device_gib": "peak GiB",
     "kv_cache_gib": "KV cache", "peak_without_kv_gib": "without KV", "planned_gib": "planned",
     "trained_per_gpu": "trained/s/GPU", "mfu": "MFU", "mismatch_kl": "k3 KL", "rerouted": "rerouted",
 }  # fmt: skip
@@ -36,20 +37,25 @@ def steps_of(side: Side, run: Run, warm_up: int) -> list[dict[str, float]]:
 def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) -> Row:
     """Return the figures of one side over all its runs; unknown ones are left out.
 
-    Medians over steps, or means where the work of steps may `differ`.
+    Medians over steps, or means where the work of steps may `differ`. `first_end_s` and `warm_end_s` are seconds from
+    the command to the end of its first and of its last warm-up step: start, compilation and these steps.
     """
     average = statistics.fmean if differ else statistics.median
     steps_of_runs = [steps_of(side, run, warm_up) for run in runs]
     steps = [step for steps_of_run in steps_of_runs for step in steps_of_run]
+    ends_of_runs = [[stamp - run.begun for stamp in run.stamps] for run in runs]
     names = [name for name in (steps[0] if steps else {}) if name.endswith("_s")]
-    known = {
+    known: dict[str, Any] = {
         **{name: average([step[name] for step in steps]) for name in names},
         "tokens": average([step["tokens"] for step in steps]) if steps else None,
+        "first_end_s": _median([ends[0] for ends in ends_of_runs if ends]),
+        "warm_end_s": _median([ends[max(1, warm_up) - 1] for ends in ends_of_runs if len(ends) >= max(1, warm_up)]),
         "peak_allocated_gib": max((step["peak_allocated_gib"] for step in steps), default=None),
         "peak_device_gib": max((run.peak_gib for run in runs if run.peak_gib is not None), default=None),
         "kv_cache_gib": max((run.kv_cache_gib for run in runs if run.kv_cache_gib is not None), default=None),
     }
-    if known["peak_device_gib"] is not None and known["kv_cache_gib"] is not None:
+    has_both = known["peak_device_gib"] is not None and known["kv_cache_gib"] is not None
+    if has_both and not side.kv_sleeps:  # else the peak may be of a time without it
         known["peak_without_kv_gib"] = known["peak_device_gib"] - known["kv_cache_gib"]
     if known["tokens"] is not None:
         known["tokens_per_s"] = known["tokens"] / average([step["step_s"] for step in steps])
@@ -63,9 +69,14 @@ def row(side: Side, runs: Sequence[Run], *, warm_up: int, differ: bool = False) 
         **{name: value for name, value in known.items() if value is not None},
         "failures": [run.failure for run in runs if run.failure],
         "run_seconds": [run.seconds for run in runs],
+        "ends_s_of_runs": ends_of_runs,
         "step_s_of_runs": [average([step["step_s"] for step in of_run]) for of_run in steps_of_runs if of_run],
         "steps": steps,
     }  # fmt: skip
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def compare(rows: Sequence[Row], *, weights_gib: float) -> list[Row]:

@@ -1,6 +1,7 @@
 """The two sides of `grpo.py`: commands on the same work, and how to read their output.
 
-Both get the same engine settings and the same KV cache, which stays allocated during training.
+Both get the same engine settings and the same KV cache, which stays allocated during training unless a variant says
+otherwise.
 """
 
 import json
@@ -98,6 +99,12 @@ class Side:
     def is_split(self) -> bool:
         """Whether the trainer and vLLM have a GPU each."""
         return not SPLIT[self.name].isdisjoint(self.variant.split())
+
+    @property
+    def kv_sleeps(self) -> bool:
+        """Whether vLLM frees its KV cache while training: with TRL's sleep mode its weights, too."""
+        asleep = {"trl": "--sleep", "bridge": "--kv-sleep always"}[self.name]
+        return f" {asleep} " in f" {' '.join(self.variant.split())} "
 
     @property
     def shares_weights(self) -> bool:

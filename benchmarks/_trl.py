@@ -25,7 +25,7 @@ import torch
 from transformers import AutoTokenizer
 
 import bridge
-from benchmarks import _servers, _sides, _trl_times, _work
+from benchmarks import _flash, _servers, _sides, _trl_times, _work
 from benchmarks._lengths import Lognormal
 from benchmarks._results import say
 from bridge.config import ServeConfig, TaskConfig
@@ -36,6 +36,11 @@ from bridge.rollouts import problems
 from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Task
 from bridge_environments import registry
+
+FLASH = "flash"
+"""FlashAttention 2 by `_flash.py`; any other name is what transformers takes for `attn_implementation`."""
+COMPILED = ("model", "layers")
+"""What `torch_compile` compiles: the model, or each layer by itself (accelerate's regional compilation)."""
 
 
 def main() -> None:
@@ -54,6 +59,8 @@ def train(options: argparse.Namespace, url: str | None, lines: TextIO | None) ->
     _trl_times.watch_stalls()
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     task = registry.load(TaskConfig(environment=options.task)) if options.task else None
+    if options.attention == FLASH:
+        _flash.register()
     clock, args = _trl_times.Clock(task), trl.GRPOConfig(**settings(options, url))
     if url is not None and not torch.cuda.is_available():
         send_nothing()
@@ -69,6 +76,10 @@ def train(options: argparse.Namespace, url: str | None, lines: TextIO | None) ->
         _trl_times.watch(trainer, clock)
         if options.lengths and trainer.use_vllm and url is None:
             limit(trainer.vllm_generation.llm, Lognormal.parse(options.lengths))
+        if options.compile == "layers":
+            trainer.model.train()  # else TRL samples again for each pass: only accelerate's compiled copy is switched
+        if options.attention == FLASH:
+            trainer.add_callback(_trl_times.Checked(_flash.check_used))
         trainer.add_callback(_trl_times.Lines(clock, lines, trainer.accelerator))
         if task is not None and lines is not None:
             trainer.add_callback(_trl_times.HeldOut(task, lines, trainer, options))
@@ -107,6 +118,7 @@ def on_bridge(options: argparse.Namespace, args: Any) -> Iterator[dict[str, Any]
 def flags() -> argparse.ArgumentParser:
     parser = common_flags(__doc__)
     parser.add_argument("--liger", action="store_true", help="liger-kernel's layers")
+    parser.add_argument("--attention", metavar="NAME", default="sdpa", help="flash, or a name of transformers")
     parser.add_argument("--no-correction", action="store_true", help="no importance weights, no second forward pass")
     parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while training")
     parser.add_argument("--server", action="store_true", help="vLLM on another GPU than the trainer's (server mode)")
@@ -137,6 +149,7 @@ def common_flags(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--share", type=float, default=0.3, help="share of the GPU for vLLM")
     parser.add_argument("--optim", default="adamw_torch_fused", help="TRL's `optim`; adamw_bnb_8bit: 8-bit moments")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--compile", choices=COMPILED, help="compile the trainer's model, or its layers one by one")
     parser.add_argument("--server-gpu", default="0", help="GPU of a vLLM that has its own")
     parser.add_argument("--server-log", type=Path, default=Path("trl-server.log"), help="log file of that vLLM")
     return parser
@@ -182,10 +195,21 @@ def settings(options: argparse.Namespace, url: str | None = None) -> dict[str, A
         "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0,
         "learning_rate": options.lr, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
         "optim": options.optim, "bf16": True,
-        "model_init_kwargs": {"dtype": "float32" if options.float32 else "bfloat16"},
+        **compiled(options.compile),
+        "model_init_kwargs": {
+            "dtype": "float32" if options.float32 else "bfloat16",
+            "attn_implementation": _flash.NAME if options.attention == FLASH else options.attention,
+        },
         "gradient_checkpointing": not options.no_checkpointing, "use_liger_kernel": options.liger,
         "use_cpu": not torch.cuda.is_available(),
     }  # fmt: skip
+
+
+def compiled(what: str | None) -> dict[str, Any]:
+    """Return TRL's setting with which `what` is compiled; accelerate reads from the environment how."""
+    if what == "layers":
+        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+    return {"torch_compile": True} if what else {}
 
 
 def send_nothing() -> None:

@@ -2,8 +2,8 @@
 
 Prints one JSON object per step, as `_trl.py` does: seconds of waiting for completions, training, the optimizer, and
 sending the weights, from TRL's own metrics. TRL is not modified, but for the kernel of its attention: it downloads
-FlashAttention 3 from a hub, and here gets what Bridge trains with, FlashAttention 2 of torch. Weights are sent by
-vLLM's NCCL engine; without a GPU, for a try, they are not.
+FlashAttention 3 from a hub, and here gets what Bridge trains with, FlashAttention 2 of torch (`_flash.py`). Weights are
+sent by vLLM's NCCL engine; without a GPU, for a try, they are not.
 
 Source: TRL 1.16.0, `trl/experimental/async_grpo`, for the names.
 """
@@ -17,13 +17,10 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, TrainerCallback
 
-from benchmarks import _servers, _trl, _trl_times, _work
+from benchmarks import _flash, _servers, _trl, _trl_times, _work
 from benchmarks._servers import GPUS
-from bridge.passes import kernels
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """TRL sends conversations; this makes the prompt of `_work.py` of one."""
@@ -35,6 +32,9 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM logs to stdout, which is for the lines
     flags = _trl.common_flags(__doc__)
     flags.add_argument("--max-staleness", type=int, default=4, help="updates since a completion was begun")
+    flags.add_argument(
+        "--token-budget", type=int, default=0, help="tokens of one pass, in place of BATCH completions of one"
+    )
     options = flags.parse_args()
     with _servers.on_another_gpu(options) as url:
         train(options, url, lines)
@@ -44,7 +44,7 @@ def train(options: argparse.Namespace, url: str, lines: TextIO) -> None:
     _trl_times.watch_stalls()
     trl, datasets = importlib.import_module("trl.experimental.async_grpo"), importlib.import_module("datasets")
     packing: Any = importlib.import_module("trl.experimental.async_grpo.packing")
-    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=_flash.flash_attn_varlen_func)
     inside: Any = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
     if not torch.cuda.is_available():
         inside.get_peak_flops_per_device = lambda *_: None  # it asks for the GPU's name
@@ -75,7 +75,8 @@ def settings(options: argparse.Namespace, url: str) -> dict[str, Any]:
         "epsilon": 0.2, "epsilon_high": 0.28, "learning_rate": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0,
         "optim": options.optim, "dtype": "bfloat16", "bf16": torch.cuda.is_available(),
         "gradient_checkpointing": not options.no_checkpointing, "use_cpu": not torch.cuda.is_available(),
-        "token_budget": 0, "max_staleness": options.max_staleness, "vllm_server_base_url": url,
+        **_trl.compiled(options.compile),
+        "token_budget": options.token_budget, "max_staleness": options.max_staleness, "vllm_server_base_url": url,
     }  # fmt: skip
 
 
@@ -86,22 +87,6 @@ def plain_text(*_: Any, **__: Any) -> None:
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
     return [_work.reward(completion[-1]["content"]) for completion in completions]
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, *spans: Any, softmax_scale: float, **_: Any) -> Tensor:
-    """Compute FlashAttention 3's function, called as TRL calls it: the queries of a span are the last of its keys."""
-    starts_q, starts_k, longest_q, longest_k = spans
-    if query.is_cuda:
-        longest = int(longest_q), int(longest_k)
-        return kernels.by_varlen(query, key, value, (starts_q, starts_k), longest, scale=softmax_scale)
-    ends = zip(starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:], strict=True)
-    return torch.cat([_attend_one(query[a:b], key[c:d], value[c:d], softmax_scale) for a, b, c, d in ends])
-
-
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
-    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1)
 
 
 class Unsent:
@@ -123,6 +108,7 @@ class Lines(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         _trl_times.watch_stalls()
+        _flash.check_used()
         document = {"step": state.global_step, **parts(self._trainer._metrics["train"])}
         self._out.write(json.dumps(document) + "\n")
 

@@ -105,6 +105,16 @@ class Lines(TrainerCallback):  # type: ignore[misc]
         self._clock.num_tokens = 0
 
 
+class Checked(TrainerCallback):  # type: ignore[misc]
+    """Calls a check at the end of every step."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._check()
+
+
 class HeldOut(TrainerCallback):  # type: ignore[misc]
     """Prints the mean reward of greedy answers to held-out problems, before, while and after the model is trained."""
 

@@ -12,6 +12,8 @@ r"""GRPO: Bridge against TRL, back to back on the same work and model folder.
         --ours "adamw-4bit --tensor-parallel-size 2 --gradient-checkpointing"
     python -m benchmarks.grpo --sizes 7b --trl "16" "16 --gpus 2" --ours adamw-8bit "adamw-8bit --gpus 2" \
         "adamw-8bit --tensor-parallel-size 2"
+    python -m benchmarks.grpo --sizes 7b --ours "adamw-8bit --micro-batch-tokens 2176" \
+        --trl "8 --no-checkpointing --optim adamw_bnb_8bit --sleep --attention flash --compile layers --liger"
     python -m benchmarks.grpo --sizes 7b --trl "16 --async" "16 --server --optim adamw_bnb_8bit" \
         --ours "adamw-8bit --mode none --reload transfer --trainer-device cuda:1 --max-staleness 1"
 
@@ -30,14 +32,23 @@ a whole step to its longest completion, so its steps take several times as long:
 staleness, `generate` is the time that the trainer waited for completions; give more warm-up steps than
 `--max-staleness`: the first one waits for its longest completion, and the next find theirs.
 
+TRL's fast settings are flags of a variant: `--sleep` (vLLM drops its weights and KV cache during training),
+`--attention flash` (FlashAttention 2 by torch's kernel, which Bridge uses as well), `--compile layers` or `model`
+(`torch_compile`) and `--liger`. Which is the fastest depends on the shapes: give several, Bridge is compared with the
+best.
+
 Memory is the peak of the whole device above its level before the run, without the KV cache, which either engine sizes
-by its share; the next column is what `bridge plan` predicts. Bridge uses free memory for activations unless a variant
-limits it. A run that fails, or for which no time is left, becomes a row that says so.
+by its share; the next column is what `bridge plan` predicts. A side whose KV cache sleeps (`--sleep`, and `--kv-sleep
+always` of Bridge) has the whole peak alone: it may be that of a time without the cache. Bridge uses free memory for
+activations unless a variant limits it. A run that fails, or for which no time is left, becomes a row that says so.
 
 Of Bridge's runs the row also has trained tokens per second and GPU of the passes and the update alone, their MFU (of
 experts, those that a token is routed to), the k3 KL divergence between vLLM and the trainer, and of a mixture of
 experts with router replay the share of choices that the trainer would have made otherwise; means over the steps.
 `--dummy-weights` are vLLM's, spread by `_dummy_weights.py` so that experts are chosen by their scores.
+
+`to step 1` and `to warm` are seconds from the command to the end of its first and of its last warm-up step, so that
+start and compilation stand beside the steps; the file has the end of every step.
 
 With `--gpus N` in a variant, a step has N times as many completions: N processes of TRL by torchrun, N servers of
 Bridge, or fewer with `--tensor-parallel-size T`. `scaling` is the gain in tokens/s over the same variant without these

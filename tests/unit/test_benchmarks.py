@@ -18,11 +18,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from accelerate.utils import TorchDynamoPlugin, compile_regions
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from benchmarks import (
     _dummy_weights,
     _figures,
+    _flash,
     _gpu_memory,
     _lengths,
     _results,
@@ -54,6 +57,7 @@ from tests.unit.openai_server import openai
 
 TRL, OURS = Side("trl", "16"), Side("bridge", "adamw-8bit --liger-kernel")
 GIB = 2**30
+REGIONAL = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 
 
 def trl_line(step: int, generation_s: float = 1.0) -> dict[str, float]:
@@ -104,6 +108,24 @@ def test_a_row_is_the_median_over_the_steps_of_all_runs_and_the_largest_peak() -
     assert (row["num_steps"], row["generation_s"], row["step_s"]) == (3, 2.0, 4.5)
     assert (row["peak_device_gib"], row["peak_without_kv_gib"]) == (100, 90)
     assert row["peak_allocated_gib"] == 53
+
+
+def test_a_row_has_the_seconds_since_the_command() -> None:
+    lines = [trl_line(n) for n in range(1, 4)]
+    runs = [Run(stamps=[begun + end for end in (90.0, 95.0, 99.0)], lines=lines, begun=begun) for begun in (0.0, 500.0)]
+    ended = Run(stamps=[20.0], lines=lines[:1], begun=0.0)
+    row = _figures.row(TRL, [*runs, ended], warm_up=2)
+    assert (row["first_end_s"], row["warm_end_s"]) == (90, 95)
+    assert row["ends_s_of_runs"] == [[90, 95, 99], [90, 95, 99], [20]]
+    assert "first_end_s" not in _figures.row(TRL, [Run()], warm_up=2)
+
+
+@pytest.mark.parametrize("side", [Side("trl", "16 --sleep --liger"), Side("bridge", "adamw --kv-sleep  always")])
+def test_a_kv_cache_that_sleeps_is_not_taken_off_the_peak(side: Side) -> None:
+    lines = [trl_line(1), trl_line(2)] if side.name == "trl" else [our_line(1), our_line(2)]
+    row = _figures.row(side, [run_of(lines, step_s=4.5, peak_gib=100)], warm_up=1)
+    assert row["peak_device_gib"] == 100
+    assert "peak_without_kv_gib" not in row
 
 
 def test_ours_is_compared_with_trl_by_speed_and_by_the_peak_without_the_kv_cache() -> None:
@@ -292,8 +314,9 @@ def test_a_trainer_and_its_vllm_have_a_gpu_each_on_both_sides(tmp_path: Path) ->
     argv = trl.argv(work, tmp_path, tmp_path, 5)
     assert argv[1:6] == ["-m", "benchmarks._trl_async", "8", "--optim", "x"]
     options = _trl.common_flags(None).parse_args(argv[3:])
-    options.max_staleness = 1
+    options.max_staleness, options.token_budget = 1, 8704
     settings = _trl_async.settings(options, "http://127.0.0.1:1")
+    assert settings["token_budget"] == 8704
     assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 64
     served = _servers.fed_command(options).argv
     assert served[served.index("--max-num-seqs") + 1] == "64"
@@ -307,10 +330,38 @@ def test_a_trainer_and_its_vllm_have_a_gpu_each_on_both_sides(tmp_path: Path) ->
 def test_the_stand_in_for_trls_attention_attends_within_spans() -> None:
     q_TAD, k_UKD, v_UKD = (torch.randn(count, heads, 4) for count, heads in ((5, 2), (8, 1), (8, 1)))
     starts_q, starts_k = torch.tensor([0, 2, 5]), torch.tensor([0, 5, 8])
-    packed = _trl_async.attend(q_TAD, k_UKD, v_UKD, starts_q, starts_k, 3, 5, softmax_scale=0.5, causal=True)
+    packed = _flash.flash_attn_varlen_func(q_TAD, k_UKD, v_UKD, starts_q, starts_k, 3, 5, 0.5, causal=True)
     scores_K = (k_UKD[:4] * q_TAD[0, :1]).sum(-1)[:, 0] * 0.5  # the first query is the fourth of five keys
     assert torch.allclose(packed[0, 0], scores_K.softmax(0) @ v_UKD[:4, 0], atol=1e-6)
     assert torch.allclose(packed[2, 1], v_UKD[5, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flash_attention_gives_trl_the_logits_of_sdpa(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rows padded on either side, as TRL pads prompts and completions, and on rows of one length."""
+    monkeypatch.setattr(_flash.Calls, "number", 0)
+    _flash.register()
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    ids, mask = torch.randint(64, (3, 12)), torch.ones(3, 12, dtype=torch.long)
+    mask[0, :4] = mask[1, -5:] = 0
+    gradients = dict[str, Tensor]()
+    for attention in ("sdpa", _flash.NAME):
+        model.set_attn_implementation(attention)
+        layers = compile_regions(model, backend="eager") if compiled else model
+        for given in (mask, torch.ones_like(mask)):
+            logits = layers(input_ids=ids, attention_mask=given, use_cache=False).logits[given.bool()]
+            (gradient,) = torch.autograd.grad(logits.pow(2).sum(), model.model.layers[0].self_attn.q_proj.weight)
+            expected = gradients.setdefault(f"{given.sum()}", gradient)
+            torch.testing.assert_close(gradient, expected)
+        if attention == "sdpa":
+            with pytest.raises(SystemExit, match="without a call of FlashAttention"):
+                _flash.check_used()
+    _flash.check_used()
 
 
 def test_single_completions_of_a_prompt_get_the_lengths_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,9 +443,15 @@ def test_steps_that_differ_are_averaged() -> None:
     assert (row["generation_s"], row["tokens_per_s"]) == (2.0, 128.0)
 
 
-def test_the_rivals_flags_are_understood_by_its_process(tmp_path: Path) -> None:
-    argv = Side("trl", "8 --no-checkpointing --liger").argv(Work(), tmp_path, tmp_path, 5)
+def test_the_rivals_flags_are_understood_by_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = "8 --no-checkpointing --liger --attention flash --compile layers --sleep"
+    argv = Side("trl", variant).argv(Work(), tmp_path, tmp_path, 5)
+    monkeypatch.delenv(REGIONAL, raising=False)
     settings = _trl.settings(_trl.flags().parse_args(argv[3:]))
+    assert settings["model_init_kwargs"]["attn_implementation"] == _flash.NAME
+    assert settings["vllm_enable_sleep_mode"]
+    assert settings["torch_compile"]
+    assert TorchDynamoPlugin(backend="inductor").use_regional_compilation
     assert settings["gradient_accumulation_steps"] * settings["per_device_train_batch_size"] == 64
     assert settings["use_liger_kernel"]
     assert not settings["gradient_checkpointing"]
