@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bridge.core import json_lines
 from bridge.core.foreign_code import LONE_SURROGATE, shortened
 from bridge.core.http_limits import Refusal
 from bridge.types import Completion
@@ -176,7 +177,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as an object, as chat templates expect them."""
     arguments = call["function"]["arguments"]
     with contextlib.suppress(ValueError):  # an agent may write anything
-        arguments = json.loads(arguments)
+        arguments = json_lines.parsed(arguments)
     return {
         "type": "function",
         "id": str(call["id"]),

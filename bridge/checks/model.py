@@ -16,6 +16,7 @@ from typing import Any
 
 from bridge.checks import Check, failed, passed, skipped, warned
 from bridge.checks.child import run_child
+from bridge.core import json_lines
 from bridge.errors import UnsupportedModelError
 from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, SEEING, layer_types
 
@@ -63,7 +64,7 @@ def read(model: str) -> Config | None:
         except HFValidationError:
             return None
     try:
-        document = json.loads(Path(path).read_bytes()) if isinstance(path, str | Path) else None
+        document = json_lines.parsed(Path(path).read_bytes()) if isinstance(path, str | Path) else None
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) else None

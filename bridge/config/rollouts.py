@@ -1,6 +1,5 @@
 """Choices of what is sampled, and how: sections of every command that samples rollouts, and all of `bridge env`."""
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -9,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from bridge.config.choices import Config, flag
 from bridge.config.declaration import Only, Section, declare
+from bridge.core import json_lines
 from bridge.core.address import Urls
 
 SIZE, THINKING = '{"size": 1000}', '{"enable_thinking": false}'
@@ -33,8 +33,8 @@ SET_BY_BRIDGE = {
 def _from_json(given: Any) -> Any:
     """Parse a flag or a variable as JSON; return `given` unchanged if it is not JSON."""
     try:
-        return json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
+        return json_lines.parsed(given) if isinstance(given, str) else given
+    except ValueError:
         return given
 
 
@@ -103,7 +103,7 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     verifiers_python: Path | None = None
     """Python with verifiers in it, for `verifiers:ID` (default: the one that `make verifiers` sets up)."""
     data: str | None = declare(None, panel="", identifies=True)
-    """Problems for `gsm8k` and `jsonl`: a JSONL or Parquet file, a folder, or a dataset on the hub (default: the
+    """Problems for `gsm8k` and `jsonl`: a JSONL, JSON or Parquet file, a folder, or a dataset on the hub (default: the
     bundled ones)."""
     eval_data: str | None = declare(None, panel=EVALUATION, position=1)
     """Held-out problems, in the same forms as --data (default: those of the environment)."""

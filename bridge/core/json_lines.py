@@ -16,11 +16,36 @@ from bridge.core.foreign_code import described
 
 LONGEST_REPR = 10_000
 """Characters of the `repr` of a value that JSON cannot hold."""
+LONGEST_INTEGER = 14_000
+"""Bits of an integer that Python writes in decimal."""
 
 
 def line(document: Mapping[str, Any]) -> str:
     """Return `document` as JSON on one line, in ASCII: no character in it ends a line for any reader."""
     return json.dumps(plain(document), allow_nan=False)
+
+
+def parsed(text: str | bytes) -> Any:
+    """Return a JSON document that somebody else wrote; an integer of more digits than Python converts stays text.
+
+    Raises:
+        ValueError: it is not JSON, or not text, or nested too deeply: nothing else is raised.
+    """
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from error
+    except ValueError:
+        return json.loads(text, parse_int=_integer)
+
+
+def _integer(digits: str) -> int | str:
+    try:
+        return int(digits)
+    except ValueError:
+        return digits
 
 
 def append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
@@ -75,7 +100,10 @@ def fsync(path: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: numbers that are not finite become null, unknown objects their repr."""
+    """Return `value` as JSON can hold it: numbers that are not finite become null, unknown objects their repr.
+
+    An integer too long for Python to write in decimal becomes hexadecimal text.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -84,6 +112,8 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
+        return hex(value)
     return value if value is None or isinstance(value, str | int) else described(value, LONGEST_REPR)
 
 

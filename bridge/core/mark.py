@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from bridge.core import atomic_file, claim
+from bridge.core import atomic_file, claim, json_lines
 from bridge.errors import UsageError, first_few
 
 NAME = ".bridge_folder.json"
@@ -28,7 +28,7 @@ def put(folder: Path, kind: Kind) -> None:
 def kind_of(folder: Path) -> str | None:
     """Return what Bridge made `folder` for; None if it did not."""
     try:
-        document = json.loads((folder / NAME).read_bytes())
+        document = json_lines.parsed((folder / NAME).read_bytes())
     except (OSError, ValueError):
         return None
     return document.get("kind") if isinstance(document, dict) and document.get("made_by") == MADE_BY else None

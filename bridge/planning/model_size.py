@@ -4,7 +4,6 @@ Not covered: parts other than attention, gated delta rules and gated feed-forwar
 model is inside of.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from bridge.core import hub
+from bridge.core import hub, json_lines
 from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UsageError
 from bridge.types import Quantization
@@ -279,7 +278,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _object(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(text)
+        document = json_lines.parsed(text)
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}", remedy=REPLACE_MODEL) from error
     if not isinstance(document, dict):

@@ -4,7 +4,6 @@ Not covered: what only shows once the model is loaded, such as a quantized check
 Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.26 to 0.33.
 """
 
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from itertools import pairwise
 from bridge.checks import model as model_checks
 from bridge.checks.software import Device
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core import json_lines
 from bridge.errors import UsageError
 from bridge.planning.memory import SERVERS_GPU
 from bridge.processes import accelerator
@@ -64,8 +64,8 @@ def _at_most(limit: float) -> Callable[[str], bool]:
 def _drafts_without_weights(value: str) -> bool:
     """Return whether the JSON of a speculation names a method that reads its drafts from the tokens themselves."""
     try:
-        choices = json.loads(value)
-    except json.JSONDecodeError:
+        choices = json_lines.parsed(value)
+    except ValueError:
         return False
     is_exact = isinstance(choices, dict) and choices.get("rejection_sample_method", "standard") in EXACT_REJECTION
     return is_exact and choices.get("method") in WEIGHTLESS_DRAFTS and not choices.get("model")

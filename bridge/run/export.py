@@ -4,7 +4,6 @@ Not covered: uploading the folder (`bridge/core/hub.py`).
 """
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_adapter_state
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from bridge.core import atomic_folder, hub, mark
+from bridge.core import atomic_folder, hub, json_lines, mark
 from bridge.errors import UsageError
 from bridge.run import checkpoint
 from bridge.weights import loaded, model_folder
@@ -86,7 +85,7 @@ def _is_export(folder: Path) -> bool:
 def _base_of(source: Path) -> str:
     path = source / ADAPTER_CONFIG
     try:
-        base = json.loads(path.read_text()).get(BASE_KEY)
+        base = json_lines.parsed(path.read_text()).get(BASE_KEY)
     except (OSError, ValueError, AttributeError) as error:  # the last: it holds no object
         raise UsageError(f"{path} cannot be read: {error}", remedy="name a complete adapter") from error
     if not isinstance(base, str) or not base:

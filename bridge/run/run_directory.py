@@ -171,7 +171,7 @@ class RunDirectory:
             OSError: there is no `config.json`.
             ValueError: it is damaged.
         """
-        document = json.loads(self.config.read_bytes())
+        document = json_lines.parsed(self.config.read_bytes())
         if not isinstance(document, dict):
             raise ValueError(f"{self.config} holds a {type(document).__name__}, expected an object")
         return TrainConfig.written(document)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from bridge.core import json_lines
 from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.weights.copy_recorder import ViewsOnly, storage_of
@@ -261,7 +262,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return [folder / SINGLE_NAME]
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        names = set(json_lines.parsed(index.read_bytes())["weight_map"].values())
         return [folder / Path(name).name for name in sorted(names)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index} is not an index of weights", remedy="name a complete folder") from error

@@ -3,7 +3,6 @@
 Not covered: reading tensors.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bridge.core import json_lines
 from bridge.errors import UsageError, first_few
 from bridge.server.manifest import Shard
 from bridge.weights.layout import Shape, cut_of
@@ -123,7 +123,7 @@ def check_adapter(folder: Path, shard: Shard) -> None:
     """Check that each matrix in `folder` has its place in the slots of `shard`, of any rank of a server."""
     path = folder / ADAPTER_CONFIG
     try:
-        config = json.loads(path.read_text())
+        config = json_lines.parsed(path.read_text())
         extras = [f"{name} {config[name]}" for name in _NOT_PLAIN if config.get(name)]
         named = set(config.get("target_modules") or ())
     except (OSError, ValueError, AttributeError, TypeError) as error:  # the last: it holds no object, or no names

@@ -1,4 +1,8 @@
-r"""Rows of a JSONL or Parquet file, a local folder in the hub's layout, or a Hugging Face data set; their formats.
+r"""Rows of local JSONL, JSON and Parquet files, of folders of them, and of data sets on the hub; their formats.
+
+The same rows give the same problems in every format. A file is opened by its own name, each time: no character of a
+path is a pattern, and nothing is cached. A key that is null in a chat message, a tool call or a tool's schema is
+absent, because Parquet gives every message the keys of all others.
 
 GSM8K has grade-school word problems: a question, and a worked answer that ends in `#### 42`. The 162 problems in
 `problems/` were written for this project, so that everything can be tried offline. The data set itself is
@@ -9,17 +13,34 @@ problems: a prompt (text or chat messages), an optional answer, and optional ima
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from bridge.core.foreign_code import shortened
+from bridge.core import json_lines, paths
+from bridge.core.foreign_code import reason_of, shortened
 from bridge.errors import RewardError, UsageError, first_few
 from bridge.types import Problem
 from bridge_environments.environment_checks import problem_fault
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SUFFIXES = (".jsonl", ".json", ".parquet")
+"""Files of a folder that have rows."""
+NO_ROWS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files of the library datasets that describe a data set."""
+PARQUET = b"PAR1"
+"""How a Parquet file begins."""
+PANDAS_INDEX = re.compile(r"__index_level_\d+__")
+"""Columns in which pandas keeps the numbers of the rows of a data frame."""
+SPLIT_WORDS: Mapping[str, Sequence[str]] = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "dev", "val"),
+}
+"""Split -> the words by which the library datasets finds it in the names of files and folders."""
+WRITE_JSONL = "write a JSON object in each line, or one JSON list of objects"
 MAX_SHOWN_ROWS = 10
 """Most bad rows in an error message; the rest are counted."""
 
@@ -46,25 +67,33 @@ class Format:
     """Folder of the default problems."""
 
 
+class Row(NamedTuple):
+    """One row, before it becomes a problem."""
+
+    place: str
+    """Where it is, such as `line 7`, for error messages."""
+    content: Any
+    """Its values, its line of JSON, or the `BadRowError` of a row that cannot be read."""
+    folder: Path | None = None
+    """What paths of images are relative to; None: the rows have no files."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Rows of one source."""
 
     source: str
     """The file, or the data set and the split, for error messages."""
-    rows: Sequence[tuple[str, Any]]
-    """The place of each, such as `line 7`, and its values or its line of JSON."""
-    folder: Path | None = None
-    """What paths of images are relative to; None: rows of this source have no files."""
+    rows: Sequence[Row]
 
     def problems(self, make: Callable[[dict[str, Any]], Problem]) -> list[Problem]:
         """Return `make` of each row's values."""
         problems, faults = [], []
-        for location, content in self.rows:
+        for row in self.rows:
             try:
-                problems.append(make(_located(_values(content), self.folder)))
+                problems.append(make(_located(_values(row.content), row.folder)))
             except BadRowError as error:
-                faults.append(f"{location} {error}")
+                faults.append(f"{row.place} {error}")
         if faults:
             shown = first_few(faults, most=MAX_SHOWN_ROWS)
             raise RewardError(
@@ -89,17 +118,12 @@ def read(source: str, subset: str | None, flag: str) -> tuple[Rows, Rows | None]
 
     A file has no splits. `subset` is the configuration of a data set on the hub, and its folder in a local copy.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
-        is_parquet = path.suffix == ".parquet"
-        return _data_set(source, flag, "parquet", data_files=str(path)) if is_parquet else (_file(path), None)
-    if path.is_dir():
-        folder = path / subset if subset and (path / subset).is_dir() else path
-        if (folder / "train.jsonl").is_file():
-            test = folder / "test.jsonl"
-            return _file(folder / "train.jsonl"), _file(test) if test.is_file() else None
-        return _data_set(source, flag, str(path), data_dir=None if folder == path else subset)
-    if not HUB_NAME.fullmatch(source) or path.suffix in (".json", ".jsonl", ".parquet"):
+    path = paths.expanded(source)
+    if paths.is_file(path):
+        return _of_files([path], ""), None
+    if paths.is_folder(path):
+        return _folder(path, subset, source, flag)
+    if not HUB_NAME.fullmatch(source) or path.suffix.lower() in SUFFIXES:
         raise UsageError(
             f"{flag} {source}: there is no such file or folder in {Path.cwd()}",
             remedy=f"{flag} path/to/problems.jsonl, or a name on the hub such as openai/gsm8k",
@@ -107,14 +131,132 @@ def read(source: str, subset: str | None, flag: str) -> tuple[Rows, Rows | None]
     return _data_set(source, flag, source, name=subset)
 
 
-def _file(path: Path) -> Rows:
-    """Return the rows of a JSONL file, one per line that is not blank."""
+# Files
+
+
+def _of_files(files: Sequence[Path], source: str) -> Rows:
+    """Return the rows of all `files`, which are the `source`."""
+    if len(files) == 1:
+        return Rows(source=str(files[0]), rows=[*_rows(files[0])])
+    return Rows(
+        source=source, rows=[row._replace(place=f"{file.name} {row.place}") for file in files for row in _rows(file)]
+    )
+
+
+def _rows(path: Path) -> Iterable[Row]:
+    """Return the rows of a file: of Parquet, of a JSON list, or of JSONL, one per line that is not blank."""
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        with path.open("rb") as file:
+            is_parquet = file.read(len(PARQUET)) == PARQUET or path.suffix.lower() == ".parquet"
+        content = b"" if is_parquet else path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", remedy="name a readable file") from error
-    rows = [(f"line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
-    return Rows(source=str(path), rows=rows, folder=path.parent.absolute())
+    noun, contents = "row", _parquet(path) if is_parquet else _json_list(path, content)
+    if contents is None:
+        noun, contents = "line", content.split(b"\n")
+    folder = path.parent.absolute()
+    is_line = noun == "line"
+    return (
+        Row(f"{noun} {number}", values, folder)
+        for number, values in enumerate(contents, start=1)
+        if not is_line or values.strip()
+    )
+
+
+def _parquet(path: Path) -> list[Any]:
+    """Return the rows of a Parquet file, without the index of a data frame."""
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UsageError(
+            f"{path} is a Parquet file, and pyarrow is not installed",
+            remedy="pip install pyarrow, or write the problems to a JSONL file",
+        ) from error
+    try:
+        with path.open("rb") as file:
+            table = parquet.ParquetFile(file).read()
+    except Exception as error:  # which errors a damaged file raises is pyarrow's to choose
+        raise UsageError(
+            f"{path} cannot be read as Parquet{reason_of(error)}",
+            remedy="write the file again, or write the problems to a JSONL file",
+        ) from error
+    names = table.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(
+            f"{path} has more than one column {' and '.join(map(repr, twice))}", remedy="give each column its own name"
+        )
+    table = table.drop_columns([name for name in names if PANDAS_INDEX.fullmatch(name)])
+    try:
+        rows: list[Any] = table.to_pylist()
+    except Exception:  # noqa: BLE001  a value that Python cannot hold, such as text that is not UTF-8
+        rows = [_only_row(table.slice(index, 1)) for index in range(table.num_rows)]
+    return rows
+
+
+def _only_row(table: Any) -> Any:
+    """Return the values of a table of one row, or why they cannot be read."""
+    try:
+        return table.to_pylist()[0]
+    except Exception as error:  # noqa: BLE001  as above
+        return BadRowError(f"cannot be read{reason_of(error)}")
+
+
+def _json_list(path: Path, content: bytes) -> list[Any] | None:
+    """Return the rows of a file that is one JSON list; None if it has a JSON document in each line, or in none.
+
+    Raises:
+        RewardError: it is one JSON object, or a list over several lines that is not JSON.
+    """
+    first = content.lstrip()[:1]
+    is_jsonl = _is_json(content.lstrip().partition(b"\n")[0])
+    if first not in (b"[", b"{") or (first == b"{" and is_jsonl):
+        return None
+    try:
+        document = json_lines.parsed(content.decode())
+    except ValueError as error:
+        if first == b"{" or is_jsonl:
+            return None
+        raise RewardError(f"{path} is not JSON{reason_of(error)}", remedy=WRITE_JSONL) from error
+    if isinstance(document, list):
+        return document
+    found = shortened(", ".join(document)) or "none"
+    raise RewardError(f"{path} is one JSON object with the keys {found}, expected rows", remedy=WRITE_JSONL)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json_lines.parsed(line.decode())
+    except ValueError:
+        return False
+    return True
+
+
+def _values(content: Any) -> dict[str, Any]:
+    """Return the values of a row."""
+    if isinstance(content, BadRowError):
+        raise content
+    try:
+        values = json_lines.parsed(content.decode()) if isinstance(content, bytes) else content
+    except UnicodeDecodeError as error:
+        raise BadRowError(f"is not UTF-8 at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        raise BadRowError(f"is not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(values, dict):
+        raise BadRowError(f"is {shortened(repr(values))}, expected a JSON object")
+    return {name: _without_nulls(value) if _is_of_chat(name, value) else value for name, value in values.items()}
+
+
+def _is_of_chat(name: str, value: Any) -> bool:
+    """Return whether a column has chat messages or the schemas of tools."""
+    is_list_of_dicts = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return is_list_of_dicts and (name == "tools" or "role" in value[0])
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys that are null, at any depth."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _located(values: dict[str, Any], folder: Path | None) -> dict[str, Any]:
@@ -123,23 +265,110 @@ def _located(values: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     if not images:
         return values
     if folder is None:
-        raise BadRowError("has images, which are read from the files that a JSONL file names")
+        raise BadRowError("has images, which are read from the files that a row of a local file names")
     is_list = isinstance(images, list) and all(isinstance(path, str) for path in images)
     return {**values, "images": [str(folder / path) for path in images]} if is_list else values
 
 
-def _values(content: Any) -> dict[str, Any]:
+# Folders
+
+
+def _folder(path: Path, subset: str | None, source: str, flag: str) -> tuple[Rows, Rows | None]:
+    """Return the splits of a folder with `train.jsonl`, or with files in the hub's layout."""
+    folder = path / subset if subset and paths.is_folder(path / subset) else path
+    if paths.is_file(folder / "train.jsonl"):
+        splits = {name: [file] for name in ("train", "test") if paths.is_file(file := folder / f"{name}.jsonl")}
+    else:
+        splits = _splits_of_card(path, subset, flag) or _splits_by_name(folder)
+    if not splits:
+        with tempfile.TemporaryDirectory() as cache:  # files of other formats, such as CSV
+            other = {"data_dir": None if folder == path else subset, "cache_dir": cache}
+            return _data_set(source, flag, str(path), **other)
+    for name, files in splits.items():
+        if len({file.suffix.lower() for file in files}) > 1:
+            raise UsageError(
+                f"{flag} {source} has the split {name} in several formats: {', '.join(file.name for file in files)}",
+                remedy=f"name one file: {flag} {files[0]}",
+            )
+    if "train" not in splits:
+        raise _no_train(source, flag, splits)
+    made = {
+        name: _of_files(files, f"{source}, split {name}") for name, files in splits.items() if name in ("train", "test")
+    }
+    return made["train"], made.get("test")
+
+
+def _splits_of_card(folder: Path, subset: str | None, flag: str) -> dict[str, list[Path]]:
+    """Return the files of each split that the folder's README.md names, as it does on the hub; empty: it names none."""
+    card = folder / "README.md"
+    if not paths.is_file(card):
+        return {}
+    from huggingface_hub import metadata_load
+
     try:
-        values = json.loads(content.decode()) if isinstance(content, bytes) else content
-    except UnicodeDecodeError as error:
-        raise BadRowError(f"is not UTF-8 at byte {error.start + 1}") from error
-    except json.JSONDecodeError as error:
-        raise BadRowError(f"is not JSON ({error.msg} at column {error.colno})") from error
-    except RecursionError as error:
-        raise BadRowError("is nested too deeply") from error
-    if not isinstance(values, dict):
-        raise BadRowError(f"is {shortened(repr(values))}, expected a JSON object")
-    return values
+        document = metadata_load(card) or {}
+        listed = [config for config in document.get("configs") or [] if config.get("data_files")]
+        files = {config.get("config_name", "default"): config["data_files"] for config in listed}
+        known = [subset, "default", *(config.get("config_name") for config in listed if config.get("default"))]
+        chosen = next((name for name in known if name in files), next(iter(files)) if len(files) == 1 else None)
+        of_splits = [] if chosen is None else _named_patterns(files[chosen])
+        splits = {name: sorted(file for pattern in given for file in folder.glob(pattern)) for name, given in of_splits}
+    except Exception as error:  # which errors odd metadata raises is not ours to choose
+        raise UsageError(
+            f"{card} has metadata that cannot be read{reason_of(error)}", remedy="fix it, or name one file"
+        ) from error
+    if files and chosen is None:
+        raise UsageError(
+            f"{flag} {folder} has several configurations: {', '.join(files)}",
+            remedy=f"name the folder or the file of one: {flag} {folder}/path/to/problems.parquet",
+        )
+    return {name: found for name, found in splits.items() if found}
+
+
+def _named_patterns(data_files: Any) -> list[tuple[str, list[str]]]:
+    """Return the patterns of each split, in any of the forms that a card may have."""
+    if isinstance(data_files, list) and all(isinstance(entry, dict) for entry in data_files):
+        pairs = [(entry["split"], entry["path"]) for entry in data_files]
+    else:
+        pairs = list(data_files.items()) if isinstance(data_files, dict) else [("train", data_files)]
+    return [(name, [given] if isinstance(given, str) else list(given)) for name, given in pairs]
+
+
+def _splits_by_name(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of each split, by words in their names, else in those of folders; without any, all are `train`.
+
+    Source: the order of `get_data_patterns` in the library datasets 5.2.
+    """
+    found = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() in SUFFIXES
+        and file.name not in NO_ROWS
+        and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
+        and paths.is_file(file)
+    )
+    names = [file.stem for file in found]
+    folders = [file.relative_to(folder).parent.as_posix() for file in found]
+    for texts in (names, folders):
+        splits: dict[str, list[Path]] = {}
+        for file, text in zip(found, texts, strict=True):
+            words = re.split(r"[-._ /\d]+", text.lower())
+            split = next((name for name, known in SPLIT_WORDS.items() if not set(known).isdisjoint(words)), None)
+            if split is not None:
+                splits.setdefault(split, []).append(file)
+        if splits:
+            return splits
+    return {"train": found} if found else {}
+
+
+def _no_train(source: str, flag: str, found: Iterable[str]) -> UsageError:
+    return UsageError(
+        f"{flag} {source} has no split train, found {', '.join(found)}",
+        remedy=f"write the split to a JSONL file and use that: {flag} path/to/problems.jsonl",
+    )
+
+
+# The library datasets
 
 
 def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple[Rows, Rows | None]:
@@ -160,26 +389,29 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
     datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # then it looks into its cache at once
     try:
         splits = datasets.load_dataset(path, **options)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UsageError(
-            f"{flag} {source}: cannot be loaded: {fault or shortened(error, 300)}",
-            remedy=f"check its name and the network, or use a local copy: {flag} path/to/folder"
-            if "name" in options
-            else f"write the problems to a JSONL file and use that: {flag} path/to/problems.jsonl",
-        ) from error
+        rows = {name: splits[name].to_list() for name in ("train", "test") if name in splits}
+    except Exception as error:  # what is raised depends on the data set, on optional libraries and on the network
+        local = f"use a local copy: {flag} path/to/folder"
+        if "socks" in str(error).lower():
+            remedy = f"pip install socksio, or unset ALL_PROXY; or {local}"
+        elif "name" in options:
+            remedy = f"check its name and the network, or {local}"
+        else:
+            remedy = f"write the problems to a JSONL file and use that: {flag} path/to/problems.jsonl"
+        cause = fault or shortened(error, 300) or type(error).__name__
+        raise UsageError(f"{flag} {source}: cannot be loaded: {cause}", remedy=remedy) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = is_offline
-    if "train" not in splits:
-        raise UsageError(
-            f"{flag} {source} has no split train, found {', '.join(splits)}",
-            remedy=f"write the split to a JSONL file and use that: {flag} path/to/problems.jsonl",
+    if "train" not in rows:
+        raise _no_train(source, flag, splits)
+    made = {
+        name: Rows(
+            source=f"{source}, split {name}",
+            rows=[Row(f"row {number}", row) for number, row in enumerate(listed, start=1)],
         )
-
-    def split(name: str) -> Rows:
-        rows = [(f"row {number}", values) for number, values in enumerate(splits[name].to_list(), start=1)]
-        return Rows(source=f"{source}, split {name}", rows=rows)
-
-    return split("train"), split("test") if "test" in splits else None
+        for name, listed in rows.items()
+    }
+    return made["train"], made.get("test")
 
 
 SYSTEM_PROMPT = "Think step by step. Then write the answer, a number, on a last line of its own behind ####."
@@ -223,6 +455,8 @@ def jsonl_problem(values: Mapping[str, Any], prompt_column: str, answer_column: 
     made = {**values, "prompt": column(values, prompt_column)}
     if answer_column in values:
         made["answer"] = values[answer_column]
+    else:
+        made.pop("answer", None)  # another column than the chosen one
     if fault := problem_fault(made):
         raise BadRowError(f"is not a problem: {fault}")
     return cast("Problem", made)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from bridge.agents.tools import Agent, Tools
 from bridge.config import TaskConfig
 from bridge.config.choices import flag
-from bridge.core.foreign_code import FORMS, find_object, instance_of, source_file
+from bridge.core.foreign_code import FORMS, find_object, instance_of, shortened, source_file
 from bridge.errors import UsageError
 from bridge.types import Interaction, Problem, Task
 from bridge_environments import dataset, environment_checks, packages, rewards
@@ -114,11 +114,15 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
     system_prompt = known.system_prompt if config.system_prompt is None else config.system_prompt
     compared = _compared(_rewards(config))
 
+    columns = set[str]()
+
     def problem(values: dict[str, Any]) -> Problem:
+        columns.update(values)
         made = known.problem(values, prompt_column, config.answer_column)
         if compared and (lack := environment_checks.answer_fault(made)):
+            found = "" if config.answer_column in values else f", found {shortened(', '.join(values))}"
             raise dataset.BadRowError(
-                f"{lack}, and the reward {compared} compares with the column {config.answer_column!r}"
+                f"{lack}, and the reward {compared} compares with the column {config.answer_column!r}{found}"
             )
         return _instructed(made, system_prompt)
 
@@ -133,7 +137,14 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
         whole, split = dataset.read(config.eval_data, known.subset, "--eval-data")
         held_out = split or whole
     kept = held_out.problems(problem) if held_out else []
-    return Task(problems=partial(iter, training.problems(problem)), kept=kept, recipe=partial(scorer, config))
+    problems = training.problems(problem)
+    if config.answer_column not in {*columns, TaskConfig.model_fields["answer_column"].default}:
+        raise UsageError(
+            f"--answer-column {config.answer_column}: no row of {training.source} has this column, found"
+            f" {shortened(', '.join(sorted(columns)), 200)}",
+            remedy="name a column of the rows, or leave it out",
+        )
+    return Task(problems=partial(iter, problems), kept=kept, recipe=partial(scorer, config))
 
 
 def _of_class(config: TaskConfig, environment: Any) -> Task:

@@ -1,5 +1,6 @@
 """Problems from data: required fields of a row, sources of rows, and the effect of each choice."""
 
+import importlib.util
 import json
 import multiprocessing
 import pickle
@@ -114,18 +115,15 @@ def test_a_parquet_file_is_read(hub: Path, tmp_path: Path) -> None:
     environment: Any = load("gsm8k", data=str(file), eval_data=str(file), system_prompt="")
     assert prompts(environment) == prompts(environment.held_out())
     assert prompts(environment) == [[{"role": "user", "content": name}] for name in ("a?", "b?")]
-    where = f"{file}, split train: 2 of 2 rows are bad: row 1"
+    where = f"{file}: 2 of 2 rows are bad: row 1"
     assert refusal("jsonl", data=str(file)).message.startswith(
         f"{where} has no column 'prompt', found question, answer"
     )
 
 
-@pytest.mark.parametrize("name", ["broken.parquet", "empty"])
-def test_data_that_cannot_be_read_is_not_blamed_on_the_network(tmp_path: Path, name: str) -> None:
-    data = tmp_path / name
-    data.write_text("question,answer\n") if data.suffix else data.mkdir()
-    refused = refusal("jsonl", data=str(data))
-    assert refused.message.startswith(f"--data {data}: cannot be loaded: ")
+def test_data_that_cannot_be_read_is_not_blamed_on_the_network(tmp_path: Path) -> None:
+    refused = refusal("jsonl", data=str(tmp_path))
+    assert refused.message.startswith(f"--data {tmp_path}: cannot be loaded: ")
     assert refused.remedy == "write the problems to a JSONL file and use that: --data path/to/problems.jsonl"
 
 
@@ -214,6 +212,44 @@ def test_without_the_library_datasets_the_remedy_installs_it(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install datasets" in refusal("gsm8k", data="openai/gsm8k").remedy
     load("gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (
+            ImportError("Using SOCKS proxy, but the 'socksio' package is not installed."),
+            "pip install socksio, or unset",
+        ),
+        (ModuleNotFoundError("No module named 'librosa'"), "check its name and the network"),
+        (KeyError("features"), "check its name and the network"),
+        (AssertionError(), "check its name and the network"),
+    ],
+)
+def test_whatever_a_data_set_raises_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, remedy: str) -> None:
+    def load_dataset(path: str, **options: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(hub_module, "why_unreachable", lambda _: "")
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    refused = refusal("gsm8k", data="openai/gsm8k")
+    assert refused.message.startswith("--data openai/gsm8k: cannot be loaded: ")
+    assert (str(error) or "AssertionError") in refused.message
+    assert refused.remedy.startswith(remedy)
+
+
+def test_a_socks_proxy_without_its_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("httpx")
+    if importlib.util.find_spec("socksio"):
+        pytest.skip("socksio is installed")
+    monkeypatch.setenv("ALL_PROXY", "socks5h://127.0.0.1:9")
+    program = (
+        "from bridge.config import TaskConfig\nfrom bridge_environments import registry\n"
+        "registry.load(TaskConfig(environment='gsm8k', data='openai/gsm8k'))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "UsageError: --data openai/gsm8k: cannot be loaded: Using SOCKS proxy" in run.stderr
+    assert "hint: pip install socksio, or unset ALL_PROXY" in run.stderr
 
 
 def test_data_without_a_split_to_train_on_names_the_splits(hub: Path) -> None:
@@ -432,17 +468,18 @@ def test_bad_images_are_reported_row_by_row(write: Write, tmp_path: Path) -> Non
 def test_messages_may_have_places_for_images(write: Write, tmp_path: Path) -> None:
     picture(tmp_path, "a.png")
     content = [{"type": "text", "text": "look:"}, {"type": "image"}]
-    data = write({"prompt": [{"role": "user", "content": content}], "images": ["a.png"]})
+    exported = [{"type": "text", "text": "look:"}, {"type": "image", "text": None}]
+    data = write({"prompt": [{"role": "user", "content": exported}], "images": ["a.png"]})
     assert prompts(load("jsonl", data=str(data), reward="format")) == [[{"role": "user", "content": content}]]
 
 
 def test_places_that_do_not_fit_the_images_are_reported_row_by_row(write: Write, tmp_path: Path) -> None:
     picture(tmp_path, "a.png")
-    part, exported = {"type": "image"}, {"type": "image", "text": None}
+    part, other = {"type": "image"}, {"type": "image", "text": "a"}
     data = write(
         {"prompt": [{"role": "user", "content": [part, part]}], "images": ["a.png"]},
         {"prompt": [{"role": "system", "content": "look"}], "images": ["a.png"]},
-        {"prompt": [{"role": "user", "content": [exported]}], "images": ["a.png"]},
+        {"prompt": [{"role": "user", "content": [other]}], "images": ["a.png"]},
     )
     message = refusal("jsonl", data=str(data), reward="format").message
     assert "line 1 is not a problem: its messages have 2 image parts for 1 images" in message
@@ -458,6 +495,8 @@ def test_word_problems_with_images_are_refused(write: Write, tmp_path: Path) -> 
 
 
 def test_images_of_a_data_set_without_files_are_refused() -> None:
-    rows = dataset.Rows(source="some/set, split train", rows=[("row 1", {"prompt": "p", "images": ["a.png"]})])
-    with pytest.raises(RewardError, match="row 1 has images, which are read from the files that a JSONL file names"):
+    rows = dataset.Rows(
+        source="some/set, split train", rows=[dataset.Row("row 1", {"prompt": "p", "images": ["a.png"]})]
+    )
+    with pytest.raises(RewardError, match="row 1 has images, which are read from the files that a row of a local file"):
         rows.problems(lambda values: values)  # type: ignore[arg-type, return-value]

@@ -381,6 +381,8 @@ def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.
         ["-e"],
         ["--speculative_config", "{}"],
         ["--speculative-config", '{"method": "ngram", "model": "a-draft"}'],
+        pytest.param(["--speculative-config", '{"a": ' + "9" * 5000], id="a long integer"),
+        pytest.param(["--speculative-config", "[" * 100_000], id="deep brackets"),
         ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'],
         ["--speculative-config", '{"method": "ngram", "rejection_sample_method": "synthetic"}'],
         ["--speculative-config", "not JSON"],
