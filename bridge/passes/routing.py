@@ -6,7 +6,8 @@ computes how much these experts count itself, and its router gets the gradient o
 
 A router, whatever its family, chooses by `torch.topk` over its experts. In a block with experts that call returns the
 given choice, in the server's order, with the scores that the router has computed for it. Which call that is, a forward
-pass shows beforehand.
+pass shows beforehand. A router that first chooses groups of experts gets the groups of the given ones: DeepSeek-V2 sets
+the scores of all other groups to 0, and a given expert of one of those would count nothing.
 
 Not covered: how the server reports its choice (`bridge_patches/routed_experts.py`).
 Source: "Rollout Routing Replay" (arXiv 2510.11370).
@@ -44,6 +45,8 @@ class Replay(TorchFunctionMode):
     def __init__(self, block: Any) -> None:
         super().__init__()
         self._block = block
+        self._other_groups_T: Tensor | None = None
+        """For each token, whether its router would have chosen other groups of experts; None: it chooses no groups."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -56,7 +59,11 @@ class Replay(TorchFunctionMode):
             block.num_experts = scores_TE.shape[1]  # a router that first chooses among groups does this last
             block.own_TK = result.indices
         elif block.num_experts == scores_TE.shape[1] and block.chosen_TK.shape == result.indices.shape:
-            return torch.return_types.topk(_taken(block, scores_TE, *result))
+            taken = _taken(block, scores_TE, result.values, result.indices, self._other_groups_T)
+            return torch.return_types.topk(taken)
+        elif _are_groups(block, scores_TE):
+            groups_TR, self._other_groups_T = _groups_of_given(block, scores_TE, result.indices)
+            return torch.return_types.topk((scores_TE.gather(1, groups_TR), groups_TR))
         return result
 
 
@@ -236,13 +243,37 @@ def _scores(input: Tensor, k: int, dim: int = -1, *_: bool, **__: bool) -> Tenso
     return input if input.dim() == 2 and dim in {-1, 1} else None
 
 
-def _taken(block: Any, scores_TE: Tensor, own_scores_TK: Tensor, own_TK: Tensor) -> tuple[Tensor, Tensor]:
+def _are_groups(block: Any, scores_TG: Tensor) -> bool:
+    """Return whether these are scores of groups, each of as many experts that follow one another."""
+    num_tokens, num_groups = scores_TG.shape
+    is_per_token = num_tokens == len(block.chosen_TK)
+    return is_per_token and num_groups < block.num_experts and block.num_experts % num_groups == 0
+
+
+def _groups_of_given(block: Any, scores_TG: Tensor, own_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return groups that hold all given experts, the router's own where none are given; and where these are others."""
+    chosen_TK, num_groups = block.chosen_TK.long(), scores_TG.shape[1]
+    is_known_T1 = chosen_TK[:, :1] != UNKNOWN
+    none_TG = torch.zeros_like(scores_TG, dtype=torch.bool)
+    groups_TK = chosen_TK.clamp(min=0) // (block.num_experts // num_groups)
+    is_given_TG = none_TG.scatter(1, groups_TK, is_known_T1.expand_as(groups_TK))
+    is_own_TG = none_TG.scatter(1, own_TC, torch.ones_like(own_TC, dtype=torch.bool))
+    num_returned = max(own_TC.shape[1], min(num_groups, chosen_TK.shape[1]))
+    own_TR = torch.cat([own_TC, own_TC[:, :1].expand(-1, num_returned - own_TC.shape[1])], dim=1)
+    given_TR = is_given_TG.byte().topk(num_returned, dim=1).indices
+    return torch.where(is_known_T1, given_TR, own_TR), (is_given_TG & ~is_own_TG).any(1)
+
+
+def _taken(
+    block: Any, scores_TE: Tensor, own_scores_TK: Tensor, own_TK: Tensor, other_groups_T: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the given experts and the router's scores of them, and count where its own choice is another one."""
     is_known_T1 = block.chosen_TK[:, :1] != UNKNOWN
     indices_TK = torch.where(is_known_T1, block.chosen_TK.long(), own_TK)
     scores_TK = scores_TE.gather(1, indices_TK)
     if torch.is_grad_enabled():  # a reference counts nothing
         differs_T = scores_TK.detach().amin(1) < own_scores_TK.detach().amin(1)
+        differs_T = differs_T if other_groups_T is None else differs_T | other_groups_T
         block.num_rerouted += torch.stack([differs_T.sum(), is_known_T1.sum()])
         block.tokens_E.scatter_add_(0, indices_TK.flatten(), is_known_T1.expand_as(indices_TK).flatten().long())
     return scores_TK, indices_TK

@@ -1,5 +1,6 @@
 """Router replay: given experts are computed with, in every family, alone, packed, sliced, recomputed and compiled."""
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV4Config,
+    Dots1Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
@@ -24,6 +27,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SolarOpenConfig,
 )
 
 from bridge.config import TrainConfig
@@ -47,6 +51,8 @@ LATENT = {
 LOCAL = SIZES | {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN}
 EXPERTS = SIZES | {"num_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, "moe_intermediate_size": 24}
 ROUTED = SIZES | {"n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, "moe_intermediate_size": 24}
+GROUPS = {"n_group": 3, "topk_group": 2}
+ONE_GROUP = {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**LOCAL),
     "qwen 2 moe": Qwen2MoeConfig(**EXPERTS, shared_expert_intermediate_size=24),
@@ -59,9 +65,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gpt-oss": GptOssConfig(**LOCAL, head_dim=8, rope_parameters=None),
     "minimax m2": MiniMaxM2Config(**LOCAL, head_dim=8),
     "glm 4 moe": Glm4MoeConfig(**ROUTED, head_dim=8, first_k_dense_replace=1),
-    "deepseek 3, of groups": DeepseekV3Config(
-        **ROUTED | LATENT, n_group=3, topk_group=2, first_k_dense_replace=0
+    "deepseek 2, of groups": DeepseekV2Config(
+        **ROUTED | LATENT, **GROUPS, first_k_dense_replace=0, topk_method="group_limited_greedy"
     ),
+    "deepseek 3, of groups": DeepseekV3Config(**ROUTED | LATENT, **GROUPS, first_k_dense_replace=0),
+    "glm 4 moe, of groups": Glm4MoeConfig(**ROUTED, **GROUPS, head_dim=8, first_k_dense_replace=0),
+    "dots 1, of groups": Dots1Config(
+        **ROUTED, **GROUPS, head_dim=8, n_shared_experts=1, first_k_dense_replace=0
+    ),
+    "solar open, of groups": SolarOpenConfig(**ROUTED, **GROUPS, head_dim=8, first_k_dense_replace=0),
 }  # fmt: skip
 LENGTHS = (9, 6, 6, 4)
 
@@ -123,9 +135,18 @@ def computed(model: PreTrainedModel, pack: MicroBatch) -> tuple[Tensor, dict[str
     return logprobs_N.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def without_groups(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the same model, whose routers choose among all experts: which groups exist changes no weight."""
+    plain = copy.deepcopy(config)
+    for name, value in ONE_GROUP.items():
+        if hasattr(plain, name):
+            setattr(plain, name, value)
+    return plain
+
+
 def in_words(config: PreTrainedConfig, sample: Sample, experts: Tensor) -> Tensor:
     """Return the log-probabilities of one sample, whose routers' choices are replaced at every call of topk: [N]."""
-    model, real, calls = model_of(config), torch.topk, list[int]()
+    model, real, calls = model_of(without_groups(config)), torch.topk, list[int]()
     given = experts[: sample.num_tokens]
 
     def topk(scores: Tensor, k: int, *args: Any, **options: Any) -> Any:
@@ -145,6 +166,41 @@ def in_words(config: PreTrainedConfig, sample: Sample, experts: Tensor) -> Tenso
     first = len(sample.prompt_token_ids)
     targets = ids[0, first:].unsqueeze(1)
     return logits[first - 1 : -1].log_softmax(-1).gather(1, targets).squeeze(1)
+
+
+GROUPED = [name for name in FAMILIES if name.endswith("of groups")]
+
+
+def weight_of_given(gate: Any, config: Any, hidden_TH: Tensor, given_TK: Tensor) -> Tensor:
+    """Return how much given experts count, by the formula of the family's paper: [T, K]."""
+    logits_TE: Tensor = hidden_TH @ gate.weight.T
+    if config.model_type == "deepseek_v2":
+        weights_TK = logits_TE.softmax(1).gather(1, given_TK)
+    else:
+        weights_TK = logits_TE.sigmoid().gather(1, given_TK)
+        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True) if config.norm_topk_prob else weights_TK
+    scaled_TK: Tensor = weights_TK * config.routed_scaling_factor
+    return scaled_TK
+
+
+@pytest.mark.parametrize("family", GROUPED)
+def test_experts_of_other_groups_count_by_the_formula(family: str) -> None:
+    config = copy.deepcopy(FAMILIES[family])
+    config.topk_group = config.num_hidden_layers = 1
+    model, taken = model_of(config), list[tuple[Tensor, Tensor, Tensor]]()
+    routing.use(model, (1, NUM_CHOSEN))
+    block = model.get_decoder().layers[0].mlp
+    routing.watched(model, lambda: model(torch.arange(12).unsqueeze(0), use_cache=False))
+    size = NUM_EXPERTS // config.n_group
+    other_groups_T1 = (block.own_TK[:, :1] // size + 1) % config.n_group
+    given_TK = other_groups_T1 * size + torch.arange(size)
+    block.experts.register_forward_pre_hook(lambda _, inputs: taken.append(inputs))
+    routing.choose(model, given_TK, 12)
+    model(torch.arange(12).unsqueeze(0), use_cache=False)
+    ((hidden_TH, experts_TK, weights_TK),) = taken
+    assert experts_TK.equal(given_TK)
+    torch.testing.assert_close(weights_TK, weight_of_given(block.gate, config, hidden_TH, given_TK))
+    assert routing.rerouted(model).tolist() == [12, 12], "each choice differs from the router's own"
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -202,9 +258,10 @@ def test_samples_with_and_without_experts_share_a_pack() -> None:
     assert not torch.allclose(logprobs_N[pack.sequences_N == 0], computed(model, pack_of(without[:1]))[0], atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen 3 moe", "dots 1, of groups"])
 @pytest.mark.parametrize("how", ["called again", "compiled", "compiled and recomputed"])
-def test_the_choice_lasts_for_the_backward_pass(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = FAMILIES["qwen 3 moe"]
+def test_the_choice_lasts_for_the_backward_pass(how: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FAMILIES[family]
     pack = pack_of(samples(chosen(config)))
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
