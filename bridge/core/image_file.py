@@ -1,52 +1,93 @@
 """Image files: what is wrong with one, and its pixels."""
 
-from pathlib import Path
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from bridge.core.foreign_code import shortened
-from bridge.errors import RewardError, with_class
+from bridge.core import paths
+from bridge.core.foreign_code import reason_of
+from bridge.errors import RewardError
 
 DEEP_MODES = ("I", "F")
 """How Pillow's modes begin whose numbers are larger than a byte. It clips them: nearly everything would be white."""
+REPLACE = "replace the file, or leave the row out"
 PROGRAMS = ("EPS", "WMF")
 """Formats that Pillow has other programs draw."""
+MAX_PIXELS = 8192 * 8192
+"""An image of twice as many takes gigabytes of memory until it is RGB."""
+MAX_BYTES = 2**28
+MAX_READS = 1_000_000
+"""Reads of one file. Pillow looks for the beginning of some formats byte by byte: a file of zeros would take hours."""
+
+
+class _Searched(io.BufferedReader):
+    """A file that is not searched forever."""
+
+    _num_reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._num_reads += 1
+        if self._num_reads > MAX_READS:
+            raise ValueError(f"it holds no image that {MAX_READS:,} reads find")
+        return super().read(size)
 
 
 def fault(path: str) -> str:
     """Return what is wrong with an image; empty if nothing is. Only the start of the file is read."""
-    from PIL import Image
-
-    if not Path(path).is_file():
-        return f"there is no image {path}"
     try:
-        with Image.open(path) as image:
-            return _fault_of(path, image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return f"the image {path} cannot be read: {shortened(error, 200)}"
+        with _opened(path):
+            return ""
+    except RewardError as error:
+        return error.message
 
 
 def read(path: str) -> Any:
     """Return an image upright and in RGB, on white where it is transparent, as vLLM's own routes do.
 
     Raises:
-        RewardError: it cannot be read, its numbers are larger than a byte, or it is a program.
+        RewardError: it cannot be read, is too large, its numbers are larger than a byte, or it is a program.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
+    with _opened(path) as image:
+        return _on_white(ImageOps.exif_transpose(image))
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    """Open an image whose header is right; RewardError whatever the block raises, too."""
+    from PIL import Image, UnidentifiedImageError
+
+    if not paths.is_file(path):
+        raise RewardError(f"there is no image {path}", remedy=REPLACE)
     try:
-        with Image.open(path) as image:
-            its_fault = _fault_of(path, image)
-            pixels = image if its_fault else _on_white(ImageOps.exif_transpose(image))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise RewardError(
-            f"the image {path} cannot be read: {with_class(error)}", remedy="replace the file, or leave the row out"
-        ) from error
-    if its_fault:
-        raise RewardError(its_fault, remedy="save it as a PNG with 8 bits per channel, or leave the row out")
-    return pixels
+        with open(path, "rb", buffering=0) as file, _Searched(file) as searched:  # noqa: PTH123  Path.open makes no FileIO
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes > MAX_BYTES:
+                what = f"the image {path} has {num_bytes:,} bytes, expected at most {MAX_BYTES:,}"
+                raise RewardError(what, remedy="save it smaller, or leave the row out")
+            with Image.open(searched) as image:
+                if what := _fault_of(path, image):
+                    raise RewardError(
+                        what, remedy="save it smaller, as a PNG with 8 bits per channel, or leave the row out"
+                    )
+                yield image
+    except RewardError:
+        raise
+    except UnidentifiedImageError as error:
+        raise RewardError(f"the image {path} cannot be read: cannot identify image file", remedy=REPLACE) from error
+    except Exception as error:  # what a damaged file raises is for Pillow's plugins to choose
+        why = f"{type(error).__name__}{reason_of(error)}"
+        raise RewardError(f"the image {path} cannot be read: {why}", remedy=REPLACE) from error
 
 
 def _fault_of(path: str, image: Any) -> str:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        shown = f"{width * height:,} pixels ({width:,} x {height:,})"
+        return f"the image {path} has {shown}, expected at most {MAX_PIXELS:,}"
     if image.format in PROGRAMS:
         return f"the image {path} is {image.format}, which other programs draw, expected a format of pixels such as PNG"
     if image.mode.startswith(DEEP_MODES):

@@ -95,11 +95,16 @@ def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:
     return list(checked(held_out, name, reward, file, noun="held-out problem"))
 
 
-def checked(problems: Iterable[Any], name: str, reward: str, file: str, *, noun: str = "problem") -> Iterator[Problem]:
-    """Yield the problems of one pass, each checked; `file` has the code that lists them."""
+def checked(
+    problems: Iterable[Any], name: str, reward: str, file: str, *, noun: str = "problem", opens_images: bool = True
+) -> Iterator[Problem]:
+    """Yield the problems of one pass, each checked; `file` has the code that lists them.
+
+    During a run their images are not opened here: one that cannot be read costs its group when it is encoded.
+    """
     with foreign_code(f"environment {name}: listing its {noun}s", file):
         for index, problem in enumerate(problems):
-            if fault := problem_fault(problem):
+            if fault := problem_fault(problem, opens_images=opens_images):
                 _refuse(name, f"has a bad {noun} {index}: {fault}", f"make each a dict such as {EXAMPLE}")
             if reward and (lack := answer_fault(problem)):
                 raise RewardError(
@@ -120,21 +125,21 @@ def answer_fault(problem: Any) -> str:
     return "" if str(answer).strip() else "has an empty answer"
 
 
-def problem_fault(problem: object) -> str:
-    """Return what is wrong with `problem`; empty if nothing is."""
+def problem_fault(problem: object, *, opens_images: bool = True) -> str:
+    """Return what is wrong with `problem`; empty if nothing is. Of each image only the start of the file is read."""
     if not isinstance(problem, dict):
         return f"found {shortened(repr(problem))} of type {type(problem).__name__}, expected a dict with a prompt"
     if "prompt" not in problem:
         return f"no prompt, found the keys {shortened(list(problem))}"
     prompt, images = problem["prompt"], problem.get("images")
     if isinstance(prompt, str):
-        return (_text_fault(prompt) or images_fault(images)) if prompt else "its prompt is empty"
+        return (_text_fault(prompt) or images_fault(images, opens=opens_images)) if prompt else "its prompt is empty"
     has_images = bool(images)
     if not isinstance(prompt, list) or not prompt or not all(_is_message(message, has_images) for message in prompt):
         parts = "; with images, content may be parts {'type': 'text', 'text': text} and {'type': 'image'}"
         expected = f"text or messages {{'role': text, 'content': text}}{parts if has_images else ''}"
         return f"its prompt is {shortened(repr(prompt))}, expected {expected}"
-    fault = _text_fault(prompt) or images_fault(images)
+    fault = _text_fault(prompt) or images_fault(images, opens=opens_images)
     return fault or (_places_fault(prompt, len(problem["images"])) if has_images else "")
 
 
@@ -167,13 +172,13 @@ def _is_part(part: object) -> bool:
     return is_text or part == {"type": "image"}
 
 
-def images_fault(images: object) -> str:
-    """Return what is wrong with the images of a problem; empty if nothing is. Only the start of each file is read."""
+def images_fault(images: object, *, opens: bool = True) -> str:
+    """Return what is wrong with the images of a problem, and with their files if it `opens` them; empty: nothing."""
     if not images:
         return ""
     if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
         return f"its images are {shortened(repr(images))}, expected a list of paths"
-    return next((fault for path in images if (fault := image_file.fault(path))), "")
+    return next((fault for path in images if opens and (fault := image_file.fault(path))), "")
 
 
 def _refuse(name: str, fault: str, remedy: str) -> NoReturn:

@@ -153,7 +153,8 @@ def _of_class(config: TaskConfig, environment: Any) -> Task:
     held_out = environment_checks.check_problems(environment, name, compared)
 
     def read() -> Iterator[Problem]:
-        problems = environment_checks.checked(environment, name, compared, source_file(type(environment)))
+        file = source_file(type(environment))
+        problems = environment_checks.checked(environment, name, compared, file, opens_images=False)
         return (_instructed(problem, config.system_prompt) for problem in problems)
 
     kept = [_instructed(problem, config.system_prompt) for problem in held_out]

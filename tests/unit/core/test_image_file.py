@@ -1,10 +1,13 @@
 """Image files become the pixels that a person sees in them, or are refused in one line."""
 
+import struct
+import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from bridge.core import image_file
 from bridge.errors import RewardError
@@ -57,3 +60,85 @@ def test_an_image_that_is_a_program_is_refused(tmp_path: Path) -> None:
     assert "is EPS, which other programs draw" in image_file.fault(path)
     with pytest.raises(RewardError, match="is EPS"):
         image_file.read(path)
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png(width: int, height: int) -> bytes:
+    """Return the beginning of a PNG of this size."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def refused(path: Path | str) -> str:
+    """Return the fault of an image, which is in the error of reading it, too."""
+    fault = image_file.fault(str(path))
+    with pytest.raises(RewardError) as caught:
+        image_file.read(str(path))
+    assert caught.value.message == fault
+    assert "\n" not in fault
+    return fault
+
+
+def test_more_pixels_than_fit_into_memory_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(8193, 8192))
+    expected = f"{tmp_path}/a.png has 67,117,056 pixels (8,193 x 8,192), expected at most 67,108,864"
+    assert expected in refused(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(png(8192, 8192))
+    assert image_file.fault(str(tmp_path / "a.png")) == ""
+    (tmp_path / "a.png").write_bytes(png(65_535, 28_000))
+    assert "Image size (1834980000 pixels) exceeds limit" in refused(tmp_path / "a.png")
+
+
+def test_a_file_larger_than_any_image_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "a.png").open("wb") as file:
+        file.write(png(4, 4))
+        file.truncate(1 << 40)
+    assert "has 1,099,511,627,776 bytes, expected at most 268,435,456" in refused(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("start", [b"\xff\xd8\xff\xe0", b"GIF89a"])
+def test_a_file_of_zeros_is_not_searched_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    monkeypatch.setattr(image_file, "MAX_READS", 1000)
+    with (tmp_path / "a.jpg").open("wb") as file:
+        file.write(start)
+        file.truncate(100_000)
+    assert "it holds no image that 1,000 reads find" in refused(tmp_path / "a.jpg")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, TypeError, KeyError, AssertionError, MemoryError])
+@pytest.mark.parametrize("where", ["open", "load"])
+def test_whatever_pillow_raises_refuses_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], where: str
+) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.bmp")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error("unheard of")
+
+    monkeypatch.setattr(*((Image, "open", fail) if where == "open" else (ImageFile.ImageFile, "load", fail)))
+    with pytest.raises(RewardError, match=f"a.bmp cannot be read: {error.__name__}"):
+        image_file.read(str(tmp_path / "a.bmp"))
+    assert ("cannot be read" in image_file.fault(str(tmp_path / "a.bmp"))) == (where == "open")
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".png", "a\0b.png", "\ud83d.png", "", "a.jsonl/x.png"], ids=range(5))
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").touch()
+    assert "there is no image" in image_file.fault(f"{tmp_path}/{name}")
+    with pytest.raises(RewardError, match="there is no image"):
+        image_file.read(f"{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "TGA", "ICO", "DDS"])
+def test_a_cut_file_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    Image.effect_noise((64, 64), 60).convert("RGB").save(tmp_path / "whole", format=kind)
+    content = (tmp_path / "whole").read_bytes()
+    assert image_file.read(str(tmp_path / "whole")).mode == "RGB"
+    for end in range(0, len(content) - 64, max(1, len(content) // 40)):
+        (tmp_path / "cut").write_bytes(content[:end])
+        with suppress(RewardError):  # some formats show what they have
+            image_file.read(str(tmp_path / "cut"))
+        image_file.fault(str(tmp_path / "cut"))

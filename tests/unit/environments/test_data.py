@@ -424,7 +424,7 @@ def test_neither_problems_nor_rewards_load_torch(hub: Path) -> None:
         "config = TaskConfig(environment='gsm8k', data=sys.argv[1])\n"
         "problem = next(iter(registry.load(config)))\n"
         "assert registry.scorer(config).score(problem, '#### 1008') == 1.0\n"
-        "assert 'datasets' in sys.modules\nassert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
+        "assert 'pyarrow' in sys.modules\nassert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
     )
     environment = {"PATH": "", "HF_HOME": str(hub.parent / "home")}
     subprocess.run(

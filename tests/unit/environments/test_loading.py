@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from bridge.config import TaskConfig
 from bridge.errors import RewardError, UsageError
@@ -237,3 +238,19 @@ def test_a_later_problem_without_its_answer_is_named(write: Write) -> None:
     problems = iter(registry.load(TaskConfig(environment=name, reward="format")))
     with pytest.raises(RewardError, match=r"listing its problems raised AssertionError: read.*\(task.py line 5\)"):
         list(islice(problems, 1001))
+
+
+def test_images_of_a_class_are_opened_at_the_start_alone(tmp_path: Path) -> None:
+    """One that is gone later costs its group: it is refused when its prompt is encoded."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "task.py").write_text(
+        "class Task:\n    def __iter__(self):\n"
+        f"        yield {{'prompt': 'p', 'images': [{str(tmp_path / 'a.png')!r}]}}\n"
+        "    def score(self, problem, completion): return 1.0\n"
+    )
+    config = TaskConfig(environment=f"{tmp_path}/task.py:Task")
+    task = registry.load(config)
+    (tmp_path / "a.png").unlink()
+    assert len(list(task)) == 1
+    with pytest.raises(RewardError, match="there is no image"):
+        registry.load(config)
