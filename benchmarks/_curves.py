@@ -1,4 +1,4 @@
-"""A picture of learning curves, as SVG: accuracy against steps and against minutes, with a line for each side."""
+"""A picture of learning curves, as SVG: accuracy against steps and minutes, with a line for each side."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,9 @@ Points = Sequence[Mapping[str, float]]
 """The evaluations of one run, with the keys of `benchmarks.learning.curve`."""
 TITLES = {"bridge": "Bridge", "trl": "TRL"}
 COLORS = {"bridge": "#2f6fd0", "trl": "#d9772b"}
-AXES = {"step": "steps", "minutes": "minutes since the first step"}
+AXES = {
+    "step": "steps", "minutes": "minutes since the first step", "minutes_of_command": "minutes since the command",
+}  # fmt: skip
 WIDTH, HEIGHT = 400, 260
 LEFT, TOP, GAP = 60, 40, 80
 STYLE = (
@@ -21,8 +23,8 @@ STYLE = (
 def picture(runs_of_sides: Mapping[str, Sequence[Points]]) -> str:
     """Return an SVG with the median over the runs of each side as a line, and their range as an area."""
     sides = {side: runs for side, runs in runs_of_sides.items() if runs}
-    width, height = 2 * (LEFT + WIDTH) + GAP // 2, TOP + HEIGHT + 50
-    label = "Accuracy on held-out problems against steps and against minutes"
+    width, height = len(AXES) * (WIDTH + GAP), TOP + HEIGHT + 50
+    label = f"Accuracy on held-out problems against {', '.join(AXES.values())}"
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label}">',

@@ -59,7 +59,7 @@ def test_results_with_other_settings_are_not_mixed(tmp_path: Path) -> None:
 
 def test_the_picture_is_an_svg_with_a_line_for_each_side() -> None:
     made = _curves.picture({side: learning.points_of(ROWS, side) for side in learning.SIDES})
-    assert len(ET.fromstring(made).findall(".//{http://www.w3.org/2000/svg}polyline")) == 4
+    assert len(ET.fromstring(made).findall(".//{http://www.w3.org/2000/svg}polyline")) == 6
     assert [*_curves._ticks(100.0)][-1] == 100.0
     assert [*_curves._ticks(1.3)] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2])
 
