@@ -1,8 +1,9 @@
 r"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and summed by their weights.
 
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
-counts. math-verify decides what is equal: it reads numbers, fractions and LaTeX, and ignores units. It has no time
-limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes too long.
+counts. math-verify decides what is equal, by its defaults, but for small numbers (`_is_equal`), words behind a number,
+thousands separators and scientific notation (`_tidied`). It has no time limit here, and evaluates a formula such as
+`10^10^10`: `bridge/scoring` ends what takes too long.
 """
 
 import difflib
@@ -12,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,30 @@ from bridge.scoring.score import as_reward, limit_note
 from bridge.types import Problem
 
 MARK = re.compile(r"####(?=(?P<line>[^\n]*))|\\boxed\s*\{")
-MARKUP = re.compile(r"\*+|\\[,!;]|\\\$|\$|\\\(|\\\)|\{,\}")
-"""Decoration of a number: bold, thin spaces, dollars, formula delimiters; `{,}` is LaTeX's thousands comma."""
-WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+EMPHASIS = re.compile(r"(?<![\w*])(\*{1,3})(?=\S)(.+?)(?<=\S)\1(?![\w*])")
+"""Markdown's `**bold**`; a product such as `2*3*4` is none."""
+MARKUP = re.compile(r"^\*+|\*+$|\\\$|\$|\\\(|\\\)|\\\[|\\\]")
+"""Half of a pair of asterisks, dollars, and the delimiters of a formula."""
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|[ \u00a0\u2009\u202f])\d{3})+(?!\d)")
+r"""A number with spaces as thousands separators, which LaTeX would read as a product: `1\,234`, `1 234`."""
+SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:(?:\d+\.\d*|\.\d+)[eE][+-]?\d{1,3}|\d+[eE](?:\+?\d{1,3}|-\d{2,3}))(?!\w|\.\d)")
+"""A number such as 1.5e3 or 2E-05, which LaTeX would read as a product with Euler's number."""
+EITHER = re.compile(r"\d+[eE]-\d")
+"""A number as a whole answer; in a formula, or where the right answer has Euler's number, `3e-1` is a difference."""
+TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|mathit|textrm)\s*\{([^{}]*)\}")
+FUNCTIONS = "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|exp|sqrt|abs|min|max|gcd|lcm|mod|det|inf"
+WORD = rf"(?<![\\\w{{])(?!(?:{FUNCTIONS}|infinity|and|or)\b)[^\W\d_]{{3,}}(?![\w(])"
+"""A word outside of LaTeX, which math-verify would read as a product of letters."""
+WORDS_BEHIND = re.compile(rf"(?<=[\d)}}%])\s+\(?{WORD}[^\d\\]*$")
+"""What follows a number: `eggs` in `42 eggs a day`."""
 PROSE = re.compile(r"[^\d\\]*[^\W\d_]{3}[^\d\\]*")
-"""Words without a number, which math-verify would read as a product of letters."""
+"""Words without a number."""
 MAX_ANSWER_CHARACTERS = 400
 """A longer marked answer does not count."""
+SMALL_ZEROS = 4
+"""Place of the first digit of the numbers below 0.001, of which six decimals would keep fewer than four digits."""
+MAX_ZEROS = 400
+"""Numbers with more zeros are equal if they are the same formula."""
 END_CHARACTERS = 1000
 """Length of a completion's end in which an answer without a mark is looked for."""
 Score = Callable[[Problem, str], Any]
@@ -203,10 +222,9 @@ def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Sco
 
 def marked(completion: str) -> str | None:
     r"""Return what the last `####` or `\boxed{}` marks, empty if nothing or incomplete; None without a mark."""
-    marks = list(MARK.finditer(completion))
-    if not marks:
+    last = _last_mark(completion)
+    if last is None:
         return None
-    last = marks[-1]
     answer = _boxed(completion[last.end() :]) if last["line"] is None else last["line"]
     return answer.strip() if len(answer) <= MAX_ANSWER_CHARACTERS else ""
 
@@ -216,34 +234,74 @@ def is_right(answer: object, completion: str) -> bool:
 
     The completion's marked answer counts; without a mark, what follows "the answer is", or else the last number.
     """
-    from math_verify import verify
+    import sympy
 
-    given = marked(completion)
+    gold, given = _gold(str(answer)), marked(completion)
     if given is None:
         end = completion[-END_CHARACTERS:]
-        readings = _parse(end if end == completion else end.partition(" ")[2])
-    else:  # a formula, or a number in words such as `42 eggs`
-        plain = _plain(given)
-        readings = _parse(f"${plain}$") if plain else []
-        readings += _parse(plain) if plain and "\\" not in plain else []
-    return bool(readings) and verify(list(_gold(str(answer))), readings, timeout_seconds=None)
+        readings = _parse(_joined(end if end == completion else end.partition(" ")[2]))
+    else:
+        has_euler = any(isinstance(reading, sympy.Basic) and reading.has(sympy.E) for reading in gold)
+        readings = _read(given, is_line=_last_mark(completion)["line"] is not None, has_euler=has_euler)
+    return _is_equal(gold, readings)
+
+
+def _last_mark(text: str) -> Any:
+    """Return the match of the last mark; None without one."""
+    marks = list(MARK.finditer(text))
+    return marks[-1] if marks else None
 
 
 @lru_cache(maxsize=4096)
-def _gold(answer: str) -> tuple[Any, ...]:
+def _gold(answer: str) -> list[Any]:
     given = marked(answer)
-    plain = _plain(answer if given is None else given)
-    readings = [] if PROSE.fullmatch(plain) else _parse(f"${plain}$")
+    tidy = _tidied(answer if given is None else given)
+    readings = [] if PROSE.fullmatch(tidy) else _formula(tidy)
     if all(isinstance(reading, str) for reading in readings):  # math-verify returns what it cannot read
         raise RewardError(
             f"the answer {shortened(repr(answer))} is not a number or formula",
             remedy="give answers that the reward math can compare with, or choose another --reward",
         )
-    return tuple(readings)
+    return readings
 
 
-def _plain(given: str) -> str:
-    return MARKUP.sub("", WORDS.sub(r" \1 ", given)).strip()
+def _read(given: str, *, is_line: bool, has_euler: bool) -> list[Any]:
+    """Return math-verify's reading of a marked answer: a formula, or the number of a line of words.
+
+    A line behind `####` may be prose, in which math-verify finds a number; what a box holds is a formula.
+    """
+    tidy = _tidied(given, has_euler=has_euler)
+    if not tidy:
+        return []
+    if is_line and re.search(WORD, TEXT.sub("", tidy)):
+        return _parse(_joined(given))
+    readings = _formula(tidy)
+    is_unread = all(isinstance(reading, str) for reading in readings)
+    return _parse(tidy) if is_line and is_unread else readings
+
+
+def _tidied(given: str, *, has_euler: bool = False) -> str:
+    """Return a marked answer without its decoration, in a form in which math-verify reads it as it was meant."""
+    tidy = MARKUP.sub("", EMPHASIS.sub(r"\2", given.strip())).strip().rstrip(".,;")
+    whole = TEXT.fullmatch(tidy)
+    if whole and any(map(str.isdigit, whole[1])):  # a number in text would be the name of a symbol
+        tidy = whole[1].strip()
+    tidy = WORDS_BEHIND.sub("", _joined(tidy))
+    return _in_digits(tidy) if EITHER.fullmatch(tidy) and not has_euler else tidy
+
+
+def _joined(text: str) -> str:
+    """Return `text` with every number that has thousands separators, or an exponent behind `e`, in plain digits."""
+    text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    return SCIENTIFIC.sub(lambda match: _in_digits(match[0]), text)
+
+
+def _in_digits(number: str) -> str:
+    return format(Decimal(number), "f")
+
+
+def _formula(text: str) -> list[Any]:
+    return _parse(rf"\boxed{{{text}}}")
 
 
 def _parse(text: str) -> list[Any]:
@@ -252,6 +310,37 @@ def _parse(text: str) -> list[Any]:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that it has no time limit
     # Its own limit is an alarm signal, which only the main thread may set.
     return parse(text, parsing_timeout=None)  # type: ignore[no-any-return]
+
+
+def _is_equal(gold: list[Any], given: list[Any]) -> bool:
+    """Return math-verify's verdict, by six significant digits where there are numbers below 0.001.
+
+    It rounds every number to six decimals: 0.0 would equal 1.6e-19.
+    """
+    from math_verify import verify
+
+    if not verify(gold, given, timeout_seconds=None):
+        return False
+    shift = max(map(_leading_zeros, [*gold, *given]), default=0)
+    if shift < SMALL_ZEROS:
+        return True
+    if shift > MAX_ZEROS:
+        return any(one == other for one in gold for other in given)
+    return verify(  # type: ignore[no-any-return]
+        gold, given, float_rounding=5 + shift, numeric_precision=9 + shift, timeout_seconds=None
+    )
+
+
+def _leading_zeros(value: Any) -> int:
+    """Return the place of the first digit behind the point, of the smallest number in a formula: 19 for 1.6e-19."""
+    import sympy
+
+    if getattr(value, "is_number", False):
+        size = abs(value).evalf(5)
+        is_size = size.is_Float and size.is_finite and size != 0
+        return math.ceil(-sympy.log(size, 10).evalf(5)) if is_size else 0
+    parts = value.flat() if isinstance(value, sympy.MatrixBase) else getattr(value, "args", ())
+    return max(map(_leading_zeros, parts), default=0)
 
 
 def _boxed(text: str) -> str:
