@@ -74,11 +74,11 @@ def model_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float
 
     Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`.
     """
+    head_VH, bias_V, transform = _head(model, temperature)
     hidden_LH = slices.own_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
     cut = slices.of(model)
     rows = None if cut is None else slices.Rows(cut, batch)
     own = batch if rows is None else rows.own
-    head_VH, bias_V, transform = _head(model, temperature)
     hidden_NH = hidden_LH.index_select(0, own.rows_N)
     compiles, words = layers.are_compiled(model), vocabulary_of(model.get_output_embeddings())
     computed = token_logprobs(hidden_NH, head_VH, bias_V, own.targets_N, transform, compiles, own.kept, words)
@@ -115,10 +115,10 @@ def check_head(model: PreTrainedModel) -> None:
 
     UnsupportedModelError: it does something to its hidden states or logits that is not implemented here.
     """
+    head, bias_V, transform = _head(model, temperature=1.0)
     tokens_1T = torch.arange(4, device=model.device).unsqueeze(0)
     own_V = model(input_ids=tokens_1T, use_cache=False).logits[0, -1].float()
     hidden_1H = model.get_decoder()(input_ids=tokens_1T, use_cache=False).last_hidden_state[0, -1:]
-    head, bias_V, transform = _head(model, temperature=1.0)
     ours_V = transform.apply(_multiply(_operand(hidden_1H), _operand(head).T), bias_V)[0]
     largest_2 = torch.stack([(ours_V - own_V).abs().max(), own_V.abs().max()])
     if words := vocabulary_of(model.get_output_embeddings()):  # so that all parts decide the same
@@ -134,6 +134,12 @@ def check_head(model: PreTrainedModel) -> None:
 
 def _head(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor | None, LogitTransform]:
     head, config = model.get_output_embeddings(), model.config.get_text_config()
+    if "weight" not in head._parameters:  # its weight is that of a layer inside, and not all that it computes with
+        raise UnsupportedModelError(
+            f"the head of {type(model).__name__} is wrapped, such as by an adapter: a {type(head).__name__}, expected a"
+            " layer with a weight of its own; Bridge multiplies by that weight alone",
+            remedy="leave the head out of the adapter, and of its modules_to_save",
+        )
     transform = LogitTransform(
         temperature=temperature,
         final_logit_softcapping=getattr(config, "final_logit_softcapping", None),

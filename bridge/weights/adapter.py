@@ -247,18 +247,24 @@ def check_targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """Return the names of the linear layers that get an adapter.
 
     Raises:
-        UsageError: what PEFT would accept: a name that no module has beside others, and modules that are not linear.
+        UsageError: what PEFT would accept: a name that no module has beside others, modules that are not linear, and
+            the head, whose logits are computed from its weight alone (`bridge/passes/logprobs.py`).
     """
     wanted = [name for name in lora.names if name != EXPERTS]
     if wanted == [ALL_LINEAR]:
         return wanted
-    linear = [f".{name}" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    missing = [name for name in wanted if not any(module.endswith(f".{name}") for module in linear)]
-    if missing:
-        others = {EXPERTS} if any(name.endswith(f".{EXPERTS}") for name, _ in model.named_modules()) else set()
-        names = sorted({module.rpartition(".")[2] for module in linear} | others)
-        raise UsageError(
-            f"--lora-target-modules {','.join(missing)}: the model has no such linear layers",
-            remedy=f"choose among {', '.join(names)}, or all-linear",
-        )
-    return wanted
+    head = model.get_output_embeddings()
+    linear = {f".{name}": module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = [name for name, module in linear.items() if module is not head]
+    heads = linear.keys() - layers
+    missing = [name for name in wanted if not any(layer.endswith(f".{name}") for layer in linear)]
+    of_head = [name for name in wanted if any(layer.endswith(f".{name}") for layer in heads)]
+    if not missing and not of_head:
+        return wanted
+    others = {EXPERTS} if any(name.endswith(f".{EXPERTS}") for name, _ in model.named_modules()) else set()
+    names = sorted({layer.rpartition(".")[2] for layer in layers} | others)
+    why = "the model has no such linear layers" if missing else "the head gets no adapter: it would not be trained"
+    raise UsageError(
+        f"--lora-target-modules {','.join(missing or of_head)}: {why}",
+        remedy=f"choose among {', '.join(names)}, or all-linear",
+    )

@@ -361,10 +361,19 @@ def test_what_would_fail_in_step_one_is_refused_first(
     assert message in error
 
 
-def test_a_layer_that_the_model_lacks_gets_no_adapter(bridge: Bridge, exported: Manifest) -> None:
-    adapter = "--mode", "lora_only", "--lora-target-modules", "q_proj,k_projj", "--port", str(free_port("127.0.0.1"))
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("k_projj", "the model has no such linear layers"),
+        ("lm_head", "the head gets no adapter: it would not be trained"),
+    ],
+)
+def test_a_layer_that_gets_no_adapter_is_refused_first(
+    bridge: Bridge, exported: Manifest, name: str, reason: str
+) -> None:
+    adapter = "--mode", "lora_only", "--lora-target-modules", f"q_proj,{name}", "--port", str(free_port("127.0.0.1"))
     error = bridge.refused(2, "run", "--model", exported.model, "--environment", "arithmetic", *adapter)
-    assert error == "error: --lora-target-modules k_projj: the model has no such linear layers"
+    assert error == f"error: --lora-target-modules {name}: {reason}"
 
 
 @pytest.mark.parametrize("command", ["serve-vllm", "run", "train"])

@@ -1,8 +1,10 @@
 """Log-probabilities in vocabulary blocks against the naive computation, and against whole transformers models."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -342,6 +344,46 @@ def test_a_head_of_its_own_kind_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match=r"Doubled computes logits .* differ by 50.0%"):
         check_head(Doubled(LlamaConfig(**SIZES)))
+
+
+class Wrapped(nn.Module):
+    """A head that adds to what the layer inside it computes, whose weight it passes off as its own."""
+
+    def __init__(self, inside: nn.Linear) -> None:
+        super().__init__()
+        self.inside = inside
+
+    @property
+    def weight(self) -> Tensor:
+        return self.inside.weight
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.inside(hidden) + 1
+
+
+def with_lora(model: PreTrainedModel) -> None:
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"]))
+
+
+def with_modules_to_save(model: PreTrainedModel) -> None:
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+
+
+def with_a_wrapper(model: PreTrainedModel) -> None:
+    model.set_output_embeddings(Wrapped(model.get_output_embeddings()))
+
+
+@pytest.mark.parametrize("wrap", [with_lora, with_modules_to_save, with_a_wrapper])
+def test_a_wrapped_head_is_refused(wrap: Callable[[PreTrainedModel], None]) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    wrap(model)
+    sample = Sample(
+        prompt_token_ids=(1, 2), token_ids=(3, 4), sampled_logprobs=(0.0, 0.0), advantages=(1.0, 1.0), weight=1.0
+    )
+    (batch,) = packs([sample], max_tokens=8, device=torch.device("cpu"))
+    for compute in (lambda: check_head(model), lambda: model_logprobs(model, batch, 1.0)):
+        with pytest.raises(UnsupportedModelError, match="the head of LlamaForCausalLM is wrapped"):
+            compute()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
