@@ -130,7 +130,8 @@ class Config(Section):
         Runs of earlier versions wrote flat keys and nothing derived.
         """
         choices = {name: value for name, value in document.items() if name != "derived"}
-        return {**flattened(cls, choices), **(document.get("derived") or {})}
+        derived = document.get("derived")
+        return {**flattened(cls, choices), **(derived if isinstance(derived, Mapping) else {})}
 
     @model_validator(mode="before")
     @classmethod

@@ -44,6 +44,10 @@ class Progress(Record):
     """Problems that they were trained on ahead of an earlier one; left out of the marker if there are none."""
     samples_drawn: int = 0
     """Calls of `Policy.sample` in a library loop; left out of the marker if there are none."""
+    seed: int | None = None
+    """Seed of the problems' order; None: the run has no problems of its own."""
+    problems: str | None = None
+    """What identifies the problems in their order (`resuming.py`)."""
     run_dir: Path
     """The run directory, absolute."""
 

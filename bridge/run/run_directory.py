@@ -164,8 +164,8 @@ class RunDirectory:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def choices(self) -> dict[str, Any]:
-        """Return the run's choices by key, derived values in place of absent ones.
+    def choices(self, *, derived: bool = True) -> dict[str, Any]:
+        """Return the run's choices by key, with `derived` values in place of absent ones.
 
         Raises:
             OSError: there is no `config.json`.
@@ -174,7 +174,7 @@ class RunDirectory:
         document = json_lines.parsed(self.config.read_bytes())
         if not isinstance(document, dict):
             raise ValueError(f"{self.config} holds a {type(document).__name__}, expected an object")
-        return TrainConfig.written(document)
+        return TrainConfig.written(document if derived else {**document, "derived": None})
 
     def remove_if_unused(self) -> None:
         """Remove the folders that were made for this run, if they are empty."""

@@ -57,6 +57,8 @@ class Checkpoints:
         """Step of the weights in memory."""
         self.trained = TrainedProblems()
         """Problems that they were trained on."""
+        self.order: tuple[int, str] | None = None
+        """The seed of the problems' order, and what identifies them, on the rank that saves."""
         self._is_half_written = False
         """Whether an error interrupted a write: the weights in memory are unusable."""
         self._saved: dict[int, Path] = {}
@@ -162,11 +164,14 @@ class Checkpoints:
         return folder
 
     def _progress(self) -> Progress:
+        seed, problems = self.order or (None, None)
         return Progress(
             step=self.step,
             weight_version=self._mode.version,
             problems_drawn=self.trained.below,
             problems_beyond=tuple(sorted(self.trained.beyond)),
+            seed=seed,
+            problems=problems,
             run_dir=self._run.path.absolute(),
         )
 

@@ -26,7 +26,7 @@ from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Stream
 from bridge.rollouts.sampler import fit_completions
-from bridge.run import checkpoint, measuring
+from bridge.run import checkpoint, measuring, resuming
 from bridge.run.checkpoint import SavedCheckpoint
 from bridge.run.measuring import Alarms
 from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
@@ -260,8 +260,13 @@ class Run:
 
     def _load(self) -> None:
         """Load the checkpoint to resume from: weights, optimizer, random state and place in the data."""
+        if self._environment is not None and self._ranks.is_rank_zero:
+            self._checkpoints.order = self._config.seed, resuming.digest(self._environment)
         if self._resume is not None:
             self._resume.check_left(self._config.training_steps)
+            changes = resuming.check(self._resume, self._chosen, self._environment) if self._ranks.is_rank_zero else ()
+            for line in changes:
+                self._directory.note(line)
             self._checkpoints.load(self._resume)
             self._stream.resume(self._checkpoints.trained)
             self._begun_at = self._checkpoints.step

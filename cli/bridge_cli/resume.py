@@ -9,21 +9,24 @@ from bridge.config import TrainConfig
 from bridge.core import claim, mark
 from bridge.errors import UsageError
 from bridge.run.run_directory import RUNS, RunDirectory
+from bridge.types import Environment
 from bridge_cli import console, rank
 
 if TYPE_CHECKING:
     from bridge.run.checkpoint import SavedCheckpoint
 
 
-def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, SavedCheckpoint | None]":
-    """Open the run of `config`, before anything is started.
+def open_run(
+    config: TrainConfig, environment: Environment | None = None
+) -> "tuple[TrainConfig, RunDirectory, SavedCheckpoint | None]":
+    """Open the run of `config`, which trains on the problems of `environment`, before anything is started.
 
     Return the configuration with the folder of the checkpoints, the run directory, and what the run resumes from.
     """
     from bridge.learn import reference
     from bridge.learn.policy_loss import LossSpec
     from bridge.modes import WAYS
-    from bridge.run import metrics, reporting
+    from bridge.run import metrics, reporting, resuming
 
     of_loss = LossSpec.of(config.loss).metrics
     if config.loss.is_own:
@@ -38,6 +41,7 @@ def open_run(config: TrainConfig) -> "tuple[TrainConfig, RunDirectory, SavedChec
         run_dir, folder, checkpoint = _resumed(run_dir, folder, prefix, wanted)
     if checkpoint is not None:
         checkpoint.check_left(config.training_steps)
+        resuming.check(checkpoint, config, environment)  # what changed is reported once the run is open
     made = claim.make(folder, what="folder of the checkpoints", flag="--save-path") if folder else ()
     try:
         steps = range(checkpoint.progress.step if checkpoint else 0, config.training_steps)

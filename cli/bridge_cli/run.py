@@ -115,7 +115,7 @@ class FirstRank:
                 " starts the stock vLLM, which writes no manifest",
                 remedy="leave it out",
             )
-        train, self.directory, checkpoint = open_run(job.chosen)
+        train, self.directory, checkpoint = open_run(job.chosen, job.environment)
         longest = job.serve.max_model_len or model_checks.longest_sequence(model_checks.read(job.serve.model))
         train = fit_completions(train, longest, console.note)
         if train.mode == "lora_only" and "--trust-remote-code" not in job.vllm_flags:

@@ -85,7 +85,7 @@ class _FirstRank:
 
         if replicas:
             manifest_of(self.chosen.server, self.chosen.model_name, replicas[0].manifest)
-        config, self.directory, checkpoint = open_run(self.chosen)
+        config, self.directory, checkpoint = open_run(self.chosen, self.environment)
         check_reachable(config.model_name)
         if self.environment is not None:
             num_parts = max((running.manifest.tp_degree for running in replicas), default=1)

@@ -1,0 +1,121 @@
+"""What a resumed run may change: its place in the data has to mean the same, and everything else is reported.
+
+A checkpoint counts the problems that its weights were trained on. With other problems, or with another seed for their
+order, the same number stands for other ones: some would come twice in an epoch, and others never.
+"""
+
+import hashlib
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from operator import length_hint
+from typing import Any
+
+from bridge.config import TrainConfig
+from bridge.config.choices import flag, flattened
+from bridge.core import redaction
+from bridge.core.foreign_code import shortened
+from bridge.errors import UsageError
+from bridge.run.checkpoint import SavedCheckpoint
+from bridge.run.run_directory import RunDirectory
+from bridge.types import Environment, Problem
+
+MOST_COMPARED = 20_000
+"""Problems of a list that are compared, evenly spaced, beside its length."""
+NUM_FIRST = 64
+"""Problems that are compared where there may be no last one."""
+MAY_DIFFER = {
+    "resume", "run_dir", "save_path", "training_steps", "restarts", "rendezvous", "vllm_config_path", "vllm_port",
+    "vllm_host", "server_url", "servers",
+}  # fmt: skip
+"""Choices that say how far a run goes, and where: not reported."""
+
+
+def digest(environment: Environment) -> str:
+    """Return what identifies an environment's problems in their order: the length of a list, and a sum of prompts.
+
+    System messages do not count: a run may go on with another one.
+    """
+    problems = iter(environment)
+    length = length_hint(problems)
+    compared = list(islice(problems, length or NUM_FIRST))
+    total = hashlib.blake2b(digest_size=16)
+    for problem in compared[:: max(1, length // MOST_COMPARED)]:
+        total.update(_text(problem).encode(errors="backslashreplace") + b"\0")
+    return f"{length or f'first {len(compared)}'}:{total.hexdigest()}"
+
+
+def _text(problem: Problem) -> str:
+    prompt: Any = problem["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    spoken = [message for message in prompt if message["role"] not in ("system", "developer")]
+    contents = [message.get("content") for message in spoken or prompt]
+    return contents[0] if len(contents) == 1 and isinstance(contents[0], str) else repr(contents)
+
+
+def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment | None) -> list[str]:
+    """Return what has changed since the checkpoint, a line each.
+
+    `config` is what the user chose for the resumed run, and `environment` its problems, if it samples its own.
+
+    Raises:
+        UsageError: the place in the data means nothing with these choices.
+    """
+    progress = source.progress
+    before = _choices(RunDirectory(progress.run_dir))
+    now = flattened(TrainConfig, config.model_dump(mode="json"))
+    differing = {key for key, value in now.items() if key in before and before[key] != value}
+    seed = before.get("seed") if progress.seed is None else progress.seed
+    if environment is not None and seed is not None and seed != config.seed:
+        raise UsageError(
+            f"--seed {config.seed}: {source.folder} was trained on {progress.problems_drawn:,} problems in the order of"
+            f" --seed {seed}, and in another order these are others",
+            remedy=f"--seed {seed}, or {_start_anew(source, config)}",
+        )
+    lines = [*_changed(before, now, differing - MAY_DIFFER, progress.step)]
+    given = None if environment is None else digest(environment)
+    if given is None or progress.problems is None or given == progress.problems:
+        return lines
+    (old, _), (new, _) = progress.problems.split(":"), given.split(":")
+    are_lists = old.isdecimal() and new.isdecimal()
+    if are_lists or differing & {"environment", "data"}:
+        counts = f" ({old} then, {new} now)" if old != new else ""
+        raise UsageError(
+            f"these are not the problems that {source.folder} was trained on{counts}: the first"
+            f" {progress.problems_drawn:,} of them would be passed over, and those of the run could come again",
+            remedy=f"give the same {flag('data' if config.task.data else 'environment')}, or"
+            f" {_start_anew(source, config)}",
+        )
+    lines.append(
+        f"the environment's first problems are not those of the run: {progress.problems_drawn:,} of them are passed"
+        " over all the same; let __iter__ yield the same problems each time"
+    )
+    return lines
+
+
+def _start_anew(source: SavedCheckpoint, config: TrainConfig) -> str:
+    if config.mode == "lora_only":
+        exported = f"bridge export {shlex.quote(str(source.folder))} FOLDER"
+        return f"start a new run from its weights: {exported}, then --model FOLDER without --resume"
+    return f"start a new run from its weights: --model {shlex.quote(str(source.folder))}, without --resume"
+
+
+def _choices(run: RunDirectory) -> Mapping[str, Any]:
+    """Return what the user chose for the run, by key; nothing if its directory is gone."""
+    try:
+        return run.choices(derived=False)
+    except (OSError, ValueError):
+        return {}
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], keys: set[str], step: int) -> Iterator[str]:
+    old, new = redaction.redacted(before), redaction.redacted(now)
+    changes = [f"{key} {_shown(old[key])} -> {_shown(new[key])}" for key in now if key in keys]
+    if changes:
+        yield f"changed since step {step}: {', '.join(changes)}"
+
+
+def _shown(value: Any) -> str:
+    return "default" if value is None else shortened(re.sub(r"\.0$", "", str(value)))

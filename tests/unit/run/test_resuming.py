@@ -1,0 +1,150 @@
+"""What a resumed run may change: other problems or another order are refused, everything else is one line."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import TrainConfig
+from bridge.errors import UsageError
+from bridge.run import checkpoint, resuming
+from bridge.run.checkpoint import Progress, SavedCheckpoint
+from bridge.types import Environment, Problem, Task
+from tests.unit.trainer_runs import Letters, Running, runner
+
+NAMES = [f"a{number}" for number in range(8)]
+
+
+def task(problems: Sequence[Any], *, listed: bool = True) -> Task:
+    def read() -> Iterator[Problem]:
+        return iter(problems) if listed else (problem for problem in problems)
+
+    return Task(problems=read, recipe=lambda: None)
+
+
+def named(names: Sequence[str], **more: Any) -> list[dict[str, Any]]:
+    return [{"prompt": name, **more} for name in names]
+
+
+def config(**choices: Any) -> TrainConfig:
+    return TrainConfig.of(**{"model_name": "m", "environment": "jsonl", "data": "a.jsonl", **choices})
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def saved(run_dir: Path, problems: Environment, **choices: Any) -> SavedCheckpoint:
+    """Return a checkpoint of step 4 of a run with these choices."""
+    chosen = config(**choices)
+    (run_dir / "config.json").write_text(json.dumps(chosen.document(chosen.settled())))
+    progress = Progress(
+        step=4, weight_version=4, problems_drawn=4, run_dir=run_dir,
+        seed=chosen.seed, problems=resuming.digest(problems),
+    )  # fmt: skip
+    folder = checkpoint.save(run_dir / "step_4", lambda path: (path / "x").touch(), progress)
+    return checkpoint.read(folder)
+
+
+def test_the_same_run_resumes_without_a_word(run_dir: Path) -> None:
+    source = saved(run_dir, task(named(NAMES)), lr=1e-4)
+    later = config(lr=1e-4, training_steps=99, resume=True, run_dir=run_dir, save_path=run_dir)
+    assert resuming.check(source, later, task(named(NAMES))) == []
+
+
+def test_what_may_change_is_one_line(run_dir: Path) -> None:
+    source = saved(run_dir, task(named(NAMES)), lr=1e-4, loss="dapo", batch_size=64)
+    lines = resuming.check(source, config(loss="grpo", batch_size=16, group_size=2), task(named(NAMES)))
+    assert lines == [
+        "changed since step 4: group_size 8 -> 2, batch_size 64 -> 16, loss dapo -> grpo, lr 0.0001 -> default"
+    ]
+
+
+@pytest.mark.parametrize(
+    "others", [named([*NAMES, "a8"]), named(NAMES[:-1]), named(NAMES[::-1]), named([f"b{n}" for n in range(8)])]
+)
+def test_other_problems_are_refused(run_dir: Path, others: list[Any]) -> None:
+    source = saved(run_dir, task(named(NAMES)))
+    with pytest.raises(UsageError, match=r"these are not the problems that .*step_4 was trained on") as refused:
+        resuming.check(source, config(), task(others))
+    assert refused.value.remedy.startswith("give the same --data, or start a new run from its weights: --model ")
+
+
+def test_another_seed_is_refused(run_dir: Path) -> None:
+    source = saved(run_dir, task(named(NAMES)), seed=3)
+    with pytest.raises(UsageError, match=r"--seed 0: .* was trained on 4 problems in the order of --seed 3") as refused:
+        resuming.check(source, config(), task(named(NAMES)))
+    assert refused.value.remedy.startswith("--seed 3, or start a new run from its weights: --model ")
+    assert resuming.check(source, config(seed=5), None) == ["changed since step 4: seed 3 -> 5"]  # it has no problems
+
+
+def test_the_same_problems_may_be_elsewhere_or_differ_beside_their_prompts(run_dir: Path) -> None:
+    source = saved(run_dir, task(named(NAMES, answer="1")), data="a.jsonl")
+    lines = resuming.check(source, config(data="moved/a.parquet"), task(named(NAMES, answer="2", level=1)))
+    assert lines == ["changed since step 4: data a.jsonl -> moved/a.parquet"]
+    user = {"role": "user", "content": "hi"}
+    before, now = ([{"prompt": [{"role": "system", "content": text}, user]}] for text in ("Be brief.", "Think."))
+    assert resuming.digest(task(before)) == resuming.digest(task(now))
+
+
+def test_an_environment_that_yields_other_problems_each_time_is_reported(run_dir: Path) -> None:
+    before, now = (task(named(random.Random(seed).sample(NAMES, 8)), listed=False) for seed in range(2))
+    source = saved(run_dir, before, environment="mine.py:Task", data=None)
+    (line,) = resuming.check(source, config(environment="mine.py:Task", data=None), now)
+    assert line.startswith("the environment's first problems are not those of the run: 4 of them are passed over")
+    with pytest.raises(UsageError, match="these are not the problems"):
+        resuming.check(source, config(environment="other.py:Task", data=None), now)
+
+
+def test_a_run_without_a_record_of_its_problems_resumes(run_dir: Path) -> None:
+    source = saved(run_dir, task(named(NAMES)))
+    old = source.progress.model_copy(update={"problems": None, "seed": None})
+    later = SavedCheckpoint(source.folder, old)
+    assert resuming.check(later, config(), task(named(["b"]))) == []
+    with pytest.raises(UsageError, match="in the order of --seed 0"):
+        resuming.check(later, config(seed=1), task(named(["b"])))
+    (run_dir / "config.json").write_text('{"derived": 7')
+    assert resuming.check(later, config(seed=1), task(named(["b"]))) == []
+
+
+def test_a_long_list_is_compared_by_its_length_and_some_of_its_problems() -> None:
+    many = named([f"p{number}" for number in range(3 * resuming.MOST_COMPARED)])
+    first = resuming.digest(task(many))
+    assert first.startswith("60000:")
+    assert resuming.digest(task(many)) == first
+    assert resuming.digest(task([*many, {"prompt": "one more"}])) != first
+    assert resuming.digest(task(many[::-1])) != first
+
+
+class Rows(Letters):
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __iter__(self) -> Iterator[Problem]:
+        return iter([{"prompt": name} for name in self._names])
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
+    return runner(tmp_path, monkeypatch)
+
+
+def test_a_resumed_run_refuses_other_problems_and_records_changes(running: Running) -> None:
+    fixed: dict[str, Any] = {"save_interval": 1, "batch_size": 4, "group_size": 4}
+    with running() as run:
+        run.train(Rows(NAMES), training_steps=2, **fixed)
+    with running() as run:
+        with pytest.raises(UsageError, match="these are not the problems"):
+            run.go_on(Rows([*NAMES, "a8"]), training_steps=4, **fixed)
+        with pytest.raises(UsageError, match="in the order of --seed 0"):
+            run.go_on(Rows(NAMES), training_steps=4, seed=1, **fixed)
+        run.go_on(Rows(NAMES), training_steps=4, **(fixed | {"lr": 5e-4}))
+        events = (run.folder / "run/events.log").read_text()
+        assert " changed since step 2: lr 0.001 -> 0.0005\n" in events
+        prompts = [json.loads(line)["problem"]["prompt"] for line in (run.folder / "run/rollouts.jsonl").open()]
+    assert len(set(prompts)) == 4
