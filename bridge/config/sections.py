@@ -187,7 +187,7 @@ class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)),
     """The adapter of mode `lora_only`."""
 
     r: int = declare(16, ge=1, borrowed=("lora_rank",))
-    """Rank of the adapter."""
+    """Rank of the adapter; by memory one that vLLM has slots of: 1, 8, 16, 32, 64, 128, 256, 320 or 512."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale the adapter's output by lora_alpha / lora_r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)

@@ -259,9 +259,14 @@ def _add_transfer(extra: Added, given: set[str], reload: str, *, replicas: int, 
     extra.environment["VLLM_SERVER_DEV_MODE"] = "1"
 
 
+def slot_rank(rank: int) -> int | None:
+    """Return the rank of vLLM's smallest slot that takes an adapter of `rank`; None: there is none."""
+    return next((size for size in RANKS if size >= rank), None)
+
+
 def _add_adapters(extra: Added, rank: int, given: set[str], *, experts: bool) -> None:
     """Let the server take one adapter of `rank` at a time, of routed `experts` too."""
-    size = next((size for size in RANKS if size >= rank), None)
+    size = slot_rank(rank)
     if size is None:
         raise UsageError(
             f"--max-lora-rank {rank}: vLLM takes adapters up to rank {RANKS[-1]}",

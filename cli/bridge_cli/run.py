@@ -12,7 +12,7 @@ from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
 from bridge.processes.server_command import ServerCommand, prepare
 from bridge.processes.server_process import START_LIMIT_S
-from bridge.processes.vllm_flags import names
+from bridge.processes.vllm_flags import names, slot_rank, value
 from bridge.run.run_directory import RunDirectory, write_json
 from bridge_cli import consistency, console, ending, layout, rank, rank_run
 from bridge_cli.options import Json, from_config
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from bridge.run.checkpoint import SavedCheckpoint
 
 SHARDED = "--fully-sharded-loras"
+MAX_RANK = "--max-lora-rank"
 """A flag of vLLM's."""
 StartLimit = Annotated[
     float,
@@ -176,7 +177,8 @@ def for_adapters(
     `experts` gives room for routed experts, too.
 
     Raises:
-        UsageError: the user asked for too little room, or for slots that are cut in another way.
+        UsageError: the user asked for too little room, for slots that are cut in another way, or, if it is trained
+            `in_memory`, for slots of another rank.
     """
     if in_memory and serve.tensor_parallel_size > 1 and SHARDED in names(flags):
         raise UsageError(
@@ -191,12 +193,21 @@ def for_adapters(
         )
     if experts:
         serve = serve.model_copy(update={"lora_experts": True})
-    if serve.max_lora_rank is None:
-        console.note(f"--max-lora-rank {rank}: the rank of --lora-r", style="dim")
-        return serve.model_copy(update={"max_lora_rank": rank})
-    if serve.max_lora_rank < rank:
+    to_vllm = value(flags, MAX_RANK)
+    given = int(to_vllm) if to_vllm.isdecimal() else serve.max_lora_rank
+    if given is not None and given < rank:
         raise UsageError(
-            f"--max-lora-rank {serve.max_lora_rank} is less than --lora-r {rank}",
-            remedy="leave --max-lora-rank out: it is derived",
+            f"{MAX_RANK} {given} is less than --lora-r {rank}", remedy=f"leave {MAX_RANK} out: it is derived"
         )
+    slot = slot_rank(rank if given is None else given)
+    if in_memory and slot is not None and slot != rank:
+        instead = f"leave {MAX_RANK} out" if slot_rank(rank) == rank else f"--lora-r {slot}"
+        raise UsageError(
+            f"--lora-r {rank}: with --lora-handover memory the adapter is trained in a slot of vLLM, which has rank"
+            f" {slot}",
+            remedy=f"{instead}, or --lora-handover disk",
+        )
+    if serve.max_lora_rank is None:
+        console.note(f"{MAX_RANK} {rank}: the rank of --lora-r", style="dim")
+        return serve.model_copy(update={"max_lora_rank": rank})
     return serve

@@ -64,15 +64,35 @@ def test_a_server_that_is_only_restarted_is_the_stock_one(choices: dict[str, str
     assert TrainConfig.model_validate({"model_name": "m", **choices}).needs_patched_server is patched
 
 
-def test_the_server_takes_adapters_of_the_rank_that_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_the_server_takes_adapters_of_the_rank_that_is_trained(
+    capsys: pytest.CaptureFixture[str], in_memory: bool
+) -> None:
     serve = ServeConfig(model="m")
-    assert run.for_adapters(serve, 12, in_memory=True).max_lora_rank == 12
-    assert "--max-lora-rank 12: the rank of --lora-r" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="--max-lora-rank 8 is less than --lora-r 12"):
-        run.for_adapters(serve.model_copy(update={"max_lora_rank": 8}), 12, in_memory=True)
-    larger = serve.model_copy(update={"max_lora_rank": 64})
-    assert run.for_adapters(larger, 12, in_memory=True).max_lora_rank == 64
-    assert capsys.readouterr().err == ""
+    for size in (1, 8, 16, 32, 64, 128, 256, 320, 512):
+        assert run.for_adapters(serve, size, in_memory=in_memory).max_lora_rank == size
+        assert f"--max-lora-rank {size}: the rank of --lora-r" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--max-lora-rank 8 is less than --lora-r 16"):
+        run.for_adapters(serve.model_copy(update={"max_lora_rank": 8}), 16, in_memory=in_memory)
+
+
+@pytest.mark.parametrize(
+    ("rank", "choices", "flags", "slot"),
+    [
+        *((rank, {}, (), slot) for rank, slot in [(4, 8), (12, 16), (24, 32), (48, 64)]),
+        (16, {"max_lora_rank": 64}, (), 64),
+        (16, {"max_lora_rank": 17}, (), 32),
+        (16, {}, ("--max_lora_rank=32",), 32),
+    ],
+)
+def test_a_rank_other_than_the_slots_is_refused(
+    rank: int, choices: dict[str, int], flags: tuple[str, ...], slot: int
+) -> None:
+    serve = ServeConfig(model="m", **choices)
+    with pytest.raises(UsageError, match=f"--lora-r {rank}: .* rank {slot}") as caught:
+        run.for_adapters(serve, rank, flags, in_memory=True)
+    assert "--lora-handover disk" in caught.value.remedy
+    assert run.for_adapters(serve, rank, flags, in_memory=False).max_lora_rank == (serve.max_lora_rank or rank)
 
 
 def test_the_server_has_slots_for_the_experts_that_are_trained() -> None:
