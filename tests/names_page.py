@@ -1,4 +1,4 @@
-"""docs/names.md, generated from what each choice declares: flags of TRL and verl, and ours.
+"""docs/names.md, generated from what each choice declares: flags of TRL, verl and Unsloth, and ours.
 
 `python -m tests.names_page` regenerates the page.
 """
@@ -12,7 +12,7 @@ from bridge.config.declaration import HINTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "names.md"
 INTRODUCTION = """\
-# Flags of TRL and verl
+# Flags of TRL, verl and Unsloth
 
 Names that you know from TRL's `GRPOConfig` and from verl work as flags, variables (`BRIDGE_LEARNING_RATE`) and
 TOML keys where they mean the same. `max_steps`, `save_steps` and `eval_steps` are refused with several updates per
@@ -27,8 +27,9 @@ the command line knows.
 OTHERS = """
 ## Different here, or not there
 
-A command that gets one of these stops, with the text on the right as its hint. Of one of verl's paths, such as
-`actor_rollout_ref.rollout.n`, only the last part counts.
+A command that gets one of these stops, with the text on the right as its hint. They are names of TRL, transformers'
+`Trainer`, Unsloth, verl and vLLM. Of one of verl's paths, such as `actor_rollout_ref.rollout.n`, only the last part
+counts.
 
 | there | here |
 |---|---|

@@ -5,17 +5,16 @@ the environment variable without its prefix. TOML takes tables, `[optimizer] lr 
 Precedence: TOML (`--config`) < environment (`BRIDGE_` + key) < flags.
 """
 
-import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError, model_validator
 
-from bridge.config.declaration import Choice, Section, hint
+from bridge.config.declaration import Choice, Section, hint, nearest
 from bridge.core.foreign_code import described, reason_of
 from bridge.errors import UsageError
 
@@ -50,7 +49,7 @@ class Config(Section):
             if key is not None:
                 given[key], origins[key], names[key] = value, origin, name
             elif not any(other.field_of(name) for other in beside):
-                raise _unknown(name, origin, (cls, *beside))
+                raise _unknown(name, value, origin, (cls, *beside))
         try:
             config = cls.of(**given)
         except ValidationError as error:
@@ -193,7 +192,7 @@ def _refuse_unknown_variables() -> None:
     known = {ENVIRONMENT_PREFIX + name.upper() for cls in classes for name in cls.names()} | NO_CHOICES
     for variable, value in os.environ.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and value and variable not in known:
-            raise _unknown(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), variable, classes)
+            raise _unknown(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), value, variable, classes)
 
 
 def _from_toml(path: Path | None) -> dict[str, Any]:
@@ -209,13 +208,37 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid TOML{reason_of(error)}", remedy="fix the line that it names") from error
 
 
-def _unknown(name: str, origin: str, classes: tuple[type[Config], ...]) -> UsageError:
-    known = [other for cls in classes for other in cls.names()]
-    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+def own_names(classes: Iterable[type[Config]]) -> dict[str, str]:
+    """Return every name under which a choice of `classes` may be given -> its name here."""
+    names: dict[str, str] = {}
+    for cls in classes:
+        for name, key in cls.names().items():
+            is_ours = name == key or name in cls.choices()[key].synonyms
+            names.setdefault(name, name if is_ours else key)
+    return names
+
+
+def _unknown(name: str, value: Any, origin: str, classes: tuple[type[Config], ...]) -> UsageError:
     is_variable = origin.startswith(ENVIRONMENT_PREFIX)
-    meant = [ENVIRONMENT_PREFIX + other.upper() if is_variable else other for other in near]
-    remedy = hint(name) or (f"did you mean {meant[0]}?" if meant else "see --help for every choice")
+    if isinstance(value, Mapping):
+        return UsageError(f"{origin}: there is no such table", remedy=_right_table(name, value, classes))
+    near = nearest(name.replace("-", "_"), own_names(classes))
+    meant = (ENVIRONMENT_PREFIX + near.upper() if is_variable else near) if near else None
+    remedy = hint(name) or (f"did you mean {meant}?" if meant else "see --help for every choice")
     return UsageError(f"{origin}: there is no such choice", remedy=remedy)
+
+
+def _right_table(name: str, table: Mapping[str, Any], classes: tuple[type[Config], ...]) -> str:
+    """Return where the choices in an unknown TOML table belong."""
+    tables = [field for cls in classes for field in cls.model_fields if _section(cls, field)]
+    for key in table:
+        for cls in classes:
+            if (known := cls.field_of(key)) is not None:
+                *section, _ = cls.choices()[known].path
+                where = f"in [{section[0]}] or, like every choice, above all tables" if section else "above all tables"
+                return f"{key} belongs {where}"
+    near = nearest(name, {table: table for table in tables})
+    return f"did you mean [{near}]?" if near else f"the tables are {', '.join(dict.fromkeys(tables))}"
 
 
 def _fault(fault: Any, keys: Mapping[tuple[str, ...], str], origins: Mapping[str, str]) -> str:

@@ -16,7 +16,9 @@ HINTS: Mapping[str, str] = {
     for meaning, names in tomllib.loads(Path(__file__).with_name("borrowed.toml").read_text()).items()
     for name in names
 }
-"""TRL's and verl's name of something that is not the same here, or not there -> what to do."""
+"""Another system's name of something that is not the same here, or not there -> what to do."""
+NEAR = 0.8
+"""Least similarity, from 0 to 1, of a name that is offered in place of a wrong one: below it, most are guesses."""
 
 Only = tuple[str, tuple[str, ...]]
 """A switch, and its values with which a choice has an effect."""
@@ -104,6 +106,15 @@ def hint(name: str) -> str | None:
     return HINTS.get(name.lstrip("-").replace("-", "_").rpartition(".")[2])
 
 
+def nearest(wrong: str, names: Mapping[str, str]) -> str | None:
+    """Return what stands for the known name that is most like `wrong`; None if none is.
+
+    `names` has every known name, those of other systems included, and what stands for it here.
+    """
+    near = difflib.get_close_matches(wrong, names, n=1, cutoff=NEAR)
+    return names[near[0]] if near else None
+
+
 def _about(info: FieldInfo) -> dict[str, Any]:
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
@@ -112,9 +123,11 @@ def _in_one_line(cls: type[Section], fault: Any) -> UsageError:
     """Return the error for a wrong choice of a program, such as `SamplingConfig(max_tokens=5)`."""
     name, known = str(fault["loc"][0]) if fault["loc"] else "", list(cls.model_fields)
     if fault["type"] == "extra_forbidden":
-        same = [field for field, info in cls.model_fields.items() if name in _about(info).get("borrowed", ())]
-        near = [*same, *difflib.get_close_matches(name, known, n=1)]
-        remedy = f"did you mean {near[0]}?" if near else f"the choices are {', '.join(known)}"
+        others = {
+            other: field for field, info in cls.model_fields.items() for other in _about(info).get("borrowed", ())
+        }
+        near = nearest(name, {**others, **{field: field for field in known}})
+        remedy = f"did you mean {near}?" if near else f"the choices are {', '.join(known)}"
         return UsageError(f"{cls.__name__} has no choice {name!r}", remedy=remedy)
     message = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     return UsageError(

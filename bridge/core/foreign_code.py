@@ -115,11 +115,10 @@ def find_object(choice: Choice, name: str) -> Any:
         UsageError: there is no such file, or no such class or function in it.
         RewardError: its code raised.
     """
+    file = check_file(choice, name)
     path, _, attribute = name.rpartition(":")
     noun, example = NOUNS[choice], FORMS[choice].rpartition(":")[2]
-    if not path:
-        raise UsageError(f"{choice} {name!r} does not name a {noun}", remedy=f"--{choice} {name}:{example}")
-    module = _module(choice, paths.expanded(path), name)
+    module = _module(choice, file, name)
     target = getattr(module, attribute, None)
     if _fits(choice, target):
         return target
@@ -130,6 +129,23 @@ def find_object(choice: Choice, name: str) -> Any:
     raise UsageError(
         f"{problem}, it defines {', '.join(there) or f'no {noun} at all'}", remedy=f"--{choice} {path}:{close[0]}"
     )
+
+
+def check_file(choice: Choice, name: str) -> Path:
+    """Return the file that `name`, `file.py:Name`, refers to, without reading it.
+
+    Raises:
+        UsageError: it names no class or function, or there is no such file.
+    """
+    written, _, _ = name.rpartition(":")
+    if not written:
+        noun, example = NOUNS[choice], FORMS[choice].rpartition(":")[2]
+        raise UsageError(f"{choice} {name!r} does not name a {noun}", remedy=f"--{choice} {name}:{example}")
+    path = paths.expanded(written)
+    if not paths.is_file(path):
+        reason = "it is a folder" if paths.is_folder(path) else f"there is no such file in {Path.cwd()}"
+        raise UsageError(f"{choice} {name!r}: cannot read {path}: {reason}", remedy=f"--{choice} {FORMS[choice]}")
+    return path
 
 
 def _fits(choice: Choice, value: object) -> bool:
@@ -159,15 +175,11 @@ def instance_of(kind: type, name: str) -> Any:
 
 
 def _module(choice: Choice, path: Path, name: str) -> ModuleType:
-    what, remedy = f"{choice} {name!r}", f"--{choice} {FORMS[choice]}"
-    if not paths.is_file(path):
-        reason = "it is a folder" if paths.is_folder(path) else f"there is no such file in {Path.cwd()}"
-        raise UsageError(f"{what}: cannot read {path}: {reason}", remedy=remedy)
     file = path.resolve()
     # With a prefix, because a file called random.py would replace the standard library's module.
     spec = importlib.util.spec_from_file_location(f"bridge_{choice}_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{what}: {path} is not a Python file", remedy=remedy)
+        raise UsageError(f"{choice} {name!r}: {path} is not a Python file", remedy=f"--{choice} {FORMS[choice]}")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent))
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from bridge.checks import model as model_checks
 from bridge.checks import software
 from bridge.config import DeviceChoice, ServeConfig
+from bridge.core import paths
 from bridge.core.address import free_port
 from bridge.core.process import boot_id
 from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
@@ -37,21 +38,38 @@ def check_reachable(model: str) -> None:
     """Check that `model` is a folder, in the hub's cache or on the hub, and download its configuration from there."""
     from bridge.core import hub
 
-    if model_checks.read(model) is None and not Path(model).expanduser().is_dir():
+    if model_checks.read(model) is None and not paths.is_folder(paths.expanded(model)):
         hub.fetch_config(model)
+
+
+def check_folder(model: str, *, needs_config: bool = True) -> None:
+    """Check that a `model` written as a path is a folder, and has a configuration if the caller reads it.
+
+    vLLM would take a missing folder for a name on the hub.
+    """
+    folder = paths.expanded(model)
+    if paths.is_folder(folder):
+        if not needs_config or paths.is_file(folder / "config.json"):
+            return
+        missing = "there is no config.json in it"
+    elif paths.is_file(folder):
+        missing = "it is a file"
+    elif model.startswith(("/", ".", "~")):
+        missing = "there is no such folder"
+    else:
+        return
+    remedy = "give the folder of a Hugging Face model, or its name on the hub"
+    raise UsageError(f"--model {model}: {missing}", remedy=remedy)
 
 
 def check_model(model: str, *, shares_weights: bool = True) -> None:
     """Check that `model` exists, as a folder or on the hub, and that Bridge can serve it."""
-    folder = Path(model).expanduser()  # vLLM would take a missing folder for a name on the hub
-    if (model.startswith(("/", ".", "~")) or folder.is_dir()) and not (folder / "config.json").is_file():
-        missing = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
-        remedy = "give the folder of a Hugging Face model, or its name on the hub"
-        raise UsageError(f"--model {model}: {missing}", remedy=remedy)
+    folder = paths.expanded(model)
+    check_folder(model)
     check_reachable(model)
     config = model_checks.read(model)
     if config is None:
-        if folder.is_dir():
+        if paths.is_folder(folder):
             raise UsageError(f"--model {model}: its config.json describes no model", remedy="download or copy it again")
         return
     mode = model_checks.SHARED if shares_weights else model_checks.NONE

@@ -1,6 +1,8 @@
 """The `bridge` command: its subcommands, each imported only when it runs, and how errors are reported."""
 
 import importlib
+import re
+import shlex
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -133,13 +135,33 @@ def _usage(error: TyperException) -> tuple[str, str]:
     flag = getattr(error, "option_name", None)
     if flag is None or not hasattr(error, "possibilities"):
         message = error.format_message()
+        if stray := _stray(message, getattr(context, "command", None)):
+            return f"unexpected argument {stray}", f"did you mean --model {shlex.quote(stray)}?"
         return message[0].lower() + message[1:], f"{command} --help"
     if hint := declaration.hint(flag):
         return f"no such flag: {flag}", hint
-    if near := sorted(error.possibilities or ()):
-        return f"no such flag: {flag}", f"did you mean {' or '.join(near)}?"
+    if near := _near_flag(flag, getattr(context, "command", None)):
+        return f"no such flag: {flag}", f"did you mean {near}?"
     passes_on = "; vLLM's own flags go after --" if command.endswith((" serve-vllm", " run")) else ""
     return f"no such flag: {flag}", f"{command} --help{passes_on}"
+
+
+def _near_flag(wrong: str, command: Any) -> str | None:
+    """Return the flag of `command` that is most like `wrong`, under Bridge's own name; None if none is."""
+    from bridge.config import declaration
+    from bridge.config.choices import Config, flag, own_names
+
+    ours = own_names(Config.__subclasses__())
+    flags = [name for option in getattr(command, "params", ()) for name in option.opts if name.startswith("--")]
+    keys = {name: name.removeprefix("--").replace("-", "_") for name in flags}
+    return declaration.nearest(wrong, {name: flag(ours[key]) if key in ours else name for name, key in keys.items()})
+
+
+def _stray(message: str, command: Any) -> str | None:
+    """Return the argument without a flag that click's `message` refuses, if `command` has --model: most mean that."""
+    refused = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((\S+).*\)", message, re.DOTALL)
+    takes_model = any("--model" in option.opts for option in getattr(command, "params", ()))
+    return refused[1] if refused and takes_model else None
 
 
 def report_bug(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

@@ -5,9 +5,10 @@ Not covered: what the fields mean (`bridge/config`), and how a wrong flag is rep
 
 import inspect
 import re
+import shlex
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from rich.markup import escape
 from bridge.config.choices import Config, flag
 from bridge.config.declaration import Choice
 from bridge.errors import UsageError
+from bridge_cli import ending
 
 PANELS = (
     "", "Several GPUs and hosts", "Batch and sampling", "Continuous rollouts", "Problems and rewards", "Atropos",
@@ -56,6 +58,7 @@ def from_config(
 
         def run(**given: Any) -> None:
             mine = {name: given.pop(name) for name in own}
+            _refuse_stray(mine.get("vllm_flags") or ())
             toml = given.pop("config")
             flags = _merged(given, configs)
             command(*(cls.resolve(flags, toml, beside=configs) for cls in configs), **mine)
@@ -69,6 +72,14 @@ def from_config(
         return run
 
     return decorate
+
+
+def _refuse_stray(positional: Sequence[str]) -> None:
+    """Refuse positional arguments before --, which would be passed on to vLLM as its own flags."""
+    given = ending.GIVEN.get()
+    num_passed_on = len(given) - given.index("--") - 1 if "--" in given else 0
+    if stray := positional[: len(positional) - num_passed_on]:
+        raise UsageError(f"unexpected argument {stray[0]}", remedy=f"did you mean --model {shlex.quote(stray[0])}?")
 
 
 def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import typer
 
 from bridge.config import LoraConfig, ServeConfig, TrainConfig
 from bridge.errors import UsageError
+from bridge.processes import start_checks
 from bridge.processes.accelerator import check_host
 from bridge.processes.server_command import ServerCommand, prepare
 from bridge.processes.server_process import START_LIMIT_S
@@ -19,7 +20,7 @@ from bridge_cli.options import Json, from_config
 from bridge_cli.rank_run import Job, Opened, send_key, trained
 from bridge_cli.resume import open_run
 from bridge_cli.serve import VllmFlags
-from bridge_cli.training import load_environment
+from bridge_cli.training import check_files, load_environment
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
@@ -65,6 +66,8 @@ def run(
         raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
     if train.server.servers:
         raise UsageError("--servers: bridge run starts its own", remedy="bridge train --servers ...")
+    if rank.OWN_RANK.get() is None:  # the user's process; what it starts would ask again, beside servers that run
+        _check_first(serve, train)
     if on_ray:
         from bridge_cli import on_ray as cluster
 
@@ -93,6 +96,14 @@ def run(
         finally:
             if first.directory is not None:
                 first.directory.remove_if_unused()
+
+
+def _check_first(serve: ServeConfig, train: TrainConfig) -> None:
+    """Check what takes no time, before torch and transformers are imported, which takes seconds."""
+    start_checks.check_folder(serve.model)
+    check_files(train.task, train.rollouts)
+    if train.hosts == 1:  # of several hosts, only the first rank's has its server on this port
+        start_checks.check_port(serve.host, serve.port)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from bridge.errors import UsageError
 from bridge.processes.accelerator import check_host
 from bridge.processes.server_command import StartCommand
 from bridge.processes.server_process import StartedServer
-from bridge.processes.start_checks import check_reachable
+from bridge.processes.start_checks import check_folder, check_reachable
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Environment
 from bridge_cli import console, ending, layout, rank, rank_run, servers
@@ -23,7 +23,7 @@ from bridge_cli.options import Json, from_config
 from bridge_cli.rank_run import Opened
 from bridge_cli.resume import open_run
 from bridge_cli.servers import Running
-from bridge_cli.training import load_environment, train_in
+from bridge_cli.training import check_files, load_environment, train_in
 
 if TYPE_CHECKING:
     from bridge.ranks.world import Ranks
@@ -40,6 +40,8 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
                 remedy="name them: --servers; or bridge run, which starts a server on each GPU",
             )
     check_host(config)
+    check_folder(config.model_name, needs_config=False)  # the tokenizer is enough
+    check_files(config.task, config.rollouts)
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
     if config.publishing.reload == "transfer":

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from bridge.run.metrics import Summary
 
 
+def check_files(task: TaskConfig, rollouts: RolloutConfig) -> None:
+    """Check that the environment and the data that a run names are here, before anything that takes seconds."""
+    if rollouts.samples_here:
+        from bridge_environments import registry
+
+        registry.check_files(task)
+
+
 def load_environment(task: TaskConfig, rollouts: RolloutConfig, evaluation: EvaluationConfig) -> Task | None:
     """Return the environment that `task` names; None if rollouts come from elsewhere."""
     from bridge.rollouts import problems

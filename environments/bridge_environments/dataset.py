@@ -123,12 +123,20 @@ def read(source: str, subset: str | None, flag: str) -> tuple[Rows, Rows | None]
         return _of_files([path], ""), None
     if paths.is_folder(path):
         return _folder(path, subset, source, flag)
+    check_source(source, flag)
+    return _data_set(source, flag, source, name=subset)
+
+
+def check_source(source: str, flag: str) -> None:
+    """Check that `source` is a file, a folder or a name that the hub could have."""
+    path = paths.expanded(source)
+    if paths.is_file(path) or paths.is_folder(path):
+        return
     if not HUB_NAME.fullmatch(source) or path.suffix.lower() in SUFFIXES:
         raise UsageError(
             f"{flag} {source}: there is no such file or folder in {Path.cwd()}",
             remedy=f"{flag} path/to/problems.jsonl, or a name on the hub such as openai/gsm8k",
         )
-    return _data_set(source, flag, source, name=subset)
 
 
 # Files

@@ -10,7 +10,7 @@ from typing import Any, cast
 from bridge.agents.tools import Agent, Tools
 from bridge.config import TaskConfig
 from bridge.config.choices import flag
-from bridge.core.foreign_code import FORMS, find_object, instance_of, shortened, source_file
+from bridge.core.foreign_code import FORMS, check_file, find_object, instance_of, shortened, source_file
 from bridge.errors import UsageError
 from bridge.types import Interaction, Problem, Task
 from bridge_environments import dataset, environment_checks, packages, rewards
@@ -56,6 +56,23 @@ OF_DATA = ("data", "eval_data", "prompt_column", "answer_column")
 """Choices that only apply to problems read from rows."""
 PACKAGES = (f"{packages.VERIFIERS_PREFIX}ID", f"{packages.GYM_PREFIX}TASK")
 """Environments of other packages."""
+
+
+def check_files(config: TaskConfig) -> None:
+    """Check that the environment and the data that `config` names are here, without reading them.
+
+    Commands call this before anything that takes seconds.
+    """
+    _check_package_choices(config)
+    name = config.environment
+    if not name.startswith((packages.VERIFIERS_PREFIX, packages.GYM_PREFIX)):
+        if ":" in name or name.endswith(".py"):
+            check_file("environment", name)
+        elif name not in (*CLASSES, *FORMATS):
+            raise _no_environment(name)
+    for key in ("data", "eval_data"):
+        if (source := getattr(config, key)) is not None:
+            dataset.check_source(str(source), flag(key))
 
 
 def load(config: TaskConfig) -> Task:
@@ -218,11 +235,15 @@ def _class(config: TaskConfig) -> type:
         return CLASSES[name]
     if ":" in name or name.endswith(".py"):
         return find_object("environment", name)  # type: ignore[no-any-return]
+    raise _no_environment(name)
+
+
+def _no_environment(name: str) -> UsageError:
     known = [*CLASSES, *FORMATS]
     close = difflib.get_close_matches(name, known, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     form = FORMS["environment"]
-    raise UsageError(
+    return UsageError(
         f"no environment {name!r}, expected {', '.join((*known, *PACKAGES))} or {form}",
         remedy=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {form} for your own",
     )

@@ -187,3 +187,36 @@ def test_a_foreign_flag_is_refused_with_a_hint(flag: str, hint: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: no such flag: --")
     assert hint in done.stderr.splitlines()[-1]
+
+
+HINTED: dict[str, str] = {
+    "--dry-run": "bridge plan", "--tokenizer": "--model", "--patience": "--stop-at", "--deepspeed": "--gpus",
+    "--load-best-model-at-end": "bridge export", "--debug": "events.log", "--verbose": "events.log",
+    "--fast-inference": "always vLLM", "--kl-penalty": "--kl-coef", "--early-stopping": "--stop-at",
+    "--enable-lora": "--mode lora_only", "--epochs": "--training-steps", "--steps": "--training-steps",
+    "--max-seq-length": "--max-model-len", "--load_in_4bit": "quantized weights are not trained",
+    "--dataset": "--data", "--wandb_project": "WANDB_PROJECT", "--eval_strategy": "--eval-samples",
+    "--save_strategy": "--save-interval", "--log_completions": "rollouts.jsonl", "--push_to_hub": "--push",
+    "--hub_model_id": "--push", "--enforce_eager": "-- --enforce-eager", "--reward_weights": "--reward",
+    "--trust_remote_code": "-- --trust-remote-code", "--lrr": "did you mean --lr?",
+    "--num-itterations": "did you mean --passes-per-batch?", "--max-step": "did you mean --training-steps?",
+    "--batchsize": "did you mean --batch-size?", "--no-tensorbord": "did you mean --no-tensorboard?",
+    "--evaluate": "bridge run --help", "--pad-token": "bridge run --help",
+}  # fmt: skip
+"""A flag that Bridge does not have, and words of its hint: an answer, a name of Bridge's own, or the help."""
+
+
+@pytest.mark.parametrize("wrong", HINTED)
+def test_a_wrong_flag_has_a_right_hint_or_none(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.answer(["run", "--model", "m", wrong, "1"]) == 2
+    hint = capsys.readouterr().err.splitlines()[-1]
+    assert HINTED[wrong] in hint
+    assert " or --" not in hint
+
+
+@pytest.mark.parametrize("command", ["run", "train", "serve-vllm"])
+def test_a_model_without_its_flag_is_answered_with_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--", "--enforce-eager"] if command != "train" else []
+    assert main.answer([command, "./m", *more]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert (errors[0], errors[-1]) == ("error: unexpected argument ./m", "hint: did you mean --model ./m?")

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -299,6 +300,49 @@ def test_hosts_that_cannot_meet_are_refused(
     assert "not all 2 hosts came within" in bridge.refused(2, *hosts, "--rendezvous", "127.0.0.1:29411")
     assert "is 0.0.0.0 on this host" in bridge.refused(2, *hosts, "--rendezvous", "0.0.0.0:29400")
     assert "2 replicas do not divide the 3 groups of a batch" in bridge.refused(2, *hosts, "--batch-size", "12")
+
+
+FIRST = """
+import sys
+from bridge_cli.main import answer
+
+code = answer(sys.argv[1:])
+heavy = {"torch", "transformers", "datasets"} & sys.modules.keys()
+sys.exit(f"{heavy} was imported first" if heavy else code)
+"""
+AT_ONCE = {
+    "model": ("--model", "./nomodel", "--environment", "arithmetic"),
+    "data": ("--model", ".", "--environment", "jsonl", "--data", "nodata.jsonl"),
+    "held-out data": ("--model", ".", "--environment", "jsonl", "--data", "config.json", "--eval-data", "no.jsonl"),
+    "environment": ("--model", ".", "--environment", "nofile.py:Task"),
+    "name": ("--model", ".", "--environment", "arithmetics"),
+}
+"""What is not there -> flags that name it."""
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_what_is_not_there_is_refused_before_slow_imports(tmp_path: Path, case: str, command: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST, command, *AT_ONCE[case]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr[:7]) == (2, "error: "), done.stderr
+
+
+def test_a_taken_port_is_refused_before_slow_imports(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = ["run", "--model", ".", "--environment", "arithmetic", "--port", port]
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+    assert (done.returncode, done.stderr.split(" by ")[0]) == (2, f"error: port {port} is taken"), done.stderr
 
 
 MODELS: tuple[tuple[int, str, str], ...] = (
