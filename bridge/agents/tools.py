@@ -146,12 +146,12 @@ def awaited(result: Any) -> Any:
         return result
     import asyncio  # which most classes do not need
 
-    from bridge.core.concurrency import in_thread
+    from bridge.core.concurrency import in_thread, result_of
 
     async def value() -> Any:
         return await result
 
-    return in_thread(lambda: asyncio.run(value()), "awaited").result()  # this one may have an event loop
+    return result_of(in_thread(lambda: asyncio.run(value()), "awaited"))  # this one may have an event loop
 
 
 def _cut(text: str) -> str:

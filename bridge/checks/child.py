@@ -15,7 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field
 
 import bridge
-from bridge.core.interrupt import acting_interrupt, deferred_interrupt
+from bridge.core.interrupt import acting_interrupt, deferred_interrupt, wait_until
 from bridge.errors import BridgeError, first_line, with_class
 from bridge.server.manifest import CudaHandle, Record
 
@@ -115,12 +115,18 @@ def run_child(
 def run_children(run: Callable[[int, Began], str], count: int) -> list[str]:
     """Return `run(index, began)` of each index, all at the same time; if one fails, or on Ctrl-C, all processes end."""
     processes: list[subprocess.Popen[str]] = []
+
+    def have_ended(seconds: float) -> bool:
+        ended, running = wait(results, timeout=seconds, return_when=FIRST_EXCEPTION)
+        for result in ended:
+            result.result()
+        return not running
+
     with deferred_interrupt(), ThreadPoolExecutor(count) as pool:
         results = [pool.submit(run, index, processes.append) for index in range(count)]
         try:
             with acting_interrupt():
-                for result in as_completed(results):
-                    result.result()
+                wait_until(have_ended)
         finally:  # they would wait for each other
             while wait(results, timeout=POLL_S).not_done:
                 for process in processes:

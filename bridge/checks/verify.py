@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from bridge.checks import Check, judged, quantized, skipped
 from bridge.checks.child import Began, exit_code, run_child, run_children
 from bridge.config import SamplingConfig
 from bridge.core.address import free_port
+from bridge.core.concurrency import map_in_threads
 from bridge.errors import AttachError
 from bridge.passes import routing
 from bridge.passes.logprobs import model_logprobs
@@ -123,8 +123,7 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
     """
     expected = "equal checksums of every tensor on all servers"
     for _ in range(TRIES):
-        with ThreadPoolExecutor(len(paths)) as pool:
-            first, *others = pool.map(look, paths)
+        first, *others = map_in_threads(look, paths, len(paths))
         if all(replica.version == first.version for replica in others):
             break
     else:

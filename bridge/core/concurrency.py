@@ -1,18 +1,24 @@
-"""Run several coroutines, and a call in a thread that can be left behind; end a thread; wait for a socket."""
+"""Run coroutines, and calls in threads that can be left behind; end a thread; wait for a socket."""
 
 import asyncio
 import ctypes
+import math
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
+from typing import Any, TypeVar
 
+from bridge.core.interrupt import acting_interrupt, deferred_interrupt, wait_until
 from bridge.types import Result
 
+Item = TypeVar("Item")
 RETRY_S = 0.5
+GRACE_S = 2.0
+"""Time for a thread to end after a second interrupt, before it is left behind."""
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -42,6 +48,37 @@ def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
     return result
 
 
+def result_of(future: "Future[Result]", limit_s: float = math.inf) -> Result:
+    """Return the result of a future, or raise its error; an interrupt ends the wait for it.
+
+    TimeoutError if there is none after `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    wait_until(lambda seconds: wait([future], timeout=seconds).done or time.monotonic() > deadline)
+    return future.result(0)
+
+
+def map_in_threads(call: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> Iterator[Result]:
+    """Yield `call(item)` of each item, in order, and make `num_threads` calls at the same time.
+
+    After an error or an interrupt no call begins any more, and those that have begun are left behind.
+    """
+    turns, is_over = threading.Semaphore(num_threads), threading.Event()
+
+    def run(item: Item) -> Result:
+        with turns:
+            if is_over.is_set():
+                raise CancelledError
+            return call(item)
+
+    try:
+        futures = [in_thread(partial(run, item), "map") for item in items]
+        for future in futures:
+            yield result_of(future)
+    finally:
+        is_over.set()
+
+
 def is_readable(connection: socket.socket, wait_s: float) -> bool:
     """Return whether something arrives within `wait_s`, or the other end closes.
 
@@ -55,8 +92,22 @@ def is_readable(connection: socket.socket, wait_s: float) -> bool:
 def end_thread(thread: threading.Thread) -> None:
     """Raise SystemExit at the next line of Python of `thread`, and again until it ends, since any code may catch it.
 
+    A thread inside one long call of C notices nothing until that returns. An interrupt ends the wait for it and is
+    raised.
+
     Its `is_alive` does not tell: once Ctrl-C interrupts a `join`, Python 3.11 takes a running thread for an ended one.
     """
-    while thread in threading.enumerate():  # not asked by number, which the next thread may get
+    with deferred_interrupt():
+        try:
+            with acting_interrupt():
+                _end(thread, math.inf)
+        except KeyboardInterrupt:
+            _end(thread, GRACE_S)
+            raise
+
+
+def _end(thread: threading.Thread, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while thread in threading.enumerate() and time.monotonic() < deadline:  # a number may be the next thread's
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         time.sleep(RETRY_S)

@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from bridge.core.concurrency import in_thread
+from bridge.core.concurrency import in_thread, result_of
 from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
 
@@ -35,7 +35,7 @@ def fetch_config(model: str) -> Path | None:
     if "://" in model or os.environ.get(ELSEWHERE, "").lower() in {"1", "true"}:
         return None
     try:
-        return in_thread(lambda: _download(model), "download").result(LIMIT_S).parent
+        return result_of(in_thread(lambda: _download(model), "download"), LIMIT_S).parent
     except Exception as error:  # requests fail in ways that differ between versions of huggingface_hub
         why, remedy = _explained(error, model)
         raise UsageError(f"--model {model}: {why}", remedy=remedy) from error
@@ -71,12 +71,13 @@ def why_unreachable(data_set: str) -> str:
     The library datasets would retry for half a minute.
     """
     try:
-        in_thread(
+        asked = in_thread(
             lambda: get_hf_file_metadata(
                 hf_hub_url(data_set, "README.md", repo_type="dataset"), timeout=REQUEST_LIMIT_S
             ),
             "hub",
-        ).result(LIMIT_S)
+        )
+        result_of(asked, LIMIT_S)
     except Exception as error:  # noqa: BLE001  as above
         return _no_answer(error) if type(error).__name__ in UNREACHABLE else ""
     return ""

@@ -3,6 +3,7 @@
 What they do is up to their handlers; `bridge` lets them raise KeyboardInterrupt (`cli/bridge_cli/signals.py`).
 """
 
+import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from bridge.types import Result
+
+WAKE_S = 0.2
+"""Longest part of a wait that an interrupt should end."""
+COMPILER = "compiler"
+"""Name of a thread in which torch compiles: the interpreter would crash if it ended under that."""
 SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 )  # fmt: skip
@@ -58,6 +65,39 @@ def acting_interrupt() -> Iterator[None]:
         if came:
             signal.raise_signal(came[-1])
         yield
+
+
+def wait_until(wait: Callable[[float], object]) -> None:
+    """Call `wait(seconds)` until it returns something true; an interrupt acts between two calls.
+
+    Without a time limit, an interrupt may be lost. A signal goes to any thread that unblocks signals at that moment,
+    as one does that starts a thread or a process; Python runs the handler in the main thread, but nothing wakes it.
+    """
+    while not wait(WAKE_S):
+        pass
+
+
+def next_item(items: "queue.SimpleQueue[Result]") -> Result:
+    """Return the next item of a queue; an interrupt ends the wait for it."""
+    while True:
+        try:
+            return items.get(timeout=WAKE_S)
+        except queue.Empty:
+            continue
+
+
+@contextmanager
+def taken(lock: "threading.RLock | threading.Lock") -> Iterator[None]:
+    """Hold `lock` inside the block; an interrupt ends the wait for it, and leaves it free."""
+    is_taken = False
+    try:
+        while not is_taken:
+            with deferred_interrupt():
+                is_taken = lock.acquire(timeout=WAKE_S)
+        yield
+    finally:
+        if is_taken:
+            lock.release()
 
 
 @contextmanager

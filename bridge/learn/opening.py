@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, OptimizerConfig, TrainConfig
 from bridge.core.concurrency import end_thread
-from bridge.core.interrupt import deferred_interrupt
+from bridge.core.interrupt import COMPILER, deferred_interrupt, wait_until
 from bridge.errors import AttachError, UnsupportedModelError, UsageError, first_line, with_class
 from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
@@ -93,7 +93,7 @@ def compiling_ahead(
     vLLM compares what is free when it starts and when it has loaded: a stand-in takes its memory before the block, and
     torch's allocator keeps it until the end. An error costs only time.
     """
-    has_memory = threading.Event()
+    has_memory, is_over = threading.Event(), threading.Event()
 
     def compile_all() -> None:
         try:
@@ -110,15 +110,17 @@ def compiling_ahead(
             note(f"the trainer's code is compiled when training begins: {with_class(error)}")
         finally:
             has_memory.set()
+            is_over.set()
 
-    thread = threading.Thread(target=compile_all, name="compiler", daemon=True)
+    thread = threading.Thread(target=compile_all, name=COMPILER, daemon=True)
     try:
         with deferred_interrupt():  # a thread that started half cannot be ended
             thread.start()
-        has_memory.wait()
+        wait_until(has_memory.wait)
         yield
         if thread.is_alive():
             note("waiting for the trainer's code, which is still being compiled")
+        wait_until(is_over.wait)
         thread.join()
     except BaseException:
         with deferred_interrupt():  # a process that ends while torch compiles in a thread crashes

@@ -22,6 +22,7 @@ import torch
 
 from bridge.core.address import free_port
 from bridge.core.concurrency import in_thread
+from bridge.core.interrupt import next_item
 from bridge.errors import AttachError, BridgeError, ServerUnreachableError, UsageError, first_line
 from bridge.modes.none import OwnCopy
 from bridge.server import discovery, fence, manifest
@@ -120,7 +121,7 @@ class Receivers:
         for server in self._servers:
             started = in_thread(partial(call, server), "receiver")
             started.add_done_callback(lambda ended: outcomes.put(ended.exception()))
-        errors = (error for _ in self._servers if (error := outcomes.get()) is not None)
+        errors = (error for _ in self._servers if (error := next_item(outcomes)) is not None)
         first = next(errors, None)
         if first is None:
             return
@@ -283,7 +284,7 @@ class Transfer(OwnCopy):
                 return import_module(SENDER).open_sender(tensors, self._receivers, address, free_port(address), workers)
 
         in_thread(meet, "sender").add_done_callback(outcomes.put)
-        if isinstance(first := outcomes.get(), BaseException):
+        if isinstance(first := next_item(outcomes), BaseException):
             raise first
         return first.result()
 

@@ -3,9 +3,13 @@
 Signals act in the main thread alone. One that interrupts a caller while it waits cancels the coroutine, and is raised
 once that has ended. Foreign code that scores in this process runs in the thread that waits, as debuggers and signal
 handlers expect, so none of it runs while that thread computes.
+
+Threads that call wait for each other. A process that was forked from this one has no such thread, and leaves it alone.
 """
 
 import asyncio
+import os
+import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
@@ -13,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
-from bridge.core.interrupt import acting_interrupt, deferred_interrupt
+from bridge.core.interrupt import WAKE_S, acting_interrupt, deferred_interrupt, taken
 from bridge.types import Result
 
 PATIENCE_S = 5.0
@@ -30,9 +34,26 @@ class EventLoop:
         """What the thread that waits does next; it looks whether it still has to wait after each of them."""
         self._is_waited_for = False
         self._limits: dict[asyncio.Timeout, float] = {}
+        self._turn = threading.RLock()
+        """Held by the thread that runs a coroutine; a call that it makes for the loop may run another one."""
+        self._pid = 0
+        """The process that has the thread."""
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine, and wait for it; an exception raised here, such as Ctrl-C, cancels it."""
+        """Run a coroutine, and wait for it; an exception raised here, such as Ctrl-C, cancels it.
+
+        Another thread's coroutine is waited for first. asyncio.CancelledError if `close` cancelled this one.
+        """
+        is_begun = False
+        try:
+            with taken(self._turn):
+                is_begun = True
+                return self._run(coroutine)
+        finally:
+            if not is_begun:
+                coroutine.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         task: Future[asyncio.Task[Result]] = Future()
         try:
             self._begin(coroutine, task)
@@ -91,7 +112,8 @@ class EventLoop:
     @deferred_interrupt()  # half closed, it would lose the tasks that are left
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel everything that is left, then run `last`, and end the thread; a second interrupt ends the wait."""
-        if self._thread is None:
+        if self._thread is None or self._pid != os.getpid():
+            self._thread = None
             last.close()
             return
         task: Future[asyncio.Task[None]] = Future()
@@ -135,6 +157,7 @@ class EventLoop:
 
         if self._thread is None:
             self._loop = asyncio.new_event_loop()
+            self._pid = os.getpid()
             self._thread = threading.Thread(target=self._run_forever, name="rollouts", daemon=True)
             self._thread.start()
         self._loop.call_soon_threadsafe(begin)
@@ -142,10 +165,17 @@ class EventLoop:
     def _wait(self, task: "Future[asyncio.Task[Any]]") -> None:
         """Run the calls that the loop requests, until a task is done.
 
-        An interrupt may come after the last call was taken out of the queue, so the task itself is looked at first.
+        An interrupt may come after the last call was taken out of the queue, or another thread that closes the loop may
+        take it, so the task itself is looked at first.
         """
         while not (task.cancelled() or (task.done() and task.result().done())):
-            self._calls.get()()
+            if self._loop.is_closed():
+                raise asyncio.CancelledError
+            try:
+                call = self._calls.get(timeout=WAKE_S)
+            except queue.Empty:
+                continue
+            call()
 
     def _cancel(self, task: "Future[asyncio.Task[Any]]", coroutine: Coroutine[Any, Any, Any]) -> None:
         if task.done():

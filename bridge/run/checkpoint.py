@@ -9,7 +9,6 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from bridge.core import atomic_folder
+from bridge.core.concurrency import map_in_threads
 from bridge.errors import CheckpointError, UsageError
 from bridge.ranks.world import Ranks
 from bridge.server.manifest import Record
@@ -198,8 +198,7 @@ def _checksums(paths: Iterable[Path]) -> Iterator[str]:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        yield from pool.map(checksum, paths)
+    return map_in_threads(checksum, paths, min(MAX_THREADS, os.cpu_count() or 1))
 
 
 def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:

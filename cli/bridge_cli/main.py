@@ -104,7 +104,7 @@ def bridge(
 def main() -> None:
     """Run the command line of this process and exit."""
     sys.excepthook = report_bug
-    sys.exit(signals.prepare().finish(answer(sys.argv[1:])))
+    signals.leave(signals.prepare().finish(answer(sys.argv[1:])))
 
 
 def answer(arguments: Sequence[str]) -> int:

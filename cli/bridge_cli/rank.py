@@ -132,3 +132,4 @@ def main() -> None:
     if rank.run_dir.exists():
         arguments = ending.with_choices(arguments, {"run_dir": str(rank.run_dir.resolve())})
     rank.report(on_signal.finish(command.answer(arguments)))
+    signals.leave(0)

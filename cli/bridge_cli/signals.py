@@ -7,12 +7,13 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, NoReturn, TextIO, TypeVar, cast
 
-from bridge.core.interrupt import SIGNALS
+from bridge.core.interrupt import COMPILER, SIGNALS
 from bridge.errors import UsageError
 
 T = TypeVar("T")
@@ -84,6 +85,15 @@ class DisconnectableStream:
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
         return otherwise
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with `code`, at once if torch still compiles in a thread that could not be ended."""
+    if any(thread.name == COMPILER for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def prepare() -> InterruptHandler:

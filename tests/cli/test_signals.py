@@ -72,6 +72,47 @@ def test_ctrl_c_ends_the_processes_of_verify(tmp_path: Path) -> None:
     assert not [part for part in parts if part.is_running()]
 
 
+COMPILES_IN_C = """
+import sys, time
+from contextlib import ExitStack
+from types import SimpleNamespace
+from bridge.learn import opening
+from bridge_cli import main
+from bridge_cli.verify import discovery
+
+def find(given):
+    with ExitStack() as server:
+        server.callback(print, "the server was stopped", flush=True)
+        with opening.compiling_ahead(lambda: time.sleep(600), SimpleNamespace(mode="shared_vllm"), print):
+            pass
+
+discovery.find = find
+main.main()
+"""
+
+
+@pytest.mark.xdist_group("commands")
+@pytest.mark.timeout(3 * RUN_LIMIT_S)
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_a_command_that_compiles(tmp_path: Path, first: signal.Signals) -> None:
+    """The thread that compiles is in one long call of C, where nothing can end it."""
+    process = Command(["verify"], tmp_path, program=COMPILES_IN_C)
+    try:
+        deadline = time.monotonic() + RUN_LIMIT_S
+        while psutil.Process(process.pid).num_threads() < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(first)
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits: torch may return soon
+            process.wait(2.0)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(RUN_LIMIT_S) == 128 + first
+    finally:
+        process.kill()
+        process.wait()
+    assert process.stdout == "the server was stopped\n"
+    assert process.stderr == "interrupted\n"
+
+
 @pytest.mark.parametrize("number", OTHERS)
 def test_only_ctrl_c_interrupts_an_ending_command(number: int) -> None:
     ending = InterruptHandler()
