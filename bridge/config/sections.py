@@ -89,7 +89,8 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     """Give an advantage only to this share of an update's tokens, those where the policy's entropy is highest; below 1,
     this takes another forward pass."""
     kl_coef: float = declare(0.0, ge=0, borrowed=("kl_loss_coef",))
-    """Weight of the KL divergence from a frozen reference."""
+    """Weight of the KL divergence from a frozen reference. Its value estimates KL(policy || reference) by k3; its
+    gradient is that of KL(reference || policy), as in GRPO's paper."""
     kl_in_reward: bool = False
     """Subtract the KL divergence from the reward of each token, instead of adding it to the loss."""
     reference_model: str | None = declare(None, only=("mode", ("shared_vllm", "none")))

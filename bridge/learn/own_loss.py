@@ -1,5 +1,8 @@
 """A policy loss in a user's file, `--loss file.py:function`: load it, try it on made-up tensors, and call it.
 
+Trial calls prove that the loss of a batch is the same however the batch is cut into micro-batches: that its gradient
+doubles with the weights, and that the gradients of single sequences are those of all of them together.
+
 The function gets a `LossTensors` and returns each token's term of the loss, and metrics:
 
     def my_loss(tensors):
@@ -11,9 +14,9 @@ Shape suffixes: N rows (positions that predict a sampled token), S sequences.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,11 @@ from bridge.core.foreign_code import described, find_object, foreign_code
 from bridge.errors import RewardError
 
 EXAMPLE = "return -ratios * tensors.advantages, {'ratio': ratios}"
+SUM = "return the terms, one a token; or, as one number, (terms * tensors.weights).sum()"
+TOLERANCE = 1e-3
+"""Largest difference of gradients in the trial calls, relative to the largest gradient."""
+MOST_COUNTED = 1e30
+"""Largest number of tokens that a metric may be a mean over."""
 MADE_UP = ((3, 2), (1,))
 """Lengths of the sequences in the made-up micro-batches."""
 
@@ -73,14 +81,22 @@ class OwnLoss:
         Raises:
             RewardError: the function raised, or returned anything else.
         """
+        versions = _versions(tensors)
         with foreign_code(f"--loss {self.name}", str(self.file)):
             result = self.function(tensors)
+        if changed := [name for name, version in _versions(tensors).items() if version != versions[name]]:
+            raise self._changed(changed)
         terms, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         shape = (len(tensors.logprobs),)
         if not isinstance(terms, Tensor) or not terms.is_floating_point():
             raise self.fault(f"returned {described(terms)}", f"a float tensor of shape {shape}, one term a token")
         if terms.shape not in (shape, ()):
             raise self.fault(f"returned a tensor of shape {tuple(terms.shape)}", f"shape {shape}, one term a token")
+        if terms.layout is not torch.strided or terms.device != tensors.logprobs.device:
+            layout = str(terms.layout).removeprefix("torch.")
+            raise self.fault(
+                f"returned a {layout} tensor on {terms.device}", f"a dense one on {tensors.logprobs.device}"
+            )
         if not terms.requires_grad:
             raise self.fault("returned terms without a gradient", "terms that depend on tensors.logprobs")
         if not isinstance(metrics, Mapping) or not all(map(_is_name, metrics)):
@@ -89,17 +105,27 @@ class OwnLoss:
             raise self.fault(f"returned the metrics {sorted(metrics)}", f"{sorted(self.metrics)} in every call")
         return terms, {name: self._sum_and_count(name, metrics[name], shape) for name in sorted(metrics)}
 
-    def fault(self, problem: str, expected: str) -> RewardError:
+    def fault(self, problem: str, expected: str, hint: str = EXAMPLE) -> RewardError:
         """Return the error for something wrong with the function or with what it returned."""
         where = (
             f"{Path(inspect.getfile(self.function)).name} line {inspect.unwrap(self.function).__code__.co_firstlineno}"
         )
-        return RewardError(f"--loss {self.name} {problem}, expected {expected} ({where})", remedy=EXAMPLE)
+        return RewardError(f"--loss {self.name} {problem}, expected {expected} ({where})", remedy=hint)
+
+    def _changed(self, names: Sequence[str]) -> RewardError:
+        """Return the error for inputs that were changed in place; views of one tensor are not told apart."""
+        return self.fault(
+            f"changes tensors.{' or tensors.'.join(names)} in place",
+            "that its inputs stay as they are, since later passes read them",
+            f"work on a copy: tensors.{names[0]}.clone(), or x * 0.5 in place of x.mul_(0.5)",
+        )
 
     def _sum_and_count(self, name: str, value: Any, shape: tuple[int, ...]) -> tuple[Tensor, Any]:
         is_pair = isinstance(value, tuple) and len(value) == 2
         total, count = value if is_pair else (value, shape[0])
-        is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.shape == ())
+        is_number = isinstance(count, Tensor) and count.shape == ()
+        if isinstance(count, int | float):
+            is_number = abs(count) <= MOST_COUNTED  # not so for NaN
         if not isinstance(total, Tensor) or total.shape != (() if is_pair else shape) or not is_number:
             expected = f"a tensor of shape {shape}, or a pair (sum, count) of scalar tensors"
             raise self.fault(f"returned {described(value)} as metric {name!r}", expected)
@@ -109,17 +135,56 @@ class OwnLoss:
         """Call the function on a made-up micro-batch, and return this loss with the metrics that it returned.
 
         Raises:
-            RewardError: it raised, or what it returned or its gradient is unusable.
+            RewardError: it raised, what it returned or its gradient is unusable, or the loss depends on the cut.
         """
         tensors = example_tensors(lengths, has_reference=has_reference)
-        terms, metrics = self(tensors)
-        with foreign_code(f"--loss {self.name}: its gradient", str(self.file)):
-            (gradient,) = torch.autograd.grad(terms.sum(), tensors.logprobs, allow_unused=True)
+        gradient, metrics = self._gradient(tensors)
+        loss = replace(self, metrics=tuple(metrics))
+        is_random = not _are_close(loss._gradient(tensors, seed=1)[0], gradient)  # or it keeps a state
+        if is_random:
+            return loss
+        doubled = replace(tensors, weights=2 * tensors.weights)
+        if not _are_close(loss._gradient(doubled)[0], 2 * gradient):
+            raise self.fault(
+                "has a gradient that does not double when tensors.weights do: it averages, sums without weights, or"
+                " applies them twice",
+                "one that does, or the loss would depend on how the batch is cut into micro-batches",
+                SUM,
+            )
+        parts = [loss._gradient(part)[0] for part in _sequences(tensors)]
+        if not _are_close(torch.cat(parts), gradient):
+            raise self.fault(
+                "has another gradient when each sequence is a micro-batch of its own",
+                "the same, however the batch is cut into micro-batches",
+                f"{SUM}; what is about the whole batch, such as a mean, belongs in the advantages",
+            )
+        return loss
+
+    def _gradient(self, tensors: LossTensors, *, seed: int = 0) -> tuple[Tensor, dict[str, Any]]:
+        """Return the gradient of the loss of a made-up micro-batch, and the metrics."""
+        tensors = replace(tensors, logprobs=tensors.logprobs.detach().clone().requires_grad_())
+        before = {name: tensor.detach().clone() for name, tensor in _named(tensors)}
+        default_dtype = torch.get_default_dtype()
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                torch.manual_seed(seed)
+                terms, metrics = self(tensors)
+                if tensors.logprobs.grad is not None:
+                    raise self.fault("calls backward() itself", "a loss, whose gradient Bridge computes", EXAMPLE)
+                if not torch.is_grad_enabled() or torch.get_default_dtype() != default_dtype:
+                    raise self.fault("changes torch's grad mode or default dtype", "that both stay as they are")
+                with foreign_code(f"--loss {self.name}: its gradient", str(self.file)):
+                    loss = terms if terms.dim() == 0 else (terms * tensors.weights).sum()
+                    (gradient,) = torch.autograd.grad(loss, tensors.logprobs, allow_unused=True)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        if changed := [name for name, tensor in _named(tensors) if not torch.equal(tensor, before[name])]:
+            raise self._changed(changed)
         numbers = {"terms": terms, "gradient": gradient, **{name: total for name, (total, _) in metrics.items()}}
         for name, value in numbers.items():
             if value is None or not torch.isfinite(value).all():
                 raise self.fault(f"has a {name} of {described(value)} for made-up tensors", "finite numbers")
-        return replace(self, metrics=tuple(metrics))
+        return gradient, metrics
 
 
 def load(name: str, *, has_reference: bool) -> OwnLoss:
@@ -129,11 +194,16 @@ def load(name: str, *, has_reference: bool) -> OwnLoss:
         UsageError: there is no such file or function, or it takes other arguments.
         RewardError: it raised, or returned something unusable.
     """
-    return _load(name, Path.cwd(), has_reference)
+    try:
+        source = Path(name.rpartition(":")[0]).expanduser().read_bytes()
+    except OSError:
+        source = b""
+    return _load(name, Path.cwd(), source, has_reference)
 
 
-@cache
-def _load(name: str, _folder: Path, has_reference: bool) -> OwnLoss:
+@lru_cache(maxsize=16)
+def _load(name: str, _folder: Path, _source: bytes, has_reference: bool) -> OwnLoss:
+    """Load and try the function once for each content of its file, which a notebook may edit meanwhile."""
     function = find_object("loss", name)
     loss = OwnLoss(name=name, function=function)
     try:
@@ -157,6 +227,30 @@ def example_tensors(lengths: tuple[int, ...], *, has_reference: bool) -> LossTen
         weights=torch.full((num_rows,), 1 / num_rows), mask=torch.ones(num_rows, dtype=torch.bool),
         sequences=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), lengths=torch.tensor(lengths),
     )  # fmt: skip
+
+
+def _named(tensors: LossTensors) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in vars(tensors).items() if tensor is not None]
+
+
+def _versions(tensors: LossTensors) -> dict[str, int]:
+    """Return how often each tensor was changed in place, as far as torch counts it."""
+    return {name: tensor._version for name, tensor in _named(tensors) if not tensor.is_inference()}
+
+
+def _sequences(tensors: LossTensors) -> list[LossTensors]:
+    """Return each sequence as a micro-batch of its own."""
+    made = []
+    for index in range(len(tensors.lengths)):
+        rows = tensors.sequences == index
+        own = {name: tensor[rows] for name, tensor in _named(tensors) if name != "lengths"}
+        own["sequences"] = torch.zeros_like(own["sequences"])
+        made.append(replace(tensors, **own, lengths=tensors.lengths[index : index + 1]))
+    return made
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
 
 
 def _is_name(name: object) -> bool:

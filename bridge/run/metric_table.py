@@ -151,7 +151,7 @@ CHARTS = (
     )),
     Chart(LEARNING, "KL from the reference", "Mean over the tokens.", (
         Metric(name="kl", title="KL from the reference", unit="nats", label="KL", curve="train/kl", live=True,
-               about="Mean KL divergence from the reference over the tokens; 0 without a reference."),
+               about="Mean KL(policy || reference) over the sampled tokens, estimated by k3; 0 without a reference."),
     )),
     Chart(LEARNING, "Clipped tokens", "Past the clip: the policy has moved far enough.", (
         Metric(name="clipped_share", title="Tokens clipped", unit="%", label="all",
@@ -203,7 +203,7 @@ CHARTS = (
                over_run="largest", curve="mismatch/logprob_diff_max", live=True,
                about="Largest of the same differences."),
         Metric(name="mismatch_kl", title="Mismatch KL", unit="nats", label="KL", over_run="median", curve="mismatch/kl",
-               about="KL divergence of the trainer from vLLM on the same tokens, by Schulman's estimator k3."),
+               about="KL(vLLM || trainer), estimated on the tokens that vLLM sampled by Schulman's k3."),
     ), "log"),
     Chart(ENGINES, "Tokens by |Δ log-probability|", "Share of the tokens in each range.", (
         Metric(name="logprob_diff_large_share", title="Tokens of a large mismatch", unit="%",

@@ -1,6 +1,7 @@
 """`--loss file.py:function`: the same bits as a built-in loss, exact metrics however a batch is cut, and its errors."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,9 +128,9 @@ def test_library_has_the_same_loss(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[str, str]] = {
-    "raise ValueError('no')": ("raised ValueError: no (my_loss.py line 2)", "fix my_loss.py line 2"),
-    "return tensors.nothing": ("has no attribute 'nothing' (my_loss.py line 2)", "fix"),
-    "return None": ("returned None, expected a float tensor of shape (5,), one term a token (my_loss.py line 1)", ""),
+    "raise ValueError('no')": ("raised ValueError: no (my_loss.py line 3)", "fix my_loss.py line 3"),
+    "return tensors.nothing": ("has no attribute 'nothing' (my_loss.py line 3)", "fix"),
+    "return None": ("returned None, expected a float tensor of shape (5,), one term a token (my_loss.py line 2)", ""),
     "return tensors.logprobs[:2]": ("returned a tensor of shape (2,), expected shape (5,)", ""),
     "return tensors.advantages": ("returned terms without a gradient", ""),
     "return tensors.logprobs.log(), {}": ("has a terms of", ""),
@@ -139,7 +140,50 @@ BROKEN: dict[str, tuple[str, str]] = {
     "return tensors.logprobs, {'a': 7}": ("returned 7 as metric 'a', expected a tensor of shape (5,), or a pair", ""),
     "return tensors.logprobs, {'a': (tensors.mask, 1)}": ("as metric 'a'", ""),
     "return tensors.logprobs, {'a': (tensors.mask.sum(), None)}": ("as metric 'a'", ""),
-    "return tensors.logprobs, {f'n{len(tensors.mask)}': tensors.mask}": ("returned the metrics ['n1'], expected", ""),
+    "return tensors.logprobs, {f'n{len(tensors.mask)}': tensors.mask}": ("returned the metrics [", ""),
+    "return tensors.logprobs, {'a': (tensors.logprobs.sum(), 10**400)}": ("as metric 'a'", ""),
+    "return tensors.logprobs, {'a': (tensors.logprobs.sum(), float('nan'))}": ("as metric 'a'", ""),
+    "return tensors.logprobs.to_sparse()": ("returned a sparse_coo tensor on cpu, expected a dense one", ""),
+    "return tensors.logprobs.to('meta')": ("returned a strided tensor on meta, expected a dense one on cpu", ""),
+    "tensors.logprobs.sum().backward(); return tensors.logprobs * 1": ("calls backward() itself", "return"),
+    "torch.set_default_dtype(torch.float64); return tensors.logprobs * 1": ("changes torch's grad mode or", ""),
+}
+TERMS = "-(tensors.logprobs - tensors.old_logprobs).exp() * tensors.advantages"
+BROKEN |= {
+    f"return {body.format(TERMS)}": (
+        "does not double when tensors.weights do: it averages, sums",
+        "* tensors.weights).sum()",
+    )
+    for body in (
+        "({}).mean()",
+        "({}).sum()",
+        "(({}) * tensors.mask).sum() / tensors.mask.sum()",
+        "(({}) * tensors.weights).sum() / tensors.weights.sum()",
+        "({}) * tensors.weights",
+        "({}).mean(), {{'ratio': tensors.mask}}",
+    )
+}
+BROKEN |= {
+    f"return {body.format(TERMS)}": ("has another gradient when each sequence is a micro-batch of its own", "(terms *")
+    for body in (
+        "(({}) * tensors.weights).sum() / len(tensors.lengths)",
+        "({}) * len(tensors.mask)",
+        "({}) / tensors.advantages.sub(tensors.advantages.mean()).square().mean().add(1)",
+        "({}) * (tensors.sequences + 1)",
+    )
+}
+BROKEN |= {
+    f"tensors.{change}; return {TERMS}": (f"changes tensors.{change.partition('.')[0]} in place", "clone()")
+    for change in (
+        "advantages.mul_(0.1)",
+        "sampled_logprobs.add_(1)",
+        "weights.zero_()",
+        "mask.fill_(True)",
+        "sequences.zero_()",
+        "lengths.fill_(1)",
+        "old_logprobs.data.add_(1)",
+        "advantages.numpy().fill(0)",
+    )
 }
 
 
@@ -147,10 +191,50 @@ BROKEN: dict[str, tuple[str, str]] = {
 def test_unusable_function_is_refused_before_a_run(body: str, tmp_path: Path) -> None:
     message, hint = BROKEN[body]
     with pytest.raises(RewardError) as refused:
-        LossSpec.of(LossConfig(name=file(tmp_path, f"def f(tensors):\n    {body}\n", "f")))
+        LossSpec.of(LossConfig(name=file(tmp_path, f"import torch\ndef f(tensors):\n    {body}\n", "f")))
+    assert torch.get_default_dtype() == torch.float32
     assert message in refused.value.message
     assert "\n" not in refused.value.message
     assert hint in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"return (({TERMS}) * tensors.weights).sum()",
+        f"return ({TERMS}) * (torch.rand(len(tensors.mask)) < 0.5)",
+        f"state[0] += 1; return ({TERMS}) / state[0]",
+        f"return ({TERMS}) * tensors.mask",
+        f"return ({TERMS}) / tensors.lengths[tensors.sequences]",
+        f"advantages = tensors.advantages.clone().mul_(0.1); return ({TERMS}) * advantages",
+    ],
+)
+def test_loss_of_any_cut_is_accepted(body: str, tmp_path: Path) -> None:
+    text = f"import torch\nstate = [0]\ndef f(tensors):\n    {body}\n"
+    before = torch.get_rng_state()
+    LossSpec.of(LossConfig(name=file(tmp_path, text, "f")))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_edited_file_is_read_again(tmp_path: Path) -> None:
+    factors = []
+    for factor in (2, 3):
+        name = file(tmp_path, f"def f(t):\n    return {factor} * t.logprobs\n", "f")
+        os.utime(tmp_path / "my_loss.py", (0, 0))
+        spec = LossSpec.of(LossConfig(name=name))
+        assert LossSpec.of(LossConfig(name=name)).own is spec.own
+        assert spec.own is not None
+        terms, _ = spec.own(own_loss.example_tensors((1,), has_reference=False))
+        factors.append((terms / own_loss.example_tensors((1,), has_reference=False).logprobs).item())
+    assert factors == [2, 3]
+
+
+def test_input_changed_later_is_refused_in_the_pass(tmp_path: Path) -> None:
+    text = f"def f(tensors):\n    len(tensors.mask) == 6 and tensors.advantages.zero_()\n    return {TERMS}\n"
+    (batch,) = packs(bridge.samples([group_of([3, 3], [1.0, 0.0])]), max_tokens=100, device=torch.device("cpu"))
+    logprobs = (batch.sampled_logprobs_N - 0.1).requires_grad_()
+    with pytest.raises(RewardError, match=r"changes .*tensors\.advantages in place"):
+        bridge.policy_loss(logprobs, batch, LossConfig(name=file(tmp_path, text, "f")))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +280,8 @@ def test_run_records_the_metrics_and_resumes(running: Running) -> None:
         assert [row["ratio"] for row in run.metrics] == [1.0, 1.0, 1.0]
 
 
+MADE_UP_CALLS = 9
+"""Each of the two made-up batches twice and with doubled weights, and their three sequences one by one."""
 FAILS = """
 calls = [0]
 def f(tensors):
@@ -209,11 +295,11 @@ def f(tensors):
 @pytest.mark.parametrize(
     ("good", "choices", "steps"),
     [
-        (2, {}, 0),  # after the two made-up batches
-        (3, {}, 1),
-        (3, {"updates_per_batch": 2}, 1),  # the first update is published
-        (3, {"updates_per_batch": 2, "training_steps": 1}, 1),  # and there is no next step
-        (3, {"gradient_release": True}, 2),  # inside the write, before the first weight
+        (0, {}, 0),
+        (1, {}, 1),
+        (1, {"updates_per_batch": 2}, 1),  # the first update is published
+        (1, {"updates_per_batch": 2, "training_steps": 1}, 1),  # and there is no next step
+        (1, {"gradient_release": True}, 2),  # inside the write, before the first weight
     ],
 )
 def test_function_that_raises_ends_the_run_in_one_line(
@@ -221,7 +307,7 @@ def test_function_that_raises_ends_the_run_in_one_line(
 ) -> None:
     with running() as run:
         own_loss._load.cache_clear()
-        error = run.stopped(RewardError, loss=file(tmp_path, FAILS.format(good=good), "f"), **choices)
+        error = run.stopped(RewardError, loss=file(tmp_path, FAILS.format(good=MADE_UP_CALLS + good), "f"), **choices)
         assert isinstance(error, RewardError)
         assert error.message.endswith("raised ValueError: enough (my_loss.py line 6)")
         assert len(run.metrics if steps else []) == steps
