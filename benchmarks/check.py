@@ -2,7 +2,8 @@ r"""Recompute the figures that README.md and the pages in docs/ quote, from the 
 
     python -m benchmarks.check
 
-A page marks its figures in a comment. It holds for the text from there to the next such comment or heading:
+A page marks its figures in a comment. It holds for the text from there to the next such comment or heading, and
+`<!-- figures -->` ends it earlier:
 
     <!-- figures
     kept = grpo-7b-kept-nvidia-h200-vllm-0.26.0-2026-11-25.json 7b/rows
@@ -175,7 +176,7 @@ def table_rows(text: str) -> list[list[str]]:
 
 def agrees(shown: str, value: float) -> bool:
     """Return whether a number on a page is `value`, as rounded there."""
-    half_a_digit = 0.5 / 10 ** len(shown.partition(".")[2])
+    half_a_digit: float = 0.5 / 10 ** len(shown.partition(".")[2])
     return abs(value - float(shown.replace(",", ""))) <= half_a_digit * (1 + 1e-9)
 
 
