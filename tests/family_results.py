@@ -136,6 +136,11 @@ REFUSED = (
         "transformers from 5.18 on, or `partial_rotary_factor` beside it, as in the proof",
     ),
     (
+        "an adapter of the head (`--lora-target-modules lm_head`), or a head wrapped in a loop of your own",
+        "log-probabilities are computed from the head's weight alone",
+        "leave the head out",
+    ),
+    (
         "gpt-oss",
         "vLLM keeps its experts transposed, and on a CPU rewrites them for a kernel after loading",
         "`lora_only`, `none`",
