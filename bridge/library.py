@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bridge.config import ComputeConfig, LossConfig, SamplingConfig, ServeConfig
+from bridge.core import paths
 from bridge.core.address import free_port
 from bridge.errors import UsageError
 from bridge.learn import policy_loss as losses
@@ -44,10 +45,10 @@ def attach(
         UnsupportedModelError: the model cannot be trained in place.
         ServerUnreachableError: the server does not answer.
     """
-    path_found = discovery.find(None if path is None else Path(path))
+    path_found = discovery.find(None if path is None else paths.expanded(path))
     return Policy(
         manifest.load(path_found), sampling=sampling or SamplingConfig(), compute=compute or ComputeConfig(),
-        reads_only=reads_only, run_dir=None if run_dir is None else Path(run_dir),
+        reads_only=reads_only, run_dir=None if run_dir is None else paths.expanded(run_dir),
     )  # fmt: skip
 
 

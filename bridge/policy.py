@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from bridge.checks import Check, verify
 from bridge.config import ComputeConfig, SamplingConfig
 from bridge.config.optimizers import OptimizerName
-from bridge.core import atomic_folder
+from bridge.core import atomic_folder, paths
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import UsageError
 from bridge.optimizers import factory
@@ -220,7 +220,7 @@ class Policy(ServedModel):
         Raises:
             UsageError: there is something at `folder`, neither a folder nor a step was given, or the disk refuses.
         """
-        target = None if folder is None else Path(folder)
+        target = None if folder is None else paths.expanded(folder)
 
         def write(scratch: Path) -> None:
             model_folder.save(self.model, self._manifest.model, scratch)

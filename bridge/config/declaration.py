@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
+from bridge.core import paths
 from bridge.errors import UsageError
 
 HINTS: Mapping[str, str] = {
@@ -45,6 +46,8 @@ class Choice(NamedTuple):
     """That of its borrowed names which counts optimizer steps, where this choice counts batches."""
     identifies: bool = False
     """Whether `--resume` looks for a run with the same value."""
+    is_path: bool = False
+    """Whether it is text that may begin with a path: a model's folder, a file of problems or of code."""
 
 
 def declare(default: Any = ..., **declared: Any) -> Any:
@@ -74,6 +77,13 @@ class Section(BaseModel):
         cls.renamed = renamed or {}
         cls.panel = common.get("panel", "")
         cls.common = common
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _in_the_home_folder(cls, value: Any, info: ValidationInfo) -> Any:
+        """Replace a leading `~`: a shell does that for `--run-dir ~/x`, and not in TOML or `--run-dir=~/x`."""
+        is_path = isinstance(value, Path) or "is_path" in _about(cls.model_fields[str(info.field_name)])
+        return type(value)(paths.expanded(value)) if is_path and str(value).startswith("~") else value
 
     if not TYPE_CHECKING:  # or the types of the fields would be lost
 

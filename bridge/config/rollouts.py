@@ -89,7 +89,7 @@ SOURCES: Mapping[str, Source] = {
 class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     """An environment: its problems and its rewards."""
 
-    environment: str = declare("arithmetic", panel="", identifies=True)
+    environment: str = declare("arithmetic", panel="", identifies=True, is_path=True)
     """`arithmetic`, `word_problems`, `gsm8k`, `jsonl`, `file.py:ClassName` for your own, `verifiers:ID`, or
     `reasoning_gym:TASK`."""
     env_args: Annotated[dict[str, Any], _json_object(SIZE)] = Field(default={})
@@ -102,10 +102,10 @@ class TaskConfig(Section, panel="Problems and rewards", only=FROM_ENVIRONMENT):
     held-out problems)."""
     verifiers_python: Path | None = None
     """Python with verifiers in it, for `verifiers:ID` (default: the one that `make verifiers` sets up)."""
-    data: str | None = declare(None, panel="", identifies=True)
+    data: str | None = declare(None, panel="", identifies=True, is_path=True)
     """Problems for `gsm8k` and `jsonl`: a JSONL, JSON or Parquet file, a folder, or a dataset on the hub (default: the
     bundled ones)."""
-    eval_data: str | None = declare(None, panel=EVALUATION, position=1)
+    eval_data: str | None = declare(None, panel=EVALUATION, position=1, is_path=True)
     """Held-out problems, in the same forms as --data (default: those of the environment)."""
     prompt_column: str | None = None
     """Column with the prompts, as text or chat messages (default: `question` for `gsm8k`, `prompt` for `jsonl`)."""
@@ -205,7 +205,7 @@ class RolloutConfig(Section, panel="Continuous rollouts", renamed={"source": "ro
 class FeedConfig(Config):
     """Rollouts for an Atropos API."""
 
-    model_name: str = declare(synonyms=("model",), borrowed=("model_name_or_path",))
+    model_name: str = declare(synonyms=("model",), borrowed=("model_name_or_path",), is_path=True)
     """The served model: the folder or hub name that the server was started with."""
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()

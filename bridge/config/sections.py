@@ -26,7 +26,7 @@ AdvantageScale = Literal["group", "batch", "none", "leave_one_out"]
 class ServeConfig(Config):
     """How the patched vLLM is started."""
 
-    model: str = declare(synonyms=("model_name",), borrowed=("model_name_or_path",))
+    model: str = declare(synonyms=("model_name",), borrowed=("model_name_or_path",), is_path=True)
     """Model to serve: a folder or a hub name."""
     port: int = declare(DEFAULT_PORT, ge=1, le=65535, panel="Server", synonyms=("vllm_port",))
     """TCP port of the server."""
@@ -60,7 +60,7 @@ class ServeConfig(Config):
 class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     """The policy loss and the correction for the mismatch between vLLM and the trainer."""
 
-    name: str = "dapo"
+    name: str = declare("dapo", is_path=True)
     """Policy loss: `dapo`, `grpo`, `dr_grpo`, `gspo`, `cispo` or `rloo` as published, or your own,
     `file.py:function`; the choices below override parts of it."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
@@ -93,7 +93,7 @@ class LossConfig(Section, panel="Loss", renamed={"name": "loss"}):
     gradient is that of KL(reference || policy), as in GRPO's paper."""
     kl_in_reward: bool = False
     """Subtract the KL divergence from the reward of each token, instead of adding it to the loss."""
-    reference_model: str | None = declare(None, only=("mode", ("shared_vllm", "none")))
+    reference_model: str | None = declare(None, only=("mode", ("shared_vllm", "none")), is_path=True)
     """Frozen reference model, loaded beside the trained one; `lora_only` uses its own base instead."""
     mismatch: Literal["truncate", "mask", "none"] = "truncate"
     """Importance-sampling correction where vLLM and the trainer disagree on a token's probability: truncate its weight

@@ -35,7 +35,7 @@ SEVERAL = "Several GPUs and hosts"
 class TrainConfig(Config):
     """One training run."""
 
-    model_name: str = declare(synonyms=("model",), borrowed=("model_name_or_path",), identifies=True)
+    model_name: str = declare(synonyms=("model",), borrowed=("model_name_or_path",), identifies=True, is_path=True)
     """Model to train: the folder or hub name that the server serves."""
     mode: Literal["shared_vllm", "lora_only", "none"] = declare(
         "shared_vllm", synonyms=("weight_bridge_mode",), identifies=True

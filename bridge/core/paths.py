@@ -3,17 +3,10 @@
 import os
 from pathlib import Path
 
-from bridge.errors import UsageError
-
 
 def expanded(path: str | Path) -> Path:
-    """Return a path with a leading `~` or `~user` replaced by that home folder."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise UsageError(
-            f"{path}: there is no home folder for {Path(path).parts[0]}", remedy=f"./{path} is a folder of that name"
-        ) from error
+    """Return a path with a leading `~` or `~user` replaced by that home folder, if there is one, as a shell does."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  Path.expanduser raises where there is no such user
 
 
 def is_file(path: str | Path) -> bool:

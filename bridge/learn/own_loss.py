@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bridge.core import paths
 from bridge.core.foreign_code import described, find_object, foreign_code
 from bridge.errors import RewardError
 
@@ -73,7 +74,7 @@ class OwnLoss:
 
     @property
     def file(self) -> Path:
-        return Path(self.name.rpartition(":")[0]).expanduser().resolve()
+        return paths.expanded(self.name.rpartition(":")[0]).resolve()
 
     def __call__(self, tensors: LossTensors) -> tuple[Tensor, dict[str, Any]]:
         """Return each token's term, [N], or the micro-batch's part of the loss, []; and the metrics by name.

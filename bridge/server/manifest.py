@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bridge.core import atomic_file
 from bridge.core.address import Urls
+from bridge.core.paths import expanded
 from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import ManifestError, UsageError, first_few
 from bridge.types import Quantization
@@ -171,7 +172,7 @@ class Manifest(Shard):
 
 def search_path() -> tuple[Path, ...]:
     """Return where to look for a manifest when no path is given, in order."""
-    folders = [Path(os.environ["LOGDIR"])] if os.environ.get("LOGDIR") else []
+    folders = [expanded(os.environ["LOGDIR"])] if os.environ.get("LOGDIR") else []
     return tuple(folder / MANIFEST_NAME for folder in (*folders, Path.cwd(), DEFAULT_FOLDER))
 
 

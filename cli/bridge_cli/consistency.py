@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import bridge
 from bridge.checks import model, software
 from bridge.config.choices import Config, flag
-from bridge.core import redaction
+from bridge.core import paths, redaction
 from bridge.errors import UsageError
 from bridge_environments import rewards
 
@@ -78,8 +78,8 @@ def _files(choices: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"the files of {name}", _digest(described.encode())
     rewarded = [name for name, _ in rewards.split(choices["reward"] or "")]
     code = [name.rpartition(":")[0] for name in (choices["environment"], choices["loss"], *rewarded)]
-    for file in map(Path, filter(None, dict.fromkeys([*code, choices["data"], choices["eval_data"]]))):
-        if file.is_file():
+    for file in map(paths.expanded, filter(None, dict.fromkeys([*code, choices["data"], choices["eval_data"]]))):
+        if paths.is_file(file):
             yield f"the file {file}", _digest(file.read_bytes())
 
 

@@ -18,7 +18,7 @@ from bridge.processes.server_command import prepare
 from bridge.processes.start_checks import check_model, check_software
 from bridge.run.run_directory import RunDirectory, write_json
 from bridge_cli import console, layout, rank, rank_run, report
-from bridge_cli.options import Json
+from bridge_cli.options import HOME, Json
 from bridge_cli.rank_run import Job, Opened, trained
 from bridge_cli.step_lines import duration
 from bridge_cli.training import load_environment
@@ -42,7 +42,9 @@ PRETRAINED: Mapping[str, Any] = {
 GPU_SHARE = 0.2
 """Of a GPU: more than enough for a model of a megabyte and its KV cache."""
 
-Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Run directory; an earlier demo in it is replaced.")]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="FOLDER", help="Run directory; an earlier demo in it is replaced.", **HOME)
+]
 Steps = Annotated[
     int,
     typer.Option("--steps", metavar="INTEGER", min=1, help="Training steps; with only a few, the demo cannot pass."),
@@ -63,7 +65,7 @@ OwnModel = Annotated[
 ModelOnly = Annotated[
     Path | None,
     typer.Option(
-        "--model-only", metavar="FOLDER", show_default=False,
+        "--model-only", metavar="FOLDER", show_default=False, **HOME,
         help="Write a tiny model for a task of your own to this folder, and exit: it takes chat messages and tools.",
     ),
 ]  # fmt: skip

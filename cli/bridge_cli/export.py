@@ -7,12 +7,15 @@ from typing import Annotated
 import typer
 
 from bridge_cli import console
-from bridge_cli.options import Json, option
+from bridge_cli.options import HOME, Json, option
 
 Checkpoint = Annotated[
     Path,
     typer.Argument(
-        metavar="CHECKPOINT", help="A checkpoint, `step_N` or `adapter_step_N`, or any adapter.", show_default=False
+        metavar="CHECKPOINT",
+        help="A checkpoint, `step_N` or `adapter_step_N`, or any adapter.",
+        show_default=False,
+        **HOME,
     ),
 ]
 Out = Annotated[Path, option("--out", "FOLDER", "The folder to write: new, empty, or an earlier export.")]

@@ -15,7 +15,7 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config
 from bridge.errors import UsageError
 from bridge_cli import console
-from bridge_cli.options import option
+from bridge_cli.options import HOME, option
 
 CHOICES = "bridge.toml"
 WIDTH = 100
@@ -82,7 +82,9 @@ GIVEN: Mapping[Task, Mapping[str, Any]] = {
 }
 """Way to describe a task -> the choices that name its files."""
 
-Folder = Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to write (default: here).", show_default=False)]
+Folder = Annotated[
+    Path, typer.Argument(metavar="[FOLDER]", help="Where to write (default: here).", show_default=False, **HOME)
+]
 TASK = "A Python class, problems in JSONL with a reward in Python, or the bundled word problems (default: class)."
 TaskOption = Annotated[Task, option("--task", "class|jsonl|gsm8k", TASK)]
 Model = Annotated[str, option("--model", "MODEL", f"The model to train (default: {MODEL}).")]

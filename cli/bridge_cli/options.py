@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from bridge.config.choices import Config, flag
 from bridge.config.declaration import Choice
+from bridge.core import paths
 from bridge.errors import UsageError
 from bridge_cli import ending
 
@@ -32,6 +33,9 @@ METAVARS: Mapping[Any, str] = {
     int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT", bool: "", tuple[str, ...]: "TEXT",
     dict[str, Any]: "JSON",
 }  # fmt: skip
+PATHS = ("PATH", "FOLDER", "FILE")
+HOME: Mapping[str, Any] = {"parser": paths.expanded}
+"""Takes a path, `~` included: no shell replaces it in `--out=~/x`."""
 WIDEST_METAVAR = 15
 """Columns; a wider list of choices goes into the help text, or 80 columns do not hold the flags' names."""
 
@@ -41,6 +45,7 @@ TOML = "TOML file with choices; BRIDGE_* variables and flags override it."
 
 def option(flag: str, metavar: str, text: str, **more: Any) -> Any:
     """Return an option of a command's own, whose default `text` explains."""
+    more = {**HOME, **more} if metavar in PATHS else more
     return typer.Option(flag, metavar=metavar, help=text, show_default=False, show_envvar=False, **more)
 
 
@@ -65,7 +70,7 @@ def from_config(
 
         run.__doc__ = command.__doc__
         run.__name__ = command.__name__
-        config = _parameter("config", Path, metavar="FILE", help=TOML)
+        config = _parameter("config", Path, metavar="FILE", help=TOML, **HOME)
         parameters = [*_flags(configs, hide), config, *own.values()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

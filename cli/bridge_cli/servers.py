@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from bridge.config import ServerConfig
 from bridge.config.choices import flag
+from bridge.core import paths
 from bridge.errors import ManifestError, UsageError
 from bridge.server import discovery
 from bridge.server import manifest as manifests
@@ -106,8 +107,8 @@ def check_free(servers: Sequence[Running], timeout_s: float, *, resumes: bool) -
 def _running(name: str) -> Running:
     """Return the server of a manifest, by its path, or of an address."""
     port = name.rpartition(":")[2]
-    if not port.isdecimal() or Path(name).exists():
-        path = manifests.find(Path(name))
+    if not port.isdecimal() or paths.expanded(name).exists():
+        path = manifests.find(paths.expanded(name))
         return Running(path, manifests.load(path))
     listed = {manifest.url: Running(path, manifest) for path, manifest in discovery.running().items()}
     same_port = {url: server for url, server in listed.items() if url.rpartition(":")[2] == port}

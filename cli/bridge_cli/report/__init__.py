@@ -16,7 +16,7 @@ from bridge.core import atomic_file
 from bridge.errors import UsageError
 from bridge.run.run_directory import REPORT
 from bridge_cli import console
-from bridge_cli.options import Json
+from bridge_cli.options import HOME, Json
 
 if TYPE_CHECKING:
     from bridge_cli.report.record import Run
@@ -26,10 +26,12 @@ HEAD_BYTES = 2048
 MOST_RUNS = 8
 """The number of colors."""
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.", show_default=False)]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.", show_default=False, **HOME)]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="The page (default: report.html in the run, or here for several)."),
+    typer.Option(
+        "--out", metavar="FILE", help="The page (default: report.html in the run, or here for several).", **HOME
+    ),
 ]
 
 

@@ -1,0 +1,75 @@
+"""`~` stands for the home folder in every path, wherever it was written; odd names are no files."""
+
+import os
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import ServeConfig, TrainConfig
+from bridge.config.choices import Config
+from bridge.config.rollouts import FeedConfig
+from bridge.core import paths
+
+REQUIRED: dict[type[Config], dict[str, str]] = {
+    ServeConfig: {"model": "m"},
+    TrainConfig: {"model_name": "m"},
+    FeedConfig: {"model_name": "m"},
+}
+NAMED = {"model", "model_name", "reference_model", "environment", "data", "eval_data", "loss"}
+
+
+def path_choices(cls: type[Config]) -> list[str]:
+    """Return the choices that hold a path, by their type or their name."""
+    kinds = {key: choice.info.annotation for key, choice in cls.choices().items()}
+    return [key for key, kind in kinds.items() if Path in (kind, *typing.get_args(kind)) or key in NAMED]
+
+
+CASES = [(cls, key) for cls in REQUIRED for key in path_choices(cls)]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_choices_with_paths_are_found() -> None:
+    assert {"run_dir", "save_path", "vllm_config_path", "verifiers_python"} | NAMED - {"model"} <= {
+        key for cls, key in CASES if cls is TrainConfig
+    }
+
+
+@pytest.mark.parametrize(("cls", "key"), CASES)
+@pytest.mark.parametrize("source", ["flag", "variable", "toml", "program"])
+def test_a_tilde_is_the_home_folder_in_every_choice(
+    home: Path, monkeypatch: pytest.MonkeyPatch, cls: type[Config], key: str, source: str
+) -> None:
+    given: dict[str, Any] = {name: value for name, value in REQUIRED[cls].items() if name != key}
+    if key == "reference_model":
+        given["kl_coef"] = 0.1
+    toml, name = home / "c.toml", "a b.py:f" if key in ("loss", "environment") else "a b"
+    toml.write_text(f'{key} = "~/{name}"\n' if source == "toml" else "")
+    if source == "variable":
+        monkeypatch.setenv(f"BRIDGE_{key.upper()}", f"~/{name}")
+    if source in ("flag", "program"):
+        given[key] = f"~/{name}"
+    config = cls.of(**given) if source == "program" else cls.resolve(given, toml)
+    assert str(config.get(key)) == f"{home}/{name}"
+
+
+def test_other_texts_keep_their_tilde() -> None:
+    assert TrainConfig.of(model_name="m", system_prompt="~/x").task.system_prompt == "~/x"
+    assert TrainConfig.of(model_name="m", run_dir="a/~").run_dir == Path("a/~")
+
+
+def test_the_home_folder_of_nobody_is_a_name() -> None:
+    assert paths.expanded("~nobody-at-all/x") == Path("~nobody-at-all/x")
+    assert paths.expanded(Path("~")) == Path(os.environ["HOME"])
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud83d", "", "a/" * 3000], ids=range(5))
+def test_a_name_that_no_file_can_have_is_no_file(name: str) -> None:
+    assert not paths.is_file(name)
+    assert not paths.is_folder(name)
