@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -142,13 +142,18 @@ def rates(
     models: Sequence[str | None] | None = None,
     *,
     as_rollouts: bool = False,
+    stock: Collection[str] = (),
 ) -> list[list[float]]:
-    """Return tokens/s per server and round after one warm-up round; the order alternates; see `one_round`."""
+    """Return tokens/s per server and round after one warm-up round; the order alternates; see `one_round`.
+
+    `stock` are those of the servers that are not patched.
+    """
     columns: list[list[float]] = [[] for _ in urls]
     names = models or [None] * len(urls)
     for number in range(options.rounds + 1):
         for index in sorted(range(len(urls)), reverse=number % 2 == 1):
-            completed = one_round(urls[index], options, names[index], as_rollouts=as_rollouts)
+            is_stock = urls[index] in stock
+            completed = one_round(urls[index], options, names[index], as_rollouts=as_rollouts, is_stock=is_stock)
             columns[index].append(asyncio.run(completed))
     return [column[1:] for column in columns]
 
@@ -166,13 +171,24 @@ def compared(stock_rates: Sequence[float], patched_rates: Sequence[float]) -> di
 
 
 async def one_round(
-    url: str, options: argparse.Namespace, model: str | None = None, *, as_rollouts: bool = False
+    url: str,
+    options: argparse.Namespace,
+    model: str | None = None,
+    *,
+    as_rollouts: bool = False,
+    is_stock: bool = False,
 ) -> float:
     """Generate `requests` x `tokens` tokens concurrently with `model` (default: the first served); return tokens/s.
 
-    `as_rollouts`: by the route of a patched server that a run samples from, in whole groups, with log-probabilities.
+    `as_rollouts`: what a run samples: whole groups with log-probabilities, from a patched server by the route of
+    rollouts, and from a stock one by OpenAI's.
     """
-    route, own = (COMPLETIONS, {"n": GROUP}) if as_rollouts else ("/v1/completions", {"ignore_eos": True})
+    if as_rollouts and is_stock:
+        route, own = "/v1/completions", {"n": GROUP, "logprobs": 0, "ignore_eos": True}
+    elif as_rollouts:
+        route, own = COMPLETIONS, {"n": GROUP}
+    else:
+        route, own = "/v1/completions", {"ignore_eos": True}
     async with open_async_http(timeout_s=600) as http:
         name = model or (await http.get(f"{url}/v1/models")).json()["data"][0]["id"]
         body = {"model": name, "max_tokens": options.tokens, "temperature": 1.0, **own}
@@ -184,7 +200,7 @@ async def one_round(
         seconds = time.perf_counter() - start
     for answer in answers:
         answer.raise_for_status()
-    if not as_rollouts:
+    if not as_rollouts or is_stock:  # which end at their limit alone
         return float(options.requests * options.tokens / seconds)
     choices = (choice for answer in answers for choice in answer.json()["choices"])  # one may have ended before
     num_tokens: int = sum(len(choice["token_ids"]) for choice in choices)

@@ -1,13 +1,15 @@
 """One copy on one GPU: attaching, the fence, parity after training, and the patches' cost to generation.
 
     python -m benchmarks.one_copy --sizes 0.5b 7b
+    python -m benchmarks.one_copy --sizes 7b --as-rollouts
     python -m benchmarks.one_copy --sizes qwen3-30b-a3b --generation-only --tensor-parallel-size 2 --share 0.44
 
 For each size, stock vLLM and `bridge serve-vllm` serve a random-weight model side by side, both with CUDA graphs and
-torch.compile, and generate in turns. The trainer then attaches to the patched server, verifies it, trains three steps
-in place, and compares it with its own checkpoint in plain transformers; not with `--generation-only`. The weights are
-vLLM's dummies, spread by `_dummy_weights.py`. Stock vLLM chooses the kernels of experts itself, and `backends` are what
-both chose.
+torch.compile, and generate in turns: single completions without log-probabilities, or with `--as-rollouts` what a run
+samples, groups with log-probabilities, each server by its own route. The trainer then attaches to the patched server,
+verifies it, trains three steps in place, and compares it with its own checkpoint in plain transformers; not with
+`--generation-only`. The weights are vLLM's dummies, spread by `_dummy_weights.py`. Stock vLLM chooses the kernels of
+experts itself, and `backends` are what both chose.
 """
 
 import argparse
@@ -43,6 +45,7 @@ def main() -> None:
     flags.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5b", "7b"])
     flags.add_argument("--generation-only", action="store_true", help="attach to nothing, and train nothing")
     flags.add_argument("--tensor-parallel-size", type=count, default=1, help="GPUs of each server")
+    flags.add_argument("--as-rollouts", action="store_true", help="generate groups with log-probabilities")
     flags.add_argument("--share", type=float, default=0.3, help="share of a GPU for each server")
     options = flags.parse_args()
     if options.tensor_parallel_size > 1 and not options.generation_only:
@@ -60,7 +63,9 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
         command, figures = serve_command(model, folder, **how), {}
         with served(command, folder / "patched.log") as url:
             with served(stock(serve_command(model, folder, **how)), folder / "stock.log") as stock_url:
-                stock_rates, patched_rates = rates((stock_url, url), options)
+                stock_rates, patched_rates = rates(
+                    (stock_url, url), options, as_rollouts=options.as_rollouts, stock=(stock_url,)
+                )
             if not options.generation_only:
                 figures = in_place(manifest.load(command.manifest), model, folder)
         backends = {name: backend(folder / f"{name}.log") for name in ("stock", "patched")}

@@ -52,7 +52,7 @@ from benchmarks.train_step import Case
 from bridge.config import TaskConfig
 from bridge.processes import server_log
 from bridge_environments import registry
-from tests.unit.http_server import HttpRequest, serving
+from tests.unit.http_server import Answer, HttpRequest, as_json, serving
 from tests.unit.openai_server import openai
 
 TRL, OURS = Side("trl", "16"), Side("bridge", "adamw-8bit --liger-kernel")
@@ -689,6 +689,22 @@ def test_starts_are_compared_by_kind(tmp_path: Path) -> None:
         ("ours second", "0", "-", "-", "-"),
         ("stock second", "1", "-", "-", "-"),
     ]
+
+
+def test_a_stock_server_is_asked_for_what_a_run_samples() -> None:
+    def answer(request: HttpRequest) -> Answer:
+        if request.path == "/v1/models":
+            return as_json({"data": [{"id": "model"}]})
+        return as_json({"choices": [{"token_ids": [1] * 4}] * request.body["n"]})
+
+    options = argparse.Namespace(requests=16, tokens=4, rounds=1)
+    with serving(answer) as stock, serving(answer) as patched:
+        columns = _servers.rates((stock.url, patched.url), options, as_rollouts=True, stock=(stock.url,))
+    assert all(rate > 0 for column in columns for rate in column)
+    for server, route, logprobs in ((stock, "/v1/completions", 0), (patched, _servers.COMPLETIONS, None)):
+        (*bodies,) = (request.body for request in server.requests if request.path == route)
+        assert len(bodies) == 4, "two groups, in a round to warm up and in one that counts"
+        assert {(body["n"], body.get("logprobs")) for body in bodies} == {(8, logprobs)}
 
 
 def test_a_node_measures_every_number_of_gpus_and_replicas_of_two(tmp_path: Path) -> None:
