@@ -58,6 +58,15 @@ class UnsupportedModelError(AttachError):
     """A parameter of the model cannot be shared byte for byte."""
 
 
+def own_head(head: str, embedding: str) -> UnsupportedModelError:
+    """Return the error of a model that its configuration ties, with a head of its own in its files."""
+    return UnsupportedModelError(
+        f"{head} differs from {embedding}, and the configuration ties them: transformers 5 and vLLM 0.32 use"
+        " both, older ones drop the head",
+        remedy='"tie_word_embeddings": false in its config.json keeps the head everywhere; or remove it from the files',
+    )
+
+
 class IncompatibleVersionError(AttachError):
     """The patches do not support the installed vLLM."""
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge import errors
 from bridge.checks import Check, failed, passed, skipped, warned
 from bridge.checks.child import run_child
 from bridge.core import json_lines
-from bridge.errors import UnsupportedModelError
-from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, SEEING, layer_types
+from bridge.errors import UnsupportedModelError, UsageError
+from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, SEEING, folder_of, is_tied, layer_types, own_head
 
 Config = Mapping[str, Any]
 SHARED, LORA, NONE = MODES = ("shared_vllm", "lora_only", "none")
@@ -197,6 +198,20 @@ def obstacles(config: Config) -> list[Obstacle]:
     return problems
 
 
+def contradictions(model: str, config: Config) -> list[Obstacle]:
+    """Return what the files of `model`, if they are here, hold against its configuration; a few rows are read."""
+    if not is_tied(config):
+        return []
+    try:
+        names = own_head(folder_of(model))
+    except (UsageError, OSError):
+        return []  # vLLM reports a damaged file, and downloads a missing one
+    if names is None:
+        return []
+    error = errors.own_head(*names)
+    return [Obstacle(error.message, error.remedy)]
+
+
 def unbuildable(model: str, config: Config) -> list[Obstacle]:
     """Return why the class that transformers has for `model` cannot be trained, if so.
 
@@ -215,7 +230,7 @@ def modes(model: str, config: Config | None) -> Iterator[Check]:
         expected = "a folder with config.json, or a name in the hub's cache"
         yield skipped("Model", f"no configuration of {model} here", expected)
         return
-    against = obstacles(config) or unbuildable(model, config)
+    against = obstacles(config) or contradictions(model, config) or unbuildable(model, config)
     first = {mode: next((obstacle for obstacle in against if mode in obstacle.modes), None) for mode in MODES}
     for mode, obstacle in first.items():
         name, expected = f"Model, {mode}", f"{model} can be trained by --mode {mode}"

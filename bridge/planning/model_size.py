@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from bridge.core import hub, json_lines
 from bridge.core.hub import CONFIG_NAME
@@ -33,6 +33,10 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """What model families call the experts of a layer."""
 KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
 KEEPS_A_STATE = "linear_attention"
+HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+"""Ends of the names that a head and an embedding have in a model's files."""
+COMPARED_ROWS = 256
+"""Of a head and an embedding, to tell whether they are equal."""
 REPLACE_MODEL = "download or copy the model again"
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits what vLLM takes"
 
@@ -95,7 +99,7 @@ class Dimensions:
             query=head * heads,
             key_value=head * (config.get("num_key_value_heads") or heads),
             vocabulary=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))),
+            tied=is_tied(config),
             biased=config.get("attention_bias", kind.startswith("qwen2")),
             num_dense_layers=sum(map(is_dense, range(layers))) if experts else layers,
             dense=config.get("intermediate_size") or width,
@@ -191,7 +195,7 @@ class ModelSize:
         except (KeyError, TypeError, ZeroDivisionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else "its dimensions are no numbers"
             raise UsageError(f"{folder / CONFIG_NAME} does not give the model's size: {why}", remedy=NO_PLAN) from error
-        counted, kind = _count_in_headers(folder), config.get("model_type")
+        counted, kind = _count_in_headers(folder, tied=is_tied(document)), config.get("model_type")
         if counted is None and kind not in COUNTABLE:
             raise UsageError(
                 f"{folder} lacks weights, and the parameters of a {kind!r} model cannot be derived from its dimensions",
@@ -253,20 +257,82 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
     )
 
 
-def _count_in_headers(folder: Path) -> int | None:
-    """Return the parameters in the weights of `folder`; None if a file is missing."""
+def is_tied(document: Mapping[str, Any]) -> bool:
+    """Return whether a model's head is its embedding, by its config.json; an outer model decides."""
+    text = document.get("text_config")
+    config = text if text and isinstance(text, dict) else document
+    kind = str(config.get("model_type", ""))
+    by_default = config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere")))
+    return bool(document.get("tie_word_embeddings", by_default))
+
+
+def own_head(folder: Path) -> tuple[str, str] | None:
+    """Return the names of a head in the weights of `folder` and of an embedding that it differs from; None: unknown.
+
+    A few rows are compared.
+    """
+    tensors = _headers(folder) or {}
+    heads = [name for name in tensors if name.endswith(HEAD)]
+    embeddings = [name for name in tensors if name.endswith(EMBEDDINGS)]
+    if len(heads) != 1 or len(embeddings) != 1:
+        return None
+    head, embedding = tensors[heads[0]], tensors[embeddings[0]]
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or len(head.shape) != 2 or not head.shape[0]:
+        return None
+    num_rows = head.shape[0]
+    width = head.num_bytes // num_rows
+    with head.path.open("rb") as one, embedding.path.open("rb") as other:
+        for row in range(0, num_rows, max(1, num_rows // COMPARED_ROWS)):
+            one.seek(head.start + row * width)
+            other.seek(embedding.start + row * width)
+            if one.read(width) != other.read(width):
+                return heads[0], embeddings[0]
+    return None
+
+
+class _Stored(NamedTuple):
+    """A tensor of a .safetensors file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # byte of the file
+    num_bytes: int
+
+
+def _count_in_headers(folder: Path, *, tied: bool) -> int | None:
+    """Return the parameters in the weights of `folder`, those of a `tied` head once; None if a file is missing."""
+    tensors = _headers(folder)
+    if tensors is None:
+        return None
+    has_embedding = any(name.endswith(EMBEDDINGS) for name in tensors)
+    return sum(
+        math.prod(tensor.shape)
+        for name, tensor in tensors.items()
+        if not (tied and has_embedding and name.endswith(HEAD))
+    )
+
+
+def _headers(folder: Path) -> dict[str, _Stored] | None:
+    """Return the tensors in the weights of `folder` by name; None if a file is missing."""
     index = folder / "model.safetensors.index.json"
     names = set(_read(index).get("weight_map", {}).values()) if index.is_file() else {"model.safetensors"}
     files = [folder / name for name in names]
     if not files or not all(file.is_file() for file in files):
         return None
-    count = 0
+    tensors = dict[str, _Stored]()
     for path in files:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = _object(path, file.read(min(length, path.stat().st_size)))
-        count += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return count
+        header.pop("__metadata__", None)
+        try:
+            for name, tensor in header.items():
+                start, end = tensor["data_offsets"]
+                tensors[name] = _Stored(path, tensor["dtype"], tuple(tensor["shape"]), 8 + length + start, end - start)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path} is damaged: its header is none of safetensors", remedy=REPLACE_MODEL) from error
+    return tensors
 
 
 def _read(path: Path) -> dict[str, Any]:

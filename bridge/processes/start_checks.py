@@ -74,7 +74,8 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
         return
     mode = model_checks.SHARED if shares_weights else model_checks.NONE
     obstacles = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
-    for obstacle in obstacles or model_checks.unbuildable(model, config):
+    obstacles = obstacles or model_checks.contradictions(model, config) or model_checks.unbuildable(model, config)
+    for obstacle in obstacles:
         raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
 
 

@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.core import memory
-from bridge.errors import UnsupportedModelError, UsageError, first_line
+from bridge.errors import UnsupportedModelError, UsageError, first_line, own_head
 from bridge.weights import rope, skeleton
 from bridge.weights.attach import OpenedModel, leave_core_to_server
-from bridge.weights.model_folder import no_progress_bar
+from bridge.weights.model_folder import first_names, no_progress_bar
 
 GIB = 2**30
 REPLACE_MODEL = "download or copy the model again"
@@ -49,6 +49,9 @@ def load(
         whole = from_pretrained(model, dtype).to(target).eval()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise _no_room(model, target, needed, free_bytes(target), remedy) from error
+    for name, first in first_names(empty).items():
+        if whole.get_parameter(name) is not whole.get_parameter(first):
+            raise own_head(name, first)
     rope.follow_server(whole, max_model_len, server_class=server_class)
     return OpenedModel(
         model=whole,

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from bridge.core import json_lines
 from bridge.core.hub import CONFIG_NAME
-from bridge.errors import UnsupportedModelError, UsageError
+from bridge.errors import UnsupportedModelError, UsageError, own_head
 from bridge.weights.copy_recorder import ViewsOnly, storage_of
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.parts import Parts
@@ -188,15 +188,18 @@ def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict
 
 
 def check(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
-    """Check that the folder's weights are those of `model` by name, shape and type; only headers are read."""
+    """Check that the folder's weights are those of `model` by name, shape and type.
+
+    Only headers are read, and a tied tensor that is stored twice.
+    """
     _files_of(model, folder, _on_meta(model, parts))
 
 
 def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
     """Copy the folder's weights, or this rank's part of them, into the model's own; a misfit touches none."""
     whole, held = _on_meta(model, parts), state(model)
-    first_names = _first_names(model) | {name: name for name in held}
-    views = saved_form(model, {name: whole[first] for name, first in first_names.items()})
+    firsts = first_names(model) | {name: name for name in held}
+    views = saved_form(model, {name: whole[first] for name, first in firsts.items()})
     owners = {storage_of(tensor): name for name, tensor in whole.items()}
     files = _files_of(model, folder, whole)
     stored = dict[str, list[str]]()
@@ -213,7 +216,7 @@ def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) 
                 own.copy_(parts.own[owner].of(target))
 
 
-def _first_names(model: PreTrainedModel) -> dict[str, str]:
+def first_names(model: nn.Module) -> dict[str, str]:
     """Return the first name of each parameter, by every name that it has; a tied one has several."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -241,7 +244,7 @@ def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor])
         stored = headers(path)
         files |= dict.fromkeys(stored, path)
         held |= stored
-    aliases = {name: first for name, first in _first_names(model).items() if first != name}
+    aliases = {name: first for name, first in first_names(model).items() if first != name}
     saved = saved_form(model, whole)
     computed = {name for name, _ in model.named_buffers()} - whole.keys()
     left_out = computed | {name for name in aliases if aliases[name] in held}
@@ -253,7 +256,16 @@ def _files_of(model: PreTrainedModel, folder: Path, whole: Mapping[str, Tensor])
     described = {aliases.get(name, name): text for name, text in wanted.items()}
     described = {name: expected[name] if text == narrow.get(name) else text for name, text in described.items()}
     refuse_misfits(str(folder), described, expected)
+    for name, first in aliases.items():
+        if {name, first} <= held.keys() and not _tensor(files[name], name).equal(_tensor(files[first], first)):
+            raise own_head(name, first)
     return {name: files[name] for name in wanted}
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -10,6 +10,9 @@ Cause: after loading, vLLM rewrites weights for a kernel, or derives others from
 shuffled experts, the absorbed projections of latent attention.
 What is done: each parameter is digested when its weights are loaded and again when vLLM has processed them, and tensors
 that appear in between are noticed. A model with either is refused by name.
+
+A model that is tied by its configuration may have a head in its files, too: vLLM loads both, and ties them if they are
+equal (since 0.32). Such a model is shared as any tied one; a head with values of its own is refused.
 Seen in vLLM 0.26 to 0.33, `vllm/model_executor/model_loader/base_loader.py`. Draft models are not watched.
 """
 
@@ -24,12 +27,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bridge.errors import BridgeError, UnsupportedModelError, first_few, with_class
+from bridge.errors import BridgeError, UnsupportedModelError, first_few, own_head, with_class
 from bridge.server.manifest import View
 from bridge.weights import skeleton
 from bridge.weights.copy_recorder import CopyRecorder
 from bridge.weights.layout import OTHER_MODES, Shape, join
-from bridge.weights.model_folder import saved_form, state, stored_buffers
+from bridge.weights.model_folder import first_names, saved_form, state, stored_buffers
 from bridge.weights.parts import digest
 from bridge_patches import quantized, routed_experts, wrap
 
@@ -60,6 +63,8 @@ class Record:
     """Hugging Face parameter -> its shape."""
     views: dict[str, View] = field(default_factory=dict)
     """Hugging Face parameter -> where it is, by the names that vLLM's parameters have without LoRA."""
+    tied: frozenset[str] = frozenset()
+    """Hugging Face parameters that the configuration ties others to."""
     refusal: BridgeError | None = None
     """Why it cannot be shared; None if it can."""
 
@@ -161,6 +166,7 @@ def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Modul
     with record.refusing():  # built first, because vLLM may change transformers' classes
         empty.append(skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code))
         record.expected = skeleton.shapes(empty[0])
+        record.tied = frozenset(first for name, first in first_names(empty[0]).items() if name != first)
 
     def load_weights(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         with record.refusing():
@@ -177,6 +183,7 @@ def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Modul
         del loader.load_weights
     weights = quantized.weights_of(model)
     digests_now = _digests(model)
+    digests_now |= {name: digests_now[first] for name, first in first_names(model).items() if first in digests_now}
     rewritten = sorted(name for name, before in digests.items() if digests_now.get(name) != before)
     new = {name for name, tensor in _tensors(model) if known.get(id(tensor), lambda: None)() is not tensor}
     with record.refusing():
@@ -186,6 +193,7 @@ def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Modul
             "derived by vLLM from weights, so it would not follow an update",
         )
         quantized.refuse_other_layouts(weights)
+        _refuse_own_head(model, record)
     RECORDS[model] = record
     return model
 
@@ -197,6 +205,16 @@ def _digests(model: nn.Module) -> dict[str, str]:
 def _refuse(names: list[str], why: str) -> None:
     if names:
         raise UnsupportedModelError(f"{first_few(names, separator=', ')}: {why}", remedy=OTHER_MODES)
+
+
+def _refuse_own_head(model: nn.Module, record: Record) -> None:
+    """Refuse a head with values of its own in a model that is tied by its configuration: some readers drop them."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    embeddings = {record.views[name].parameter for name in record.tied if name in record.views}
+    unowned = shapes.keys() - {view.parameter for view in record.views.values()}
+    for embedding in embeddings & shapes.keys():
+        if head := next((name for name in sorted(unowned) if shapes[name] == shapes[embedding]), None):
+            raise own_head(head, embedding)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

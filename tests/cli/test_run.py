@@ -88,7 +88,7 @@ def test_the_server_takes_adapters_of_the_rank_that_is_trained(
 def test_a_rank_other_than_the_slots_is_refused(
     rank: int, choices: dict[str, int], flags: tuple[str, ...], slot: int
 ) -> None:
-    serve = ServeConfig(model="m", **choices)
+    serve = ServeConfig.model_validate({"model": "m", **choices})
     with pytest.raises(UsageError, match=f"--lora-r {rank}: .* rank {slot}") as caught:
         run.for_adapters(serve, rank, flags, in_memory=True)
     assert "--lora-handover disk" in caught.value.remedy

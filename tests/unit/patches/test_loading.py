@@ -432,6 +432,53 @@ def test_what_a_step_would_not_reach_is_refused_by_name(
     assert "\n" not in caught.value.message
 
 
+class Untied(Model):
+    """A model that is tied by its configuration, with a head in its files: vLLM loads both, then compares them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = VocabParallelEmbedding()
+
+
+def _tie(model: Any) -> None:
+    model.head.weight = model.embed.weight
+
+
+def tied_record(process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> Record:
+    monkeypatch.setattr(sys.modules[__name__], "Model", Untied)
+    empty = skeleton({**SHAPES, "head.weight": (VOCABULARY, HIDDEN)})
+    empty.head.weight = empty.embed.weight
+    empty.get_input_embeddings, empty.get_output_embeddings = lambda: empty.embed, lambda: empty.head
+    return loaded(process, monkeypatch, empty)
+
+
+def test_a_head_that_vllm_ties_after_loading_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qwen3-0.6B, whose files hold the embedding twice."""
+    record = tied_record(_tie, monkeypatch)
+    assert record.refusal is None
+    assert record.views.keys() == SHAPES.keys()
+
+
+def test_a_tied_head_with_weights_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def differ(model: Any) -> None:
+        pass
+
+    refusal = tied_record(differ, monkeypatch).refusal
+    assert refusal is not None
+    assert "head.weight differs from embed.weight, and the configuration ties them" in refusal.message
+    assert '"tie_word_embeddings": false' in refusal.remedy
+
+
+def test_a_parameter_replaced_by_another_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tie_to_others(model: Any) -> None:
+        model.embed.weight.data.neg_()
+        _tie(model)
+
+    refusal = tied_record(tie_to_others, monkeypatch).refusal
+    assert refusal is not None
+    assert "embed.weight, head.weight: rewritten" in refusal.message
+
+
 class Scaled(Model):
     """A model with a buffer in its files, and one that vLLM makes itself."""
 

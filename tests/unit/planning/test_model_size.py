@@ -32,7 +32,10 @@ QWEN15_MOE = {
 
 def weights(path: Path, *shapes: tuple[int, ...]) -> None:
     """Write the header of a safetensors file, without its tensors."""
-    header = {str(index): {"dtype": "BF16", "shape": shape} for index, shape in enumerate(shapes)}
+    header = {
+        f"{path.stem}.{index}": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
+        for index, shape in enumerate(shapes)
+    }
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
 

@@ -22,8 +22,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from bridge.errors import UsageError
-from bridge.weights import model_folder, skeleton, stored_tensors
+from bridge.errors import UnsupportedModelError, UsageError
+from bridge.planning.model_size import ModelSize
+from bridge.processes import start_checks
+from bridge.weights import loaded, model_folder, skeleton, stored_tensors
 from bridge.weights.model_folder import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -94,6 +96,48 @@ def whole_storage(model: LlamaForCausalLM) -> bytes:
 def check_equal(model: PreTrainedModel, other: PreTrainedModel) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+def with_a_head(folder: Path, *, differs: bool) -> None:
+    """Store the head of a tied model, too, as FSDP, DeepSpeed and merges of adapters do."""
+    tensors = load_file(folder / SINGLE_NAME)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][7] += 1 if differs else 0
+    save_file(tensors, folder / SINGLE_NAME, {"format": "pt"})
+
+
+def test_tied_model_with_an_equal_head_in_its_files_loads(source: Path, out: Path) -> None:
+    save(shared_model(tied=True), str(source), out)
+    with_a_head(out, differs=False)
+    model = shared_model(tied=True, seed=1)
+    check(model, out)
+    load_into(model, out)
+    assert model.lm_head.weight.equal(load_file(out / SINGLE_NAME)["lm_head.weight"])
+    opened = loaded.load(str(out), device="cpu")
+    assert opened.model.get_output_embeddings().weight is opened.model.get_input_embeddings().weight
+    assert ModelSize.of(out).num_params == sum(parameter.numel() for parameter in model.parameters())
+    start_checks.check_model(str(out))
+
+
+def test_tied_model_with_another_head_in_its_files_is_refused(source: Path, out: Path) -> None:
+    save(shared_model(tied=True), str(source), out)
+    with_a_head(out, differs=True)
+    model = shared_model(tied=True, seed=1)
+    before = model.lm_head.weight.clone()
+    for refused in (
+        lambda: check(model, out),
+        lambda: load_into(model, out),
+        lambda: loaded.load(str(out), device="cpu"),
+        lambda: start_checks.check_model(str(out)),
+        lambda: start_checks.check_model(str(out), shares_weights=False),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+            refused()
+    assert model.lm_head.weight.equal(before)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    start_checks.check_model(str(out))
+    assert loaded.load(str(out), device="cpu").model.get_output_embeddings().weight[7, 0] != before[7, 0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
