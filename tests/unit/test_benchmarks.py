@@ -51,6 +51,7 @@ from benchmarks._stamped import Run
 from benchmarks.train_step import Case
 from bridge.config import TaskConfig
 from bridge.processes import server_log
+from bridge.server.protocol import COMPLETIONS
 from bridge_environments import registry
 from tests.unit.http_server import Answer, HttpRequest, as_json, serving
 from tests.unit.openai_server import openai
@@ -701,7 +702,7 @@ def test_a_stock_server_is_asked_for_what_a_run_samples() -> None:
     with serving(answer) as stock, serving(answer) as patched:
         columns = _servers.rates((stock.url, patched.url), options, as_rollouts=True, stock=(stock.url,))
     assert all(rate > 0 for column in columns for rate in column)
-    for server, route, logprobs in ((stock, "/v1/completions", 0), (patched, _servers.COMPLETIONS, None)):
+    for server, route, logprobs in ((stock, "/v1/completions", 0), (patched, COMPLETIONS, None)):
         (*bodies,) = (request.body for request in server.requests if request.path == route)
         assert len(bodies) == 4, "two groups, in a round to warm up and in one that counts"
         assert {(body["n"], body.get("logprobs")) for body in bodies} == {(8, logprobs)}
