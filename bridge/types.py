@@ -238,7 +238,8 @@ class Group:
     Its reward still counts for the advantages of the others.
     """
     reward_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """If the reward is a weighted sum: name of each part -> one unweighted value per completion."""
+    """If the reward is a weighted sum: name of each part -> one unweighted value per completion, NaN where it
+    does not apply."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     """For each completion one reward per turn, of which its reward is the sum; empty: none has them."""
     unscored: tuple[Unscored, ...] = ()

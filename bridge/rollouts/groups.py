@@ -6,6 +6,7 @@ modules that open one, by a function `open_stream`. A problem becomes a group by
 """
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -212,7 +213,7 @@ def scored_group(number: int | None, problem: Problem, sampled: Sampled) -> Grou
         completions=tuple(completion for completion, _ in scored),
         rewards=tuple(score.reward for _, score in scored),
         turn_rewards=tuple(_of_turns(completion, score) for completion, score in scored) if by_turn else (),
-        reward_parts={name: tuple(score.parts.get(name, 0.0) for _, score in scored) for name in names},
+        reward_parts={name: tuple(score.parts.get(name, math.nan) for _, score in scored) for name in names},
         unscored=tuple(Unscored(completion=completion, fault=failure.line) for completion, failure in failures),
     )
 

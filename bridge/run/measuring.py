@@ -232,10 +232,11 @@ def _of_rollouts(groups: Sequence[Group]) -> dict[str, Any]:
     with_tools = [completion for completion in completions if completion.sampled is not None]
     names = dict.fromkeys(name for group in groups for name in group.reward_parts)
     parts = {name: [part for group in groups for part in group.reward_parts.get(name, ())] for name in names}
+    applied = {name: [part for part in values if not math.isnan(part)] for name, values in parts.items()}
     return {
         "reward_mean": _mean(rewards),
         "reward_std": statistics.pstdev(rewards) if rewards else math.nan,
-        "reward_parts": {name: mean(values) for name, values in parts.items()},
+        "reward_parts": {name: _mean(values) for name, values in applied.items()},
         "unscored": sum(len(group.unscored) for group in groups),
         "completion_tokens_mean": _mean([completion.num_sampled for completion in completions]),
         "truncated_share": share(sum(c.finish_reason == "length" for c in completions), len(completions)),

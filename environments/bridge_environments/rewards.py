@@ -52,11 +52,35 @@ MAX_ZEROS = 400
 END_CHARACTERS = 1000
 """Length of a completion's end in which an answer without a mark is looked for."""
 Score = Callable[[Problem, str], Any]
+TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL's trainer gives to rewards beside prompts, completions and columns."""
+VERL: Mapping[str, None] = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
+"""What verl gives to a reward, in its order."""
+OTHER_FORMS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "OpenRLHF's": (("queries", "labels"), "labels are problem['answer'], and a query is the prompt and the completion"),
+    "verl's batched": (("solution_strs", "ground_truths"), "verl's form for one completion works: solution_str, ..."),
+    "slime's": (("args", "sample"), "sample.response is the completion, sample.label is problem['answer']"),
+    "trlX's": (("samples", "outputs"), "outputs are completions"),
+    "verifiers'": (("completion", "answer"), "answer is problem['answer']; or run the environment: verifiers:ID"),
+    "a verifiers rubric's": (("completion", "state"), "or run the whole environment: --environment verifiers:ID"),
+}
+"""Whose form -> the parameters that it is known by, and how to write it."""
+COMPLETIONS = (
+    "completion", "response", "output", "generation", "predict_str", "prediction", "model_output", "model_response",
+)  # fmt: skip
+"""Names of a first parameter that is no problem."""
+PROBLEMS = ("problem", "answer", "ground_truth", "label", "solution", "target", "reference", "info", "state")
+"""Names of a second parameter that is no completion."""
 
 
 def exact(problem: Problem, completion: str) -> float:
-    """Return 1.0 if the completion is the problem's answer, apart from white space around both."""
-    return float(completion.strip() == str(problem["answer"]).strip())
+    """Return 1.0 if the completion is the problem's answer, apart from white space around both.
+
+    A column of numbers with gaps has floats: 3.0 is 3, too.
+    """
+    answer, given = problem["answer"], completion.strip()
+    is_whole = isinstance(answer, float) and answer.is_integer()
+    return float(given == str(answer).strip() or (is_whole and given == f"{answer:.0f}"))
 
 
 def equal(problem: Problem, completion: str) -> float:
@@ -87,18 +111,22 @@ class Reward:
     location: str = ""
     """File and line of a user's function."""
 
-    def __call__(self, problem: Problem, completion: str) -> float:
-        """Return the number before its weight."""
+    def __call__(self, problem: Problem, completion: str) -> float | None:
+        """Return the number before its weight; None if it does not apply."""
         with foreign_code(f"reward {self.name}", self.location or self.name):
             value = self.score(problem, completion)
         number = as_reward(value)
-        if number is None:
-            raise RewardError(
-                f"reward {self.name} returned {described(value)}, expected a finite number{limit_note(value)}"
-                f" ({self.location or self.name})",
-                remedy=f"return a finite number from {self.name}",
-            )
+        if number is None and value is not None:
+            raise self.fault(value)
         return number
+
+    def fault(self, value: object) -> RewardError:
+        """Return the error for something that it returned in place of a number."""
+        return RewardError(
+            f"reward {self.name} returned {described(value)}, expected a finite number{limit_note(value)}"
+            f" ({self.location or self.name})",
+            remedy=f"return a finite number from {self.name}",
+        )
 
 
 class Rewards:
@@ -115,9 +143,17 @@ class Rewards:
         return self.scores(problem, completion)[0]
 
     def scores(self, problem: Problem, completion: str) -> tuple[float, dict[str, float]]:
-        """Return the weighted sum, and each reward before its weight."""
-        parts = {reward.name: reward(problem, completion) for reward in self._rewards}
-        return sum(reward.weight * parts[reward.name] for reward in self._rewards), parts
+        """Return the weighted sum of the rewards that apply, and each of them before its weight.
+
+        As in TRL, a reward does not apply where it returns None.
+        """
+        numbers = [(reward, reward(problem, completion)) for reward in self._rewards]
+        applied = [(reward, number) for reward, number in numbers if number is not None]
+        if not applied:
+            raise self._rewards[0].fault(None)
+        return sum(reward.weight * number for reward, number in applied), {
+            reward.name: number for reward, number in applied
+        }
 
 
 def parse(text: str) -> tuple[Reward, ...]:
@@ -185,21 +221,93 @@ def _reward(name: str, written: str | None) -> Reward:
 def _own(name: str, weight: float) -> Reward:
     score = find_object("reward", name)
     path, _, title = name.rpartition(":")
-    remedy = f"write it as: def {title}(problem: dict, completion: str) -> float"
+    remedy = f"write it as: def {title}(problem: dict, completion: str) -> float, where problem has the row's columns"
     if inspect.iscoroutinefunction(score):
         raise UsageError(f"reward {name} is an async function, expected a plain one", remedy=remedy)
     try:
-        signature, code = inspect.signature(score), getattr(inspect.unwrap(score), "__code__", None)
-        if "completions" in signature.parameters:
-            score = _of_lists(score, signature.parameters)
-        else:
-            signature.bind({}, "")
+        parameters, code = inspect.signature(score).parameters, getattr(inspect.unwrap(score), "__code__", None)
+        if not parameters.keys() & {"completions", "solution_str"}:
+            _check_order(name, list(parameters), remedy)
+            inspect.signature(score).bind({}, "")
+    except UsageError:
+        raise
     except (TypeError, ValueError) as error:  # a ValueError: it is written in C and has no signature
         raise UsageError(
             f"reward {name} cannot be called with (problem, completion): {error}", remedy=remedy
         ) from error
+    if "completions" in parameters:
+        _check_given(name, parameters)
+        score = _of_lists(score, parameters)
+    elif "solution_str" in parameters:
+        _check_verl(name, parameters)
+        score = _of_verl(score, parameters)
     location = f"{Path(code.co_filename).name} line {code.co_firstlineno}" if code else Path(path).name
     return Reward(name=title, weight=weight, score=score, location=location)
+
+
+def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of the parameters that a call has to give."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, one in parameters.items() if one.default is one.empty and one.kind not in several]
+
+
+def _check_given(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Refuse a function in TRL's form that requires what only TRL's trainer has."""
+    if missing := [key for key in _required(parameters) if key in TRL_ONLY]:
+        raise UsageError(
+            f"reward {name} takes {', '.join(missing)}, which Bridge does not have, expected prompts, completions and"
+            " columns of the data",
+            remedy=f"give it a default, {missing[0]}=None: a reward runs in another process, for one completion",
+        )
+
+
+def _check_verl(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Refuse a function in verl's form that requires more than verl gives to each."""
+    if unknown := [key for key in _required(parameters) if key not in VERL]:
+        raise UsageError(
+            f"reward {name} takes {', '.join(unknown)}, expected {', '.join(VERL)}, as verl calls it",
+            remedy=f"give it a default, {unknown[0]}=None",
+        )
+
+
+def _check_order(name: str, parameters: list[str], remedy: str) -> None:
+    """Refuse the forms of other systems, which would be called with other things than they expect, or in vain."""
+    for form, (names, given) in OTHER_FORMS.items():
+        if {*names} <= {*parameters} and "problem" not in parameters:
+            raise UsageError(
+                f"reward {name} has {form} form, ({', '.join(parameters)}), expected (problem, completion)",
+                remedy=f"{given}; {remedy}",
+            )
+    if len(parameters) > 1 and (parameters[0] in COMPLETIONS or parameters[1] in PROBLEMS):
+        raise UsageError(
+            f"reward {name} takes ({', '.join(parameters)}), and is called with (problem, completion), in this order",
+            remedy=remedy,
+        )
+
+
+def _of_verl(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Score:
+    """Wrap a function in verl's form, which returns a number, or a dict with the number as `score`."""
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def score(problem: Problem, completion: str) -> Any:
+        row: Mapping[str, Any] = problem
+        model = row.get("reward_model")
+        truth = model.get("ground_truth") if isinstance(model, Mapping) else row.get("answer")
+        if truth is None:
+            raise RewardError(
+                "the problem has no ground_truth, expected a column answer, or reward_model with ground_truth",
+                remedy="name its column: --answer-column COLUMN",
+            )
+        given = {
+            "data_source": row.get("data_source"),
+            "solution_str": completion,
+            "ground_truth": truth,
+            "extra_info": row.get("extra_info"),
+        }
+        value = function(**{key: given[key] for key in (VERL if takes_all else VERL.keys() & parameters.keys())})
+        return value["score"] if isinstance(value, Mapping) and "score" in value else value
+
+    return score
 
 
 def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Score:

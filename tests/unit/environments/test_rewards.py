@@ -99,6 +99,114 @@ def test_a_reward_in_trls_form_gets_messages_and_columns(write: Write) -> None:
     assert scores(f"{path}:ends", "so 42", problem)[0] == 1.0  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("answer", "completion", "expected"),
+    [(3.0, "3", 1), (3.0, "3.0", 1), (3.0, "4", 0), (3.5, "3.5", 1), (1e16, "10000000000000000", 1), ("3.0", "3", 0)],
+)
+def test_exact_reads_whole_floats_as_integers(answer: object, completion: str, expected: int) -> None:
+    assert scores("exact", completion, {"prompt": "p", "answer": answer})[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("code", (1.5, {"code": 1.0, "brief": 0.25})), ("math", (0.5, {"brief": 0.25}))]
+)
+def test_reward_that_returns_none_does_not_apply(write: Write, kind: str, expected: object) -> None:
+    path = write(
+        "def code(completions, kind, **columns):\n    return [1.0 if k == 'code' else None for k in kind]\n"
+        "def brief(problem, completion):\n    return 0.25\n"
+        "def nothing(problem, completion):\n    return None\n"
+    )
+    problem: dict[str, object] = {"prompt": "p", "kind": kind}
+    assert scores(f"{path}:code,{path}:brief=2", "x", problem) == expected  # type: ignore[arg-type]
+    with pytest.raises(RewardError, match="reward nothing returned None, expected a finite number"):
+        scores(f"{path}:nothing", "x", problem)  # type: ignore[arg-type]
+    if kind == "math":
+        with pytest.raises(RewardError, match="reward code returned None"):
+            scores(f"{path}:code,{path}:nothing", "x", problem)  # type: ignore[arg-type]
+
+
+VERL_ROWS: tuple[dict[str, object], ...] = (
+    {"prompt": "p", "data_source": "gsm8k", "reward_model": {"ground_truth": "42"}, "extra_info": {"index": 3}},
+    {"prompt": "p", "data_source": "gsm8k", "answer": "42", "extra_info": {"index": 3}},
+)
+
+
+@pytest.mark.parametrize("problem", VERL_ROWS)
+@pytest.mark.parametrize("value", ["float(right)", "{'score': float(right), 'acc': right}"])
+@pytest.mark.parametrize("head", ["data_source, solution_str, ground_truth, extra_info=None", "solution_str, **rest"])
+def test_function_in_verls_form_gets_what_verl_gives(
+    write: Write, head: str, value: str, problem: dict[str, object]
+) -> None:
+    given = "rest['data_source'], rest['ground_truth'], rest['extra_info']"
+    given = given if "rest" in head else "data_source, ground_truth, extra_info"
+    path = write(
+        f"def compute_score({head}):\n    source, truth, extra = {given}\n"
+        f"    right = (source, truth, extra['index'], solution_str) == ('gsm8k', '42', 3, 'so 42')\n"
+        f"    return {value}\n"
+    )
+    assert scores(f"{path}:compute_score", "so 42", problem)[0] == 1.0  # type: ignore[arg-type]
+
+
+def test_verls_form_without_a_ground_truth_is_named(write: Write) -> None:
+    path = write("def compute_score(data_source, solution_str, ground_truth): return 1.0\n")
+    with pytest.raises(RewardError, match="has no ground_truth, expected a column answer"):
+        scores(f"{path}:compute_score", "x", {"prompt": "p"})
+
+
+@pytest.mark.parametrize(
+    ("head", "message", "remedy"),
+    [
+        (
+            "completions, trainer_state, **kwargs",
+            "takes trainer_state, which Bridge does not have",
+            "trainer_state=None",
+        ),
+        ("prompts, completions, completion_ids", "takes completion_ids, which", "completion_ids=None"),
+        ("completions, log_extra, log_metric", "takes log_extra, log_metric, which", "log_extra=None"),
+        (
+            "queries, prompts, labels, **kwargs",
+            "has OpenRLHF's form, (queries, prompts, labels, kwargs)",
+            "problem['answer']",
+        ),
+        ("data_sources, solution_strs, ground_truths, extra_infos", "has verl's batched form", "solution_str"),
+        (
+            "data_source, solution_str, ground_truth, judge",
+            "takes judge, expected data_source, solution_str",
+            "judge=None",
+        ),
+        ("completion, answer", "has verifiers' form, (completion, answer)", "problem['answer']"),
+        ("completion, state", "has a verifiers rubric's form", "verifiers:ID"),
+        ("args, sample, **kwargs", "has slime's form", "sample.response"),
+        (
+            "completion, problem",
+            "takes (completion, problem), and is called with (problem, completion), in",
+            "def mine(",
+        ),
+        ("predict_str, ground_truth", "takes (predict_str, ground_truth), and is called with (problem", "def mine("),
+        ("question, target", "takes (question, target), and is called with", "def mine("),
+    ],
+)
+def test_form_of_another_system_is_refused_by_name(write: Write, head: str, message: str, remedy: str) -> None:
+    error = refusal(f"{write(f'def mine({head}): return 1.0')}:mine")
+    assert message in error.message
+    assert remedy in error.remedy
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["completions, trainer_state=None", "completions, log_metric=None, **kwargs", "prompts, completions, **kwargs"],
+)
+def test_trls_form_with_defaults_is_accepted(write: Write, head: str) -> None:
+    assert scores(f"{write(f'def mine({head}): return [1.0]')}:mine", "x")[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    "head", ["problem, completion, answer=None", "p, c", "prompt, completion", "row, text, *, k=2"]
+)
+def test_names_of_a_plain_function_are_free(write: Write, head: str) -> None:
+    assert scores(f"{write(f'def mine({head}): return 1.0')}:mine", "x")[0] == 1.0
+
+
 def test_a_file_may_hold_a_callable_object(write: Write) -> None:
     path = write(
         "import functools, operator\nclass F:\n    def __call__(self, problem, completion): return 3\nf = F()\n"

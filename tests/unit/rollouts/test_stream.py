@@ -332,7 +332,17 @@ def test_reward_parts_are_those_of_the_kept_completions(model: Path) -> None:
     with sampled(model, Parts(), saying()) as ours:
         for group in ours.groups():
             assert list(group.rewards) == [0, 2, 3, 4, 5, 6, 7]
-            assert group.reward_parts == {"number": group.rewards, "odd": (0, 0, 1, 0, 1, 0, 1)}
+            assert group.reward_parts["number"] == group.rewards
+            assert [math.isnan(part) for part in group.reward_parts["odd"]] == [
+                True,
+                True,
+                False,
+                True,
+                False,
+                True,
+                False,
+            ]
+            assert measuring._of_rollouts([group])["reward_parts"]["odd"] == 1
             assert len(group.unscored) == 1
 
 
