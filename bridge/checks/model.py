@@ -17,7 +17,7 @@ from typing import Any
 from bridge import errors
 from bridge.checks import Check, failed, passed, skipped, warned
 from bridge.checks.child import run_child
-from bridge.core import json_lines
+from bridge.core import json_lines, paths
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, SEEING, folder_of, is_tied, layer_types, own_head
 
@@ -55,14 +55,13 @@ class Obstacle:
 
 def read(model: str) -> Config | None:
     """Return the configuration of `model`, a folder or a name in the hub's cache; None if neither has one."""
-    path: Any = Path(model).expanduser() / "config.json"
-    if not path.is_file():
+    path: Any = paths.expanded(model) / "config.json"
+    if not paths.is_file(path):
         from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
 
         try:
             path = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:
+        except Exception:  # noqa: BLE001  it cannot be a name
             return None
     try:
         document = json_lines.parsed(Path(path).read_bytes()) if isinstance(path, str | Path) else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from bridge.core import hub, json_lines
+from bridge.core import hub, json_lines, paths
 from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UsageError
 from bridge.types import Quantization
@@ -238,13 +238,12 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
     Raises:
         UsageError: it is not here, or the hub does not have it or does not answer.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = paths.expanded(model)
+    if paths.is_folder(folder):
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
-    with suppress(OSError, HFValidationError):
+    with suppress(Exception):  # not in the cache, not a name, or an optional library is missing
         cached = Path(snapshot_download(model, local_files_only=True))
         if not fetch or (cached / CONFIG_NAME).is_file():
             return cached

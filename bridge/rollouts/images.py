@@ -95,7 +95,7 @@ class Prompts:
     def _processor(self) -> Any:
         try:
             return AutoProcessor.from_pretrained(self._model_name)
-        except (ImportError, OSError, ValueError, TypeError) as error:
+        except Exception as error:  # what is raised depends on the model, and on optional libraries
             raise UsageError(
                 f"the image processor of {self._model_name} cannot be loaded: {with_class(error)}",
                 remedy="pip install torchvision pillow, and copy preprocessor_config.json and processor_config.json"

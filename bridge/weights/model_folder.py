@@ -14,7 +14,6 @@ from shutil import copyfile
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from bridge.core import json_lines
+from bridge.core import json_lines, paths
 from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UnsupportedModelError, UsageError, own_head
 from bridge.weights.copy_recorder import ViewsOnly, storage_of
@@ -84,11 +83,11 @@ def is_part(name: str) -> bool:
 
 def _source_folders(source: str) -> Iterator[Path]:
     """Yield where `source` may lie: the folder itself, or the hub's cache, before and after a download."""
-    if Path(source).is_dir():
+    if paths.is_folder(source):
         yield Path(source)
         return
     for local_files_only in (True, False):
-        with suppress(OSError, HFValidationError):  # not cached, no such model, no network
+        with suppress(Exception):  # not cached, no such model, no network, an optional library is missing
             yield Path(snapshot_download(source, allow_patterns=[*_COPIED_FILES], local_files_only=local_files_only))
 
 

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from bridge.core import paths
 from bridge.errors import UnsupportedModelError, UsageError, first_line
 from bridge.weights.layout import OTHER_MODES, Shape
 from bridge.weights.model_folder import stored_buffers
@@ -107,9 +108,9 @@ def tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Load `model`'s tokenizer; UsageError if it has none."""
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what is raised depends on the tokenizer, and on optional libraries
         raise UsageError(
-            f"{model!r} has no usable tokenizer: {first_line(error)}",
+            f"{model!r} has no usable tokenizer: {first_line(error) or type(error).__name__}",
             remedy="copy tokenizer.json and tokenizer_config.json into the model's folder",
         ) from error
     return loaded
@@ -118,4 +119,4 @@ def tokenizer(model: str) -> PreTrainedTokenizerBase:
 def absolute(model: str) -> str:
     """Return a local model's absolute folder, or a hub name unchanged."""
     path = Path(model)
-    return str(path.resolve()) if path.is_dir() else model
+    return str(path.resolve()) if paths.is_folder(path) else model

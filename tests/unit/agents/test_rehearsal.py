@@ -224,3 +224,8 @@ def test_a_rehearsal_that_runs_out_of_time_reports_its_first_failure(monkeypatch
     assert notes == [
         "no made-up completion of the first problems got a reward within 0.05 s: Task.score took longer than 3 s"
     ]
+
+
+@pytest.mark.parametrize("answer", [10**5000, type("Odd", (), {"__str__": lambda self: 1 / 0})()], ids=["long", "odd"])
+def test_an_answer_that_cannot_be_printed_is_rehearsed_without(answer: object) -> None:
+    assert len(list(stream.completions({"prompt": "p", "answer": answer}))) == 5

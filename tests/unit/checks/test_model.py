@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MptConfig
+from transformers import AutoTokenizer, MptConfig
 
 from bridge.checks import model
 from bridge.checks.child import Ended
 from bridge.checks.model import LORA, MODES, NONE, SHARED
+from bridge.errors import UsageError
+from bridge.planning import model_size
 from bridge.planning.model_size import SEEING
+from bridge.processes import start_checks
+from bridge.weights import skeleton
 from tests.models.families import FAMILIES, INSIDE
 
 
@@ -187,3 +191,23 @@ def test_configuration_is_read_from_a_folder(tmp_path: Path) -> None:
     assert not model.has_experts(None)
     (check,) = model.modes("m", None)
     assert check.status == "SKIP"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud83d", "a/" * 3000, "o/" + "x" * 300], ids=range(5))
+def test_a_name_that_no_model_can_have_is_refused(name: str) -> None:
+    assert model.read(name) is None
+    assert skeleton.absolute(name) == name
+    with pytest.raises(UsageError):
+        start_checks.check_model(name)
+    with pytest.raises(UsageError):
+        model_size.folder_of(name)
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, KeyError, RuntimeError, AssertionError])
+def test_whatever_a_tokenizer_raises_is_one_line(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("sentencepiece is missing")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(UsageError, match=r"'m' has no usable tokenizer: .*sentencepiece is missing"):
+        skeleton.tokenizer("m")
