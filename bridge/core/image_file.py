@@ -8,6 +8,7 @@ from typing import Any
 
 from bridge.core import paths
 from bridge.core.foreign_code import reason_of
+from bridge.core.redaction import escaped
 from bridge.errors import RewardError
 
 DEEP_MODES = ("I", "F")
@@ -60,16 +61,17 @@ def _opened(path: str) -> Iterator[Any]:
     """Open an image whose header is right; RewardError whatever the block raises, too."""
     from PIL import Image, UnidentifiedImageError
 
+    name = escaped(path)
     if not paths.is_file(path):
-        raise RewardError(f"there is no image {path}", remedy=REPLACE)
+        raise RewardError(f"there is no image {name}", remedy=REPLACE)
     try:
         with open(path, "rb", buffering=0) as file, _Searched(file) as searched:  # noqa: PTH123  Path.open makes no FileIO
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes > MAX_BYTES:
-                what = f"the image {path} has {num_bytes:,} bytes, expected at most {MAX_BYTES:,}"
+                what = f"the image {name} has {num_bytes:,} bytes, expected at most {MAX_BYTES:,}"
                 raise RewardError(what, remedy="save it smaller, or leave the row out")
             with Image.open(searched) as image:
-                if what := _fault_of(path, image):
+                if what := _fault_of(name, image):
                     raise RewardError(
                         what, remedy="save it smaller, as a PNG with 8 bits per channel, or leave the row out"
                     )
@@ -77,21 +79,21 @@ def _opened(path: str) -> Iterator[Any]:
     except RewardError:
         raise
     except UnidentifiedImageError as error:
-        raise RewardError(f"the image {path} cannot be read: cannot identify image file", remedy=REPLACE) from error
+        raise RewardError(f"the image {name} cannot be read: cannot identify image file", remedy=REPLACE) from error
     except Exception as error:  # what a damaged file raises is for Pillow's plugins to choose
         why = f"{type(error).__name__}{reason_of(error)}"
-        raise RewardError(f"the image {path} cannot be read: {why}", remedy=REPLACE) from error
+        raise RewardError(f"the image {name} cannot be read: {why}", remedy=REPLACE) from error
 
 
-def _fault_of(path: str, image: Any) -> str:
+def _fault_of(name: str, image: Any) -> str:
     width, height = image.size
     if width * height > MAX_PIXELS:
         shown = f"{width * height:,} pixels ({width:,} x {height:,})"
-        return f"the image {path} has {shown}, expected at most {MAX_PIXELS:,}"
+        return f"the image {name} has {shown}, expected at most {MAX_PIXELS:,}"
     if image.format in PROGRAMS:
-        return f"the image {path} is {image.format}, which other programs draw, expected a format of pixels such as PNG"
+        return f"the image {name} is {image.format}, which other programs draw, expected a format of pixels such as PNG"
     if image.mode.startswith(DEEP_MODES):
-        return f"the image {path} has 16 bits or more per channel (mode {image.mode}), expected 8"
+        return f"the image {name} has 16 bits or more per channel (mode {image.mode}), expected 8"
     return ""
 
 
