@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from bridge.config import OptimizerConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.learn import samples
-from bridge.learn.mismatch import Tally, share
+from bridge.learn.mismatch import Tally
 from bridge.learn.policy_loss import LossSpec, means
 from bridge.passes import routing
 from bridge.passes.flops import Flops
@@ -127,6 +127,7 @@ class Computed:
         num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
         losses = ranks.all_reduce_shares(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))
+        entropy = ranks.all_reduce_shares(self.entropy).item()
         tallies = (tally for tally, _ in ranks.one_per_share(of_ranks))
         return {
             "loss": sum(losses.tolist()) / max(num_taken, 1),
@@ -134,7 +135,7 @@ class Computed:
             "lr": lr,
             "updates": self.num_updates,
             "skipped_updates": sum(not math.isfinite(norm) for norm in self.norms),
-            "entropy": share(ranks.all_reduce_shares(self.entropy).item(), batch.num_tokens),
+            **({"entropy": entropy / batch.num_tokens} if batch.num_tokens else {}),
             **sum(tallies, Tally.zero(torch.device("cpu"))).metrics(),
             "rerouted_share": num_rerouted / num_replayed if num_replayed else None,
             **routing.balance(ranks.all_reduce(tokens_LE) if num_replayed else tokens_LE[:0]),

@@ -19,6 +19,7 @@ from bridge.learn.mismatch import alarm as mismatch_alarm
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal, mean
 from bridge.passes.flops import peak_flops
+from bridge.passes.packing import of_sampled
 from bridge.rollouts.groups import Stream
 from bridge.run.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
@@ -64,7 +65,22 @@ def rollouts(groups: Sequence[Group], stream: Stream, *, served: int) -> dict[st
         "skipped_groups": len(stream.skipped),
         "rollouts": hashlib.sha256(repr(tokens).encode()).hexdigest()[:16],
         "tokens_generated": sum(completion.num_sampled for completion in _sampled(every_group)),
+        "entropy": sampled_entropy(completions),
     }
+
+
+def sampled_entropy(completions: Sequence[Completion]) -> float:
+    """Estimate the policy's entropy by the mean of -log-prob of the sampled tokens; NaN if the server sent none.
+
+    The learner's own value, over all words at each token, replaces it where the step trains on anything.
+    """
+    logprobs = [
+        logprob
+        for sequence in _sequences(completions)
+        for logprob in of_sampled(sequence.logprobs, sequence.sampled)
+        if not math.isnan(logprob)
+    ]
+    return -_mean(logprobs)
 
 
 def times(fence: FenceTimes, *, rollout_s: float, train_s: float) -> dict[str, Any]:

@@ -126,17 +126,17 @@ CHARTS = (
     )),
     Chart(LEARNING, "Groups without a signal", "All rewards of the group are equal.", (
         Metric(name="no_signal_share", title="Groups without signal", unit="%", label="groups",
-               curve="reward/no_signal_share",
+               curve="reward/no_signal_share", live=True,
                about="Share of the groups that teach nothing, all rewards being equal; replaced ones included."),
     )),
     Chart(LEARNING, "Completion length", "Mean over the completions.", (
         Metric(name="completion_tokens_mean", title="Completion length", unit="tokens", label="tokens",
-               curve="rollout/completion_tokens", held_out="held_out/completion_tokens",
+               curve="rollout/completion_tokens", held_out="held_out/completion_tokens", live=True,
                about="Mean length of the completions."),
     )),
     Chart(LEARNING, "Truncated completions", "Stopped by --max-new-tokens.", (
         Metric(name="truncated_share", title="Truncated completions", unit="%", label="truncated",
-               curve="rollout/truncated_share", held_out="held_out/truncated_share",
+               curve="rollout/truncated_share", held_out="held_out/truncated_share", live=True,
                about="Share of the completions that reached the length limit."),
     )),
     Chart(LEARNING, "Turns", "Of the model in each completion, with tools; and calls that failed.", (
@@ -146,8 +146,9 @@ CHARTS = (
                held_out="held_out/tool_errors", about="Tool calls that raised; null without tools."),
     ), "plain"),
     Chart(LEARNING, "Entropy", "Mean over the sampled tokens, before the update.", (
-        Metric(name="entropy", title="Entropy", unit="nats", label="entropy", curve="train/entropy",
-               about="Mean entropy of the policy at the sampled tokens, before the update; over what filters kept."),
+        Metric(name="entropy", title="Entropy", unit="nats", label="entropy", curve="train/entropy", live=True,
+               about="Mean entropy of the policy at the sampled tokens, before the update; over what filters kept. Of a"
+               " step that trains on nothing, estimated by the mean of -log-prob of the sampled tokens."),
     )),
     Chart(LEARNING, "KL from the reference", "Mean over the tokens.", (
         Metric(name="kl", title="KL from the reference", unit="nats", label="KL", curve="train/kl", live=True,
@@ -166,7 +167,7 @@ CHARTS = (
                " --clip-dual and a negative one; with `cispo`, any advantage."),
     )),
     Chart(LEARNING, "Gradient norm", "Before clipping, mean over the updates.", (
-        Metric(name="grad_norm", title="Gradient norm", label="norm", curve="train/grad_norm",
+        Metric(name="grad_norm", title="Gradient norm", label="norm", curve="train/grad_norm", live=True,
                about="Global norm of the gradient before it is clipped, mean over the step's updates."),
     )),
     Chart(LEARNING, "Learning rate", "Of the first update of each step.", (
@@ -200,7 +201,7 @@ CHARTS = (
                about="Mean of |log-prob of vLLM - log-prob of the trainer| over the tokens trained on, before the"
                " update; null if nothing is trained on because no group's rewards differ."),
         Metric(name="logprob_diff_max", title="|Δ log-probability|, max", unit="nats", label="max",
-               over_run="largest", curve="mismatch/logprob_diff_max", live=True,
+               over_run="largest", curve="mismatch/logprob_diff_max",
                about="Largest of the same differences."),
         Metric(name="mismatch_kl", title="Mismatch KL", unit="nats", label="KL", over_run="median", curve="mismatch/kl",
                about="KL(vLLM || trainer), estimated on the tokens that vLLM sampled by Schulman's k3."),

@@ -51,7 +51,10 @@ def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None)
     figures = [
         f"step {metrics.step:{len(str(num_steps))}}/{num_steps}",
         f"reward {metrics.reward_mean:6.3f} +- {metrics.reward_std:.3f}",
-        f"|dlogprob| {or_dash(metrics.logprob_diff_mean, 4)} max {or_dash(metrics.logprob_diff_max, 3)}",
+        f"len {whole_or_dash(metrics.completion_tokens_mean):>5}",
+        f"truncated {percent_or_dash(metrics.truncated_share):>4}",
+        f"entropy {or_dash(metrics.entropy, 3)}",
+        f"|dlogprob| {or_dash(metrics.logprob_diff_mean, 4)}",
         f"fence {duration(metrics.fence_s) if metrics.is_published else '-':>8}",
         f"rollout {metrics.rollout_s:5.2f} s",
         f"train {metrics.train_s:5.2f} s",
@@ -94,6 +97,14 @@ def value_range(low: str, high: str) -> str:
     """Return a range of two values as text; its unit is written once if both ends have the same, and one alone."""
     number, *units = low.split(" ")
     return f"{number if units == high.split(' ')[1:] and len(units) < 2 else low} to {high}"
+
+
+def whole_or_dash(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else "-"
+
+
+def percent_or_dash(share: float) -> str:
+    return f"{share:.0%}" if math.isfinite(share) else "-"
 
 
 def or_dash(value: float, digits: int) -> str:

@@ -71,11 +71,13 @@ def test_view_shows_progress_metrics_and_a_sample() -> None:
     text = "\n".join(shown(fed(groups_in_flight=7, my_ratio=0.75)))
     for part in (
         "step 4/9", "about", "3 of 8 groups", "Mean reward", "0.1 to 0.4", "Held-out reward", "0.250", "0.5 nats",
+        "Groups without signal", "Completion length", "Truncated completions", "Entropy", "Gradient norm",
         "Fence", "1.5 s", "1,067", "250 ms", "0.5 GiB", "Groups in flight", "my_ratio", "0.75",
         "a sample of step 4  reward 0.000  2 tokens", "2+3=", "the answer is 5",
     ):  # fmt: skip
         assert part in text, part
     assert "Unscored" not in "\n".join(shown(fed(unscored=0))), "it is 0 in every step"
+    assert "max" not in text, "an alarm reports the largest mismatch"
 
 
 @pytest.mark.parametrize(

@@ -158,11 +158,17 @@ def test_the_trainer_sends_the_key_that_vllm_is_started_with(
 
 def test_a_step_is_one_line() -> None:
     step = metrics(3, rollout_s=2.0, fence_pause_s=0.004, fence_write_s=0.002, fence_publish_s=0.001,
-                   tokens_generated=4000)  # fmt: skip
+                   tokens_generated=4000, completion_tokens_mean=37.2)  # fmt: skip
     line = step_lines.step_line(step, 60)
     assert "\n" not in line
-    for part in ("step  3/60", "reward  0.500", "fence   7.0 ms", "2,000 tok/s"):
+    for part in (
+        "step  3/60", "reward  0.500", "len    37", "truncated  50%", "entropy 0.500", "|dlogprob| 0.5000",
+        "fence   7.0 ms", "2,000 tok/s",
+    ):  # fmt: skip
         assert part in line
+    assert "max" not in line
+    nothing = step_lines.step_line(metrics(3, completion_tokens_mean=math.nan, truncated_share=math.nan), 60)
+    assert "len     -  truncated    -" in nothing
 
 
 def summary(folder: Path, *, reward_before: float, reward_after: float) -> Summary:

@@ -1,12 +1,22 @@
 """Metrics of a step that follow from others."""
 
 import math
+from typing import Any
 
 import pytest
 
 from bridge.run import measuring
+from bridge.types import Completion
 
 TIMES = {"train_s": 1.5, "fence_write_s": 0.5}
+
+
+def test_entropy_without_training_is_estimated_from_samples() -> None:
+    known: dict[str, Any] = {"text": "", "finish_reason": "stop"}
+    one = Completion(token_ids=(1, 2, 3), logprobs=(-1.0, math.nan, -3.0), **known)
+    tool = Completion(token_ids=(1, 2), logprobs=(-9.0, -2.0), sampled=(False, True), **known)
+    assert measuring.sampled_entropy([one, tool]) == pytest.approx(2.0)
+    assert math.isnan(measuring.sampled_entropy([]))
 
 
 @pytest.mark.parametrize(
