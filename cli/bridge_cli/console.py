@@ -1,13 +1,14 @@
 """Print notes on stderr and data on stdout; no text can send escape sequences to the terminal."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.text import Text
 
-from bridge.core.redaction import escaped
+from bridge.core.redaction import escaped, redact_urls
 
 people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 """Without colors if stderr is no terminal or NO_COLOR is set."""
@@ -33,7 +34,7 @@ def shared_with(say: Callable[[Text], None], wait_for: Callable[[str], None]) ->
 
 def note(text: str, *, style: str = "") -> None:
     """Print a line for a person."""
-    line = Text(escaped(text), style=style)
+    line = Text(escaped(redact_urls(text)), style=style)
     if _view is None:
         people.print(line)
     else:
@@ -57,12 +58,18 @@ def _bounded(text: str) -> str:
     if left_out > 0:
         end = LONGEST_FAULT // 2
         text = f"{text[:end]} [... {left_out:,} characters left out ...] {text[-end:]}"
-    return escaped(text)
+    return escaped(redact_urls(text))
 
 
 def data(line: str) -> None:
-    """Print a line for a program, and flush it."""
-    sys.stdout.write(line + "\n")
+    """Print a line for a program, and flush it: in the bytes that name a file, whatever the terminal's encoding is."""
+    if sys.stdout.isatty():
+        line = escaped(line)
+    try:
+        sys.stdout.write(line + "\n")
+    except UnicodeEncodeError:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(line + "\n"))
     sys.stdout.flush()
 
 

@@ -1,7 +1,12 @@
 """Output from a server or an environment cannot control the terminal."""
 
 import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +98,32 @@ def test_a_fault_quotes_no_value_as_long_as_a_file(which: str, capsys: pytest.Ca
     assert "model 'begin" in printed
     assert "end' is not there" in printed
     assert "characters left out" in printed
+
+
+@pytest.mark.parametrize("show", [console.note, lambda text: console.error(text, text)], ids=["note", "error"])
+def test_people_see_no_password_of_a_url(show: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    show("no server answers at http://user:hunter2@host:8000/v1?token=hunter3")
+    shown = capsys.readouterr().err
+    assert "hunter" not in shown
+    assert "host:8000/v1" in shown
+
+
+def test_data_names_a_file_whatever_stdout_can_encode(tmp_path: Path) -> None:
+    code = "import sys; from bridge_cli import console; console.data(sys.argv[1])"
+    for name in ("é☃".encode(), b"run\xff\xfe", b"a\x1b[31m"):
+        for environment in ({}, {"PYTHONIOENCODING": "ascii:strict"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}):
+            done = subprocess.run(
+                [sys.executable, "-c", code, name], capture_output=True, env={**os.environ, **environment}, check=False
+            )
+            assert (done.stdout, done.stderr) == (name + b"\n", b"")
+
+
+def test_data_on_a_terminal_has_no_escape_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tty(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Tty()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    console.data(ESCAPES)
+    assert terminal.getvalue() == SHOWN + "\n"
