@@ -27,6 +27,10 @@ MAX_LOG_RATIO = 20.0
 """Bound of a log ratio before it is exponentiated: beyond it the gradient is 0 instead of inf * 0, which is NaN."""
 
 
+LOSS_PARTS = ("aggregation", "ratio_level", "advantage_scale", "clip_low", "clip_high", "clip_dual")
+"""Choices whose default is the loss's own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
     """The choices that distinguish policy losses."""
@@ -78,7 +82,6 @@ class LossSpec:
         Raises:
             UsageError: the user's file or function cannot be used.
         """
-        parts = ("aggregation", "ratio_level", "advantage_scale", "clip_low", "clip_high", "clip_dual")
         own = own_loss.load(config.name, has_reference=config.kl_coef > 0) if config.is_own else None
         return replace(
             LOSSES["dapo" if config.is_own else config.name],
@@ -88,7 +91,7 @@ class LossSpec:
             kl_coef=config.kl_coef,
             kl_in_reward=config.kl_in_reward,
             correction=Correction.of(config),
-            **{part: getattr(config, part) for part in parts if getattr(config, part) is not None},
+            **{part: getattr(config, part) for part in LOSS_PARTS if getattr(config, part) is not None},
         )
 
 

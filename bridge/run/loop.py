@@ -22,7 +22,7 @@ from bridge.errors import UsageError
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.run import checkpoint, measuring, optimizer_state
+from bridge.run import checkpoint, measuring, optimizer_state, provenance
 from bridge.run.checkpoint import Progress, SavedCheckpoint
 from bridge.run.run_directory import RunDirectory, write_json
 from bridge.server.fence import FenceTimes
@@ -164,6 +164,7 @@ class Loop:
         choices = self._sampling.model_dump(mode="json")
         document = {"model_name": self._model, **choices, "save_path": str(run.checkpoints.absolute())}
         write_json(run.writable(run.config), document, mode=0o600)
+        run.append_start(provenance.of_this_process())
         return run
 
     def _times(self) -> dict[str, float]:

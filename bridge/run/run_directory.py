@@ -57,6 +57,8 @@ class RunDirectory:
     """The choices, and what was derived from them."""
     server_config = _Entry("serve.json")
     """The server's choices, if the run started the server."""
+    starts = _Entry("starts.jsonl")
+    """What each start of the run ran on: versions, commit, device and command, one JSON object a line."""
     metrics = _Entry("metrics.jsonl")
     """The steps, one JSON object a line."""
     rollouts = _Entry("rollouts.jsonl")
@@ -203,6 +205,10 @@ class RunDirectory:
         self.record(line)
         if self.echo is not None:
             self.echo(redaction.redact_urls(line[:LONGEST_EVENT]))
+
+    def append_start(self, start: dict[str, Any]) -> None:
+        """Append what a start of the run ran on."""
+        json_lines.append(self.writable(self.starts), [start])
 
     def append(self, metrics: StepMetrics) -> None:
         """Append one step, at once; a number that is not finite becomes null."""

@@ -4,6 +4,7 @@ A step reads from top to bottom in `Run._take_steps`. A server that this run sta
 newest weights, and the step is retried. Several ranks run this loop in lockstep; rank 0 writes and reports.
 """
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -21,12 +22,13 @@ from bridge.config.rollouts import SOURCES
 from bridge.core.interrupt import deferred_interrupt
 from bridge.errors import RewardError, ServerUnreachableError
 from bridge.learn.opening import learner_of
+from bridge.learn.policy_loss import LOSS_PARTS
 from bridge.modes import WAYS
 from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Stream
 from bridge.rollouts.sampler import fit_completions
-from bridge.run import checkpoint, measuring, resuming
+from bridge.run import checkpoint, measuring, provenance, resuming
 from bridge.run.checkpoint import SavedCheckpoint
 from bridge.run.measuring import Alarms
 from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
@@ -226,9 +228,18 @@ class Run:
         with ranks.raise_on_all():
             self._load()
         if ranks.is_rank_zero:
-            directory.write_config(self._chosen.document(self._config.settled()))  # a refused run leaves no trace
+            directory.write_config(self._chosen.document(self._settled()))  # a refused run leaves no trace
+            directory.append_start(provenance.of_this_process())
         steps = f"steps {self._begun_at + 1} to {self._config.training_steps}"
         directory.record(f"training {self._config.model_name} by --mode {self._config.mode}: {steps}")
+
+    def _settled(self) -> TrainConfig:
+        """Return the configuration with the defaults that the loss and the optimizer chose."""
+        config, spec = self._config.settled(), self._learner.spec
+        parts = () if config.loss.is_own else LOSS_PARTS
+        chosen = {part: value for part in parts if (value := getattr(spec, part)) != math.inf}
+        betas = self._learner.optimizer.param_groups[0].get("betas") or (None, None)
+        return config.changed(**chosen, beta2=config.optimizer.beta2 if betas[1] is None else betas[1])
 
     def _open_stream(self) -> Stream:
         config, directory = self._config, self._directory

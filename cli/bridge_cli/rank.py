@@ -123,6 +123,7 @@ def main() -> None:
     # SIGTERM at the launcher's death would be an interrupt, on which all ranks agree; this host is lost
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings, arguments = json.loads(sys.argv[1]), sys.argv[2:]
+    sys.argv = ["bridge", *arguments]  # the user's command, which the run records
     rank = OwnRank.of_elastic(settings)
     if rank.local_rank:
         rank.log_to(rank.scratch / f"{rank.local_rank}.log")

@@ -114,6 +114,38 @@ def test_derived_value_is_not_listed_as_chosen(tmp_path: Path) -> None:
         assert row[1] == "1e-05"
 
 
+def test_what_a_run_ran_on_is_shown_and_compared(tmp_path: Path) -> None:
+    old, new = (report_runs.make(tmp_path / name, num_steps=2) for name in ("old", "new"))
+    for run, vllm in ((old, "0.26.0"), (new, "0.33.0")):
+        run.append_start(
+            {"command": "bridge run --model m", "vllm": vllm, "torch": "2.13.0", "commit": "abc with changes"}
+        )
+    alone = written(new.path, out=tmp_path / "one.html").text
+    for expected in ("What it ran on", "bridge run --model m", "0.33.0", "2.13.0", "abc with changes"):
+        assert expected in alone
+    differing = written(old.path, new.path, out=tmp_path / "two.html").text.partition("Differences in configuration")[2]
+    table = differing.partition("Learning")[0]
+    assert ("0.26.0" in table, "0.33.0" in table, "2.13.0" in table) == (True, True, False)
+
+
+def test_a_prompt_is_shown_once(tmp_path: Path) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=2)
+    problem = {"prompt": [{"role": "user", "content": "two plus two"}], "plain_prompt": "two plus two", "answer": "4"}
+    lines = [{"step": step, "problem": problem, "completions": [{"text": "4", "reward": 1.0}]} for step in (1, 2)]
+    report_runs.write_rollouts(run, iter(lines))
+    text = written(run.path, out=run.report).text
+    assert "plain_prompt" not in text
+    assert "two plus two" in text
+
+
+@pytest.mark.parametrize("derived", [7, True, "lr", ["lr", 3], None])
+def test_derived_values_of_another_form_are_ignored(tmp_path: Path, derived: object) -> None:
+    run = report_runs.make(tmp_path / "run", num_steps=1)
+    for file in (run.config, run.server_config):
+        file.write_text(json.dumps({"model_name": "m", "derived": derived}))
+    assert "Configuration" in written(run.path, out=run.report).text
+
+
 HOSTILE = "<script>alert(1)</script></div>{{ 7 * 7 }}\x00\x1b[31m\u202etxt.exe\u2066 \ud800 مرحبا"
 
 

@@ -61,14 +61,15 @@ def html(runs: Sequence[Run]) -> str:
         loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         finalize=lambda value: escaped(value) if type(value) is str else value,
     )  # fmt: skip
-    filters = shown, duration, as_text, messages, status, choices, values
+    filters = shown, duration, as_text, messages, status, choices, values, described
     environment.filters |= {function.__name__: function for function in filters}
     return environment.get_template("report.html.j2").render(
         views=runs, sections=sections, divs={title: Markup(div) for title, div in divs.items()},  # noqa: S704
         script=Markup(script), style=Markup((TEMPLATE / "report.css").read_text()),  # noqa: S704
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:",
         generator=GENERATOR, version=__version__, now=datetime.now().astimezone(), most_events=MOST_EVENTS,
-        differing=differing([run.config for run in runs]), results=results,
+        differing=differing([run.config for run in runs]) | differing([software(run) for run in runs], name=str),
+        results=results,
     )  # fmt: skip
 
 
@@ -139,16 +140,27 @@ def choices(run: Run) -> dict[str, tuple[list[Choice], list[Choice]]]:
     return tables
 
 
-def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the flag of every choice in which runs differ, and its value in each run."""
-    names = dict.fromkeys(name for config in configs for name in config if name not in PATH_CHOICES)
-    rows = {flag(name): [_written(config[name]) if name in config else "–" for config in configs] for name in names}
-    return {name: values for name, values in rows.items() if len(set(values)) > 1}
+def software(run: Run) -> dict[str, str]:
+    """Return the versions and the device of the last start of a run."""
+    last = run.starts[-1] if run.starts else {}
+    return {name: as_text(value) for name, value in last.items() if name not in ("time", "command")}
+
+
+def differing(configs: Sequence[Mapping[str, Any]], *, name: Callable[[str], str] = flag) -> dict[str, list[str]]:
+    """Return the flag of every choice in which runs differ, and its value in each run; `name` makes it of the key."""
+    keys = dict.fromkeys(key for config in configs for key in config if key not in PATH_CHOICES)
+    rows = {name(key): [_written(config[key]) if key in config else "–" for config in configs] for key in keys}
+    return {title: values for title, values in rows.items() if len(set(values)) > 1}
 
 
 def as_text(value: object) -> str:
     """Return a JSON value as text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def described(problem: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a problem has beside its prompt, without the form of it for models without a chat template."""
+    return {name: value for name, value in problem.items() if name not in ("prompt", "plain_prompt")}
 
 
 def messages(prompt: object) -> list[tuple[str, str]]:

@@ -58,6 +58,8 @@ class Run:
     server: Mapping[str, Any]
     derived: Collection[str]
     """Keys of the choices that were derived, not given."""
+    starts: list[Mapping[str, str]]
+    """What each start of the run ran on; empty for a run of an earlier version."""
     summary: Mapping[str, Any]
     """Empty unless the run finished."""
     events: list[Event]
@@ -109,7 +111,8 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
         about={"device": str(rows[steps[-1]].get("device", "")), "written": written},
         evaluations=[evaluations[step] for step in sorted(evaluations)], holder=claim.holder(path.stat().st_ino),
         server=redaction.redacted(ServeConfig.written(server)),
-        derived=[*(config.get("derived") or ()), *(server.get("derived") or ())],
+        derived=[*_object(config.get("derived")), *_object(server.get("derived"))],
+        starts=[redaction.redacted(row) for _, row in json_objects(files.starts, notes, bool)],
         events=list(_events(files)),
         summary=summary if summary.get("steps") == steps[-1] else {},
     )  # fmt: skip
@@ -150,6 +153,11 @@ def json_object(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    """Return a JSON object of a file that anybody may have edited; anything else counts as empty."""
+    return value if isinstance(value, dict) else {}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:

@@ -205,6 +205,15 @@ def test_a_run_killed_before_its_first_checkpoint_restarts(attach: Attach, tmp_p
     assert len(lines(tmp_path / "run" / "metrics_lost.jsonl")) == 1
 
 
+def test_each_start_of_a_loop_is_recorded(attach: Attach, tmp_path: Path) -> None:
+    attach().log(1, loss=0.0)
+    resumed = attach()
+    resumed.resume(resumed.optimizer(lr=1e-3))
+    resumed.log(1, loss=0.0)
+    starts = lines(tmp_path / "run" / "starts.jsonl")
+    assert [start["torch"] for start in starts] == [torch.__version__] * 2
+
+
 def test_resuming_without_a_folder_or_too_late_is_refused(attach: Attach) -> None:
     policy = attach(None)
     with pytest.raises(UsageError, match="no run to resume"):

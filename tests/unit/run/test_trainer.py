@@ -490,6 +490,18 @@ def test_mismatch_is_checked_only_after_a_reload(running: Running) -> None:
     assert num_notes == [1, 1, 1, 2, 2, 2]
 
 
+def test_a_run_records_what_it_ran_on_and_every_default(running: Running) -> None:
+    with running() as run:
+        run.train(training_steps=1, loss="gspo")
+        folder = run.folder / "run"
+        (start,) = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+        assert start["torch"] == torch.__version__
+        document = json.loads((folder / "config.json").read_text())
+        assert (document["loss"]["clip_low"], document["optimizer"]["beta2"]) == (None, None)
+        derived = {name: document["derived"][name] for name in ("clip_low", "clip_high", "ratio_level", "beta2")}
+        assert derived == {"clip_low": 3e-4, "clip_high": 4e-4, "ratio_level": "sequence", "beta2": 0.999}
+
+
 def test_metrics_cover_every_update_and_the_staleness(running: Running) -> None:
     with running() as run:
         run.train(updates_per_batch=2, passes_per_batch=2, lr=3e-2, mask_truncated=True)
