@@ -53,6 +53,8 @@ class ServeConfig(Config):
     """Largest LoRA rank the server accepts (default: no adapters)."""
     lora_experts: bool = declare(False, panel="Mode lora_only", position=1)
     """Accept adapters of routed experts, too: their slots take memory, and time at every token (GPU only)."""
+    allow_vllm_flags: str = declare("", panel="Server")
+    """Flags of vLLM to pass on though they are not known to be harmless, such as `new-flag,another` (default: none)."""
     vllm_config_path: Path | None = declare(None, panel="Server")
     """Where to write the manifest, a file or a folder (default: $LOGDIR, else the current folder)."""
 

@@ -78,7 +78,7 @@ class ServerCommand:
         trainer: TrainConfig = accelerator.FULL,
     ) -> "ServerCommand":
         """Derive the command for `config`; vLLM's own `flags` are passed through unchanged."""
-        vllm_flags.check(flags, outer, shares_weights=shares_weights)
+        vllm_flags.check(flags, outer, shares_weights=shares_weights, insisted=config.allow_vllm_flags)
         device, why = accelerator.choose(config.device)
         added = vllm_flags.added(config, flags, device, outer, shares_weights=shares_weights, trainer=trainer)
         path = manifest.resolve_path(config.vllm_config_path).absolute()

@@ -1,4 +1,8 @@
-"""vLLM's own flags (after `--`): those that Bridge refuses, those that it adds, and why.
+"""vLLM's own flags (after `--`): those that Bridge passes on, refuses or adds, and why.
+
+Passed on are the flags that are known to leave what is computed as it is, up to rounding: speed, memory, logs, routes.
+A flag that changes the model, its configuration, its tokenizer or what is sampled for the server alone would go
+unnoticed by the trainer, which builds all of these from the model's folder; a flag that nobody has read might do that.
 
 Not covered: what only shows once the model is loaded, such as a quantized checkpoint: the patches refuse that by name.
 Source: `vllm/engine/arg_utils.py`, and `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.26 to 0.33.
@@ -34,6 +38,12 @@ SHARED_NAMES = {"--device", "--max-lora-rank", "--quantization"}
 PLAIN_FORMATS = {
     "auto", "hf", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors", "runai_streamer"
 }  # fmt: skip
+OTHER_VARIABLES: Mapping[str, str] = {
+    "VLLM_MODEL_REDIRECT_PATH": "the server would load another model than the trainer",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "it chooses experts at random",
+    "VLLM_TEST_FORCE_LOAD_FORMAT": "it replaces --load-format, such as by random weights",
+}
+"""Environment variable that changes the model of the server alone -> how."""
 REFUSED_VARIABLES: Mapping[str, str] = {
     "VLLM_USE_RUST_FRONTEND": "that front end loads no endpoint plugin, so nothing would write the manifest",
     "VLLM_SERVER_DEV_MODE": "its development routes pause, resume and call the engine beside the fence",
@@ -56,6 +66,10 @@ class Refusal:
     """Returns whether a value does no harm."""
     any_server: bool = False
     """Whether a server that shares nothing is refused too."""
+    remedy: str = ""
+    """What to do instead; empty: leave it out."""
+    may_insist: bool = False
+    """Whether it changes only how numbers are rounded, which the correction for the mismatch may make up for."""
 
 
 def _at_most(limit: float) -> Callable[[str], bool]:
@@ -76,7 +90,55 @@ _QUANTIZED = (
     "quantized weights are not the bytes that a trainer updates; --quantization fp8_per_block before -- keeps both"
 )
 _OFFLOADED = "offloaded weights live in host memory and are copied to the GPU for each use"
+_ALONE = "for the server alone: the trainer builds its model from the model's folder, and would compute otherwise"
+_IN_CONFIG = "put it into the config.json of the model's folder, or of a copy, which server and trainer both read"
+_TOKENIZED = "for the server alone: the trainer encodes prompts by the model's own tokenizer and chat template"
+_IN_FOLDER = (
+    "put it into the model's folder, or into a copy (a template as chat_template.jinja), which server and trainer read"
+)
 _REFUSED: Mapping[tuple[str, ...], Refusal] = {
+    ("--hf-overrides", "--hf-config-path", "--model-class-overrides", "--disable-sliding-window"): Refusal(
+        _ALONE, any_server=True, remedy=_IN_CONFIG
+    ),
+    ("--revision", "--code-revision"): Refusal(
+        _ALONE, any_server=True, remedy="download that revision, and give its folder as --model: hf download MODEL"
+        " --revision REVISION",
+    ),
+    ("--config-format",): Refusal(_ALONE, ("auto", "hf").__contains__, any_server=True, remedy=_IN_CONFIG),
+    ("--runner",): Refusal(_ALONE, ("auto", "generate").__contains__, any_server=True),
+    ("--convert",): Refusal(_ALONE, ("auto", "none").__contains__, any_server=True),
+    ("--tokenizer", "--tokenizer-revision", "--chat-template", "--default-chat-template-kwargs"): Refusal(
+        _TOKENIZED, any_server=True, remedy=_IN_FOLDER
+    ),
+    ("--tokenizer-mode",): Refusal(_TOKENIZED, ("auto", "hf").__contains__, any_server=True, remedy=_IN_FOLDER),
+    ("--skip-tokenizer-init",): Refusal("the server has to detokenize completions", any_server=True),
+    ("--mm-processor-kwargs", "--media-io-kwargs"): Refusal(
+        "for the server alone: the trainer processes images as the model's folder says", any_server=True,
+        remedy="put it into preprocessor_config.json in the model's folder, which server and trainer both read",
+    ),
+    ("--generation-config",): Refusal(
+        "for the server alone: where completions end, and what a request samples from by default, would be another's",
+        ("auto", "vllm").__contains__, any_server=True,
+        remedy="put it into the model's folder as generation_config.json",
+    ),
+    ("--override-generation-config",): Refusal(
+        "it changes what a request samples from where the request does not say", any_server=True,
+        remedy="--temperature, --top-k, --top-p and --min-p, or generation_config.json in the model's folder",
+    ),
+    ("--logprobs-mode",): Refusal(
+        "the trainer compares with the distribution that was sampled from, after temperature and filters",
+        "processed_logprobs".__eq__, any_server=True,
+    ),
+    ("--kv-cache-dtype",): Refusal(
+        "keys and values would be rounded for the server alone", ("auto", "bfloat16").__contains__, any_server=True,
+        may_insist=True,
+    ),
+    ("--mamba-cache-dtype", "--mamba-ssm-cache-dtype"): Refusal(
+        "states would be rounded for the server alone", ("auto", "float32").__contains__, any_server=True,
+        may_insist=True,
+    ),
+    ("--lora-target-modules",): Refusal("adapters of other modules would be served without them", any_server=True),
+    ("--lora-dtype",): Refusal("the server would round adapters otherwise", "auto".__eq__, any_server=True),
     ("--quantization",): Refusal(_QUANTIZED, {"none", "None"}.__contains__),
     ("--quantization-config",): Refusal(_QUANTIZED),
     ("--load-format",): Refusal("this loader maps or repacks the weights differently", PLAIN_FORMATS.__contains__),
@@ -112,7 +174,57 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
 REFUSED: Mapping[str, Refusal] = {flag: refusal for flags, refusal in _REFUSED.items() for flag in flags}
 """vLLM's flag -> why it cannot be combined with one copy."""
 OURS = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields}
-WHOLE_NAMES = (*OURS, *REFUSED, TRANSFER_FLAG[0])
+_HARMLESS = """
+aggregate-engine-logging all2all-backend allow-credentials allowed-headers allowed-local-media-path
+allowed-media-domains allowed-methods allowed-origins api-key async-scheduling attention-backend attention-config
+block-size chat-template-content-format collect-detailed-traces compilation-config cp-kv-cache-interleave-size
+cpu-distributed-timeout-seconds cpu-offload-params cudagraph-capture-sizes cudagraph-metrics custom-histogram-buckets
+data-parallel-address data-parallel-backend data-parallel-rpc-port data-parallel-supervisor-port
+dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size
+decode-context-parallel-size device-ids disable-access-log-for-endpoints disable-cascade-attn
+disable-chunked-mm-input disable-custom-all-reduce disable-fastapi-docs disable-frontend-multiprocessing
+disable-hybrid-kv-cache-manager disable-log-requests disable-log-stats disable-nccl-for-dp-synchronization
+disable-uvicorn-access-log distributed-executor-backend distributed-timeout-seconds download-dir
+dp-supervisor-probe-failure-threshold dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s dp-sync-interval
+enable-auto-tool-choice enable-batch-sharded-sampling enable-chunked-prefill enable-cumem-allocator enable-dbo
+enable-fault-tolerance enable-flash-late-interaction enable-flashinfer-autotune enable-force-include-usage
+enable-layerwise-nvtx-tracing enable-log-deltas enable-log-outputs enable-log-requests enable-logging-iteration-details
+enable-lora enable-mfu-metrics enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras
+enable-nccl-comm-suspend enable-offline-docs enable-per-request-metrics enable-prefix-caching enable-prompt-embeds
+enable-prompt-tokens-details enable-request-id-headers enable-return-routed-experts enable-server-load-tracking
+enable-shm-tensor-arena enable-sleep-mode enable-ssl-refresh enable-tokenizer-info-endpoint enable-tower-connector-lora
+enforce-eager exclude-tools-when-tool-choice-none expert-placement-strategy fail-on-environ-validation
+fault-tolerance-config fingerprint-mode fingerprint-value fully-sharded-loras gdn-prefill-backend grpc-port
+h11-max-header-count h11-max-incomplete-event-size help hf-token ignore-patterns interleave-mm-strings ir-op-priority
+jit-monitor-mode jit-monitor-verbose kda-decode-backend kda-prefill-backend kernel-config kv-cache-memory-bytes
+kv-cache-metrics kv-cache-metrics-sample kv-events-config kv-offloading-backend kv-offloading-size kv-transfer-config
+language-model-only limit-mm-per-prompt linear-backend log-config-file log-error-stack log-level logging-config
+logits-processors long-prefill-token-threshold long-prefill-token-threshold-adaptive lora-modules mamba-backend
+mamba-block-size mamba-cache-mode master-addr master-port max-cpu-loras max-cudagraph-capture-size max-log-len
+max-logprobs max-long-partial-prefills max-loras max-num-active-seqs max-num-batched-tokens max-num-partial-prefills
+max-num-queued-reqs max-num-queued-tokens max-num-scheduled-tokens max-num-seqs max-parallel-loading-workers middleware
+mm-encoder-attn-backend mm-encoder-tp-mode mm-hasher-algorithm mm-ipc-gpu-memory-gb mm-processor-cache-gb
+mm-processor-cache-type mm-shm-cache-max-object-size-mb mm-tensor-ipc model-impl model-loader-extra-config node-rank
+num-gpu-blocks-override numa-bind numa-bind-cpus numa-bind-nodes offload-num-in-group offload-params
+offload-prefetch-step optimization-level otlp-traces-endpoint per-request-spec-decode-metrics performance-mode
+prefill-context-parallel-size prefill-schedule-interval prefix-cache-retention-interval prefix-caching-hash-algo
+prefix-match-unit profiler-config pt-load-map-location ray-workers-use-nsight reasoning-config reasoning-parser
+reasoning-parser-plugin renderer-num-workers response-role return-sampling-mask return-tokens-as-token-ids root-path
+safetensors-load-strategy safetensors-prefetch-block-size safetensors-prefetch-num-threads scheduler-cls
+scheduler-reserve-full-isl scheduling-policy seed served-model-name show-hidden-metrics-for-version shutdown-timeout
+skip-mm-profiling sleep-mode-backend sleep-mode-offload-cudagraph sleep-preserve-parameter-names
+sparse-indexer-topk-backend specialize-active-lora spec-tokens sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs
+ssl-ciphers stream-interval structured-outputs-config swap-space tool-call-parser tool-parser-plugin tool-server
+tool-strict-level trust-remote-code trust-request-chat-template trust-request-mm-kwargs ubatch-size use-fp64-gumbel
+use-tqdm-on-load uvicorn-log-level watchdog-config watermark watermark-config weight-transfer-config
+"""
+HARMLESS = frozenset(f"--{name}" for name in _HARMLESS.split()) | {"-h"}
+"""Flags of vLLM 0.26 to 0.33 that a server may have without its trainer's knowledge. Two change what is sampled from,
+and are noted (`RESHAPING`)."""
+INSIST = "--allow-vllm-flags"
+NEGATION = "--no-"
+"""What turns a flag of vLLM off."""
+WHOLE_NAMES = (*OURS, *REFUSED, *sorted(HARMLESS))
 """What may be given shortened: argparse takes every beginning that is no other flag's."""
 LOGPROBS_MODE = ("--logprobs-mode", "processed_logprobs")
 """The trainer compares with the distribution that was sampled from, after temperature."""
@@ -155,25 +267,50 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 EXPERT_SLOTS = "BRIDGE_LORA_EXPERTS"  # as bridge_patches/placement.py reads it
 
 
-def check(flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True) -> None:
-    """Refuse what would break one copy, or a server that no trainer can reach, all at once."""
+def check(
+    flags: Sequence[str], environment: Mapping[str, str], *, shares_weights: bool = True, insisted: str = ""
+) -> None:
+    """Refuse what would break one copy, or a server that no trainer can reach or knows, all at once.
+
+    `insisted` names flags, separated by commas, that are passed on though they are not known to be harmless.
+    """
     if flags and not flags[0].startswith("-"):
         raise UsageError(
             f"unexpected argument {flags[0]!r}", remedy="give the model as --model, and vLLM's own flags after --"
         )
-    faults = []
+    insisted_on, faults, remedies = _listed(insisted), list[str](), list[str]()
     for name, value in _pairs(flags):
+        given = f"{name} {value}".strip()
+        insist = f"leave it out, or, if it does no harm: {INSIST} {name.lstrip('-')}"
+        why = REFUSED.get(name)
         if name in OURS - SHARED_NAMES:
             faults.append(f"{name} after --: it is a flag of bridge serve-vllm, give it before --")
-        why = REFUSED.get(name)
-        if why is not None and (shares_weights or why.any_server) and not why.allowed(value):
-            faults.append(f"{f'{name} {value}'.strip()}: {why.reason}")
-    if shares_weights:
-        values = {name: environment.get(name, "") for name in REFUSED_VARIABLES}
-        faults += [f"{name}={value}: {REFUSED_VARIABLES[name]}" for name, value in values.items() if value not in OFF]
+        elif why is not None:
+            is_passed = why.allowed(value) or (why.may_insist and name in insisted_on)
+            if (shares_weights or why.any_server) and not is_passed:
+                faults.append(f"{given}: {why.reason}")
+                remedies += [why.remedy or insist] if why.remedy or why.may_insist else []
+        elif name not in HARMLESS | OURS | insisted_on and not _turns_off(name):
+            faults.append(f"{given}: not known to leave what the server computes as the trainer computes it")
+            remedies.append(insist)
+    variables = {**OTHER_VARIABLES, **(REFUSED_VARIABLES if shares_weights else {})}
+    set_to = {name: environment.get(name, "") for name in variables}
+    faults += [f"{name}={value}: {variables[name]}" for name, value in set_to.items() if value not in OFF]
     if faults:
         what = "one copy of the weights" if shares_weights else "a trainer"
-        raise UsageError("; ".join(faults), remedy=f"leave it out: it does not work with {what}")
+        leave_out = f"leave it out: it does not work with {what}"
+        raise UsageError("; ".join(faults), remedy="; ".join(dict.fromkeys(remedies)) or leave_out)
+
+
+def _listed(insisted: str) -> set[str]:
+    """Return the long names of flags that are separated by commas."""
+    return {"--" + name.strip().lstrip("-").replace("_", "-") for name in insisted.split(",") if name.strip()}
+
+
+def _turns_off(name: str) -> bool:
+    """Return whether this turns off a flag that is known; argparse takes it shortened, too."""
+    beginning = name.replace(NEGATION, "--", 1)
+    return name.startswith(NEGATION) and any(other.startswith(beginning) for other in HARMLESS | REFUSED.keys())
 
 
 def names(flags: Sequence[str]) -> set[str]:
@@ -235,6 +372,8 @@ def added(
             extra.environment |= dict([START_METHOD])
     why = "it changes what is sampled, which the trainer cannot reproduce: importance weights and KL are off"
     extra.notes += [f"{flag}: {why}" for flag in RESHAPING if flag in given]
+    unknown = given & _listed(config.allow_vllm_flags)
+    extra.notes += [f"{flag}: passed on; the trainer does not know of it" for flag in sorted(unknown)]
     window = model_checks.window(model, config.max_model_len)
     if window is not None and given.isdisjoint(CHOOSES_GRAPHS):
         extra.argv += PIECEWISE_GRAPHS

@@ -37,7 +37,7 @@ PINS = """
 vllm.v1.engine.async_llm
     AsyncLLM: model_config
     call async AsyncLLM.collective_rpc(method, timeout, args, kwargs)
-vllm.config.model: ModelConfig: max_model_len
+vllm.config.model: ModelConfig: max_model_len, hf_overrides, hf_config_path, tokenizer
 """
 Answer = TypeVar("Answer")
 logger = logging.getLogger("vllm.bridge")
@@ -47,6 +47,7 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
     """Collect every rank's shard into the manifest of this process, or raise UnsupportedModelError."""
     if engine_client is None:
         raise AttachError("this server has no engine whose weights could be shared", remedy="use bridge serve-vllm")
+    refuse_other_model(engine_client.model_config)
     answers = [json.loads(text) for text in await engine_client.collective_rpc("bridge_export")]
     if refused := next((answer for answer in answers if "error" in answer), None):
         raise UnsupportedModelError(refused["error"], remedy=refused["remedy"])
@@ -80,6 +81,24 @@ async def export(engine_client: Any, args: Namespace) -> Manifest:
             "fastapi": version("fastapi"),
         },
     )
+
+
+def refuse_other_model(config: Any) -> None:
+    """Refuse a server whose model or tokenizer a trainer would not find in the model's folder, however it was started.
+
+    `bridge/processes/vllm_flags.py` refuses the flags; this, a server that was started in another way.
+    """
+    given = {
+        "--hf-overrides": config.hf_overrides, "--hf-config-path": config.hf_config_path,
+        "--tokenizer": config.tokenizer if config.tokenizer != config.model else None,
+    }  # fmt: skip
+    for flag, value in given.items():
+        if value:
+            raise UnsupportedModelError(
+                f"{flag} {value} is for this server alone: a trainer builds its model, and encodes prompts, from"
+                f" {config.model}",
+                remedy="put it into the model's folder, or a copy, which server and trainer both read",
+            )
 
 
 def _own_url(args: Namespace) -> str:

