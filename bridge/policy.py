@@ -23,7 +23,7 @@ from bridge.config import ComputeConfig, SamplingConfig
 from bridge.config.optimizers import OptimizerName
 from bridge.core import atomic_folder, paths
 from bridge.core.interrupt import deferred_interrupt
-from bridge.errors import UsageError
+from bridge.errors import UsageError, first_few
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer, clip_gradients
 from bridge.passes import preparation
@@ -31,7 +31,7 @@ from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.rollouts.distribution import filters
 from bridge.run.loop import load_state
-from bridge.served import ServedModel, note
+from bridge.served import ServedModel, note, warning
 from bridge.server import fence
 from bridge.server.fence import FenceTimes, Update, Window
 from bridge.server.manifest import Manifest
@@ -223,7 +223,8 @@ class Policy(ServedModel):
         target = None if folder is None else paths.expanded(folder)
 
         def write(scratch: Path) -> None:
-            model_folder.save(self.model, self._manifest.model, scratch)
+            if missing := model_folder.save(self.model, self._manifest.model, scratch):
+                warning("the weights were saved, and beside them is missing: %s", first_few(missing))
 
         if step is not None:
             return self._loop.save(

@@ -32,7 +32,7 @@ from bridge.weights import skeleton
 
 Score = Callable[[Problem, str], float]
 """Returns the reward of a completion's text."""
-note = logging.getLogger("bridge").info
+note, warning = logging.getLogger("bridge").info, logging.getLogger("bridge").warning
 
 
 class ServedModel:

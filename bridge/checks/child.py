@@ -290,12 +290,13 @@ def _write_cuda(uuid: str) -> None:
 
 
 def _build(model: str) -> None:
-    """Build the class of `model` without its weights."""
+    """Build the class of `model` without its weights, and name the tensors of its files."""
     import torch
 
-    from bridge.weights import skeleton
+    from bridge.weights import model_folder, skeleton
 
-    skeleton.build(model, torch.bfloat16)
+    empty = skeleton.build(model, torch.bfloat16)
+    model_folder.saved_form(empty, model_folder.state(empty))
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {

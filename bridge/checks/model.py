@@ -18,8 +18,10 @@ from bridge import errors
 from bridge.checks import Check, failed, passed, skipped, warned
 from bridge.checks.child import run_child
 from bridge.core import json_lines, paths
+from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, SEEING, folder_of, is_tied, layer_types, own_head
+from bridge.weights import model_files
 
 Config = Mapping[str, Any]
 SHARED, LORA, NONE = MODES = ("shared_vllm", "lora_only", "none")
@@ -237,6 +239,21 @@ def modes(model: str, config: Config | None) -> Iterator[Check]:
             yield passed(name, f"its configuration allows it{_notes(config, mode)}", expected)
         else:
             yield (warned if None in first.values() else failed)(name, obstacle.reason, expected, obstacle.remedy)
+
+
+def saving(model: str) -> Iterator[Check]:
+    """Check that checkpoints of a folder can be whole: its tokenizer and its other files are there and readable."""
+    folder = paths.expanded(model)
+    if not paths.is_folder(folder):
+        return
+    name, expected = "Model, saving", f"checkpoints hold what {model} has beside its weights"
+    try:
+        files = model_files.source_files(folder)
+    except UsageError as error:
+        yield failed(name, error.message, expected, error.remedy)
+    else:
+        found = f"{CONFIG_NAME} and {len(files.paths)} other files"
+        yield passed(name, f"{found}; {note}" if (note := files.note()) else found, expected)
 
 
 def sight(config: Config) -> str:

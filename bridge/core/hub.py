@@ -15,6 +15,7 @@ from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
 
 CONFIG_NAME = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 REQUEST_LIMIT_S = 5.0
 LIMIT_S = 10.0
 """Limit for all requests together, because a DNS lookup has no time limit of its own."""

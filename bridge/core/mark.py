@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bridge.core import atomic_file, claim, json_lines
 from bridge.errors import UsageError, first_few
@@ -20,18 +20,30 @@ MADE_BY = "Bridge"
 Kind = Literal["run", "loop", "demo", "export"]
 
 
-def put(folder: Path, kind: Kind) -> None:
-    """Mark `folder` as made by Bridge."""
-    atomic_file.replace(folder / NAME, (json.dumps({"made_by": MADE_BY, "kind": kind}) + "\n").encode())
+def put(folder: Path, kind: Kind, *, names: Collection[str] = ()) -> None:
+    """Mark `folder` as made by Bridge, with the `names` of the files in it where these differ from model to model."""
+    document = {"made_by": MADE_BY, "kind": kind} | ({"files": sorted(names)} if names else {})
+    atomic_file.replace(folder / NAME, (json.dumps(document) + "\n").encode())
 
 
 def kind_of(folder: Path) -> str | None:
     """Return what Bridge made `folder` for; None if it did not."""
+    kind = _read(folder).get("kind")
+    return kind if isinstance(kind, str) else None
+
+
+def names_of(folder: Path) -> list[str]:
+    """Return the names of the files that Bridge wrote into `folder`, if its mark lists them."""
+    names = _read(folder).get("files")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _read(folder: Path) -> dict[str, Any]:
     try:
         document = json_lines.parsed((folder / NAME).read_bytes())
     except (OSError, ValueError):
-        return None
-    return document.get("kind") if isinstance(document, dict) and document.get("made_by") == MADE_BY else None
+        return {}
+    return document if isinstance(document, dict) and document.get("made_by") == MADE_BY else {}
 
 
 def remove_if_alone(folder: Path) -> None:

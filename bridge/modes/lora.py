@@ -26,7 +26,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.fence import Update, Window
 from bridge.server.manifest import LoraSlot, Manifest
 from bridge.server.protocol import ADAPTER
-from bridge.weights import loaded, model_folder
+from bridge.weights import loaded, model_files
 from bridge.weights.adapter import Adapter, Matrices
 from bridge.weights.attach import RESTART, AttachedModel, OpenedModel, attach, open_handles, reattach
 
@@ -48,7 +48,7 @@ class _LoraMode(Mode):
 
     def save(self, folder: Path) -> None:
         self._adapter.save(folder)
-        model_folder.copy_tokenizer(self._config.model_name, folder)
+        self._note_missing(model_files.copy_beside_adapter(self._config.model_name, folder))
 
 
 class LoraMemory(_LoraMode, PatchedServer):

@@ -2,7 +2,7 @@
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, Self
 
 from bridge.config import PublishingConfig, TrainConfig
 from bridge.core import atomic_folder
-from bridge.errors import ServerUnreachableError, UsageError
+from bridge.errors import ServerUnreachableError, UsageError, first_few
 from bridge.ranks.world import ALONE, Ranks
 from bridge.server.client import VllmClient
 from bridge.server.endpoint import Endpoint
@@ -167,6 +167,11 @@ class Mode(ABC):
 
         If several ranks hold parts of them, the first one calls this, and the others `send_parts`.
         """
+
+    def _note_missing(self, missing: Sequence[str]) -> None:
+        """Log what a saved folder lacks: its weights are whole."""
+        if missing:
+            self._run.note(f"the weights were saved, and beside them is missing: {first_few(missing)}")
 
     def send_parts(self) -> None:  # noqa: B027 - the same
         """Send this rank's part of the weights to the rank that saves them: nothing, where each has all of them."""

@@ -41,6 +41,7 @@ class OwnCopy(Mode):
         device = self._config.trainer_device
         opened = loaded.load(name, device=device, dtype=self._dtype, max_model_len=self.max_model_len)
         self._model = opened.model
+        model_folder.saved_form(self._model, model_folder.state(self._model))  # refused now, and not once it is trained
         return opened
 
     @contextmanager
@@ -66,7 +67,7 @@ class OwnCopy(Mode):
             self._reload()
 
     def save(self, folder: Path) -> None:
-        model_folder.save(self._model, self._config.model_name, folder)
+        self._note_missing(model_folder.save(self._model, self._config.model_name, folder))
 
     def _saved(self) -> Path:
         """Save the newest weights; each rank does, since hosts need not share a disk."""

@@ -189,7 +189,8 @@ class SharedVllm(PatchedServer):
     """`shared_vllm`: a trainer attached to one live server, by a process for each part of the weights."""
 
     def save(self, folder: Path) -> None:
-        model_folder.save(self._attached.model, self._config.model_name, folder, self._parts)
+        model, source = self._attached.model, self._config.model_name
+        self._note_missing(model_folder.save(model, source, folder, self._parts))
 
     def send_parts(self) -> None:
         if self._parts is not None:

@@ -22,11 +22,10 @@ from bridge.ranks.world import Ranks
 from bridge.server.manifest import Record
 from bridge.server.protocol import Version
 from bridge.types import TrainedProblems
+from bridge.weights import model_files
 
-MARKER_NAME = "bridge_checkpoint.json"
+MARKER_NAME = model_files.CHECKPOINT_MARKER
 """Written last: a folder with this file is a checkpoint of Bridge."""
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth")
-"""Files that a loader may take for weights: a checkpoint has none that was not saved with it."""
 MAX_THREADS = 8
 """Files that are hashed at once; each thread hashes one to two GB a second."""
 
@@ -85,7 +84,7 @@ class _Marker(Record):
     """Checksum of the two above."""
 
 
-def save(folder: Path, write: Callable[[Path], None], progress: Progress) -> Path:
+def save(folder: Path, write: Callable[[Path], object], progress: Progress) -> Path:
     """Let `write` fill a new folder, move it to `folder` with its marker, and return the folder."""
     with atomic_folder.write(folder, replaceable=is_checkpoint) as scratch:
         write(scratch)
@@ -211,7 +210,7 @@ def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:
         elif num_bytes != file.num_bytes:
             how = "was cut short" if num_bytes < file.num_bytes else "has grown"
             yield f"{name} {how}: {num_bytes} bytes, expected {file.num_bytes}"
-    extra = [name for name in held if name not in files and name.endswith(WEIGHT_SUFFIXES)]
+    extra = [name for name in held if name not in files and model_files.is_loaded(name)]  # such as code, or a template
     yield from (f"{name} was not saved with it" for name in extra)
     try:
         for (name, file), checksum in zip(files.items(), _checksums([held[name] for name in files]), strict=True):

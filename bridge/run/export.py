@@ -4,55 +4,100 @@ Not covered: uploading the folder (`bridge/core/hub.py`).
 """
 
 import difflib
+import math
+import shlex
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
-from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from bridge.core import atomic_folder, hub, json_lines, mark
+from bridge.core.hub import ADAPTER_CONFIG
 from bridge.errors import UsageError
 from bridge.run import checkpoint
-from bridge.weights import loaded, model_folder
-from bridge.weights.stored_tensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS, headers, refuse_misfits
+from bridge.weights import loaded, model_files, model_folder
+from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, headers, refuse_misfits
 
 BASE_KEY = "base_model_name_or_path"
 NAME_BASE = "name the base that it was trained on with --model"
+OLDER_WEIGHTS = "adapter_model.bin"
+WARN_ABOVE = 0.1
+"""Relative error of what an adapter adds above which an export is called another model."""
+NOT_SERVED = ("lora_bias", "use_dora", "modules_to_save", "alora_invocation_tokens", "layer_replication")
+VLLM_RANK = 16
+"""vLLM's default of --max-lora-rank."""
+ExportDtype = Literal["bfloat16", "float16", "float32"]
 
 
-def export(source: Path, out: Path, *, base: str | None = None) -> Path:
-    """Write the model in `source` with its tokenizer to `out` atomically, and return the folder.
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """What the dtype of the files loses of what an adapter adds to the weights."""
 
-    `source` is a checkpoint, or any folder with a model or an adapter. `base` overrides the base that an adapter names.
-    Only an earlier export without added files is replaced.
+    dtype: str
+    relative_error: float
+    """Of the change of all weights: its error's norm over its own."""
+    cosine: float
+    """Between the change that the files hold and the adapter's."""
+
+    @property
+    def is_large(self) -> bool:
+        return self.relative_error > WARN_ABOVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A folder that was written."""
+
+    folder: Path
+    rounding: Rounding | None = None
+    """None: nothing was merged, or what was merged changes nothing."""
+    as_adapter: str = ""
+    """How to use an adapter as it is, and lose nothing."""
+    missing: Sequence[str] = ()
+    """What could not be copied beside the weights."""
+
+
+def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDtype | None = None) -> Exported:
+    """Write the model in `source` with all that lies beside its weights to `out` atomically.
+
+    `source` is a checkpoint, or any folder with a model or an adapter. `base` overrides the base that an adapter names,
+    and `dtype` the base's own. Only an earlier export without added files is replaced.
 
     Raises:
-        UsageError: `source` is damaged or holds no model, `base` does not fit it, or `out` cannot be written.
+        UsageError: `source` is damaged or holds no model, `base` does not fit it, an adapter cannot be merged whole, or
+            `out` cannot be written.
     """
-    is_adapter = holds_adapter(source, base=base)
+    is_adapter = holds_adapter(source, base=base, dtype=dtype)
     if checkpoint.is_checkpoint(source):
         checkpoint.read(source)
     with atomic_folder.write(out, replaceable=_is_export, flag="--out") as scratch:
+        rounding, missing, as_adapter = None, list[str](), ""
         if is_adapter:
+            as_adapter = _serve(source, _settings(source))
             base = base or _base_of(source)
-            tokenizer = source if model_folder.has_tokenizer(source) else base  # earlier versions saved none
-            model_folder.save(_merged(source, base), tokenizer, scratch)
+            if not (model_files.found(source).has_tokenizer or model_files.found(base).has_tokenizer):
+                model_files.source_files(base)
+            model, rounding = _merged(source, base, dtype)
+            missing = model_folder.save(model, base, scratch, tokenizer=source)
         else:
             model_folder.copy(source, scratch)
-        mark.put(scratch, "export")
-    return out.resolve()
+        mark.put(scratch, "export", names=[path.relative_to(scratch).as_posix() for path in scratch.rglob("*")])
+    return Exported(folder=out.resolve(), rounding=rounding, as_adapter=as_adapter, missing=missing)
 
 
-def holds_adapter(source: Path, *, base: str | None) -> bool:
+def holds_adapter(source: Path, *, base: str | None, dtype: ExportDtype | None = None) -> bool:
     """Return whether `source` holds an adapter, and not a whole model.
 
     Raises:
-        UsageError: it holds neither, or a whole model although `base` was named.
+        UsageError: it holds neither, or a whole model although `base` or `dtype` was named.
     """
     if (source / ADAPTER_CONFIG).is_file():
         return True
@@ -64,6 +109,11 @@ def holds_adapter(source: Path, *, base: str | None) -> bool:
         raise UsageError(message, remedy=_did_you_mean(source) or "name a checkpoint, such as SAVE_PATH/step_N")
     if base is not None:
         raise UsageError(f"--model {base}: {source} holds no adapter, but a whole model", remedy="leave --model out")
+    if dtype is not None:
+        raise UsageError(
+            f"--dtype {dtype}: {source} holds no adapter, but a whole model, which is copied in its own dtype",
+            remedy="leave --dtype out",
+        )
     return False
 
 
@@ -78,8 +128,9 @@ def _did_you_mean(source: Path) -> str:
 
 
 def _is_export(folder: Path) -> bool:
-    names = [path.name for path in folder.iterdir()]
-    return mark.kind_of(folder) == "export" and all(model_folder.is_part(name) or name == mark.NAME for name in names)
+    written = {*mark.names_of(folder), mark.NAME}
+    held = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    return mark.kind_of(folder) == "export" and held <= written
 
 
 def _base_of(source: Path) -> str:
@@ -93,31 +144,163 @@ def _base_of(source: Path) -> str:
     return base
 
 
-def _merged(source: Path, base: str) -> PreTrainedModel:
-    """Return `base`, in its own dtype, with the adapter in `source` added to its weights: W + alpha / r B A.
+def _settings(source: Path) -> Any:
+    """Return PEFT's settings of an adapter, if it can become part of a model's weights.
+
+    Raises:
+        UsageError: the settings cannot be read, or the adapter cannot be merged whole.
+    """
+    try:
+        settings: Any = PeftConfig.from_pretrained(str(source))
+    except Exception as error:
+        raise UsageError(
+            f"{source / ADAPTER_CONFIG} cannot be read: {_shortened(error)}", remedy="name a complete adapter"
+        ) from error
+    kind = str(getattr(settings.peft_type, "value", settings.peft_type))
+    why = ""
+    if settings.is_prompt_learning or settings.is_adaption_prompt:
+        why = f"is a {kind}, which changes a model's input and not its weights"
+    elif getattr(settings, "alora_invocation_tokens", None):
+        why = "is an activated LoRA (alora_invocation_tokens), which applies behind its own tokens alone"
+    elif getattr(settings, "layer_replication", None):
+        why = "repeats layers of its base (layer_replication), whose weights the files of a model hold once"
+    if why:
+        raise UsageError(f"the adapter {source} {why}: it cannot be merged", remedy=_serve(source, settings))
+    if not (source / ADAPTER_WEIGHTS).is_file():
+        if (source / OLDER_WEIGHTS).is_file():
+            raise UsageError(
+                f"{source} holds its weights as {OLDER_WEIGHTS}, expected {ADAPTER_WEIGHTS}",
+                remedy=f"""python -c "import torch, safetensors.torch as s; s.save_file(torch.load('{OLDER_WEIGHTS}',"""
+                f""" weights_only=True), '{ADAPTER_WEIGHTS}')" in {source}""",
+            )
+        raise UsageError(f"{source} has no {ADAPTER_WEIGHTS}", remedy="name a complete adapter")
+    return settings
+
+
+def _serve(source: Path, settings: Any) -> str:
+    """Return how to use an adapter as it is: vLLM takes plain LoRA alone."""
+    if not isinstance(settings, LoraConfig) or any(getattr(settings, name, None) for name in NOT_SERVED):
+        return f"load it with PEFT: PeftModel.from_pretrained(base, {str(source)!r})"
+    ranks = [rank for rank in (settings.r, *(settings.rank_pattern or {}).values()) if isinstance(rank, int)]
+    slots = 1 << (max(ranks, default=1) - 1).bit_length()  # vLLM takes powers of two
+    flag = f" --max-lora-rank {slots}" if slots > VLLM_RANK else ""
+    base = shlex.quote(settings.base_model_name_or_path or "BASE")
+    return (
+        f"serve it as an adapter: vllm serve {base} --enable-lora{flag} --lora-modules mine={shlex.quote(str(source))}"
+    )
+
+
+def _shortened(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrainedModel, Rounding | None]:
+    """Return `base` in `dtype`, or its own, with the adapter added to its weights, and what rounding loses of it.
+
+    Each sum is computed in float32, W + alpha / r B A, and rounded once.
 
     Source: LoRA, arXiv 2106.09685; `merge_and_unload` of PEFT.
     """
+    _refuse_quantized(base)
     try:
-        model = loaded.from_pretrained(base, "auto")
+        model = loaded.from_pretrained(base, dtype or "auto")
     except UsageError as error:
         raise UsageError(f"{error.message} (the base of {source})", remedy=NAME_BASE) from error
     try:
         adapted: Any = PeftModel.from_pretrained(model, str(source))
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UsageError(f"the adapter {source} does not fit {base}: {reason}", remedy=NAME_BASE) from error
-    held = {name: torch.empty(part.shape, device="meta") for name, part in headers(source / ADAPTER_WEIGHTS).items()}
+    except Exception as error:
+        raise UsageError(f"the adapter {source} does not fit {base}: {_shortened(error)}", remedy=NAME_BASE) from error
     settings = adapted.peft_config[adapted.active_adapter]
-    stacked = convert_peft_adapter_state_dict_for_transformers(model, settings, held)  # those of experts
-    shapes = {name: tuple(tensor.shape) for name, tensor in stacked.items()}
-    state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    refuse_misfits(f"the adapter {source}", shapes, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    _refuse_other_weights(source, adapted, model)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.tie_word_embeddings and any(isinstance(end, BaseTunerLayer) for end in ends):
         raise UsageError(
             f"the adapter {source} changes the head or the embedding of {base}, which are one tensor: merged, it would"
             " change both",
-            remedy="serve it as an adapter: vllm serve BASE --enable-lora",
+            remedy=_serve(source, settings),
         )
-    return adapted.merge_and_unload()
+    if biased := [name for name, layer in _layers(adapted) if _lacks_a_bias(layer)]:
+        raise UsageError(
+            f"the adapter {source} has biases (lora_bias) for {len(biased)} layers that have none in {base}, the first:"
+            f" {biased[0].removeprefix('base_model.model.')}",
+            remedy=_serve(source, settings),
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a layer is merged already
+            rounding = _merge_layers(adapted)
+            merged: PreTrainedModel = adapted.merge_and_unload()
+    except Exception as error:
+        raise UsageError(
+            f"the adapter {source}, a {settings.peft_type}, cannot be merged into {base}: {_shortened(error)}",
+            remedy=_serve(source, settings),
+        ) from error
+    return merged, rounding
+
+
+def _refuse_quantized(base: str) -> None:
+    try:
+        quantized = getattr(AutoConfig.from_pretrained(base), "quantization_config", None)
+    except Exception:  # noqa: BLE001 - loading the model says what it is
+        return
+    if quantized:
+        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else quantized
+        raise UsageError(
+            f"{base} is quantized ({method}): an adapter cannot be added to such weights",
+            remedy="name the unquantized model with --model",
+        )
+
+
+def _refuse_other_weights(source: Path, adapted: Any, model: PreTrainedModel) -> None:
+    """Refuse an adapter with more or other tensors than the model takes: PEFT would leave them out silently.
+
+    With an adapter on the embedding or the head PEFT also saves the whole tensor below it, and loads it.
+    """
+    held = {name: torch.empty(part.shape, device="meta") for name, part in headers(source / ADAPTER_WEIGHTS).items()}
+    settings = adapted.peft_config[adapted.active_adapter]
+    stacked = convert_peft_adapter_state_dict_for_transformers(model, settings, held)  # those of experts
+    shapes = {name: tuple(tensor.shape) for name, tensor in stacked.items()}
+    state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    whole = {name: tuple(tensor.shape) for name, tensor in adapted.state_dict().items()}
+    taken = {name for name in shapes.keys() - expected.keys() if whole.get(name) == shapes[name]}
+    shapes = {name: shape for name, shape in shapes.items() if name not in taken}
+    refuse_misfits(f"the adapter {source}", shapes, expected)
+
+
+def _layers(adapted: Any) -> list[tuple[str, Any]]:
+    return [(name, layer) for name, layer in adapted.named_modules() if isinstance(layer, BaseTunerLayer)]
+
+
+def _lacks_a_bias(layer: Any) -> bool:
+    """Return whether a layer's adapter has a bias, and the layer has none to add it to."""
+    return any(getattr(layer, "lora_bias", {}).values()) and getattr(layer.get_base_layer(), "bias", None) is None
+
+
+def _merge_layers(adapted: Any) -> Rounding | None:
+    """Merge each layer in float32, round it to its own dtype, and return what that lost of all changes."""
+    wanted_sum = lost_sum = held_sum = common_sum = 0.0
+    dtype = torch.float32
+    with torch.no_grad():
+        for _, layer in _layers(adapted):
+            parameters = [*layer.get_base_layer().parameters(recurse=False)]
+            before = [parameter.detach().clone() for parameter in parameters]
+            for parameter in parameters:
+                parameter.data = parameter.data.float()
+            layer.merge()
+            for parameter, old in zip(parameters, before, strict=True):
+                wanted = parameter.data - old.float()
+                parameter.data = parameter.data.to(old.dtype)
+                held = parameter.data.float() - old.float()
+                if wanted.any():
+                    dtype = old.dtype
+                    wanted_sum += float(wanted.double().square().sum())
+                    held_sum += float(held.double().square().sum())
+                    lost_sum += float((held - wanted).double().square().sum())
+                    common_sum += float((held.double() * wanted.double()).sum())
+    if not wanted_sum:
+        return None
+    cosine = common_sum / math.sqrt(held_sum * wanted_sum) if held_sum else 0.0
+    return Rounding(
+        dtype=str(dtype).removeprefix("torch."), relative_error=math.sqrt(lost_sum / wanted_sum), cosine=cosine
+    )

@@ -37,7 +37,7 @@ from bridge.run.run_directory import RunDirectory
 from bridge.run.saving import Checkpoints
 from bridge.server.fence import Update
 from bridge.types import Environment, Group, Result
-from bridge.weights import model_folder
+from bridge.weights import model_files
 
 RESTARTS = 3
 """A server that dies more often than this in one operation is given up."""
@@ -253,7 +253,8 @@ class Run:
 
     def _open_learner(self) -> None:
         config, note = self._config, self._directory.note
-        model_folder.tokenizer_files(config.model_name)  # checkpoints need them
+        if left_out := model_files.source_files(config.model_name, download=True).note():  # checkpoints need them
+            note(left_out)
         self._opened = self._mode.open()
         longest, experts = self._mode.max_model_len, self._mode.replayed_experts
         self._learner = learner_of(config, self._opened, note, longest, experts, ranks=self._ranks)

@@ -8,12 +8,11 @@ Not covered: writing a folder atomically (`bridge/core/atomic_folder.py`), adapt
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shutil import copyfile
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
@@ -21,9 +20,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from bridge.core import json_lines, paths
+from bridge.core import json_lines
 from bridge.core.hub import CONFIG_NAME
-from bridge.errors import UnsupportedModelError, UsageError, own_head
+from bridge.errors import UnsupportedModelError, UsageError, first_few, own_head
+from bridge.weights import model_files
 from bridge.weights.copy_recorder import ViewsOnly, storage_of
 from bridge.weights.layout import OTHER_MODES
 from bridge.weights.parts import Parts
@@ -31,68 +31,34 @@ from bridge.weights.stored_tensors import Stored, describe, headers, refuse_misf
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt",
-    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What vLLM reads of a model with a vision model before it serves text."""
-_COPIED_FILES = (*_TOKENIZER_FILES, *_PROCESSOR_FILES, "generation_config.json")
-
-
-def tokenizer_files(source: str | Path) -> tuple[Path, ...]:
-    """Return the tokenizer's files of `source`, a folder or a hub name, and its generation defaults if it has any.
-
-    Call it before training: a checkpoint must not fail for lack of them.
-    """
-    for folder in _source_folders(str(source)):
-        if has_tokenizer(folder):
-            return tuple(folder / name for name in _COPIED_FILES if (folder / name).is_file())
-    raise UsageError(
-        f"{source} has no tokenizer files (such as tokenizer.json): its checkpoints would be useless",
-        remedy="put the tokenizer's files beside the model's weights",
-    )
-
-
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
-
-
-def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Copy what `tokenizer_files` finds into the existing `folder`."""
-    for path in tokenizer_files(source):
-        copyfile(path, folder / path.name)
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy a whole model with its tokenizer into the existing `folder`, and nothing else that `source` holds."""
+    """Copy a whole model into the existing `folder`, with everything beside its weights."""
     index = source / INDEX_NAME
     held = [source / CONFIG_NAME, *_weight_files(source), *([index] if index.is_file() else [])]
     missing = [path.name for path in held if not path.is_file()]
     if missing:
         raise UsageError(f"{source} is an incomplete model: it has no {missing[0]}", remedy="name a complete folder")
-    for path in (*held, *tokenizer_files(source)):
+    files = model_files.source_files(source)
+    for path in held:
         copyfile(path, folder / path.name)
+    if unread := model_files.copy(files, folder):
+        raise UsageError(f"{source} cannot be copied whole: {first_few(unread)}", remedy="export it again")
 
 
-def is_part(name: str) -> bool:
-    """Return whether a file of this name belongs to a model folder as `save` writes it."""
-    return name in (CONFIG_NAME, *_COPIED_FILES) or _WEIGHTS.fullmatch(name) is not None
+def save(
+    model: PreTrainedModel,
+    source: str | Path,
+    folder: Path,
+    parts: Parts | None = None,
+    *,
+    tokenizer: str | Path | None = None,
+) -> list[str]:
+    """Write `model`, which was loaded from `source`, into the existing `folder`; return what is missing, a line each.
 
-
-def _source_folders(source: str) -> Iterator[Path]:
-    """Yield where `source` may lie: the folder itself, or the hub's cache, before and after a download."""
-    if paths.is_folder(source):
-        yield Path(source)
-        return
-    for local_files_only in (True, False):
-        with suppress(Exception):  # not cached, no such model, no network, an optional library is missing
-            yield Path(snapshot_download(source, allow_patterns=[*_COPIED_FILES], local_files_only=local_files_only))
-
-
-def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path, parts: Parts | None = None) -> None:
-    """Write `model` and its tokenizer into the existing `folder`.
+    The folder has everything of `source` but its weights, with the tokenizer of another folder if `tokenizer` names
+    one. Weights come first: whatever has happened to the source meanwhile, they are not lost.
 
     Weights may be views into storages of any size: the files hold the Hugging Face tensors alone, tied ones once.
     With `parts` the model is one rank's: it is gathered tensor by tensor, and the other ranks call `send_parts`. The
@@ -100,10 +66,11 @@ def save(model: PreTrainedModel, tokenizer_source: str | Path, folder: Path, par
     """
     tensors = _whole_tensors(model, parts)
     try:
-        copied = tokenizer_files(tokenizer_source)
-        write(tensors, model, folder)
-        for path in copied:
-            copyfile(path, folder / path.name)
+        _write_weights(tensors, folder)
+        return model_files.write(
+            folder, model.config, source, tokenizer=tokenizer, architecture=type(model).__name__,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )  # fmt: skip
     finally:
         for _ in tensors if parts is not None else ():  # the other ranks wait until everything was gathered
             pass
@@ -131,8 +98,8 @@ def _whole_tensors(model: PreTrainedModel, parts: Parts | None) -> Iterator[tupl
                 yield key, _like(gathered, view).contiguous()
 
 
-def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder: Path) -> None:
-    """Write `tensors`, an index if there are several, and the configuration.
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write `tensors`, and an index if there are several files.
 
     Not by `save_pretrained`: where several ranks train, that writes on the first one alone, and it would clone every
     slice of a fused tensor (most of the model) on the GPU.
@@ -149,11 +116,6 @@ def write(tensors: Iterable[tuple[str, Tensor]], model: PreTrainedModel, folder:
         total = sum(num_bytes for held in files.values() for num_bytes in held.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    model.config.architectures = [type(model).__name__]  # as `save_pretrained` does
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:

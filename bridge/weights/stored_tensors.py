@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bridge.core import json_lines
+from bridge.core.hub import ADAPTER_CONFIG
 from bridge.errors import UsageError, first_few
 from bridge.server.manifest import Shard
 from bridge.weights.layout import Shape, cut_of
@@ -25,7 +26,6 @@ _DTYPE_CODES = {
 }  # fmt: skip
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest file, and its copy in host memory while it is written; a larger tensor gets its own file."""
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MATRIX = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _EXPERT = re.compile(r"\.experts\.\d+\.")

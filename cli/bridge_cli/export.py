@@ -1,8 +1,9 @@
 """`bridge export`: a checkpoint as a plain model folder, on disk and, if wanted, on the hub."""
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,29 +21,53 @@ Checkpoint = Annotated[
 ]
 Out = Annotated[Path, option("--out", "FOLDER", "The folder to write: new, empty, or an earlier export.")]
 Base = Annotated[str | None, option("--model", "MODEL", "Base of an adapter (default: the one that it names).")]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32"] | None,
+    option("--dtype", "DTYPE", "Dtype of a merged adapter's files (default: the base's); float32 loses nothing."),
+]
 PUSH = "Also upload the folder to this repository on the hub; a new one is private."
 Push = Annotated[str | None, option("--push", "REPO", PUSH)]
 
 
-def export(checkpoint: Checkpoint, *, out: Out, model: Base = None, push: Push = None, as_json: Json = False) -> None:
+def export(
+    checkpoint: Checkpoint,
+    *,
+    out: Out,
+    model: Base = None,
+    dtype: Dtype = None,
+    push: Push = None,
+    as_json: Json = False,
+) -> None:
     """Write a checkpoint as a model that transformers and vLLM load by itself.
 
-    An adapter is merged into its base, in the dtype of the base. The tokenizer and the generation defaults are
-    beside the weights.
+    An adapter is merged into its base, in the dtype of the base or in --dtype, and what rounding loses of it is
+    printed. Beside the weights is all that the source has: its configuration, tokenizer, code and other files.
     """
     from bridge.core import hub, mark
     from bridge.run import export as exports
 
     if push is not None:
         hub.check_push(push)
-    exports.holds_adapter(checkpoint, base=model)
+    exports.holds_adapter(checkpoint, base=model, dtype=dtype)
     with console.waiting(f"Writing {out}"):
-        folder = exports.export(checkpoint, out, base=model)
+        exported = exports.export(checkpoint, out, base=model, dtype=dtype)
+    folder, rounding = exported.folder, exported.rounding
     console.note(f"exported {checkpoint} to {folder}")
+    for line in exported.missing:
+        console.note(f"warning: {folder} lacks {line}", style="yellow")
+    if rounding is not None:
+        console.note(
+            f"rounding to {rounding.dtype} changes what the adapter adds to the weights: relative error"
+            f" {rounding.relative_error:.2g}, cosine {rounding.cosine:.2f}"
+        )
+        if rounding.is_large:
+            lost = "warning: the exported model has lost a part of what was learned"
+            console.note(f"{lost}; --dtype float32 keeps it, or {exported.as_adapter}", style="yellow")
     page = None
     if push is not None:
         with console.waiting(f"Uploading {folder}"):
             page = hub.push(folder, push, leave_out=mark.NAME)
         console.note(f"uploaded to {page}")
     if as_json:
-        console.data(json.dumps({"folder": str(folder), "page": page}))
+        figures = None if rounding is None else dataclasses.asdict(rounding)
+        console.data(json.dumps({"folder": str(folder), "page": page, "rounding": figures}))

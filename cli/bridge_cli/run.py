@@ -119,6 +119,7 @@ class FirstRank:
         from bridge.agents import stream
         from bridge.checks import model as model_checks
         from bridge.rollouts.sampler import fit_completions
+        from bridge.weights import model_files
 
         job = self.job
         if job.serve.vllm_config_path is not None and not job.chosen.needs_patched_server:
@@ -135,6 +136,7 @@ class FirstRank:
         self.command = prepare(
             job.serve, job.vllm_flags, shares_weights=train.needs_patched_server, trainer=train, output=console
         )
+        model_files.source_files(train.model_name)  # every checkpoint holds them
         send_key(job.vllm_flags)
         if job.environment is not None:
             stream.rehearse(

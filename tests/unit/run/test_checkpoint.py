@@ -146,11 +146,21 @@ def test_no_byte_of_the_marker_changes_unseen(tmp_path: Path) -> None:
     assert read(folder).progress.step == 3
 
 
-@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "optimizer/x.pt"])
-def test_added_weights_are_refused_and_other_files_are_not(name: str, tmp_path: Path) -> None:
+LOADED = [
+    "model-00002-of-00002.safetensors", "model.safetensors.index.json", "optimizer/x.pt", "pytorch_model.bin",
+    "modeling_own.py", "chat_template.jinja", "tokenizer.model", "generation_config.json", "adapter_config.json",
+    "preprocessor_config.json", "tekken.json", "qwen.tiktoken", "additional_chat_templates/tools.jinja",
+]  # fmt: skip
+"""What transformers or vLLM reads if it lies in the folder of a model."""
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_added_files_that_loaders_read_are_refused(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path)
-    (folder / "notes.txt").write_text("mine")
+    for other in ("notes.txt", "README.md", "results.json", "samples.jsonl"):
+        (folder / other).write_text("mine")
     assert read(folder).progress.step == 3
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).touch()
     with pytest.raises(CheckpointError, match=f"{name} was not saved with it"):
         read(folder)

@@ -1,13 +1,16 @@
 """A checkpoint becomes a plain model folder: adapters are merged by hand-computed numbers, other weights are copied."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from bridge.config import TrainConfig
 from bridge.core import mark
@@ -86,7 +89,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_an_adapter_is_merged_in_the_dtype_of_its_base(base: Path, tmp_path: Path) -> None:
-    folder = export(adapter(tmp_path / "adapter_step_1", str(base)), tmp_path / "out")
+    folder = export(adapter(tmp_path / "adapter_step_1", str(base)), tmp_path / "out").folder
     before, after = (AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict() for path in (base, folder))
     assert before.keys() == after.keys()
     changed = before.pop(f"{MODULE}.weight").float() + ALPHA / RANK * 0.5 * torch.arange(128) / 64
@@ -109,7 +112,7 @@ def test_an_adapter_of_experts_is_merged(tmp_path: Path) -> None:
     source = tmp_path / "adapter_step_1"
     source.mkdir()
     adapter.save(source)
-    merged = AutoModelForCausalLM.from_pretrained(export(source, tmp_path / "out"), dtype="auto")
+    merged = AutoModelForCausalLM.from_pretrained(export(source, tmp_path / "out").folder, dtype="auto")
     up = adapter.modules["model.layers.1.mlp.experts.lora.up_proj"]
     name, width = "model.layers.1.mlp.experts.gate_up_proj", config.moe_intermediate_size
     change = (merged.get_parameter(name) - before[name])[:, width:].float()
@@ -119,18 +122,18 @@ def test_an_adapter_of_experts_is_merged(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_the_checkpoints_or_the_bases(base: Path, tmp_path: Path) -> None:
     source = adapter(tmp_path / "adapter_step_1", str(base))
-    tokenizer: Any = AutoTokenizer.from_pretrained(export(source, tmp_path / "one"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(export(source, tmp_path / "one").folder)
     assert tokenizer("2+3=")["input_ids"] == AutoTokenizer.from_pretrained(base)("2+3=")["input_ids"]
     assert tokenizer.chat_template == "{{ messages[0].content }}"
     tiny.write_tokenizer(source, tiny.VOCABULARY)
     (source / "chat_template.jinja").write_text("changed")
-    tokenizer = AutoTokenizer.from_pretrained(export(source, tmp_path / "other"))
+    tokenizer = AutoTokenizer.from_pretrained(export(source, tmp_path / "other").folder)
     assert tokenizer.chat_template == "changed"
 
 
 def test_a_checkpoint_is_exported_without_optimizer_state(base: Path, tmp_path: Path) -> None:
     source = full(tmp_path / "step_3", base)
-    folder = export(source, tmp_path / "out")
+    folder = export(source, tmp_path / "out").folder
     assert names(folder) == sorted({*names(source), mark.NAME} - {MARKER_NAME, "optimizer"})
     assert (folder / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == tiny.VOCABULARY
@@ -186,7 +189,142 @@ def test_a_refused_export_is_one_line_and_leaves_nothing(base: Path, tmp_path: P
 
 def test_another_base_can_be_named(base: Path, tmp_path: Path) -> None:
     source = adapter(tmp_path / "moved", "no/such/place/any/more")
-    assert export(source, tmp_path / "out", base=str(base)).is_dir()
+    assert export(source, tmp_path / "out", base=str(base)).folder.is_dir()
+
+
+def saved_by_peft(folder: Path, settings: peft.PeftConfig, *, size: float = 0.15, **model: Any) -> tuple[Path, Path]:
+    """Write an untied base, and an adapter with random numbers of that size as PEFT saves it."""
+    base = tiny.write(LlamaConfig(**tiny.llama().to_dict() | {"tie_word_embeddings": False} | model), folder / "base")
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), settings)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * size)
+    adapted.save_pretrained(str(folder / "adapter"))
+    return base, folder / "adapter"
+
+
+def logprobs(model: Any) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = model.float().eval()(torch.arange(3, 60)[None]).logits.log_softmax(-1)
+    return result
+
+
+def lora(**settings: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]} | settings)
+
+
+MERGED: dict[str, peft.PeftConfig] = {
+    "plain": lora(),
+    "the embedding": lora(target_modules=["q_proj", "embed_tokens"]),
+    "the head": lora(target_modules=["q_proj", "lm_head"]),
+    "the head, its base saved": lora(modules_to_save=["lm_head"]),
+    "DoRA": lora(use_dora=True),
+    "IA3": peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=[]),
+    "LoHa": peft.LoHaConfig(task_type="CAUSAL_LM", r=4, alpha=8, target_modules=["q_proj"]),
+    "OFT": peft.OFTConfig(task_type="CAUSAL_LM", r=0, oft_block_size=8, target_modules=["q_proj"]),
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_an_adapter_of_peft_is_merged_as_it_computes(case: str, dtype: Any, tmp_path: Path) -> None:
+    base, source = saved_by_peft(tmp_path, MERGED[case])
+    (base / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')  # refused by save_pretrained
+    exported = export(source, tmp_path / "out", dtype=dtype)
+    merged = AutoModelForCausalLM.from_pretrained(exported.folder, dtype="auto")
+    assert {parameter.dtype for parameter in merged.parameters()} == {torch.float32 if dtype else torch.bfloat16}
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = logprobs(peft.PeftModel.from_pretrained(whole, str(source)))
+    assert (logprobs(merged) - expected).abs().max() < (1e-4 if dtype else 0.2)
+    if case != "the head, its base saved":
+        assert exported.rounding is not None
+        assert exported.rounding.relative_error < (1e-6 if dtype else 0.1)
+        assert exported.rounding.cosine > 0.99
+
+
+def test_what_rounding_loses_is_measured(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against sums over the files themselves, in float64."""
+    small, source = saved_by_peft(tmp_path, lora(target_modules=["q_proj", "down_proj"]), size=2e-3)
+    out = tmp_path / "out"
+    assert answer(["export", str(source), "--out", str(out), "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)["rounding"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (small, out))
+    exact = load_file(export(source, tmp_path / "exact", dtype="float32").folder / "model.safetensors")
+    names = [name for name in before if not torch.equal(exact[name], before[name].float())]
+    assert len(names) == 4
+    wanted, held = (
+        torch.cat([(weights[name].double() - before[name].double()).flatten() for name in names])
+        for weights in (exact, after)
+    )
+    assert found["relative_error"] == pytest.approx(float((held - wanted).norm() / wanted.norm()), rel=1e-3)
+    assert found["cosine"] == pytest.approx(float(wanted @ held / wanted.norm() / held.norm()), rel=1e-3)
+    assert found["relative_error"] > 0.3
+    assert f"relative error {found['relative_error']:.2g}, cosine {found['cosine']:.2f}" in printed.err
+    assert f"vllm serve {small} --enable-lora --lora-modules mine={source}" in printed.err
+    assert "--dtype float32 keeps it" in printed.err
+    assert answer(["export", str(source), "--out", str(out), "--dtype", "float32"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert answer(["export", str(base), "--out", str(out), "--dtype", "float32"]) == 2
+    assert "holds no adapter" in capsys.readouterr().err
+
+
+REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
+    "lora_bias": (lora(lora_bias=True), r"has biases \(lora_bias\) for 2 layers that have none .*self_attn\.q_proj"),
+    "prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "is a PROMPT_TUNING, which"),
+    "prefixes": (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "is a PREFIX_TUNING, which"),
+    "aLoRA": (lora(alora_invocation_tokens=[5, 6]), "is an activated LoRA"),
+    "repeated layers": (lora(layer_replication=[[0, 2], [1, 2]]), "repeats layers of its base"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_merged_whole_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, words = REFUSED[case]
+    _, source = saved_by_peft(tmp_path, settings)
+    with pytest.raises(UsageError, match=words) as refused:
+        export(source, tmp_path / "out")
+    assert "\n" not in refused.value.message
+    assert not (tmp_path / "out").exists()
+    assert answer(["export", str(source), "--out", str(tmp_path / "out")]) == 2
+    assert "bug in Bridge" not in capsys.readouterr().err
+
+
+def test_an_odd_adapter_folder_is_refused_in_one_line(base: Path, tmp_path: Path) -> None:
+    source = adapter(tmp_path / "adapter", str(base))
+    settings = json.loads((source / "adapter_config.json").read_text())
+    for odd in (
+        "[]",
+        '{"peft_type": "LORA", "r": "x"}',
+        '{"peft_type": "NONE_OF_PEFT"}',
+        "{",
+        json.dumps(settings | {"r": 0}),
+    ):
+        (source / "adapter_config.json").write_text(odd)
+        with pytest.raises(UsageError) as refused:
+            export(source, tmp_path / "out", base=str(base))
+        assert "\n" not in refused.value.message
+    (source / "adapter_config.json").write_text(json.dumps(settings))
+    torch.save(load_file(source / "adapter_model.safetensors"), source / "adapter_model.bin")
+    (source / "adapter_model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"as adapter_model\.bin, expected adapter_model\.safetensors"):
+        export(source, tmp_path / "out")
+    (source / "adapter_model.bin").unlink()
+    with pytest.raises(UsageError, match=r"has no adapter_model\.safetensors"):
+        export(source, tmp_path / "out")
+
+
+def test_a_quantized_base_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    quantized = tmp_path / "quantized"
+    shutil.copytree(base, quantized)
+    document = json.loads((base / "config.json").read_text())
+    document["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantized / "config.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=r"quantized is quantized \(bitsandbytes\)") as refused:
+        export(adapter(tmp_path / "adapter", str(quantized)), tmp_path / "out")
+    assert "--model" in refused.value.remedy
 
 
 class FakeHub:
@@ -219,7 +357,11 @@ def test_an_export_is_pushed_without_the_mark(
     monkeypatch.setattr("bridge.core.hub.HfApi", lambda: FakeHub(calls))
     source, out = full(tmp_path / "step_3", base), tmp_path / "out"
     assert answer(["export", str(source), "--out", str(out), "--push", "mine", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"folder": str(out), "page": "hub/mine"}
+    assert json.loads(capsys.readouterr().out) == {
+        "folder": str(out),
+        "page": "hub/mine",
+        "rounding": None,
+    }
     assert calls == ["whoami", ("create", "mine", True, True), ("upload", "me/mine", out, [mark.NAME])]
 
 

@@ -44,7 +44,11 @@ def into_parts(mode: FakeMode, ranks: Ranks) -> None:
         for name, parameter in whole.model.named_parameters():
             parameter.data = parts.own[name].of(parameter.detach()).clone()
         source, model = mode.server.manifest.model, whole.model
-        mode.save = lambda folder: model_folder.save(model, source, folder, parts)  # type: ignore[method-assign]
+
+        def save(folder: Path) -> None:
+            model_folder.save(model, source, folder, parts)
+
+        mode.save = save  # type: ignore[method-assign]
         mode.send_parts = lambda: model_folder.send_parts(model, parts)  # type: ignore[attr-defined]
 
         def restore(checkpoint: Path, *, version: int) -> None:

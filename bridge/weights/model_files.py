@@ -1,0 +1,336 @@
+"""What a model folder holds beside its weights: the source's configuration with what has changed, and its other files.
+
+`save_pretrained` of transformers is not used. It writes the configuration anew in the form of its own version, which
+earlier versions misread in silence, and refuses values that it had loaded: others' odd lines must not cost trained
+weights.
+
+Not covered: the weights (`model_folder.py`), and an adapter's configuration (`adapter.py`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import constants, snapshot_download
+
+from bridge.core import hub, json_lines, paths
+from bridge.core.concurrency import in_thread
+from bridge.core.hub import ADAPTER_CONFIG, CONFIG_NAME
+from bridge.errors import UsageError, first_line
+
+if TYPE_CHECKING:  # it is imported before vLLM starts, and transformers takes seconds
+    from transformers import PretrainedConfig
+
+MODEL_CARD = "README.md"
+GENERATION_CONFIG = "generation_config.json"
+CHECKPOINT_MARKER = "bridge_checkpoint.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_TOKENIZER_SUFFIXES = (".tiktoken", ".spm", ".jinja")
+_TEMPLATES = "additional_chat_templates"
+"""The one subfolder that transformers writes beside a tokenizer."""
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What vLLM reads of a model with a vision model before it serves text."""
+_WEIGHT_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".index.json", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data",
+    ".ot", ".tflite",
+)  # fmt: skip
+"""Weights in any format: those of the source are not the trained ones."""
+_NEVER_COPIED = {CONFIG_NAME, ADAPTER_CONFIG, CHECKPOINT_MARKER}
+MAX_BYTES = 100 * 2**20
+"""Largest file that is copied: tokenizers have up to 40 MB."""
+_EARLIER_ROPE = {
+    "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "original_max_position_embeddings",
+}  # fmt: skip
+"""What transformers 4 reads, and transformers 5 keeps in `rope_parameters`."""
+_NOT_COMPARED = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """What is copied of a source beside its weights and configuration."""
+
+    folder: Path | None
+    """None: nothing of the source is on this machine."""
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """By the name in the new folder."""
+    left_out: tuple[str, ...] = ()
+    """What is not copied, with the reason."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any(map(is_tokenizer_file, self.paths))
+
+    def note(self) -> str:
+        """Return a line about what no checkpoint will hold; empty: nothing is left out."""
+        return f"checkpoints do not hold these of {self.folder}: {', '.join(self.left_out)}" if self.left_out else ""
+
+
+def source_files(source: str | Path, *, download: bool = False) -> SourceFiles:
+    """Return the files of `source`, a folder or a hub name, that its checkpoints hold, too.
+
+    Call it before training, with `download`: what the hub has of a model is then complete in its cache.
+
+    Raises:
+        UsageError: there are no tokenizer files among them, or one cannot be read.
+    """
+    files = found(source, download=download)
+    if not files.has_tokenizer:
+        raise UsageError(
+            f"{source} has no tokenizer files (such as tokenizer.json): its checkpoints would be useless",
+            remedy="put the tokenizer's files beside the model's weights",
+        )
+    for path in files.paths.values():
+        try:
+            with path.open("rb"):
+                pass
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be read, and every checkpoint holds it: {error.strerror}",
+                remedy=f"make it readable, or remove it: chmod u+r {path}",
+            ) from error
+    return files
+
+
+def is_tokenizer_file(name: str) -> bool:
+    return name in _TOKENIZER_FILES or name.endswith(_TOKENIZER_SUFFIXES)
+
+
+def is_loaded(name: str) -> bool:
+    """Return whether loaders of transformers or vLLM may read a file of this name if it lies in a model folder."""
+    base = name.rpartition("/")[2]
+    known = (*_PROCESSOR_FILES, GENERATION_CONFIG, CONFIG_NAME, ADAPTER_CONFIG, "params.json")
+    return is_tokenizer_file(base) or base in known or base.endswith((*_WEIGHT_SUFFIXES, ".py", ".model"))
+
+
+def copy(files: SourceFiles, folder: Path) -> list[str]:
+    """Copy `files` into the existing `folder`; return what could not be read meanwhile, a line each."""
+    missing = []
+    for name, path in files.paths.items():
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            missing.append(f"{name} ({path}: {error.strerror})")
+            continue
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    return missing
+
+
+def copy_beside_adapter(source: str | Path, folder: Path) -> list[str]:
+    """Copy the tokenizer of a base, and all but its weights and model card; return what is missing, a line each."""
+    files = found(source)
+    missing = [] if files.has_tokenizer else [_no_tokenizer(source)]
+    copied = {name: path for name, path in files.paths.items() if name != MODEL_CARD}
+    return missing + copy(replace(files, paths=copied), folder)
+
+
+def _no_tokenizer(source: str | Path) -> str:
+    return f"the tokenizer ({source} has none any more)"
+
+
+def write(
+    folder: Path, config: "PretrainedConfig", source: str | Path, *, architecture: str, dtype: str,
+    tokenizer: str | Path | None = None,
+) -> list[str]:  # fmt: skip
+    """Write what belongs beside a model's weights, and return what is missing, a line each.
+
+    `source` is what the model was loaded from; `tokenizer` another folder whose tokenizer is taken.
+
+    Nothing but the disk of `folder` raises: the weights are there already, and are worth more than a file.
+    """
+    files = found(source)
+    if tokenizer is not None:
+        files = _with_tokenizer(files, found(tokenizer))
+    missing = [] if files.has_tokenizer else [_no_tokenizer(source)]
+    try:
+        described = document(config, files.folder, architecture=architecture, dtype=dtype)
+        text = json.dumps(described, indent=2)
+    except Exception as error:  # noqa: BLE001 - whatever a configuration of others does
+        missing.append(f"what has changed in {CONFIG_NAME} ({first_line(error)})")
+        text = json.dumps(_read(files.folder) or {}, indent=2)
+    (folder / CONFIG_NAME).write_text(text + "\n")
+    return missing + copy(files, folder)
+
+
+def document(config: "PretrainedConfig", source: Path | None, *, architecture: str, dtype: str) -> Document:
+    """Return config.json of a model: that of `source` with what has changed, as transformers 4 and 5 read it alike."""
+    current = config.to_dict()
+    written = _read(source)
+    if written is None:
+        written = {name: value for name, value in current.items() if name not in _NOT_COMPARED}
+    else:
+        original = type(config).from_dict(deepcopy(written)).to_dict()
+        _update(written, original, current, type(config).attribute_map)
+    names = written.get("architectures")
+    if not isinstance(names, list) or architecture not in names:
+        written["architectures"] = [architecture]
+    written["dtype"] = written["torch_dtype"] = dtype
+    for part in written.values():
+        if isinstance(part, dict):
+            part.update({name: dtype for name in ("dtype", "torch_dtype") if part.get(name) is not None})
+    _drop_absent_code(written, source)
+    return _with_earlier_rope(written, type(config))
+
+
+def _read(source: Path | None) -> Document | None:
+    try:
+        held = None if source is None else json_lines.parsed((source / CONFIG_NAME).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return held if isinstance(held, dict) else None
+
+
+def _update(written: Document, original: Document, current: Document, aliases: Mapping[str, str]) -> None:
+    """Change in `written` what differs between the configuration that it describes and the `current` one."""
+    for name in current.keys() - _NOT_COMPARED:
+        value, before = current[name], original.get(name)
+        if value == before:
+            continue
+        if name == "rope_parameters":
+            for earlier in _EARLIER_ROPE:
+                written.pop(earlier, None)
+        elif isinstance(value, dict) and isinstance(before, dict) and isinstance(written.get(name), dict):
+            _update(written[name], before, value, {})
+            continue
+        for alias in [alias for alias, real in aliases.items() if real == name]:
+            written.pop(alias, None)
+        written[name] = value
+
+
+def _drop_absent_code(written: Document, source: Path | None) -> None:
+    """Drop `auto_map` if it names code that the folder will not hold: it could not be loaded with --trust-remote-code.
+
+    Code that another repository on the hub holds is named as OWNER/NAME--module.Class.
+    """
+    mapped = written.get("auto_map")
+    if not isinstance(mapped, dict):
+        return
+    classes = [str(one) for value in mapped.values() for one in (value if isinstance(value, list) else [value]) if one]
+    modules = {name.rpartition(".")[0] for name in classes if "--" not in name}
+    if source is None or any(not (source / f"{module.replace('.', '/')}.py").is_file() for module in modules):
+        del written["auto_map"]
+
+
+def _with_earlier_rope(written: Document, kind: "type[PretrainedConfig]") -> Document:
+    """Add RoPE in the form of transformers 4, of which it reads nothing else, unless transformers 5 reads it otherwise.
+
+    A model without this would be read with a base of 10,000, silently.
+    """
+    extended = _with_earlier_keys(written)
+    if isinstance(text := written.get("text_config"), dict):
+        extended = {**extended, "text_config": _with_earlier_keys(text)}
+    try:
+        before, after = (kind.from_dict(deepcopy(held)).to_dict() for held in (written, extended))
+    except Exception:  # noqa: BLE001 - as its class has it
+        return written
+    return extended if _is_equal(before, after) else written
+
+
+def _with_earlier_keys(held: Document) -> Document:
+    """Return a configuration, or a part of one, with the RoPE that transformers 4 reads beside `rope_parameters`."""
+    parameters = held.get("rope_parameters")
+    if not isinstance(parameters, dict) or _EARLIER_ROPE & {"rope_theta", "rope_scaling"} & held.keys():
+        return held
+    earlier: Document = {}
+    if isinstance(everywhere := parameters.get("full_attention"), dict):  # by the type of a layer
+        windowed = parameters.get("sliding_attention")
+        parameters = everywhere
+        if isinstance(windowed, dict) and windowed.get("rope_theta") != parameters.get("rope_theta"):
+            earlier["rope_local_base_freq"] = windowed.get("rope_theta")
+    scaling = {name: value for name, value in parameters.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if parameters.get(name) is not None:
+            earlier[name] = parameters[name]
+    if kind == "longrope":  # Phi-3 of transformers 4 takes these three alone
+        if "original_max_position_embeddings" in scaling:
+            earlier["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
+        earlier["rope_scaling"] = {"type": kind, **scaling}
+    elif kind != "default" or scaling:
+        earlier["rope_scaling"] = {"rope_type": kind, **scaling}
+    return {**held, **{name: value for name, value in earlier.items() if name not in held}}
+
+
+def _is_equal(before: Any, after: Any) -> bool:
+    """Compare two configurations as transformers reads them, but for names that only the earlier form has."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return bool(before == after)
+    if before.keys() - after.keys() or after.keys() - before.keys() - _EARLIER_ROPE - {"type"}:
+        return False
+    return all(_is_equal(value, after[name]) for name, value in before.items())
+
+
+def found(source: str | Path, *, download: bool = False) -> SourceFiles:
+    """Return what is copied of `source`, with a tokenizer if any place has one."""
+    files = SourceFiles(folder=None)
+    for folder in _source_folders(str(source), download=download):
+        files = _listed(folder)
+        if files.has_tokenizer:
+            break
+    return files
+
+
+def _listed(folder: Path) -> SourceFiles:
+    """Choose among what lies in `folder`; hidden files belong to other programs."""
+    paths, left_out = dict[str, Path](), []
+    is_ours = (folder / CHECKPOINT_MARKER).is_file()
+    try:
+        held = sorted(folder.iterdir())
+    except OSError:  # removed or locked meanwhile
+        held = []
+    for path in held:
+        name = path.name
+        if name.startswith(".") or name in _NEVER_COPIED or name.endswith(_WEIGHT_SUFFIXES):
+            continue
+        if path.is_dir():
+            if name == _TEMPLATES:
+                paths |= {f"{name}/{inner.name}": inner for inner in sorted(path.glob("*.jinja")) if inner.is_file()}
+            elif not (is_ours and name == "optimizer"):
+                left_out.append(f"{name}/ (a folder)")
+        elif not path.is_file():
+            left_out.append(f"{name} ({'a broken link' if path.is_symlink() else 'not a regular file'})")
+        elif (num_bytes := path.stat().st_size) > MAX_BYTES:
+            left_out.append(f"{name} ({num_bytes / 2**20:.0f} MiB)")
+        else:
+            paths[name] = path
+    return SourceFiles(folder=folder, paths=paths, left_out=tuple(left_out))
+
+
+def _with_tokenizer(files: SourceFiles, other: SourceFiles) -> SourceFiles:
+    """Return `files` with the tokenizer, processors and generation defaults of `other`, if it has a tokenizer."""
+    if not other.has_tokenizer:
+        return files
+    taken = {
+        name: path for name, path in other.paths.items()
+        if is_tokenizer_file(name) or name in (*_PROCESSOR_FILES, GENERATION_CONFIG)
+    }  # fmt: skip
+    kept = {name: path for name, path in files.paths.items() if not is_tokenizer_file(name)}
+    return replace(files, paths=kept | taken)
+
+
+def _source_folders(source: str, *, download: bool = False) -> Iterator[Path]:
+    """Yield where `source` may lie: the folder itself, or the hub's cache, before and after a download."""
+    if paths.is_folder(source):
+        yield Path(source)
+        return
+    ignored = ["*/*", *(f"*{suffix}" for suffix in _WEIGHT_SUFFIXES)]
+
+    def snapshot(*, local: bool) -> Path:
+        return Path(snapshot_download(source, ignore_patterns=ignored, local_files_only=local))
+
+    if download and not constants.HF_HUB_OFFLINE:
+        with suppress(Exception):  # as below, and an answer that comes late
+            yield in_thread(lambda: snapshot(local=False), "download").result(hub.LIMIT_S)
+    for is_local in (True, False):
+        with suppress(Exception):  # not cached, no such model, no network, an optional library is missing
+            yield snapshot(local=is_local)
