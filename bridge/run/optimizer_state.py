@@ -44,6 +44,17 @@ class _State(Record):
     cuda_random: tuple[str, ...]
     """Random states of the GPUs that the process saw, in its order."""
 
+    def is_usable(self) -> bool:
+        """Return whether torch would take the random states, and the rest could have been written by `write`."""
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = ["cpu", *(f"cuda:{index}" for index in range(num_gpus))]
+        try:
+            for device, text in zip(devices, (self.cpu_random, *self.cuda_random), strict=False):
+                torch.Generator(device).set_state(_from_text(text))
+        except (ValueError, RuntimeError, TypeError):
+            return False
+        return self.flags.isprintable() and all(count >= 0 for count in self.steps.values())
+
 
 def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: "InPlaceOptimizer | WholeState") -> None:
     """Write the state of the `trained` parameters and the random state into the existing `folder`.
@@ -103,7 +114,7 @@ def write_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 def read_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load what `write_foreign` wrote; raises as `read` does."""
     path = folder / FOLDER / POSITIONS
-    states = torch.load(path, weights_only=True, map_location="cpu") if path.is_file() else []
+    states = _by_position(path) if path.is_file() else []
     if path.is_file() and [which for which, _, _ in states] != [*_described(model, optimizer)]:
         raise CheckpointError(
             f"{path} has other parameters than {type(optimizer).__name__}, or another order",
@@ -115,6 +126,26 @@ def read_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
             key: value.to(parameter.device) if key in on_device else value for key, value in stored.items()
         }
     _set_random(state)
+
+
+def _by_position(path: Path) -> list[tuple[Any, dict[str, Any], list[str]]]:
+    """Return what `write_foreign` wrote; CheckpointError if it is anything else. Nothing in the file is run."""
+    try:
+        states = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # whatever the bytes are
+        raise _damaged(path) from error
+    num_bytes = path.stat().st_size
+    entries: list[Any] = states if isinstance(states, list) else [None]
+    if not all(isinstance(entry, tuple | list) and len(entry) == 3 for entry in entries):
+        raise _damaged(path)
+    for _, state, on_device in entries:
+        if not isinstance(state, dict) or not isinstance(on_device, list) or not {*map(str, on_device)} <= state.keys():
+            raise _damaged(path)
+        for value in state.values():
+            is_known = value is None or isinstance(value, Tensor | int | float | str)
+            if not is_known or (isinstance(value, Tensor) and value.numel() * value.itemsize > num_bytes):
+                raise _damaged(path)
+    return [(described, state, on_device) for described, state, on_device in entries]
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -191,15 +222,19 @@ def _read_state(folder: Path, flags: str) -> _State:
             remedy=f"serve it as a model and train that with --model-name {folder}, or take another checkpoint",
         ) from error
     except (OSError, ValidationError) as error:
-        raise CheckpointError(
-            f"{path / STATE_NAME} cannot be used: it is damaged", remedy="take another checkpoint"
-        ) from error
+        raise _damaged(path / STATE_NAME) from error
+    if not state.is_usable():
+        raise _damaged(path / STATE_NAME)
     if state.flags != flags:
         raise CheckpointError(
             f"{path} was written with {state.flags}, and this run has {flags}: the states differ in kind",
             remedy=f"resume with {state.flags}",
         )
     return state
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be used: it is damaged", remedy="take another checkpoint")
 
 
 def _named_tensors(

@@ -1,6 +1,8 @@
 """The optimizer's state by name: kept in its own dtypes, in bounded files, loaded whole or not at all."""
 
+import base64
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.run import optimizer_state
-from bridge.run.optimizer_state import FOLDER, STATE_NAME
+from bridge.run.optimizer_state import FOLDER, POSITIONS, STATE_NAME
 from bridge.weights import stored_tensors
 
 Trained = dict[str, nn.Parameter]
@@ -302,3 +304,69 @@ def test_a_checkpoint_without_state_is_refused_in_one_line(tmp_path: Path) -> No
 def test_a_damaged_record_is_refused(written: Path, text: str) -> None:
     (written / FOLDER / STATE_NAME).write_text(text)
     assert "cannot be used: it is damaged" in refusal(written, parameters())
+
+
+ODD_RECORDS: dict[str, dict[str, object]] = {
+    "random state that is not base64": {"cpu_random": "***"},
+    "random state of no bytes": {"cpu_random": ""},
+    "random state of few bytes": {"cpu_random": "AAAA"},
+    "random state of zeros": {"cpu_random": base64.b64encode(bytes(5056)).decode()},
+    "flags with an escape": {"flags": "\x1b[2J"},
+    "steps below zero": {"steps": {"layer.a": -1}},
+    "steps as text": {"steps": {"layer.a": "x"}},
+}
+
+
+@pytest.mark.parametrize("case", ODD_RECORDS)
+def test_an_odd_record_is_refused_in_one_line(case: str, written: Path) -> None:
+    path = written / FOLDER / STATE_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | ODD_RECORDS[case]))
+    assert refusal(written, parameters()) == f"{path} cannot be used: it is damaged"
+
+
+class Runs:
+    """Would touch a file if it were unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def linear_with_state(folder: Path) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer_state.write_foreign(folder, model, optimizer)
+    return model, optimizer
+
+
+ENTRY = (("weight", [2, 3]), {"exp_avg": torch.zeros(2, 3)}, ["exp_avg"])
+ODD_CONTENT: dict[str, Callable[[Path], object]] = {
+    "a pickle that runs code": lambda path: path.write_bytes(pickle.dumps(Runs(path.with_name("ran")))),
+    "an object": lambda path: torch.save([Runs(path.with_name("ran"))], path),
+    "a file cut short": lambda path: path.write_bytes(path.read_bytes()[:200]),
+    "zeros": lambda path: path.write_bytes(bytes(1000)),
+    "nothing": lambda path: path.write_bytes(b""),
+    "a list of numbers": lambda path: torch.save([1, 2], path),
+    "a number": lambda path: torch.save(3, path),
+    "a state that is a list": lambda path: torch.save([(ENTRY[0], [], [])] * 2, path),
+    "a state of lists": lambda path: torch.save([(ENTRY[0], {"exp_avg": [1]}, [])] * 2, path),
+    "a device key without a value": lambda path: torch.save([(ENTRY[0], {}, ["exp_avg"])] * 2, path),
+    "a tensor of a terabyte": lambda path: torch.save([(ENTRY[0], {"x": torch.zeros(1).expand(2**40)}, [])] * 2, path),
+}
+
+
+@pytest.mark.parametrize("case", ODD_CONTENT)
+def test_odd_content_of_torchs_optimizer_is_one_line(case: str, tmp_path: Path) -> None:
+    model, optimizer = linear_with_state(tmp_path)
+    path = tmp_path / FOLDER / POSITIONS
+    ODD_CONTENT[case](path)
+    before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
+    with pytest.raises(CheckpointError) as caught:
+        optimizer_state.read_foreign(tmp_path, model, optimizer)
+    assert caught.value.message == f"{path} cannot be used: it is damaged"
+    assert not path.with_name("ran").exists()
+    assert all(torch.equal(before[key], value) for key, value in optimizer.state[model.weight].items())
