@@ -193,7 +193,6 @@ def test_configuration_is_read_from_a_folder(tmp_path: Path) -> None:
     assert check.status == "SKIP"
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud83d", "a/" * 3000, "o/" + "x" * 300], ids=range(5))
 def test_a_name_that_no_model_can_have_is_refused(name: str) -> None:
     assert model.read(name) is None
@@ -212,7 +211,8 @@ def test_whatever_a_tokenizer_raises_is_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
     with pytest.raises(UsageError, match=r"'m' has no usable tokenizer: .*sentencepiece is missing"):
         skeleton.tokenizer("m")
-=======
+
+
 def test_saving_is_checked_for_a_folder(tmp_path: Path) -> None:
     (tmp_path / "original").mkdir()
     (check,) = model.saving(str(tmp_path))
@@ -221,4 +221,3 @@ def test_saving_is_checked_for_a_folder(tmp_path: Path) -> None:
     (check,) = model.saving(str(tmp_path))
     assert (check.status, "original/ (a folder)" in check.found) == ("PASS", True)
     assert [*model.saving("someone/model")] == []
->>>>>>> 8ad6c594 (checkpoints: keep the source's configuration and files)
