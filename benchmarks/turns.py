@@ -69,7 +69,7 @@ class Counted(Sampler):
         num_samples: int,
         seed: int,
         index: int = 0,
-        **other: float,
+        **other: Any,
     ) -> tuple[Completion, ...]:
         """Return completions of that many tokens; `index` counts the turns of all trajectories."""
         counted = {**other, "max_tokens": self._num_tokens}

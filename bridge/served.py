@@ -19,8 +19,8 @@ from bridge.core.foreign_code import described
 from bridge.errors import RewardError, UsageError
 from bridge.passes.packing import Sample
 from bridge.rollouts import problems
-from bridge.rollouts.openai_api import ids_by_text
 from bridge.rollouts.sampler import Sampler, fitting, seed_of
+from bridge.rollouts.vocabulary import Vocabulary
 from bridge.run.loop import Loop
 from bridge.scoring.score import as_reward, limit_note
 from bridge.server import fence
@@ -51,7 +51,8 @@ class ServedModel:
         """Calls of `sample` that drew their own seed."""
         self._closed = False
         self._client = BridgeClient(manifest, timeout_s=self._sampling.request_timeout_s)
-        self._sampler = Sampler(self._sampling, ids_of=ids_by_text(self.tokenizer))
+        self._vocabulary = Vocabulary.of(self.tokenizer, manifest.model)
+        self._sampler = Sampler(self._sampling, vocabulary=self._vocabulary)
         self._loop = Loop(run_dir, manifest.model, self._sampling, note)
         program = f"{Path(sys.argv[0]).name or 'python'} (pid {os.getpid()})"
         try:
@@ -120,8 +121,9 @@ class ServedModel:
         self._num_calls += seed is None
         with self._loop.sampling():
             sampled = self._sampler.sample(
-                [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=first_seed
-            )
+                [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=first_seed,
+                are_chat=[not isinstance(problem["prompt"], str) for problem in whole],
+            )  # fmt: skip
             return [
                 Group(
                     problem=problem,
@@ -135,10 +137,13 @@ class ServedModel:
     def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
         """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
 
-        The end-of-sequence token is added to the completion. Its log-probabilities are unknown (NaN).
+        The completion ends as a sampled one does: after chat messages by the token that ends a turn in the model's chat
+        template, else by the end-of-sequence token. Its log-probabilities are unknown (NaN).
         """
         ids = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"]]
         end = self.tokenizer.eos_token_id
+        if not isinstance(prompt, str) and self._vocabulary.end_id is not None:
+            end = self._vocabulary.end_id
         ids += [end] if end is not None else []
         if not ids:
             raise UsageError(f"the completion {completion!r} has no tokens", remedy="leave it out")

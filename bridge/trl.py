@@ -10,6 +10,7 @@ Not covered, and refused by name: several processes, adapters (`peft_config`), T
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, count, groupby
 from typing import Any
 
@@ -22,8 +23,8 @@ from bridge.errors import UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.policy import Policy
 from bridge.rollouts import problems
-from bridge.rollouts.openai_api import ids_by_text
 from bridge.rollouts.sampler import Sampler, seed_of
+from bridge.rollouts.vocabulary import Vocabulary
 from bridge.server.endpoint import Endpoint
 from bridge.trl_settings import check_version, refuse_settings, tokenizer_of
 
@@ -60,11 +61,12 @@ def for_trl(
             remedy="for_trl(policy, args, optimizers=(OPTIMIZER, SCHEDULER)), the scheduler made for that optimizer",
         )
     tokenizer = tokenizer_of(policy, processing_class)
-    _use_server_eos_tokens(policy)
+    vocabulary = Vocabulary.of(tokenizer, policy.tokenizer.name_or_path)
+    _use_server_eos_tokens(policy, vocabulary)
     return {
         "model": policy.model,
         "processing_class": tokenizer,
-        "rollout_func": _Rollouts(policy, args, tokenizer),
+        "rollout_func": _Rollouts(policy, args, tokenizer, vocabulary),
         "optimizers": (optimizer or _adamw(policy, args), scheduler),
         "callbacks": [*callbacks, Fence(policy, args)],  # the last: the others still see the gradients
     }
@@ -168,9 +170,10 @@ class Fence(TrainerCallback):  # type: ignore[misc]
 class _Rollouts:
     """TRL's `rollout_func`: samples from the policy's server."""
 
-    def __init__(self, policy: Policy, args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, policy: Policy, args: Any, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary) -> None:
         self._policy = policy
         self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._calls: count[int] | None = None
         self._seed = args.seed
         self._template = args.chat_template_kwargs or {}
@@ -195,10 +198,11 @@ class _Rollouts:
             runs = [(prompt, 1) for prompt in prompts]
         ids = [problems.encode(self._tokenizer, {"prompt": prompt}, **self._template) for prompt, _ in runs]
         length = runs[0][1]
-        with Sampler(self._config, ids_of=ids_by_text(self._policy.tokenizer)) as sampler:
+        with Sampler(self._config, vocabulary=self._vocabulary) as sampler:
             sampled = sampler.sample(
-                [Endpoint(url=self._policy.url)], ids, num_samples=length, seed=seed_of(self._seed, next(self._calls))
-            )
+                [Endpoint(url=self._policy.url)], ids, num_samples=length, seed=seed_of(self._seed, next(self._calls)),
+                are_chat=[not isinstance(prompt, str) for prompt, _ in runs],
+            )  # fmt: skip
         completions = [*chain.from_iterable(sampled)]
         return {
             "prompt_ids": [[*prompt] for prompt in ids for _ in range(length)],
@@ -246,14 +250,15 @@ def _adamw(policy: Policy, args: Any) -> InPlaceOptimizer:
     return policy.optimizer("adamw", params=groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
 
-def _use_server_eos_tokens(policy: Policy) -> None:
-    """Set the model's EOS tokens to the server's: TRL takes completions that end otherwise for truncated.
+def _use_server_eos_tokens(policy: Policy, vocabulary: Vocabulary) -> None:
+    """Set the model's EOS tokens to those that end completions: TRL takes any that end otherwise for truncated.
 
-    Some models list the end-of-turn token only in `generation_config.json`.
+    Some models list the end-of-turn token only in `generation_config.json`, and base models only in the chat template.
     """
-    try:
+    own = policy.model.generation_config
+    with suppress(OSError):  # the model has none
         served = GenerationConfig.from_pretrained(policy.tokenizer.name_or_path)
-    except OSError:  # the model has none
-        return
-    if served.eos_token_id is not None:
-        policy.model.generation_config.eos_token_id = served.eos_token_id
+        own.eos_token_id = own.eos_token_id if served.eos_token_id is None else served.eos_token_id
+    if vocabulary.end_ids:
+        known = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+        own.eos_token_id = [*(token for token in known if token is not None), *vocabulary.end_ids]

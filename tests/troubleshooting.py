@@ -141,6 +141,17 @@ def model_findings() -> Findings:
     ):
         with mock.patch.object(model, "unbuildable", return_value=[]):
             yield next(check for check in model.modes("MODEL", config) if check.status != "PASS")
+    tokens = child.Tokens(
+        num_tokens=151_669, num_embeddings=151_665, beyond="", chat_is_beyond=False, has_template=True,
+        end_of_turn="<|im_end|>", end_id=151_645, stops_there=True,
+    )  # fmt: skip
+    beyond = "4 tokens of the tokenizer are beyond the model's 151,665 embeddings, the first: '<think>' (151665)"
+    yield from model.tokens("no usable tokenizer")
+    for changes in (
+        {"stops_there": False}, {"end_of_turn": "", "end_id": None}, {"has_template": False}, {"num_embeddings": None},
+        {"beyond": beyond}, {"beyond": beyond, "chat_is_beyond": True},
+    ):  # fmt: skip
+        yield from model.tokens(tokens.model_copy(update=changes))
 
 
 def server_findings() -> Findings:

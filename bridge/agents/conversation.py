@@ -14,11 +14,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, NoReturn
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from bridge.agents.tool_calls import FORMATS, THOUGHT_ENDS, Call, parsed, part_with_calls
 from bridge.core.foreign_code import reason_of, shortened
 from bridge.errors import UsageError
+from bridge.rollouts.chat_template import end_of_turn, stop_ids
 
 THOUGHT = f"<think>\nI see.\n{THOUGHT_ENDS}"
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
@@ -63,9 +64,9 @@ class Conversation:
         self._end = self._end_of_turn()
         self._end_id: int = tokenizer.convert_tokens_to_ids(self._end)
         self._stops = {self._end_id, *(stops := stop_ids(tokenizer, model_name))}
-        if self._end_id not in stops:
+        if self._end_id not in stops and self._end != end_of_turn(tokenizer):
             self._refuse(
-                f"ends a turn with {self._end!r}, at which the server does not stop",
+                f"ends a turn with {self._end!r} and further tokens, and the server does not stop at the first one",
                 f"add {self._end_id} to eos_token_id in the model's generation_config.json",
             )
         self._format = ""
@@ -241,17 +242,6 @@ def placeholder_turn(calls: Sequence[Call], *, has_thought: bool = False) -> dic
     """Return a turn with calls of the same tools to render for a sampled one, which may contain the end token."""
     known = [replace(call, arguments={}) if call.name.isidentifier() else PROBE for call in calls]
     return _turn(known, THOUGHT if has_thought else "")
-
-
-def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:
-    """Return the tokens at which vLLM stops: the tokenizer's, and those of the model's generation configuration."""
-    try:
-        config = GenerationConfig.from_pretrained(model_name)
-    except OSError:
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_name))  # as vLLM does
-    ids = config.eos_token_id
-    stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
-    return {token for token in stops if token is not None}
 
 
 def _turn(calls: Sequence[Call], thought: str = "") -> dict[str, Any]:

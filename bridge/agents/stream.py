@@ -6,28 +6,31 @@
 import asyncio
 import json
 import os
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from heapq import nlargest
 from itertools import islice
 from operator import length_hint
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from bridge.agents.agent_runs import AgentRuns, conversations
 from bridge.agents.conversation import Conversation
 from bridge.agents.recorder import Recorder
-from bridge.agents.trajectories import Trajectories
+from bridge.agents.trajectories import Trajectories, as_chat
 from bridge.config import SamplingConfig, TaskConfig, TrainConfig
 from bridge.core import redaction
 from bridge.core.foreign_code import described
-from bridge.errors import RewardError, UsageError
+from bridge.errors import RejectedRequestError, RewardError, UsageError
 from bridge.ranks.world import ALONE, Ranks
+from bridge.rollouts import chat_template
 from bridge.rollouts.groups import Completions, GroupSampler, Notes
 from bridge.rollouts.images import Prompts
-from bridge.rollouts.openai_api import ids_by_text
 from bridge.rollouts.sampler import Sampler, fitting
 from bridge.rollouts.stream import EnvironmentStream
+from bridge.rollouts.vocabulary import Vocabulary
 from bridge.scoring.score import FailedScore
 from bridge.scoring.scorer import Scorer
 from bridge.types import Environment, Problem, Task
@@ -36,6 +39,13 @@ from bridge.weights import skeleton
 PER_CORE = 8
 """Trajectories that run at once for each core of the machine: each has a process, which mostly waits for the model."""
 NUM_PROBLEMS = 3
+"""Problems whose made-up completions are scored before the start."""
+NUM_TRIED = 256
+"""Problems of a list whose prompts are tried before the start."""
+NUM_MADE = 64
+"""The same if problems are made as they are needed."""
+MOST_CHARACTERS = 2_000_000
+"""Characters of the prompts that are drawn from a list to be tried: reading them takes about a second."""
 LIMIT_S = 10.0
 """Time limit of all scores together; in training, `--reward-timeout-s` applies."""
 
@@ -86,7 +96,7 @@ def open_stream(
         at_once = min(rollouts.batch_size, PER_CORE * len(os.sched_getaffinity(0)) * config.hosts)
         processes = max(1, at_once // ranks.dp_size)
     tokenizer = skeleton.tokenizer(config.model_name)
-    sampler = Sampler(config.sampling, ids_of=ids_by_text(tokenizer))
+    sampler = Sampler(config.sampling, vocabulary=Vocabulary.of(tokenizer, config.model_name))
     with ExitStack() as undo:
         scorer = Scorer(
             task.recipe,
@@ -116,13 +126,14 @@ def rehearse(
     max_model_len: int | None = None,
     pass_size: int = 1,
 ) -> None:
-    """Try the first problems, the first held-out ones, and of a list the longest and the first with images.
+    """Try the prompts of some problems, as `tried` returns them, and score the first ones.
 
     `note` gets problems that are not fatal. `max_model_len` is the longest sequence of the server in tokens, if it is
     known. `pass_size` is how many GPUs compute a pass together.
     """
     task = Task.of(environment)
-    problems = list(islice(task, NUM_PROBLEMS))
+    sample, lines = tried(task)
+    problems = [problem for _, problem in sample[:NUM_PROBLEMS]]
     processes = 1 if task.in_workers and chosen.reward_processes != 0 else 0
     sampler = Sampler(sampling)  # opens no connection
     scorer = Scorer(
@@ -131,12 +142,22 @@ def rehearse(
     )  # fmt: skip
     with sampler, closing(scorer):
         tokenizer = skeleton.tokenizer(model_name)  # takes seconds, in which the process starts
+        vocabulary = Vocabulary.of(tokenizer, model_name)
+        vocabulary.check_stop(sampling.stop)
         groups = group_sampler(model_name, chosen, task, tokenizer, sampler, scorer, note, pass_size=pass_size)
-        tried = [*problems, *task.held_out()[:NUM_PROBLEMS], *_extremes(task)]
-        for problem in tried:
-            _check_prompt(problem, groups, sampling, max_model_len)
-        is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for problem in tried)
+        for place, problem in sample:
+            _check_prompt(place, problem, groups, vocabulary, sampling, max_model_len)
+        is_text = not groups.is_chat and all(isinstance(problem["prompt"], str) for _, problem in sample)
         _check_template(chosen.chat_template_kwargs, "" if is_text else str(tokenizer.chat_template or ""))
+        if task.interaction != "agent":
+            prompts = [as_chat(problem) if groups.is_chat else problem for _, problem in sample]
+            own = {**chosen.chat_template_kwargs, **({"tools": task.schemas} if task.schemas else {})}
+            read = None if chosen.data is None else (chosen.prompt_column, chosen.answer_column)
+            lines += chat_template.remarks(tokenizer, prompts, own, read=read)
+        if not is_text or vocabulary.beyond(tokenizer):
+            lines += vocabulary.remarks(tokenizer, model_name)
+        for line in lines:
+            note(line)
         failures = sampler.loop.run(_failures(groups, problems, note))
     if not failures:
         return
@@ -153,8 +174,20 @@ def rehearse(
     raise RewardError(what, remedy=remedy)
 
 
-def _check_prompt(problem: Problem, groups: GroupSampler, sampling: SamplingConfig, max_model_len: int | None) -> None:
-    num_tokens = groups.check_prompt(problem)
+def _check_prompt(
+    place: str,
+    problem: Problem,
+    groups: GroupSampler,
+    vocabulary: Vocabulary,
+    sampling: SamplingConfig,
+    max_model_len: int | None,
+) -> None:
+    try:
+        prompt = groups.check_prompt(problem)
+        vocabulary.check_ids(prompt, lambda: f"the prompt {described(problem['prompt'])}")
+    except (RewardError, RejectedRequestError) as error:
+        raise RewardError(f"{place}: {error.message}", remedy=error.remedy) from error
+    num_tokens = len(prompt)
     longest = fitting(sampling, max_model_len, lambda _: None).longest
     if max_model_len is not None and num_tokens + longest > max_model_len:
         raise RewardError(
@@ -173,12 +206,50 @@ def _check_template(arguments: Iterable[str], template: str) -> None:
         )
 
 
-def _extremes(task: Task) -> list[Problem]:
-    """Return the first problem with images and the longest, by its characters; only of lists: others may not end."""
+def tried(task: Task) -> tuple[list[tuple[str, Problem]], list[str]]:
+    """Return problems of each kind with their places, and a line about how many they are of, unless they are all.
+
+    Of a list these are the first ones, the longest, the first with images, one of each form, and others from anywhere
+    in it; of problems that are made as they are needed the first ones.
+    """
     problems = iter(task)
-    listed = [*islice(problems, length_hint(problems)), *task.held_out()]
-    longest = nlargest(1, listed, key=lambda problem: len(str(problem["prompt"])))
-    return [*islice((problem for problem in listed if problem.get("images")), 1), *longest]
+    listed = [*islice(problems, length_hint(problems))]
+    chosen, lines = [], []
+    for name, whole in (("problem", listed), ("held-out problem", task.held_out())):
+        indices = _chosen(whole)
+        chosen += [(f"{name} {index + 1} of {len(whole):,}", whole[index]) for index in indices]
+        if len(indices) < len(whole):
+            lines.append(f"the prompts of {len(indices)} of {len(whole):,} {name}s are tried before the start")
+    made = [] if listed else [*islice(problems, NUM_MADE)]
+    return [*((f"problem {index + 1}", problem) for index, problem in enumerate(made)), *chosen], lines
+
+
+def _chosen(problems: Sequence[Problem]) -> list[int]:
+    """Return the indices of the problems to try, the first ones first."""
+    first = range(len(problems))[:NUM_PROBLEMS]
+    longest = nlargest(1, range(len(problems)), key=lambda index: len(str(problems[index]["prompt"])))
+    pictured = [index for index, problem in enumerate(problems) if problem.get("images")][:1]
+    forms: dict[Any, int] = {}
+    for index, problem in enumerate(problems):
+        forms.setdefault(_form(problem), index)
+    drawn = random.Random(0).sample(range(len(problems)), min(NUM_TRIED, len(problems)))  # noqa: S311  not a secret
+    indices = dict.fromkeys((*first, *longest, *pictured, *islice(forms.values(), NUM_TRIED)))
+    num_characters = 0
+    for index in drawn:
+        num_characters += len(str(problems[index]["prompt"]))
+        if num_characters > MOST_CHARACTERS or len(indices) >= NUM_TRIED:
+            break
+        if not problems[index].get("images"):
+            indices[index] = None
+    return [*indices]
+
+
+def _form(problem: Problem) -> Any:
+    """Return the same for problems whose messages have the same roles in the same order, and the same keys."""
+    prompt = problem["prompt"]
+    if isinstance(prompt, str):
+        return str
+    return tuple((str(message.get("role")), *map(str, message)) for message in prompt)
 
 
 async def _failures(

@@ -26,7 +26,7 @@ from bridge.types import Problem
 NO_TOOLS = ("reset", "get_reward", "score", "scores", "held_out")
 """Public methods that the model cannot call."""
 LONGEST_ANSWER = 10_000
-"""Characters of a tool's answer; the rest is cut, with a note."""
+"""Characters of a tool's answer, and of what `reset` adds to the prompt; the rest is cut, with a note."""
 EXPECTED = "a finite number, one per turn, or a dict of finite numbers"
 
 
@@ -74,7 +74,7 @@ class Tools(_InstanceHost):
                 raise TypeError(f"returned a {type(added).__name__}, expected text or None")
         except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code
             return self._reset.raised(problem, error)
-        return Reply(text=added or "")
+        return Reply(text=_cut(added or ""))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
         """Call a tool; what it raises is the answer that the model gets."""

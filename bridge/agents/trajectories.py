@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from bridge.agents.conversation import Conversation, encodable
 from bridge.agents.tool_calls import Call
 from bridge.core.concurrency import gather_or_cancel
-from bridge.errors import RewardError, UsageError
+from bridge.errors import RejectedRequestError, RewardError, UsageError
 from bridge.rollouts.groups import GroupSampler, Sampled, Servers
 from bridge.rollouts.problems import encode, refuse_images
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
-from bridge.scoring.score import FailedScore, Score, failed
+from bridge.scoring.score import FailedScore, Score, UnusablePrompt, failed
 from bridge.scoring.scorer import Scorer, Trajectory
 from bridge.types import Completion, FinishReason, Problem
 
@@ -115,10 +115,19 @@ class TrajectorySampler(GroupSampler):
         first = index * num_samples
         return joined(
             await gather_or_cancel(
-                self._trajectory(servers, problem, seed=seed, number=first + sample, **params)
+                self._usable_trajectory(servers, problem, seed=seed, number=first + sample, **params)
                 for sample in range(num_samples)
             )
         )
+
+    async def _usable_trajectory(
+        self, servers: Servers, problem: Problem, *, seed: int, number: int, **params: float
+    ) -> tuple[Sequence[SequenceBuilder], Score | FailedScore]:
+        """Return a trajectory; one that a server rejects, since it is too long, has no tokens and no reward."""
+        try:
+            return await self._trajectory(servers, problem, seed=seed, number=number, **params)
+        except RejectedRequestError as error:
+            return [SequenceBuilder()], UnusablePrompt.of(problem, error)
 
     @abstractmethod
     async def _trajectory(
@@ -144,6 +153,7 @@ class TrajectorySampler(GroupSampler):
             num_samples=1,
             seed=seed,
             index=number * self._max_turns + turn,
+            is_chat=True,
             **({"experts": num_routed} if num_routed else {}),
             **params,
         )
@@ -170,8 +180,8 @@ class Trajectories(TrajectorySampler):
         super().__init__(tokenizer, sampler, scorer, max_turns)
         self._conversation = conversation
 
-    def check_prompt(self, problem: Problem) -> int:
-        return len(self._prompt(problem, ""))
+    def check_prompt(self, problem: Problem) -> tuple[int, ...]:
+        return self._prompt(problem, "")
 
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         """Score a trajectory that calls no tool."""
@@ -190,7 +200,7 @@ class Trajectories(TrajectorySampler):
             try:
                 written.prompt = self._prompt(problem, begun.text)
             except RewardError as error:
-                return [written], failed(problem, "", "what reset returned does not fit into the prompt", error.message)
+                return [written], UnusablePrompt.of(problem, error)
             longest, num_routed = self._sampler.config.longest, 0
             for turn in range(self._max_turns):
                 completion = await self._turn(

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import httpx
@@ -24,13 +25,13 @@ import httpx
 from bridge.atropos.api import AtroposApi, EnvironmentStatus
 from bridge.atropos.groups import scored_group
 from bridge.config import FeedConfig
-from bridge.errors import AtroposError, UsageError
+from bridge.errors import AtroposError, BridgeError, RejectedRequestError, RewardError, UsageError
 from bridge.rollouts import problems
-from bridge.rollouts.groups import Notes
-from bridge.rollouts.openai_api import ids_by_text
+from bridge.rollouts.groups import Notes, Unusable
 from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
 from bridge.rollouts.servers import Server
-from bridge.scoring.score import FailedScore, FailedScores, Score, Scores
+from bridge.rollouts.vocabulary import Vocabulary
+from bridge.scoring.score import FailedScore, FailedScores, Score, Scores, UnusablePrompt
 from bridge.scoring.scorer import Scorer
 from bridge.server.client import VllmClient, max_model_len
 from bridge.server.endpoint import Endpoint
@@ -93,7 +94,7 @@ def feed(
     lengths = [length for url in urls if (length := max_model_len(url))]
     config = fit_completions(config, min(lengths, default=None), note)
     tokenizer, task = skeleton.tokenizer(config.model_name), config.task
-    sampler = Sampler(config.sampling, ids_of=ids_by_text(tokenizer))
+    sampler = Sampler(config.sampling, vocabulary=Vocabulary.of(tokenizer, config.model_name))
     scorer = Scorer(
         recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env,
         call_here=sampler.loop.call_here,
@@ -101,9 +102,10 @@ def feed(
     with closing(scorer), sampler, closing(AtroposApi(config.atropos_url)) as api:
         joined = join(api, config, note)
         order = problems.endless(environment, seed_of(config.seed, joined.env_id))
-        pairs = ((problem, problems.encode(tokenizer, problem, **task.chat_template_kwargs)) for problem in order)
+        encode = partial(problems.encode, tokenizer, **task.chat_template_kwargs)
         try:
             feeder = _Feeder(config, api, joined, sampler, scorer, note)
+            pairs = feeder.encoded(order, encode)
             return sampler.loop.run(feeder.run(pairs, sampler.servers_at(endpoints(urls)), report))
         finally:
             with suppress(AtroposError):  # an API that has stopped knows no environment
@@ -166,6 +168,7 @@ class _Feeder:
         self._rewards = deque[float](maxlen=joined.groups_per_batch * config.sampling.group_size)
         """Of the last batch that was sent."""
         self._begun = time.monotonic()
+        self._unusable = Unusable()
 
     async def run(
         self,
@@ -209,15 +212,44 @@ class _Feeder:
             )
         return status
 
+    def encoded(
+        self, order: Iterator[Problem], encode: Callable[[Problem], tuple[int, ...]]
+    ) -> Iterator[tuple[Problem, tuple[int, ...]]]:
+        """Yield the problems with their prompts, without those whose prompt cannot be encoded."""
+        for problem in order:
+            try:
+                prompt = encode(problem)
+            except RewardError as error:
+                self._leave_out(problem, error)
+                continue
+            yield problem, prompt
+
+    def _leave_out(self, problem: Problem, error: BridgeError) -> None:
+        """Count a problem whose prompt cannot be used."""
+        fault = UnusablePrompt.of(problem, error)
+        self._counts["unscored"] += 1
+        if fault.kind not in self._notes.noted:
+            self._notes.noted.add(fault.kind)
+            self._notes.add(f"a problem is left out: {fault.line} (reported once; all are counted)")
+        self._unusable.count([fault])
+
     async def _feed(self, servers: Sequence[Server], problem: Problem, prompt: tuple[int, ...], seed: int) -> None:
         """Sample and score one group, and send it once, or leave it out."""
         sampling = self._config.sampling
-        completions = await self._sampler.one(servers, prompt, num_samples=sampling.group_size, seed=seed)
+        try:
+            completions = await self._sampler.one(
+                servers, prompt, num_samples=sampling.group_size, seed=seed,
+                is_chat=not isinstance(problem["prompt"], str),
+            )  # fmt: skip
+        except RejectedRequestError as error:
+            self._leave_out(problem, error)
+            return
         for line in self._sampler.lacks:
             self._notes(line)
         if self._is_too_long(len(prompt) + max(len(completion.token_ids) for completion in completions)):
             return
         results = await self._scorer.score(problem, [completion.text for completion in completions])
+        self._unusable.count(results)
         self._check(results)
         rewards = [result.reward for result in results if isinstance(result, Score)]
         if len(rewards) < len(completions):

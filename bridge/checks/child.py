@@ -36,7 +36,7 @@ ERROR = "error: "
 """Start of the line on stderr that says why a program of ours failed."""
 _ROOT = str(Path(bridge.__file__).parents[1])
 _START = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
-FACTS_TIMEOUT_S, WRITER_TIMEOUT_S = 120.0, 60.0
+FACTS_TIMEOUT_S, WRITER_TIMEOUT_S, TOKENS_TIMEOUT_S = 120.0, 60.0, 120.0
 COMPANIONS = ("torchvision",)
 """transformers imports them if they are installed: a broken one breaks text models too."""
 MODEL_CLASSES = ("AutoModelForCausalLM", "AutoTokenizer")
@@ -48,7 +48,7 @@ DTYPE = "float32"
 """A type that a manifest may name and that holds the mark exactly."""
 NUM_ELEMENTS, MARKED_ELEMENT = 1024, 321
 READ = "read "
-"""Prefix of the exporter's last line, before the value that it read."""
+"""Prefix of a program's last line, before the value that it read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +168,31 @@ class Facts(Record):
     def import_error(self, module: str) -> str | None:
         """Return why `module` cannot be imported; None: it can."""
         return self.imports.get(module, self.trouble or "not tried")
+
+
+class Tokens(Record):
+    """The tokens of a model, as its tokenizer, its chat template and its embedding have them."""
+
+    num_tokens: int
+    num_embeddings: int | None
+    """None: the configuration does not say it."""
+    beyond: str
+    """Which tokens have no embedding; empty: all have one."""
+    chat_is_beyond: bool
+    """Whether every prompt of chat messages has one of them."""
+    has_template: bool
+    end_of_turn: str
+    """The token that ends a turn in the chat template; empty: none does."""
+    end_id: int | None
+    stops_there: bool
+    """Whether a server of the model stops at it by itself."""
+
+
+def tokens(model: str) -> Tokens | str:
+    """Return the tokens of a model, or why they are unknown."""
+    ended = run_child("tokens", model, timeout_s=TOKENS_TIMEOUT_S)
+    lines = [line.removeprefix(READ) for line in ended.stdout.splitlines() if line.startswith(READ)]
+    return Tokens.model_validate_json(lines[-1]) if lines else ended.trouble() or "no answer"
 
 
 def gather() -> Facts:
@@ -299,12 +324,38 @@ def _build(model: str) -> None:
     model_folder.saved_form(empty, model_folder.state(empty))
 
 
+def _tokens(model: str) -> None:
+    """Print what the tokenizer of `model`, its chat template and its embedding have to do with each other."""
+    from bridge.rollouts import chat_template
+    from bridge.rollouts.vocabulary import Vocabulary
+    from bridge.weights import skeleton
+
+    tokenizer = skeleton.tokenizer(model)
+    vocabulary = Vocabulary.of(tokenizer, model)
+    ids: list[int] = []
+    if tokenizer.chat_template is not None:
+        ids = chat_template.apply_chat_template(tokenizer, [chat_template.USER], tokenize=True, return_dict=False)
+    largest = max(ids, default=-1)
+    tokens = Tokens(
+        num_tokens=len(tokenizer),
+        num_embeddings=vocabulary.num_embeddings,
+        beyond=vocabulary.beyond(tokenizer),
+        chat_is_beyond=vocabulary.num_embeddings is not None and largest >= vocabulary.num_embeddings,
+        has_template=tokenizer.chat_template is not None,
+        end_of_turn=vocabulary.end_of_turn,
+        end_id=vocabulary.end_id,
+        stops_there=not vocabulary.end_ids,
+    )
+    sys.stdout.write(f"{READ}{tokens.model_dump_json()}\n")
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     "facts": _facts,
     "write-memfd": _write_memfd,
     "export-cuda": _export_cuda,
     "write-cuda": _write_cuda,
     "build": _build,
+    "tokens": _tokens,
 }
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from bridge import errors
-from bridge.checks import Check, failed, passed, skipped, warned
-from bridge.checks.child import run_child
+from bridge.checks import Check, failed, judged, passed, skipped, warned
+from bridge.checks.child import Tokens, run_child
 from bridge.core import json_lines, paths
 from bridge.core.hub import CONFIG_NAME
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, SEEING, folder_of, is_tied, layer_types, own_head
+from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, RESIZE, SEEING, folder_of, is_tied, layer_types, own_head
 from bridge.weights import model_files
 
 Config = Mapping[str, Any]
@@ -254,6 +254,40 @@ def saving(model: str) -> Iterator[Check]:
     else:
         found = f"{CONFIG_NAME} and {len(files.paths)} other files"
         yield passed(name, f"{found}; {note}" if (note := files.note()) else found, expected)
+
+
+def tokens(found: Tokens | str) -> Iterator[Check]:
+    """Yield what training on prompts of the model would meet in its tokens: where a turn ends, and missing rows."""
+    turn, rows = "Model, end of a turn", "Model, vocabulary"
+    expected_end = "the token that ends a turn in the chat template ends a sequence for the server"
+    expected_rows = "every token of the tokenizer has an embedding"
+    if isinstance(found, str):
+        yield skipped(turn, f"its tokenizer cannot be read: {found}", expected_end)
+        yield skipped(rows, f"its tokenizer cannot be read: {found}", expected_rows)
+        return
+    if not found.has_template:
+        yield skipped(turn, "it has no chat template: prompts are text", expected_end)
+    elif not found.end_of_turn:
+        yield warned(
+            turn, "its chat template ends a turn with no token of its own", expected_end,
+            "end completions by --stop TEXT, or give the model another chat_template.jinja",
+        )  # fmt: skip
+    else:
+        what = f"{found.end_of_turn} ({found.end_id}) ends a turn"
+        more = "is no eos_token_id: Bridge ends completions there, and a server of the trained model would not"
+        yield judged(
+            turn, found.stops_there, what if found.stops_there else f"{what}, and {more}", expected_end,
+            f"add {found.end_id} to eos_token_id in its generation_config.json", otherwise="WARN",
+        )  # fmt: skip
+    if found.num_embeddings is None:
+        yield skipped(rows, f"{found.num_tokens:,} tokens; its configuration has no vocab_size", expected_rows)
+        return
+    every = "; every prompt of chat messages has one of them" if found.chat_is_beyond else ""
+    counts = f"{found.num_tokens:,} tokens, {found.num_embeddings:,} embeddings"
+    yield judged(
+        rows, not found.beyond, f"{found.beyond}{every}" if found.beyond else counts, expected_rows, RESIZE,
+        otherwise="FAIL" if found.chat_is_beyond else "WARN",
+    )  # fmt: skip
 
 
 def sight(config: Config) -> str:

@@ -24,6 +24,11 @@ COUNTABLE = frozenset({
 })  # fmt: skip
 """Values of a language model's `model_type` whose layers consist of attention or gated delta rules, and of gated
 feed-forward parts, dense or of experts."""
+RESIZE = (
+    "add their rows, and save the model: model.resize_token_embeddings(len(tokenizer)); or use the tokenizer that"
+    " the model came with"
+)
+"""What to do about tokens without an embedding."""
 SEEING = frozenset({"mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl"})
 """Values of `model_type` whose images can be in prompts: those with a row for images in docs/families.md."""
 GATED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")

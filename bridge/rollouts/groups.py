@@ -15,12 +15,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from bridge.config import RolloutConfig
-from bridge.core.foreign_code import described
-from bridge.errors import RejectedRequestError
+from bridge.errors import BridgeError, RejectedRequestError, RewardError
 from bridge.rollouts.images import Prompts
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.servers import Server
-from bridge.scoring.score import FailedScore, Score, failed
+from bridge.scoring.score import FailedScore, Score, UnusablePrompt, failed
 from bridge.scoring.scorer import Scorer
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group, Images, Problem, TrainedProblems, Unscored
@@ -94,15 +93,36 @@ class Sampled(NamedTuple):
     """The prompt's."""
 
 
+MOST_UNUSABLE = 16
+"""Problems in a row whose prompts cannot be used, after which the cause is not one of them."""
+
+
+class Unusable:
+    """Counts problems in a row whose prompts cannot be used: one costs its group, and very many end the run."""
+
+    def __init__(self) -> None:
+        self._num_in_row = 0
+
+    def count(self, results: Sequence[Score | FailedScore]) -> None:
+        """Count a group; RewardError at the limit."""
+        faults = [result for result in results if isinstance(result, UnusablePrompt)]
+        self._num_in_row = self._num_in_row + 1 if faults and len(faults) == len(results) else 0
+        if self._num_in_row >= MOST_UNUSABLE:
+            raise RewardError(
+                f"the prompts of {self._num_in_row} problems in a row cannot be used, the last: {faults[-1].line}",
+                remedy="fix the problems, or serve with a larger --max-model-len if they are too long",
+            )
+
+
 class GroupSampler(ABC):
     """Samples and scores the completions of a problem."""
 
     is_chat: bool
     """Whether a prompt becomes chat messages even if it is text."""
 
-    def check_prompt(self, problem: Problem) -> int:  # noqa: ARG002  an agent makes its own prompts
-        """Return a prompt's length in tokens; 0: it is made later. RewardError if it cannot be encoded."""
-        return 0
+    def check_prompt(self, problem: Problem) -> tuple[int, ...]:  # noqa: ARG002  an agent makes its own prompts
+        """Return a prompt's token ids; none: it is made later. RewardError if it cannot be encoded."""
+        return ()
 
     @abstractmethod
     async def group(
@@ -133,28 +153,40 @@ class Completions(GroupSampler):
         self._turns = asyncio.Semaphore(sampler.config.max_concurrency)
         """Of prompts with images: pixels are large, and an evaluation begins with all of its problems at once."""
 
-    def check_prompt(self, problem: Problem) -> int:
-        return len(self._prompts.encode(problem).prompt)
+    def check_prompt(self, problem: Problem) -> tuple[int, ...]:
+        return self._prompts.encode(problem).prompt
 
     async def group(
         self, servers: Servers, problem: Problem, *, num_samples: int, seed: int, index: int, **params: float
     ) -> Sampled:
         async with self._turns if problem.get("images") else nullcontext():
-            prompt, images = await self._prompts.encode_beside(problem)
+            try:
+                prompt, images = await self._prompts.encode_beside(problem)
+            except RewardError as error:
+                return without_completions(problem, num_samples, error)
             other: dict[str, Any] = {**params, **({} if images is None else {"images": images})}
             try:
                 completions = await self._sampler.one(
-                    servers(), prompt, num_samples=num_samples, seed=seed, index=index, **other
-                )
+                    servers(), prompt, num_samples=num_samples, seed=seed, index=index,
+                    is_chat=not isinstance(problem["prompt"], str), **other,
+                )  # fmt: skip
             except RejectedRequestError as error:
-                message = f"{error.message}, on prompt {described(problem['prompt'])}"
-                raise RejectedRequestError(message, remedy=error.remedy) from error
+                return without_completions(problem, num_samples, error)
         results = await self._scorer.score(problem, [completion.text for completion in completions])
         return Sampled(prompt, completions, results, images)
 
     async def rehearse(self, problem: Problem, text: str) -> Score | FailedScore:
         (result,) = await self._scorer.score(problem, [text])
         return result
+
+
+NOTHING = Completion(token_ids=(), logprobs=(), text="", finish_reason="abort")
+"""Stands for a completion of a prompt that cannot be used."""
+
+
+def without_completions(problem: Problem, num_samples: int, error: BridgeError) -> Sampled:
+    """Return the group of a problem whose prompt cannot be used: it has no completions, and its reason is counted."""
+    return Sampled((), [NOTHING] * num_samples, [UnusablePrompt.of(problem, error)] * num_samples)
 
 
 def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:

@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from bridge.core.foreign_code import described
 from bridge.errors import RewardError, UnsupportedModelError, UsageError, with_class
 from bridge.passes.images import SIZES
 from bridge.planning.model_size import SEEING
-from bridge.rollouts import problems
+from bridge.rollouts import chat_template, problems
 from bridge.types import Array, Images, Message, Problem
 
 BESIDE_TENSORS = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -107,20 +107,27 @@ class Prompts:
         text = self._text(problem)
         _check_markers(text, problem, processor)
         read = [image_file.read(path) for path in problem["images"]]
-        own = {} if isinstance(self._prompt(problem), str) else {"add_special_tokens": False}  # a template adds them
         try:
-            made = processor(text=[text], images=read, return_tensors="pt", **own)
+            made = processor(text=[text], images=read, return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # what it raises at an odd image is the processor's to choose
             raise RewardError(
                 f"the model's processor rejects {', '.join(problem['images'])}: {with_class(error)}",
                 remedy="resize the image, or leave the row out",
             ) from error
-        ids = tuple(made["input_ids"][0].tolist())
+        ids = (*self._before(problem, text), *made["input_ids"][0].tolist())
         dtype = getattr(config, "dtype", None) or torch.float32
         tensors = {name: value for name, value in made.items() if name not in BESIDE_TENSORS}
         arrays = tuple(_array(name, tensor, dtype) for name, tensor in sorted(tensors.items()))
         grids = _grids(config, made)
         return Encoded(ids, Images.of(arrays, starts=_starts(ids, config.image_token_id, grids), grids=grids))
+
+    def _before(self, problem: Problem, text: str) -> Sequence[int]:
+        """Return the tokens that the tokenizer writes in front of a text, unless a chat template has written them."""
+        if not isinstance(self._prompt(problem), str):
+            return ()
+        own = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole = problems.begun(self._tokenizer, text)
+        return whole[: len(whole) - len(own)]
 
     def _prompt(self, problem: Problem) -> str | list[Message]:
         prompt = problem["prompt"]
@@ -141,10 +148,14 @@ class Prompts:
                 "the environment's prompts are chat messages, and the model has no chat template",
                 remedy="write the prompts as text, or use a model with a chat template",
             )
-        messages = [*_in_parts(prompt, len(problem["images"]))]
-        text: str = problems.apply_chat_template(
-            self._tokenizer, messages, chat_template=self._chat_template, tokenize=False, **self._template
-        )
+        messages = [*_in_parts(chat_template.as_known(prompt), len(problem["images"]))]
+        given = chat_template.arguments(self._chat_template, problem, self._template)
+        render = partial(
+            chat_template.apply_chat_template, self._tokenizer, chat_template=self._chat_template, tokenize=False,
+            **given,
+        )  # fmt: skip
+        text: str = render(messages)
+        chat_template.refuse_lost(render, messages)
         return text
 
 

@@ -2,15 +2,17 @@
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from operator import length_hint
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.core.foreign_code import described, reason_of, surrogate_fault
+from bridge.core.foreign_code import described, surrogate_fault
 from bridge.errors import RewardError, UsageError
-from bridge.types import Environment, Message, Problem
+from bridge.rollouts import chat_template
+from bridge.types import Environment, Problem
 
 WINDOW = 4096
 """Size of the shuffle buffer; a list, which is in memory anyway, is shuffled as a whole."""
@@ -56,7 +58,12 @@ def held_out(environment: Environment) -> list[Problem]:
 def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: Any) -> tuple[int, ...]:
     """Return the prompt's token ids; chat messages go through the model's chat template, or `plain_prompt` without one.
 
-    `template` is given to the chat template. Prompts with images are encoded by `images.py`.
+    The chat template gets `template`, and the problem's own `tools`, `documents` and `chat_template_kwargs`. A text
+    gets what the tokenizer writes in front of it, once, and nothing behind it. Prompts with images are encoded by
+    `images.py`.
+
+    Raises:
+        RewardError: the prompt cannot be encoded, or the template drops one of its messages.
     """
     refuse_images(problem)
     prompt: Any = problem["prompt"]
@@ -68,14 +75,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
             remedy="remove it from the problem, as prompt.encode(errors='ignore').decode() does",
         )
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        ids = begun(tokenizer, prompt)
     elif tokenizer.chat_template is None:
         raise RewardError(
             "the environment's prompts are chat messages, and the model's tokenizer has no chat template",
             remedy="write the prompts as text, add their text as plain_prompt, or use a model with a chat template",
         )
     else:
-        ids = apply_chat_template(tokenizer, prompt, tokenize=True, return_dict=False, **template)
+        messages = chat_template.as_known(prompt)
+        given = chat_template.arguments(tokenizer.chat_template, problem, template)
+        render = partial(chat_template.apply_chat_template, tokenizer, **given)
+        ids = render(messages, tokenize=True, return_dict=False)
+        chat_template.refuse_lost(partial(render, tokenize=False), messages)
     if not ids:
         raise RewardError(
             f"the prompt {described(prompt)} has no tokens", remedy="give every problem a prompt of at least one token"
@@ -83,16 +94,25 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
     return tuple(ids)
 
 
-def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], /, **options: Any) -> Any:
-    """Return what `tokenizer.apply_chat_template` makes of a prompt; RewardError if the template rejects it."""
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
-    except Exception as error:  # a template computes with the messages, and may raise anything
-        raise RewardError(
-            f"the model's chat template rejects the prompt {described(messages)}: {type(error).__name__}"
-            f"{reason_of(error)}",
-            remedy="use the roles that the model's template supports, in the order that it expects",
-        ) from error
+def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text that the model continues.
+
+    What the tokenizer adds in front, such as a token for the beginning, comes once, even if the text has it already;
+    what it adds behind, such as an end of the sequence, is left out: the model would continue after its end.
+    """
+    encoded = tokenizer(text, return_special_tokens_mask=True)
+    ids: list[int] = [*encoded["input_ids"]]
+    added = [*encoded["special_tokens_mask"]]
+    if len(added) != len(ids):  # a tokenizer that does not know what it adds
+        return ids
+    if all(added):  # an empty text
+        return [token for token in ids if token != tokenizer.eos_token_id] or ids[:1]
+    while added[-1]:
+        ids.pop()
+        added.pop()
+    num_before = added.index(0)
+    before, rest = ids[:num_before], ids[num_before:]
+    return rest if rest[:num_before] == before else ids
 
 
 def refuse_images(problem: Problem) -> None:

@@ -6,8 +6,9 @@ whichever server answers.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any, TypeVar
 
 from bridge.config import FeedConfig, SamplingConfig, TrainConfig
@@ -18,8 +19,9 @@ from bridge.errors import UsageError
 from bridge.rollouts import openai_api
 from bridge.rollouts.distribution import filters
 from bridge.rollouts.event_loop import EventLoop
-from bridge.rollouts.openai_api import IdsOf, RequestFailed
+from bridge.rollouts.openai_api import Dialect, RequestFailed
 from bridge.rollouts.servers import Connections, Health, Server, next_of
+from bridge.rollouts.vocabulary import Vocabulary
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion
 
@@ -81,14 +83,18 @@ class Sampler(AbstractContextManager["Sampler"]):
         self,
         config: SamplingConfig,
         *,
-        ids_of: IdsOf | None = None,
+        vocabulary: Vocabulary | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Open no connection yet; `ids_of` looks up tokens for servers that return them as text."""
+        """Open no connection yet; `vocabulary` has the tokens of the served model.
+
+        UsageError: a text of `stop` is never found.
+        """
         self.num_retries = 0
         """Requests that were sent again, in all calls so far."""
         self.config = config
-        self._ids_of = ids_of
+        self.vocabulary = vocabulary or Vocabulary()
+        self.vocabulary.check_stop(config.stop)
         self._sleep = sleep
         self._health: dict[str, Health] = {}
         self._servers: Sequence[Server] = ()
@@ -116,16 +122,30 @@ class Sampler(AbstractContextManager["Sampler"]):
     @property
     def lacks(self) -> tuple[str, ...]:
         """What the servers of the last call do not provide for training, a sentence each."""
-        return tuple(line for server in self._servers for line in server.lacks(self.config.temperature))
+        lines = [line for server in self._servers for line in server.lacks(self.config.temperature)]
+        if self.vocabulary.end_ids:
+            lines += [
+                f"{server.endpoint.url} does not end completions at {self.vocabulary.end_of_turn}, which ends a turn in"
+                " the model's chat template: the protocol has no field for it"
+                for server in self._servers
+                if server.models and server.dialect == "openai"
+            ]
+        return tuple(lines)
 
     def sample(
-        self, endpoints: Sequence[Endpoint], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
+        self,
+        endpoints: Sequence[Endpoint],
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        num_samples: int,
+        seed: int,
+        are_chat: Sequence[bool] = (),
     ) -> list[tuple[Completion, ...]]:
-        """Return `num_samples` completions per prompt, in the order of the prompts."""
+        """Return `num_samples` completions per prompt, in the order of the prompts; `are_chat` is `one`'s for each."""
         servers = self.servers_at(endpoints)
         requests = (
-            self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index)
-            for index, prompt in enumerate(prompts)
+            self.one(servers, prompt, num_samples=num_samples, seed=seed, index=index, is_chat=is_chat)
+            for index, (prompt, is_chat) in enumerate(zip(prompts, are_chat or repeat(False), strict=False))
         )
         return self.loop.run(gather_or_cancel(requests))
 
@@ -142,15 +162,25 @@ class Sampler(AbstractContextManager["Sampler"]):
         num_samples: int,
         seed: int,
         index: int = 0,
+        is_chat: bool = False,
         **other: Any,
     ) -> tuple[Completion, ...]:
         """Return `num_samples` completions of the prompt that has this index among those that share a seed.
 
-        `other` are sampling parameters in place of the run's; a `stop` is added to the run's.
+        With `is_chat` they end at the end of a turn, too. `other` are sampling parameters in place of the run's; a
+        `stop` is added to the run's.
+
+        Raises:
+            RejectedRequestError: a server rejects the prompt, or the model has no embedding of one of its tokens.
         """
+        self.vocabulary.check_ids(prompt, lambda: "the prompt")
         first = seed * CALL_SEEDS + index * num_samples  # vLLM gives the i-th completion of a request its seed + i
-        stop = list(dict.fromkeys((*self.config.stop, *other.pop("stop", ()))))
-        body = {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other} | ({"stop": stop} if stop else {})
+        stop = {
+            "stop": [*dict.fromkeys((*self.config.stop, *other.pop("stop", ())))],
+            "stop_token_ids": [*(self.vocabulary.end_ids if is_chat else ())],
+        }
+        body = {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other}
+        body |= {name: values for name, values in stop.items() if values}
         async with self._ahead:
             return await self._completions(servers, body)
 
@@ -208,6 +238,7 @@ class Sampler(AbstractContextManager["Sampler"]):
                 remedy="sample from a server that Bridge started with shared weights (bridge serve-vllm), or leave it"
                 " out",
             )
+        body = self._ended(server.dialect, body)
         fields = openai_api.request(server.dialect, self.config, has_stop="stop" in body)
         if server.endpoint.reports_experts:
             fields["experts"] = 0
@@ -216,7 +247,21 @@ class Sampler(AbstractContextManager["Sampler"]):
         answer, version = await server.complete(self._connections, {**fields, **body, **images, "model": name})
         choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url
         num_prompt = len(body["prompt"]) - body.get("experts", 0)
-        return tuple(openai_api.completion(url, choice, version, self._ids_of, num_prompt) for choice in choices)
+        ids_of = self.vocabulary.ids_of
+        made = tuple(openai_api.completion(url, choice, version, ids_of, num_prompt) for choice in choices)
+        for completion in made:
+            self.vocabulary.check_ids(completion.token_ids, lambda: f"a completion of {url}")
+        return made
+
+    def _ended(self, dialect: Dialect, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a request that ends at special tokens by their ids; the protocol alone has no field for these."""
+        texts, special = body.get("stop", ()), self.vocabulary.special
+        stop = {"stop": [*texts]}
+        if dialect != "openai":
+            ids = [*body.get("stop_token_ids", ()), *(special[text] for text in texts if text in special)]
+            stop = {"stop": [text for text in texts if text not in special], "stop_token_ids": ids}
+        kept = {name: value for name, value in body.items() if name not in ("stop", "stop_token_ids")}
+        return kept | {name: values for name, values in stop.items() if values}
 
 
 def wait_s(num_failed: int) -> float:

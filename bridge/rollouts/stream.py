@@ -19,7 +19,7 @@ from bridge.core.concurrency import gather_or_cancel
 from bridge.errors import BridgeError
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts import problems, staleness
-from bridge.rollouts.groups import GroupSampler, Notes, Servers, checked, penalized, scored_group
+from bridge.rollouts.groups import GroupSampler, Notes, Servers, Unusable, checked, penalized, scored_group
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.staleness import InFlight
 from bridge.scoring.score import FailedScores
@@ -87,6 +87,7 @@ class EnvironmentStream:
         self._failures: FailedScores
         self._counted_step = 0
         """The step whose failures are counted; 0: none."""
+        self._unusable = Unusable()
 
     def served(self, endpoint: Endpoint, version: int) -> None:  # noqa: ARG002  each token has its own
         if self._in_flight and endpoint.starts != self._endpoint.starts:
@@ -253,6 +254,7 @@ class EnvironmentStream:
         )
         pairs = zip(sampled.completions, sampled.results, strict=True)
         results = [checked(problem, completion, result) for completion, result in pairs]
+        self._unusable.count(results)
         (failures or self._failures).add(results)
         return scored_group(number, problem, sampled._replace(results=results))
 

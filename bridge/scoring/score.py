@@ -56,6 +56,17 @@ class FailedScore:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnusablePrompt(FailedScore):
+    """Why nothing was sampled for a problem; it does not count for the share of a batch that may fail."""
+
+    @classmethod
+    def of(cls, problem: Problem, error: BridgeError) -> Self:
+        kind = "the prompt cannot be used"
+        line = f"{kind}: {shortened(error.message, LONGEST_LINE)}, on prompt {described(problem['prompt'])}"
+        return cls(kind=kind, line=line)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Origin:
     """The code that scores, for error messages."""
 
@@ -188,6 +199,7 @@ class FailedScores:
         self._num_completions = num_completions
         self._max_share = max_share
         self._num_scored = 0
+        self._unusable: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         """The first line of each kind."""
@@ -198,13 +210,16 @@ class FailedScores:
             self._num_scored += 1
             if isinstance(result, FailedScore):
                 self._counts[result.kind] += 1
+                self._unusable[result.kind] += isinstance(result, UnusablePrompt)
                 self._examples.setdefault(result.kind, result.line)
         num_completions = max(self._num_completions, self._num_scored)  # groups of later batches may be among them
-        if self._counts.total() <= self._max_share * num_completions:
+        of_scores = self._counts - self._unusable
+        num_failed = of_scores.total()
+        if num_failed <= self._max_share * num_completions:
             return
-        kind, count = self._counts.most_common(1)[0]
+        kind, count = of_scores.most_common(1)[0]
         raise RewardError(
-            f"{self._batch}: at least {self._counts.total()} of {_completions(num_completions)} without a reward,"
+            f"{self._batch}: at least {num_failed} of {_completions(num_completions)} without a reward,"
             f" more than a share of {self._max_share:g}; {count} of them: {self._examples[kind]}",
             remedy="fix what scores, then run the same command again; --reward-timeout-s gives a score more time, and"
             " --max-unscored-share allows more completions without a reward",

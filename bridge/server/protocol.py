@@ -293,6 +293,8 @@ class CompletionsRequest(Record):
     """Report the experts of each token except the first `experts` ones of the prompt; None: report none."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, and stay part of it."""
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Further tokens that end a completion, as its last one; special ones are no part of its text."""
     seed: int | None = Field(default=None, ge=0)
     """Seed of the first completion, incremented for each other one; None: a random one."""
 

@@ -116,6 +116,15 @@ def tokenizer(model: str) -> PreTrainedTokenizerBase:
     return loaded
 
 
+def num_embeddings(model: str) -> int | None:
+    """Return how many tokens the embedding of `model` has rows for, by its configuration; None: it says nothing."""
+    try:
+        size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    except (OSError, *MISBUILT):
+        return None
+    return size if isinstance(size, int) else None
+
+
 def absolute(model: str) -> str:
     """Return a local model's absolute folder, or a hub name unchanged."""
     path = Path(model)

@@ -135,6 +135,7 @@ def table() -> tuple[Row, ...]:
             os.environ, m.device, [name for group in m.plugins.values() for name in group])),
         Row("Model", "model", lambda m: model_checks.modes(m.model, model_checks.read(m.model))),
         Row("Model", "model", lambda m: model_checks.saving(m.model)),
+        Row("Model", "model", lambda m: model_checks.tokens(child.tokens(m.model))),
         Row("Server", "", lambda m: m.examined.checks),
         Row("Server", "server", lambda m: server.same_versions(m.examined.live, {
             "bridge": bridge.__version__, "torch": m.facts.torch, "transformers": m.transformers})),

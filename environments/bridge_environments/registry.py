@@ -2,7 +2,7 @@
 
 import difflib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -80,7 +80,9 @@ def load(config: TaskConfig) -> Task:
     _check_package_choices(config)
     name = config.environment
     if name in FORMATS:
-        return _of_rows(config, FORMATS[name])
+        known = FORMATS[name]
+        chosen = known.system_prompt if config.system_prompt is None else config.system_prompt
+        return _of_rows(config, known, partial(_instructed, system_prompt=chosen))
     kind = _class(config)
     interaction = environment_checks.interaction(kind, name)
     _refuse_unused_data(config, interaction)
@@ -89,7 +91,8 @@ def load(config: TaskConfig) -> Task:
     if not _rewards(config) and (hasattr(kind, "score") or not hasattr(kind, own_reward)):
         environment_checks.check_score(environment, name)
     schemas = environment_checks.schemas(environment, name) if interaction == "tools" else []
-    task = _of_class(config, environment) if config.data is None else _of_rows(config, JSONL)
+    instructed = partial(_instructed, system_prompt=config.system_prompt, is_chat=interaction == "tools")
+    task = _of_class(config, environment, instructed) if config.data is None else _of_rows(config, JSONL, instructed)
     return replace(task, interaction=interaction, schemas=tuple(schemas))
 
 
@@ -126,9 +129,8 @@ def _compared(chosen: tuple[Reward, ...]) -> str:
     return next((reward.name for reward in chosen if reward.needs_answer), "")
 
 
-def _of_rows(config: TaskConfig, known: Format) -> Task:
+def _of_rows(config: TaskConfig, known: Format, instructed: Callable[[Problem], Problem]) -> Task:
     prompt_column = config.prompt_column or known.prompt_column
-    system_prompt = known.system_prompt if config.system_prompt is None else config.system_prompt
     compared = _compared(_rewards(config))
 
     columns = set[str]()
@@ -141,7 +143,7 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
             raise dataset.BadRowError(
                 f"{lack}, and the reward {compared} compares with the column {config.answer_column!r}{found}"
             )
-        return _instructed(made, system_prompt)
+        return instructed(made)
 
     source = known.bundled if config.data is None else config.data
     if source is None:
@@ -164,17 +166,16 @@ def _of_rows(config: TaskConfig, known: Format) -> Task:
     return Task(problems=partial(iter, problems), kept=kept, recipe=partial(scorer, config))
 
 
-def _of_class(config: TaskConfig, environment: Any) -> Task:
+def _of_class(config: TaskConfig, environment: Any, instructed: Callable[[Problem], Problem]) -> Task:
     name = config.environment
     compared = _compared(_rewards(config))
     held_out = environment_checks.check_problems(environment, name, compared)
 
     def read() -> Iterator[Problem]:
         file = source_file(type(environment))
-        problems = environment_checks.checked(environment, name, compared, file, opens_images=False)
-        return (_instructed(problem, config.system_prompt) for problem in problems)
+        return map(instructed, environment_checks.checked(environment, name, compared, file, opens_images=False))
 
-    kept = [_instructed(problem, config.system_prompt) for problem in held_out]
+    kept = [*map(instructed, held_out)]
     return Task(problems=read, kept=kept, recipe=partial(scorer, config))
 
 
@@ -249,10 +250,11 @@ def _no_environment(name: str) -> UsageError:
     )
 
 
-def _instructed(problem: Problem, system_prompt: str | None) -> Problem:
+def _instructed(problem: Problem, system_prompt: str | None, *, is_chat: bool = False) -> Problem:
     """Return `problem` with this system message in place of its own; empty: without one; None: unchanged.
 
-    A text prompt that becomes chat messages is kept as `plain_prompt`, for a model without a chat template.
+    A text prompt that becomes chat messages is kept as `plain_prompt`, for a model without a chat template, unless
+    prompts are chat messages in any case: `reset` gets the problem's own keys.
     """
     if system_prompt is None:
         return problem
@@ -260,10 +262,10 @@ def _instructed(problem: Problem, system_prompt: str | None) -> Problem:
     if isinstance(prompt, str):
         if not system_prompt:
             return problem
-        plain = prompt
+        plain = plain if is_chat else prompt
         prompt = [{"role": "user", "content": prompt}]
     own = prompt
-    if prompt[0]["role"] == "system":
+    if prompt[0]["role"] in ("system", "developer"):
         own, before = prompt[1:], prompt[0]["content"]
         plain = plain and plain.removeprefix(f"{before}\n\n")
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []

@@ -37,8 +37,8 @@ vllm.config.model
 vllm.config.vllm: VllmConfig: speculative_config
 vllm.entrypoints.openai.models.serving: OpenAIServingModels: lora_requests, base_model_paths
 vllm.sampling_params
-    SamplingParams: n, temperature, top_k, top_p, min_p, seed, max_tokens, stop, logprobs,
-        flat_logprobs, detokenize, output_kind
+    SamplingParams: n, temperature, top_k, top_p, min_p, seed, max_tokens, stop,
+        stop_token_ids, logprobs, flat_logprobs, detokenize, output_kind
     RequestOutputKind: FINAL_ONLY
 vllm.outputs
     RequestOutput: outputs, prompt_token_ids
@@ -189,6 +189,7 @@ def _params(body: CompletionsRequest, filters: Mapping[str, float]) -> Any:
         **body.model_dump(include={"n", "temperature", "seed", "max_tokens"}),
         **filters,
         stop=list(body.stop),
+        stop_token_ids=list(body.stop_token_ids),
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(body.stop),  # vLLM looks for them in the text

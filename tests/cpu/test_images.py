@@ -126,6 +126,7 @@ def sampled(server: LiveServer, prompts: Sequence[Encoded]) -> list[tuple[Comple
     endpoint = Endpoint(url=server.manifest.url, reports_experts=server.status().experts is not None)
     with Sampler(SamplingConfig(max_new_tokens=16, request_timeout_s=120)) as sampler:
         servers = sampler.servers_at([endpoint])
+        images: list[dict[str, Any]] = [{"images": shown} if shown else {} for _, shown in prompts]
         return [
             sampler.loop.run(
                 sampler.one(
@@ -134,10 +135,10 @@ def sampled(server: LiveServer, prompts: Sequence[Encoded]) -> list[tuple[Comple
                     num_samples=4,
                     seed=1,
                     index=index,
-                    **({"images": shown} if shown else {}),
+                    **images[index],
                 )
             )
-            for index, (ids, shown) in enumerate(prompts)
+            for index, (ids, _) in enumerate(prompts)
         ]
 
 

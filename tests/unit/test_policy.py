@@ -19,9 +19,10 @@ from torch import Tensor
 import bridge
 from bridge import served
 from bridge.errors import RewardError, UsageError
+from bridge.rollouts.vocabulary import Vocabulary
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
-from tests.models import tiny
+from tests.models import chat, tiny
 from tests.unit import toy_server
 from tests.unit.passes.test_preparation import mixture
 
@@ -85,6 +86,19 @@ def test_only_a_filtered_policy_computes_over_kept_words(
     monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_k=1))
     (batch,) = policy.pack([filtered])
     assert not torch.equal(policy.logprobs(batch)[0], plain)
+
+
+def test_a_given_text_ends_as_a_sampled_one(policy: bridge.Policy, tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path / "gemma", "gemma3")
+    tokenizer.eos_token = "<|endoftext|>"  # as in Gemma, whose turns end by <end_of_turn>
+    policy.tokenizer = tokenizer
+    policy._vocabulary = Vocabulary.of(tokenizer, str(tmp_path / "gemma"))
+    messages = [{"role": "user", "content": "2+3?"}]
+    assert tokenizer.decode(policy.encode(messages, "5").token_ids) == "5<end_of_turn>"
+    assert tokenizer.decode(policy.encode("2+3=", "5").token_ids) == "5<|endoftext|>"
+    tokenizer.chat_template = None
+    policy._vocabulary = Vocabulary.of(tokenizer, str(tmp_path / "gemma"))
+    assert tokenizer.decode(policy.encode("2+3=", "5").token_ids) == "5<|endoftext|>"
 
 
 def test_a_mixture_of_strong_experts_is_packed(policy: bridge.Policy) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig, PretrainedConfig, Qwen2Config, Qwen3_5Config
 
-from bridge.agents import conversation, tool_calls
+from bridge.agents import tool_calls
 from bridge.agents.conversation import Conversation
 from bridge.agents.tool_calls import Call
 from bridge.errors import UsageError
+from bridge.rollouts.chat_template import stop_ids
 from tests.models import chat
 
 TOOL = {
@@ -67,7 +68,7 @@ def test_without_generation_defaults_a_turn_ends_where_the_language_model_says(
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     (tmp_path / "generation_config.json").unlink()
     config.save_pretrained(tmp_path)
-    assert conversation.stop_ids(tokenizer, str(tmp_path)) == {tokenizer.eos_token_id, 5, 7}
+    assert stop_ids(tokenizer, str(tmp_path)) == {tokenizer.eos_token_id, 5, 7}
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
@@ -149,16 +150,23 @@ def test_others_are_proven(tmp_path: Path, name: str, choices: dict[str, Any]) -
     assert len(ours.tokens_between(calls, [CALL.answered("19") if calls else message], 5)) > 3
 
 
-def test_a_server_that_does_not_stop_at_the_end_of_a_turn(tmp_path: Path) -> None:
+def test_a_turn_may_end_at_a_token_that_is_no_eos(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     tokenizer.eos_token = "<|endoftext|>"  # as in Qwen 2.5's base models
     GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"ends a turn with '<\|im_end\|>', at which the server does not stop"):
+    ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+    ids = tokenizer(COMPLETIONS["qwen2_5"], add_special_tokens=False)["input_ids"]
+    text, (call,) = ours.read(ids)
+    assert (text, call.name) == ("I add.\n", CALL.name)
+    added = ours.tokens_between([CALL], [CALL.answered("19")], ids[-1])
+    assert tokenizer.decode(added) == BETWEEN["qwen2_5"], "the end that was sampled is not repeated"
+
+
+def test_a_turn_that_ends_with_several_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_end|>", "<|eot_id|><|im_end|>")
+    with pytest.raises(UsageError, match=r"ends a turn with '<\|eot_id\|>' and further tokens, and the server"):
         Conversation(tokenizer, str(tmp_path), tools=[TOOL])
-    GenerationConfig(eos_token_id=[tokenizer.eos_token_id, *tokenizer("<|im_end|>")["input_ids"]]).save_pretrained(
-        tmp_path
-    )
-    Conversation(tokenizer, str(tmp_path), tools=[TOOL])
 
 
 @pytest.mark.parametrize("form", tool_calls.FORMATS)

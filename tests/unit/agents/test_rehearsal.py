@@ -19,7 +19,7 @@ from bridge.scoring.score import FailedScore, Scores
 from bridge.types import Problem
 from bridge.types import Task as BridgeTask
 from bridge.weights import skeleton
-from tests.models import tiny
+from tests.models import chat, tiny
 from tests.unit import scores_sample
 from tests.unit.scores_sample import Hanging, Sample
 
@@ -136,7 +136,53 @@ def test_an_argument_that_no_template_uses_is_refused(model: Path, monkeypatch: 
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if thinking %}={% endif %}"
     with pytest.raises(UsageError, match="the model's chat template does not use enable_thinking"):
         tried(model, Task(prompt=CHAT), **choices)
-    assert tried(model, Task(prompt=CHAT), chat_template_kwargs={"thinking": True}) == []
+    (line,) = tried(model, Task(prompt=CHAT), chat_template_kwargs={"thinking": True})
+    assert "ends a turn with no token of its own" in line
+
+
+def of_list(problems: Any, held_out: Any = ()) -> BridgeTask:
+    return BridgeTask(problems=lambda: iter(problems), kept=held_out, recipe=Task)
+
+
+def test_a_dropped_message_far_behind_is_refused_with_its_place(tmp_path: Path) -> None:
+    chat.tokenizer(tmp_path, "qwen2_5")
+    tiny.qwen2(600).save_pretrained(tmp_path)
+    rows = [{"prompt": CHAT, "answer": 7}] * 5000
+    rows[4321] = {"prompt": [{"role": "human", "content": "3+4?"}], "answer": 7}
+    for name, task in (("problem", of_list(rows)), ("held-out problem", of_list(rows[:9], rows))):
+        with pytest.raises(RewardError) as caught:
+            stream.rehearse(str(tmp_path), TaskConfig(reward_processes=0), SamplingConfig(), task, lambda _: None)
+        assert caught.value.message.startswith(f"{name} 4322 of 5,000: the model's chat template drops the message of")
+
+
+def test_problems_are_tried_all_over_a_list(model: Path) -> None:
+    rows: Any = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(5000)]
+    tried_ones, lines = stream.tried(of_list(rows, rows[:20]))
+    places = [int(place.split()[1]) for place, _ in tried_ones if place.startswith("problem")]
+    assert places[:3] == [1, 2, 3]
+    assert len(places) == len({*places}) == stream.NUM_TRIED
+    assert max(places) > 4900
+    assert lines == ["the prompts of 256 of 5,000 problems are tried before the start"]
+    assert tried_ones == stream.tried(of_list(rows, rows[:20]))[0], "the same each time"
+    long: Any = [{"prompt": "1+" * 50_000 + str(number), "answer": 7} for number in range(200)]
+    assert 3 < len(stream.tried(of_list(long))[0]) < 30, "in about a second, however long they are"
+
+
+def test_a_prompt_without_an_embedding_is_refused(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    tiny.qwen2(len(tokenizer) - 2).save_pretrained(tmp_path)
+    with pytest.raises(RewardError, match=r"problem 1: token \d+ of the prompt .* is beyond the model's \d+ emb"):
+        tried(tmp_path, Task(prompt="<think>3+4="))
+    (line,) = tried(tmp_path, Task())
+    assert line.startswith("2 tokens of the tokenizer are beyond the model's")
+
+
+def test_a_stop_that_is_never_found_is_refused(tmp_path: Path) -> None:
+    chat.tokenizer(tmp_path, "qwen2_5")
+    tiny.qwen2(600).save_pretrained(tmp_path)
+    sampling = SamplingConfig(stop=("<|im_end|>\n",))
+    with pytest.raises(UsageError, match="never ends a completion"):
+        stream.rehearse(str(tmp_path), TaskConfig(reward_processes=0), sampling, Task(), lambda _: None)
 
 
 def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> None:

@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import signal
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -34,12 +35,13 @@ from bridge.rollouts.stream import EnvironmentStream
 from bridge.run import measuring
 from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
-from bridge.types import Completion, Group
+from bridge.types import Completion, Group, TrainedProblems
 from bridge_environments import registry
 from tests.models import chat, tiny
 from tests.unit import tools_sample
-from tests.unit.http_server import HttpRequest, serving
+from tests.unit.http_server import HttpRequest, as_json, serving
 from tests.unit.openai_server import openai
+from tests.unit.openai_server import openai as openai_server
 
 FILE = Path(__file__).parents[1] / "tools_sample.py"
 FORMS: dict[str, Callable[[str, Any], str]] = {
@@ -511,3 +513,53 @@ def test_arguments_of_any_depth_can_be_pickled_and_written(tmp_path: Path) -> No
     run.append_rollouts(1, [group])
     (call,) = json.loads(run.rollouts.read_text())["completions"][0]["turns"][0]["tool_calls"]
     assert json.dumps(call["arguments"]).count('{"a": ') == DEEPEST
+
+
+class _Rejecting:
+    """A server that rejects what is longer than it takes."""
+
+    LONGEST = 2048
+
+    def __init__(self, bend: Callable[[dict[str, Any], HttpRequest], Any]) -> None:
+        self._bend = bend
+
+    def __call__(self, document: dict[str, Any], request: HttpRequest) -> Any:
+        num_tokens = len(request.body["prompt"]) + request.body["max_tokens"]
+        if num_tokens > self.LONGEST:
+            return as_json({"error": {"message": f"{num_tokens} tokens exceed {self.LONGEST}"}}, 400)
+        return self._bend(document, request)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_what_reset_returns_costs_its_completions_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_resumed: bool
+) -> None:
+    shop = """
+        class Shop:
+            def __iter__(self):
+                for number in range(6):
+                    yield {"prompt": f"Begin at {number}: ", "number": number}
+            def reset(self, prompt, number):
+                return "x " * 4000 if number == 3 else "go."
+            def add(self, text: str) -> str:
+                \"\"\"Add.
+
+                Args:
+                    text: What.
+                \"\"\"
+                return "y"
+            def score(self, problem, completion):
+                return 1.0
+    """
+    (tmp_path / "shop.py").write_text(textwrap.dedent(shop))
+    monkeypatch.setitem(globals(), "openai", lambda bend, **choices: openai_server(_Rejecting(bend), **choices))
+    choices: dict[str, Any] = {"environment": f"{tmp_path}/shop.py:Shop", "batch_size": 4, "max_unscored_share": 0.2}
+    with spoken(tmp_path / "m", lambda _: "done<|im_end|>", **choices) as ours:
+        if is_resumed:
+            ours.stream.resume(TrainedProblems(below=2))
+        groups = [ours.stream.take(1, step=step)[0] for step in range(1, 7)]
+    sizes = {group.problem["number"]: len(group.completions) for group in groups}  # type: ignore[typeddict-item]
+    assert sizes[3] == 0
+    assert {number for number, size in sizes.items() if size == 4} == {*sizes} - {3}
+    (line,) = ours.notes
+    assert "4 completions left out for lack of a reward: the prompt cannot be used: the server at " in line

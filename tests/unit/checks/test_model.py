@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, MptConfig
+from transformers import AutoTokenizer, GenerationConfig, MptConfig
 
-from bridge.checks import model
+from bridge.checks import child, model
 from bridge.checks.child import Ended
 from bridge.checks.model import LORA, MODES, NONE, SHARED
 from bridge.errors import UsageError
@@ -15,6 +15,7 @@ from bridge.planning import model_size
 from bridge.planning.model_size import SEEING
 from bridge.processes import start_checks
 from bridge.weights import skeleton
+from tests.models import chat, tiny
 from tests.models.families import FAMILIES, INSIDE
 
 
@@ -221,3 +222,51 @@ def test_saving_is_checked_for_a_folder(tmp_path: Path) -> None:
     (check,) = model.saving(str(tmp_path))
     assert (check.status, "original/ (a folder)" in check.found) == ("PASS", True)
     assert [*model.saving("someone/model")] == []
+
+
+def model_folder(folder: Path, *, missing: int = 0) -> str:
+    """Write a base model: its template ends a turn with a token that is no EOS."""
+    tokenizer = chat.tokenizer(folder, "qwen2_5")
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    tiny.qwen2(len(tokenizer) - missing).save_pretrained(folder)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    return str(folder)
+
+
+def test_tokens_are_read_by_a_child_process(tmp_path: Path) -> None:
+    found = child.tokens(model_folder(tmp_path / "base"))
+    assert not isinstance(found, str)
+    turn, rows = model.tokens(found)
+    assert (turn.status, rows.status) == ("WARN", "PASS")
+    assert turn.found.startswith(f"<|im_end|> ({found.end_id}) ends a turn, and is no eos_token_id")
+    assert turn.remedy == f"add {found.end_id} to eos_token_id in its generation_config.json"
+    few = child.tokens(model_folder(tmp_path / "few", missing=2))
+    assert not isinstance(few, str)
+    assert "2 tokens of the tokenizer are beyond the model's" in [*model.tokens(few)][1].found
+    unknown = child.tokens(str(tmp_path / "nothing"))
+    assert isinstance(unknown, str)
+    assert "nothing" in unknown
+
+
+CASES: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
+    "as models ship": ({}, ("PASS", "PASS")),
+    "no template": ({"has_template": False, "end_of_turn": "", "end_id": None}, ("SKIP", "PASS")),
+    "no end of a turn": ({"end_of_turn": "", "end_id": None}, ("WARN", "PASS")),
+    "no EOS": ({"stops_there": False}, ("WARN", "PASS")),
+    "some tokens beyond": ({"beyond": "4 tokens"}, ("PASS", "WARN")),
+    "chat beyond": ({"beyond": "4 tokens", "chat_is_beyond": True}, ("PASS", "FAIL")),
+    "no vocab_size": ({"num_embeddings": None}, ("PASS", "SKIP")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_of_a_model_are_judged(case: str) -> None:
+    fields, statuses = CASES[case]
+    known: dict[str, Any] = {
+        "num_tokens": 340, "num_embeddings": 400, "beyond": "", "chat_is_beyond": False, "has_template": True,
+        "end_of_turn": "<|im_end|>", "end_id": 316, "stops_there": True,
+    }  # fmt: skip
+    checks = [*model.tokens(child.Tokens(**known | fields))]
+    assert tuple(check.status for check in checks) == statuses
+    assert [check.status for check in model.tokens("no answer within the time limit")] == ["SKIP", "SKIP"]

@@ -8,11 +8,12 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bridge.agents import stream
-from bridge.agents.tools import Tools, awaited
+from bridge.agents.tools import LONGEST_ANSWER, Tools, awaited
 from bridge.config import EvaluationConfig, RolloutConfig, SamplingConfig, TaskConfig, TrainConfig
 from bridge.errors import RewardError, UsageError
 from bridge.types import Task
@@ -104,8 +105,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rehearsed(model: Path, environment: str, **choices: int) -> list[str]:
-    config = TaskConfig(environment=environment, **({"reward_processes": 1} | choices))  # type: ignore[arg-type]
+def rehearsed(model: Path, environment: str, **choices: Any) -> list[str]:
+    config = TaskConfig(environment=environment, **({"reward_processes": 1} | choices))
     notes: list[str] = []
     stream.rehearse(str(model), config, SamplingConfig(), registry.load(config), notes.append)
     return notes
@@ -132,6 +133,25 @@ def test_a_rehearsal_names_a_reset_that_cannot_be_called(model: Path, tmp_path: 
     (tmp_path / "task.py").write_text(RESETS.replace("pass", "return 7") + ITERATES + SCORES + ADDS)
     with pytest.raises(RewardError, match="raised TypeError: returned a int, expected text or None"):
         rehearsed(model, f"{tmp_path / 'task.py'}:Task", reward_processes=processes)
+
+
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_reset_gets_the_problems_own_keys_alone(model: Path, tmp_path: Path, *, of_rows: bool) -> None:
+    resets = RESETS.replace("**row", "prompt, number")
+    iterates = ITERATES.replace("{'prompt': '3+4='}", "{'prompt': '3+4=', 'number': 7}")
+    (tmp_path / "task.py").write_text(resets + iterates + SCORES + ADDS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "number": 7}\n')
+    choices = {"data": str(tmp_path / "rows.jsonl")} if of_rows else {}
+    notes = rehearsed(model, f"{tmp_path / 'task.py'}:Task", system_prompt="Be brief.", **choices)
+    assert notes == (["the model does not see number of the rows, which rewards get"] if of_rows else [])
+
+
+def test_what_reset_returns_is_cut_like_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(RESETS.replace("pass", "return 'x' * 20_000") + ITERATES + SCORES + ADDS)
+    tools = registry.scorer(TaskConfig(environment=f"{tmp_path / 'task.py'}:Task"))
+    begun = tools.begin({"prompt": "3+4="})
+    assert len(begun.text) == LONGEST_ANSWER
+    assert begun.text.endswith("... (cut: it has 20,000 characters)")
 
 
 def test_limits_of_tools_are_refused_without_tools() -> None:

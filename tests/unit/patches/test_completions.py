@@ -21,7 +21,7 @@ from bridge.rollouts.openai_api import Completions
 from bridge.server.protocol import COMPLETIONS, VERSION_HEADER, Refusal
 from bridge_patches import completions as completions_route
 from bridge_patches import images, routes
-from bridge_patches.engine_outputs import FILTERED
+from bridge_patches.engine_outputs import AT_ONCE, FILTERED
 from bridge_patches.generate import CLIENT_GONE
 from bridge_patches.routed_experts import ROUTED
 from bridge_patches.server_fence import ServerFence
@@ -133,8 +133,8 @@ def test_the_engine_samples_everything_and_decodes_nothing(http: TestClient, eng
     (prompt, params, first, adapter), (*_, second, _) = engine.calls
     assert (prompt, adapter) == ({"prompt_token_ids": [5, 6]}, None)
     assert params == {
-        "n": 2, "temperature": 0.7, "seed": 7, "max_tokens": 3, "stop": [], "logprobs": 0,
-        "flat_logprobs": True, "detokenize": False, "output_kind": "final only",
+        "n": 2, "temperature": 0.7, "seed": 7, "max_tokens": 3, "stop": [], "stop_token_ids": [],
+        "logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": "final only",
     }  # fmt: skip
     assert first != second
 
@@ -212,6 +212,15 @@ def test_filters_and_speculation_are_refused_together(http: TestClient, engine: 
     refusal = Refusal.model_validate_json(answer.content)
     assert refusal.error.startswith("top_k, min_p cannot be combined with speculation")
     assert "--speculative-config" in refusal.remedy
+
+
+def test_a_completion_ends_at_tokens_of_the_request(http: TestClient, engine: FakeEngine) -> None:
+    engine.outputs = [output(0, "stop", [-0.5, -0.125, -2.0], 30)]
+    (choice,) = http.post(COMPLETIONS, json={**BODY, "n": 1, "stop_token_ids": [30, 7]}).json()["choices"]
+    ((_, params, request_id, _),) = engine.calls
+    assert (params["stop_token_ids"], params["detokenize"]) == ([30, 7], False)
+    assert (choice["token_ids"], choice["text"]) == ([10, 20, 30], "<10><20>"), "it is trained, and in no text"
+    assert AT_ONCE not in request_id
 
 
 @pytest.mark.parametrize(("reason", "text"), [("x", "<10><20><30>"), (30, "<10><20>"), (None, "<10><20>")])

@@ -19,12 +19,13 @@ import pytest
 from bridge.config import SamplingConfig
 from bridge.core.concurrency import gather_or_cancel
 from bridge.core.interrupt import deferred_interrupt
-from bridge.errors import BridgeError, ServerUnreachableError, UsageError
+from bridge.errors import BridgeError, RewardError, ServerUnreachableError, UsageError
 from bridge.rollouts.event_loop import EventLoop
-from bridge.rollouts.groups import Completions
+from bridge.rollouts.groups import MOST_UNUSABLE, Completions, Sampled, Unusable, scored_group
 from bridge.rollouts.openai_api import RequestFailed
 from bridge.rollouts.sampler import FIRST_WAIT_S, WAIT_LIMIT_S, Sampler, wait_s
 from bridge.rollouts.servers import REST_LIMIT_S, Health, Server, next_of
+from bridge.scoring.score import FailedScore, FailedScores, Score, UnusablePrompt
 from bridge.server import client
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Problem
@@ -586,23 +587,60 @@ def test_a_fault_of_one_prompt_ends_the_requests_of_the_others() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize(
-    ("top_k", "expected"), [(0, "too long, on prompt '9\\+9="), (5, "^--top-k 5 needs a server that reports [^']*$")]
-)
-def test_a_prompt_is_named_where_it_is_rejected(top_k: int, expected: str) -> None:
-    def script(request: HttpRequest) -> Reaction:
-        return react(request) if request.method == "GET" else as_json({"error": {"message": "too long"}}, 400)
+def too_long(request: HttpRequest) -> Reaction:
+    return react(request) if request.method == "GET" else as_json({"error": {"message": "too long"}}, 400)
 
-    class Encoded:
-        async def encode_beside(self, _: Problem) -> tuple[tuple[int, ...], None]:
-            return (1, 2), None
 
-    with faulty(script) as server, sampler(top_k=top_k) as ours:
-        groups = Completions(Encoded(), ours, None)  # type: ignore[arg-type]
-        servers = ours.servers_at([Endpoint(url=server.url)])
-        with pytest.raises(UsageError) as refused:
-            ours.loop.run(groups.group(lambda: servers, {"prompt": "9+9=" * 99}, num_samples=1, seed=0, index=0))
-    assert re.search(expected, refused.value.message)
+class Encoded:
+    async def encode_beside(self, _: Problem) -> tuple[tuple[int, ...], None]:
+        return (1, 2), None
+
+
+def group_of(server: FaultyServer, ours: Sampler) -> Sampled:
+    groups = Completions(Encoded(), ours, None)  # type: ignore[arg-type]
+    servers = ours.servers_at([Endpoint(url=server.url)])
+    return ours.loop.run(groups.group(lambda: servers, {"prompt": "9+9=" * 99}, num_samples=2, seed=0, index=0))
+
+
+def test_a_prompt_that_is_rejected_costs_its_group() -> None:
+    with faulty(too_long) as server, sampler() as ours:
+        sampled = group_of(server, ours)
+    first, second = sampled.results
+    assert isinstance(first, UnusablePrompt)
+    assert first == second
+    assert re.search(r"rejects the request: too long, on prompt '9\+9=", first.line)
+    group = scored_group(3, {"prompt": "9+9="}, sampled)
+    assert (group.completions, len(group.unscored)) == ((), 2)
+
+
+def test_a_request_that_no_prompt_would_pass_ends_the_run() -> None:
+    with faulty(too_long) as server, sampler(top_k=5) as ours, pytest.raises(UsageError) as refused:
+        group_of(server, ours)
+    assert re.search("^--top-k 5 needs a server that reports [^']*$", refused.value.message)
+
+
+def test_many_unusable_prompts_in_a_row_end_the_run() -> None:
+    counted = Unusable()
+    bad = UnusablePrompt.of({"prompt": "9+9="}, RewardError("no tokens", remedy="r"))
+    good, fault = Score(reward=1.0), FailedScore(kind="k", line="l")
+    groups: list[list[Score | FailedScore]] = [[bad, bad], [bad, good], [good], [fault]]
+    for results in groups:
+        counted.count(results)
+    for _ in range(MOST_UNUSABLE - 1):
+        counted.count([bad, bad])
+    with pytest.raises(RewardError, match=f"the prompts of {MOST_UNUSABLE} problems in a row cannot be used, the la"):
+        counted.count([bad, bad])
+
+
+def test_unusable_prompts_do_not_count_as_failed_scores() -> None:
+    bad = UnusablePrompt.of({"prompt": "9+9="}, RewardError("no tokens", remedy="r"))
+    failures, notes = FailedScores("step 1", num_completions=4, max_share=0.2), list[str]()
+    failures.add([bad] * 4)
+    failures.note(notes.append, set())
+    assert len(notes) == 1
+    assert "4 completions left out for lack of a reward: the prompt cannot be used: no tokens, on prompt" in notes[0]
+    with pytest.raises(RewardError, match="at least 2 of 6 completions without a reward"):
+        failures.add([FailedScore(kind="k", line="l")] * 2)
 
 
 class Clock:

@@ -4,6 +4,7 @@ import base64
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -14,10 +15,12 @@ from bridge.config import SamplingConfig
 from bridge.errors import AttachError, BridgeError, RejectedRequestError, ServerUnreachableError, UsageError
 from bridge.rollouts.openai_api import IdsOf
 from bridge.rollouts.sampler import CALL_SEEDS, NUM_CALLS, Sampler, seed_of
+from bridge.rollouts.vocabulary import Vocabulary
 from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import COMPLETIONS, CompletionsRequest, Refusal
 from bridge.types import Array, Completion, FinishReason, Images
-from tests.unit.http_server import Answer, Answers, HttpRequest, as_json, serving
+from tests.unit import openai_server
+from tests.unit.http_server import Answer, Answers, HttpRequest, HttpServer, as_json, serving
 from tests.unit.openai_server import Bend, openai, plain
 
 PROMPTS = [(5, 6), (7,), (8, 9, 10)]
@@ -27,9 +30,12 @@ async def no_wait(_: float) -> None:
     """Do not wait."""
 
 
-def sampler(*, temperature: float = 0.7, ids_of: IdsOf | None = None, **choices: Any) -> Sampler:
+def sampler(
+    *, temperature: float = 0.7, ids_of: IdsOf | None = None, vocabulary: Vocabulary | None = None, **choices: Any
+) -> Sampler:
     fixed: dict[str, Any] = {"max_new_tokens": 16, "request_timeout_s": 20, "temperature": temperature}
-    return Sampler(SamplingConfig(**fixed | choices), ids_of=ids_of, sleep=no_wait)
+    known = vocabulary or Vocabulary(ids_of=ids_of)
+    return Sampler(SamplingConfig(**fixed | choices), vocabulary=known, sleep=no_wait)
 
 
 def sampled(endpoint: Endpoint, *, num_samples: int = 2, **choices: Any) -> list[tuple[Completion, ...]]:
@@ -98,6 +104,60 @@ def test_a_patched_vllm_is_asked_by_bridges_own_route() -> None:
     for request in server.requests[1:]:
         CompletionsRequest.model_validate(request.body)  # which refuses unknown fields
         assert (request.path, request.body["temperature"], request.body["max_tokens"]) == (COMPLETIONS, 0.7, 16)
+
+
+def bodies(server: HttpServer) -> list[dict[str, Any]]:
+    return [request.body for request in server.requests if request.path.endswith("completions")]
+
+
+BASE = Vocabulary(
+    special={"<|im_end|>": 316, "<s>": 1}, end_of_turn="<|im_end|>", end_id=316, end_ids=(316,), num_embeddings=200
+)
+"""Of a base model, whose chat template ends a turn with a token that is no EOS."""
+
+
+@pytest.mark.parametrize("is_bridge", [False, True])
+def test_chat_ends_at_the_end_of_a_turn_and_text_does_not(is_bridge: bool) -> None:
+    with serving(openai(is_bridge=is_bridge)) as server, sampler(vocabulary=BASE) as ours:
+        endpoint = Endpoint(url=server.url)
+        ours.sample([endpoint], PROMPTS[:2], num_samples=2, seed=0, are_chat=[True, False])
+        ours.sample([endpoint], PROMPTS[:1], num_samples=2, seed=0)
+    chat, text, other = sorted(bodies(server), key=lambda body: "stop_token_ids" not in body)
+    assert chat["stop_token_ids"] == [316]
+    assert not any(body.keys() & {"stop", "stop_token_ids"} for body in (text, other))
+
+
+@pytest.mark.parametrize("is_bridge", [False, True])
+def test_a_stop_that_is_a_special_token_is_sent_as_its_id(is_bridge: bool) -> None:
+    with serving(openai(is_bridge=is_bridge)) as server, sampler(vocabulary=BASE, stop=("x", "<|im_end|>")) as ours:
+        ours.sample([Endpoint(url=server.url)], PROMPTS[:1], num_samples=2, seed=0)
+        servers = ours.servers_at([Endpoint(url=server.url)])
+        ours.loop.run(ours.one(servers, PROMPTS[0], num_samples=2, seed=0, is_chat=True, stop=["<s>"]))
+    run, agent = bodies(server)
+    assert (run["stop"], run["stop_token_ids"]) == (["x"], [316])
+    assert (agent["stop"], agent["stop_token_ids"]) == (["x"], [316, 316, 1])
+
+
+def test_a_server_of_the_protocol_alone_gets_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_server, "PROTOCOL", openai_server.PROTOCOL | {"stop"})
+    vocabulary = replace(BASE, ids_of=lambda text: (ord(text),))
+    answers = openai_server.plain(chr)
+    with serving(answers) as server, sampler(vocabulary=vocabulary, stop=("<s>",), temperature=1.0) as ours:
+        ours.sample([Endpoint(url=server.url)], PROMPTS[:1], num_samples=2, seed=0, are_chat=[True])
+        lines = ours.lacks
+    (body,) = bodies(server)
+    assert body["stop"] == ["<s>"]
+    assert f"{server.url} does not end completions at <|im_end|>, which ends a turn in" in " ".join(lines)
+
+
+def test_tokens_without_an_embedding_never_reach_a_trainer() -> None:
+    few = replace(BASE, num_embeddings=50)
+    with serving(openai()) as server, sampler(vocabulary=few) as ours:
+        with pytest.raises(RejectedRequestError, match="token 50 of the prompt is beyond the model's 50 embeddings"):
+            ours.sample([Endpoint(url=server.url)], [(3, 50)], num_samples=2, seed=0)
+        assert bodies(server) == []
+        with pytest.raises(RejectedRequestError, match=f"of a completion of {server.url} is beyond the model's 50"):
+            ours.sample([Endpoint(url=server.url)], [(3, 49)], num_samples=2, seed=0)
 
 
 @pytest.mark.parametrize("is_bridge", [False, True])

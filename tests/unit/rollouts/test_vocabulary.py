@@ -1,13 +1,16 @@
-"""The text of each token: found if it stands for one token, reported if it stands for several or none."""
+"""The tokens of a model: their texts, those that end a completion, and those without an embedding."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from bridge.errors import RejectedRequestError, UsageError
 from bridge.rollouts.openai_api import ids_by_text
+from bridge.rollouts.vocabulary import Vocabulary
 from bridge.weights import skeleton
-from tests.models import tiny
+from tests.models import chat, tiny
 
 
 class Counting:
@@ -44,3 +47,65 @@ def test_the_vocabulary_is_decoded_once_at_the_first_lookup() -> None:
     for text in ("a", "b", " a"):
         ids_of(text)
     assert tokenizer.num_decoded == 4
+
+
+def base(folder: Path, *, missing: int = 0) -> PreTrainedTokenizerBase:
+    """Write a model with Qwen 2.5's template and an EOS of its own, as its base models, with too few embeddings."""
+    tokenizer = chat.tokenizer(folder, "qwen2_5")
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    tiny.qwen2(len(tokenizer) - missing).save_pretrained(folder)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    return tokenizer
+
+
+def test_completions_of_chat_messages_end_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    tokenizer = base(tmp_path)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ours = Vocabulary.of(tokenizer, str(tmp_path))
+    assert (ours.end_of_turn, ours.end_id, ours.end_ids) == ("<|im_end|>", end, (end,))
+    (line,) = ours.remarks(tokenizer, "m")
+    assert "ends a turn with '<|im_end|>', which is no end of a sequence for the model" in line
+    assert f"add {end} to eos_token_id in its generation_config.json" in line
+    GenerationConfig(eos_token_id=[tokenizer.eos_token_id, end]).save_pretrained(tmp_path)
+    known = Vocabulary.of(tokenizer, str(tmp_path))
+    assert (known.end_id, known.end_ids, [*known.remarks(tokenizer, "m")]) == (end, (), [])
+
+
+def test_a_template_without_an_end_of_a_turn_is_noted(tmp_path: Path) -> None:
+    tokenizer = base(tmp_path)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    ours = Vocabulary.of(tokenizer, str(tmp_path))
+    assert (ours.end_id, ours.end_ids) == (None, ())
+    (line,) = ours.remarks(tokenizer, "m")
+    assert "ends a turn with no token of its own: a completion ends at <|endoftext|> or at --max-new-tokens" in line
+
+
+def test_tokens_without_an_embedding_are_counted_and_refused(tmp_path: Path) -> None:
+    tokenizer = base(tmp_path, missing=3)
+    num_embeddings = len(tokenizer) - 3
+    ours = Vocabulary.of(tokenizer, str(tmp_path))
+    assert ours.num_embeddings == num_embeddings
+    first = f"</tool_call>' ({num_embeddings})"
+    assert ours.beyond(tokenizer).startswith(f"3 tokens of the tokenizer are beyond the model's {num_embeddings} emb")
+    assert ours.beyond(tokenizer).endswith(first)
+    ours.check_ids([0, num_embeddings - 1], lambda: "the prompt")
+    with pytest.raises(RejectedRequestError, match=f"token {num_embeddings} of the prompt is beyond the model's"):
+        ours.check_ids([0, num_embeddings], lambda: "the prompt")
+    assert Vocabulary.of(base(tmp_path), str(tmp_path)).beyond(tokenizer) == ""
+
+
+def test_a_stop_that_holds_a_special_token_is_refused(tmp_path: Path) -> None:
+    ours = Vocabulary.of(base(tmp_path), str(tmp_path))
+    ours.check_stop(["</think>", "\n\n", "<|im_end|>"])
+    with pytest.raises(UsageError, match=r"--stop '<\|im_end\|>.*' never ends a completion: <\|im_end\|> is a spe"):
+        ours.check_stop(["<|im_end|>\n"])
+
+
+def test_a_model_without_a_configuration_has_a_vocabulary(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "of_its_own_code"}')
+    ours = Vocabulary.of(tokenizer, str(tmp_path))
+    assert (ours.end_of_turn, ours.end_ids, ours.num_embeddings) == ("<|im_end|>", (), None)
+    assert ours.beyond(tokenizer) == ""

@@ -1,0 +1,323 @@
+"""What a model's chat template makes of a prompt: its messages, its arguments, and the token that ends a turn."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from jinja2 import Environment, TemplateError, meta
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from bridge.config.rollouts import SET_BY_BRIDGE
+from bridge.core.foreign_code import described, reason_of, shortened
+from bridge.errors import RewardError
+from bridge.types import Message, Problem
+
+Render = Callable[[Sequence[Message]], str]
+"""Messages -> the text of the prompt."""
+MARKER = "bridgemark{}x"
+"""Plain letters and digits, which no template trims, escapes or splits."""
+COLUMNS = ("tools", "documents")
+"""Keys of a problem that its chat template gets, if it uses them: lists of objects."""
+OWN_ARGUMENTS = "chat_template_kwargs"
+"""Key of a problem with further arguments of the template, an object."""
+SEEN_ANYWAY = ("prompt", "messages", "plain_prompt", "images", "answer", "solution")
+"""Keys of a problem that are its prompt, or what it is scored by."""
+AS_SYSTEM = "developer"
+"""The role that OpenAI's newer models have in place of `system`; few templates know it."""
+MEANT = {
+    "human": "user", "question": "user", "instruction": "system", "gpt": "assistant", "model": "assistant",
+    "bot": "assistant", "ai": "assistant", "function": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
+"""Roles of other formats, and the ones that chat templates know."""
+OWN_TEMPLATE = "give the model a chat template that renders it, as chat_template.jinja in its folder"
+USER = {"role": "user", "content": "What do you see?"}
+SEEN = "I see."
+CALL = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": {"number": 7}}}
+PROBES: Mapping[str, Sequence[Message]] = {
+    "system": [{"role": "system", "content": SEEN}, USER],
+    "user": [{"role": "user", "content": SEEN}],
+    "assistant": [USER, {"role": "assistant", "content": SEEN}, USER],
+    "tool": [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": SEEN},
+    ],
+}
+"""Role -> messages of which one has it, where templates expect it."""
+
+
+def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], /, **options: Any) -> Any:
+    """Return what the chat template makes of a prompt, up to where the model continues.
+
+    That is the start of its turn; if the last message is the assistant's, the end of this message.
+
+    Raises:
+        RewardError: the template rejects the messages.
+    """
+    is_continued = messages[-1].get("role") == "assistant"
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=not is_continued, continue_final_message=is_continued, **options
+        )
+    except Exception as error:  # a template computes with the messages, and may raise anything
+        roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
+        raise RewardError(
+            f"the model's chat template rejects the prompt {described(messages)} with the roles {roles}:"
+            f" {type(error).__name__}{reason_of(error)}",
+            remedy="use the roles that the model's template supports, in the order that it expects"
+            + (" (--system-prompt '' leaves out the environment's own)" if messages[0]["role"] == "system" else ""),
+        ) from error
+
+
+def as_known(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with `developer` as `system`, as in agents' requests, and without keys that have no value.
+
+    A Parquet file gives every message the keys of all others, and templates take a key for a value.
+    """
+    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
+
+
+def arguments(source: object, problem: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the chat template `source` gets beside the messages: `template`, and what the problem has for it.
+
+    Raises:
+        RewardError: `chat_template_kwargs` of the problem is no object, or has a key that Bridge sets.
+    """
+    columns = {name: objects(problem.get(name)) for name in COLUMNS if name in str(source)}
+    own = _parsed(problem.get(OWN_ARGUMENTS)) or {}
+    if not isinstance(own, Mapping) or own.keys() & SET_BY_BRIDGE:
+        raise RewardError(
+            f"the problem's {OWN_ARGUMENTS} is {described(own)}, expected an object without"
+            f" {', '.join(sorted(SET_BY_BRIDGE))}",
+            remedy='write it as {"enable_thinking": false}',
+        )
+    own = {name: value for name, value in own.items() if value is not None}
+    return {name: value for name, value in columns.items() if value} | {**template, **own}
+
+
+def objects(value: Any) -> list[Any]:
+    """Return a list of objects, which may be written as JSON; empty if it is something else."""
+    parsed = _parsed(value)
+    is_list = isinstance(parsed, list) and all(isinstance(entry, Mapping) for entry in parsed)
+    return [_filled(entry) for entry in parsed] if is_list else []
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _filled(value: Any) -> Any:
+    """Return a value without keys that have none, which Parquet adds to objects."""
+    if isinstance(value, Mapping):
+        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
+    return [_filled(inner) for inner in value] if isinstance(value, list) else value
+
+
+def lost(render: Render, messages: Sequence[Message]) -> list[int]:
+    """Return the indices of the messages that do not come out of a chat template.
+
+    Each gets a marker of its own, which has to be in the text: at its end, else inside it or at its start, since a
+    template may look at how a message begins and ends, and may leave out a thought. Of a message without text the
+    calls of tools count.
+    """
+    missing = [index for index, message in enumerate(messages) if _marked(message, "", 1.0) is not None]
+    is_rendered = False
+    for place in (1.0, 0.5, 0.0):
+        marked = [_marked(message, MARKER.format(index), place) or message for index, message in enumerate(messages)]
+        try:
+            text = render(marked)
+        except Exception:  # noqa: BLE001, S112  a template computes with the messages, and may raise anything
+            continue
+        is_rendered = True
+        missing = [index for index in missing if MARKER.format(index) not in text]
+        if not missing:
+            break
+    return missing if is_rendered else []
+
+
+def _marked(message: Message, marker: str, place: float) -> Message | None:
+    """Return the message with `marker` in its text, or in the names that it calls; None if it has neither."""
+    content = message.get("content")
+    if isinstance(content, str) and content.strip():
+        return {**message, "content": _with(content, marker, place)}
+    if isinstance(content, list):
+        parts = [
+            {**part, "text": _with(part["text"], marker, place)} if str(part.get("text") or "").strip() else part
+            for part in content
+        ]
+        return {**message, "content": parts} if any(part.get("text") for part in parts) else None
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) and "function" in call for call in calls):
+        return None
+    named = [{**c, "function": {**c["function"], "name": f"{c['function'].get('name')}{marker}"}} for c in calls]
+    return {**message, "tool_calls": named} if named else None
+
+
+def _with(text: str, marker: str, place: float) -> str:
+    cut = int(len(text) * place)
+    return f"{text[:cut]}{marker}{text[cut:]}"
+
+
+def refuse_lost(render: Render, given: Sequence[Message]) -> None:
+    """Raise RewardError if the model would not see a message; a lost turn of the assistant is `lost_turns`'s.
+
+    `given` are the messages as `as_known` returns them.
+    """
+    missing = [index for index in lost(render, given) if given[index]["role"] != "assistant"]
+    if not missing:
+        return
+    index, rendered = missing[0], roles(render)
+    role, first = given[index]["role"], given[0]["role"]
+    place = " that is not the first message" if role == first == "system" and index else ""
+    remedy = f"write {MEANT[role]} in place of {role}" if role in MEANT else ""
+    if role == "system":
+        remedy = "write its text into the user's message, and use --system-prompt '' if the environment adds it"
+    raise RewardError(
+        f"the model's chat template drops the message of the role {role}{place} in the prompt {described(given)}: the"
+        f" model would not see {described(given[index].get('content'))}; the template renders"
+        f" {'the roles ' + ', '.join(rendered) if rendered else 'no message whose content is text'}",
+        remedy=f"{remedy}, or {OWN_TEMPLATE}" if remedy else f"write a role that it renders, or {OWN_TEMPLATE}",
+    )
+
+
+def remarks(
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    template: Mapping[str, Any],
+    *,
+    read: Collection[str | None] | None = None,
+) -> Iterator[str]:
+    """Yield what the model sees in another form than the problems have it, or not at all, a line each.
+
+    `read` names the columns of the prompt and the answer if the problems are rows of a file or a data set: a reward may
+    use the others. None: they are a class's own.
+    """
+    source = str(tokenizer.chat_template or "")
+    chats = [problem for problem in problems if source and not isinstance(problem["prompt"], str)]
+    messages = [message for problem in chats for message in problem["prompt"] if isinstance(message, dict)]
+    if any(message.get("role") == AS_SYSTEM for message in messages):
+        yield f"messages of the role {AS_SYSTEM} are rendered as system, as in an agent's requests"
+    if foreign := [role for role in MEANT if any(message.get("role") == role for message in messages)]:
+        meant = ", ".join(f"{MEANT[role]} for {role}" for role in foreign)
+        yield f"the chat template writes roles as they are that few models know; most are trained with {meant}"
+    if any(chat["prompt"][-1].get("role") == "assistant" for chat in chats):  # type: ignore[union-attr]
+        yield "prompts that end with a message of the assistant are continued: completions are the rest of its turn"
+    if any(_loses_turn(tokenizer, source, problem, template) for problem in chats):
+        yield (
+            "the model's chat template drops earlier turns of the assistant, or calls in them: the model does not see"
+            f" them; {OWN_TEMPLATE}"
+        )
+    if len(chats) < len(problems) and any(_ends_by_itself(tokenizer)):
+        yield "the tokenizer writes the end of a sequence behind every text, which is left out of prompts"
+    yield from _columns(source if chats else "", problems, template, read)
+
+
+def _loses_turn(tokenizer: PreTrainedTokenizerBase, source: str, problem: Problem, template: Mapping[str, Any]) -> bool:
+    messages: Any = as_known(problem["prompt"])  # type: ignore[arg-type]
+    if problem.get("images") or not any(message.get("role") == "assistant" for message in messages):
+        return False
+    given = arguments(source, problem, template)
+    render = partial(apply_chat_template, tokenizer, tokenize=False, **given)
+    return any(messages[index]["role"] == "assistant" for index in lost(render, messages))
+
+
+def _ends_by_itself(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    encoded = tokenizer("2+3=", return_special_tokens_mask=True)
+    added = [*encoded["special_tokens_mask"]]
+    return added[-1:] if 0 in added else []
+
+
+def _columns(
+    source: str, problems: Sequence[Problem], template: Mapping[str, Any], read: Collection[str | None] | None
+) -> Iterator[str]:
+    """Yield which columns reach the chat template, which only look like it, and which no model sees."""
+    names = dict.fromkeys(name for problem in problems for name in problem)
+    usable = [name for name in COLUMNS if any(objects(problem.get(name)) for problem in problems)]
+    taken = [name for name in usable if name in source and name not in template]
+    taken += [OWN_ARGUMENTS] if OWN_ARGUMENTS in names and source else []
+    if taken:
+        yield f"the model's chat template gets {', '.join(taken)} of each problem"
+    unused = [name for name in names if name in (*COLUMNS, OWN_ARGUMENTS) and name not in taken]
+    if unused:
+        why = "their prompts are text"
+        if source:
+            why = "its chat template does not use it, or it is no list of objects, or the environment has its own"
+        yield f"the model does not see {', '.join(unused)} of the problems: {why}"
+    known = {*COLUMNS, OWN_ARGUMENTS, *SEEN_ANYWAY, *(read or ())}
+    alike = [name for name in names if name in _variables(source) - SET_BY_BRIDGE and name not in known]
+    if alike:
+        yield (
+            f"the chat template has arguments with the names of the columns {', '.join(alike)}, and does not get them"
+            f' from there: write them as {OWN_ARGUMENTS}, such as {{"{alike[0]}": ...}}, or use --chat-template-kwargs'
+        )
+    others = [name for name in names if name not in {*known, *alike}]
+    if others and read is not None:
+        yield f"the model does not see {', '.join(map(shortened, others))} of the rows, which rewards get"
+
+
+def _variables(source: str) -> set[str]:
+    """Return the names that a chat template reads from its arguments."""
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)  # noqa: S701  nothing is rendered
+        return meta.find_undeclared_variables(parsed)
+    except TemplateError:  # tags that only transformers knows
+        return set()
+
+
+def roles(render: Render) -> list[str]:
+    """Return the roles of which a template renders messages, of those that most templates know."""
+    return [role for role, messages in PROBES.items() if _comes_out(render, role, messages)]
+
+
+def _comes_out(render: Render, role: str, messages: Sequence[Message]) -> bool:
+    try:
+        render(messages)
+    except Exception:  # noqa: BLE001  the template rejects the role
+        return False
+    return not any(messages[index]["role"] == role for index in lost(render, messages))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, **template: Any) -> str:
+    """Return the token that the chat template writes behind a turn of the model; empty if it writes none.
+
+    Of several it is the last one. Some templates end a turn only by the token that begins the next one.
+    """
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **template)
+    try:
+        last = str(render([USER, {"role": "assistant", "content": SEEN}]))
+        followed = str(render([USER, {"role": "assistant", "content": SEEN}, USER]))
+    except Exception:  # noqa: BLE001  a template may raise anything
+        return ""
+    if SEEN not in last:
+        return ""
+    behind = last.rpartition(SEEN)[2].lstrip()
+    if not behind:
+        return _first_token(tokenizer, followed.rpartition(SEEN)[2].lstrip())
+    end = ""
+    while token := _first_token(tokenizer, behind):
+        end, behind = token, behind.removeprefix(token)
+    return end
+
+
+def _first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return the special or added token that a text begins with; empty if there is none."""
+    tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
+    return max((token for token in tokens if token and text.startswith(token)), key=len, default="")
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:
+    """Return the tokens at which vLLM stops: the tokenizer's, and those of the model's generation configuration."""
+    ids: Any = None
+    try:
+        ids = GenerationConfig.from_pretrained(model_name).eos_token_id
+    except Exception:  # noqa: BLE001  it has none, or one that is refused elsewhere
+        with suppress(Exception):  # a configuration that only code of its own can read
+            ids = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_name)).eos_token_id  # as vLLM
+    stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
+    return {token for token in stops if token is not None}

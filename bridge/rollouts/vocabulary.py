@@ -1,0 +1,97 @@
+"""What a sampler knows of a model's tokens: their texts, which end a completion, and how many have an embedding."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
+
+from bridge.core.foreign_code import described
+from bridge.errors import RejectedRequestError, UsageError
+from bridge.planning.model_size import RESIZE
+from bridge.rollouts.chat_template import end_of_turn, stop_ids
+from bridge.rollouts.openai_api import IdsOf, ids_by_text
+from bridge.weights import skeleton
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The tokens of one model."""
+
+    ids_of: IdsOf | None = None
+    """The text of a token -> the ids of all tokens with this text, for servers that return them as text."""
+    special: Mapping[str, int] = field(default_factory=dict)
+    """The special tokens, which a server leaves out of the text of a completion, and so never finds there."""
+    end_of_turn: str = ""
+    """The token that ends a turn in the chat template, if it has one."""
+    end_id: int | None = None
+    """Its id."""
+    end_ids: tuple[int, ...] = ()
+    """The same if servers do not stop at it by themselves: completions of chat messages are told to end there."""
+    num_embeddings: int | None = None
+    """Rows of the model's embedding; None: unknown."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, model_name: str) -> Self:
+        added = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        named = {str(token): tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
+        end = end_of_turn(tokenizer) if tokenizer.chat_template is not None else ""
+        end_id = tokenizer.convert_tokens_to_ids(end) if end else None
+        return cls(
+            ids_of=ids_by_text(tokenizer),
+            special={text: token_id for text, token_id in (added | named).items() if text},
+            end_of_turn=end,
+            end_id=end_id,
+            end_ids=() if end_id is None or end_id in stop_ids(tokenizer, model_name) else (end_id,),
+            num_embeddings=skeleton.num_embeddings(model_name),
+        )
+
+    def remarks(self, tokenizer: PreTrainedTokenizerBase, model_name: str) -> Iterator[str]:
+        """Yield what is unusual about the tokens of a model, a line each."""
+        if self.end_ids:
+            yield (
+                f"the chat template of {model_name} ends a turn with {self.end_of_turn!r}, which is no end of a"
+                " sequence for the model: completions of chat messages end there in this run. To serve the trained"
+                f" model alike, add {self.end_id} to eos_token_id in its generation_config.json"
+            )
+        elif tokenizer.chat_template is not None and not self.end_of_turn:
+            yield (
+                f"the chat template of {model_name} ends a turn with no token of its own: a completion ends at"
+                f" {tokenizer.eos_token or 'no token'} or at --max-new-tokens (--stop TEXT ends it before)"
+            )
+        if beyond := self.beyond(tokenizer):
+            yield f"{beyond}: a prompt with one of them cannot be used"
+
+    def beyond(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return which tokens of the tokenizer have no embedding; empty if all have one."""
+        if self.num_embeddings is None:
+            return ""
+        ids = sorted((token_id, text) for text, token_id in tokenizer.get_vocab().items())
+        without = [(token_id, text) for token_id, text in ids if token_id >= self.num_embeddings]
+        if not without:
+            return ""
+        token_id, text = without[0]
+        return (
+            f"{len(without):,} tokens of the tokenizer are beyond the model's {self.num_embeddings:,} embeddings, the"
+            f" first: {described(text)} ({token_id})"
+        )
+
+    def check_stop(self, texts: Sequence[str]) -> None:
+        """Raise UsageError for a text with a special token in it that is more than this token: it is never found."""
+        for text in texts:
+            inside = [token for token in self.special if token in text]
+            if inside and text not in self.special:
+                token = max(inside, key=len)
+                raise UsageError(
+                    f"--stop {described(text)} never ends a completion: {token} is a special token, which is no part"
+                    " of the text that a server compares with",
+                    remedy=f"--stop {token!r} alone, at which sampling ends as at a token",
+                )
+
+    def check_ids(self, token_ids: Sequence[int], whose: Callable[[], str]) -> None:
+        """Raise RejectedRequestError if a token is beyond the model's embedding; `whose` names them."""
+        if self.num_embeddings is None or not token_ids or (largest := max(token_ids)) < self.num_embeddings:
+            return
+        raise RejectedRequestError(
+            f"token {largest} of {whose()} is beyond the model's {self.num_embeddings:,} embeddings", remedy=RESIZE
+        )

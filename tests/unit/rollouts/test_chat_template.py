@@ -1,0 +1,205 @@
+"""Every message of a prompt comes out of the chat template, a text begins once, and columns reach the template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
+
+from bridge.errors import RewardError
+from bridge.rollouts import chat_template
+from bridge.rollouts.problems import begun, encode
+from tests.models import chat
+
+USER = {"role": "user", "content": "2+3?"}
+SEEN = {"role": "assistant", "content": "I see."}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "w", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, problem: Any, **template: Any) -> str:
+    return str(tokenizer.decode(encode(tokenizer, problem, **template)))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "gemma3", "llama3"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "Be brief."}, USER],
+        [{"role": "developer", "content": "Be brief."}, USER],
+        [USER, SEEN, {"role": "user", "content": "5"}],
+        [USER, {"role": "assistant", "content": "<think>\nI add.\n</think>\n\n5"}, USER],
+        [USER, {"role": "assistant", "content": ""}, USER],
+        [{"role": "system", "content": ""}, USER],
+        [{"role": "user", "content": "<tool_response>\n5\n</tool_response>"}],
+    ],
+)
+def test_messages_that_come_out_are_encoded(tmp_path: Path, name: str, messages: Any) -> None:
+    tokenizer = chat.tokenizer(tmp_path, name)
+    text = text_of(tokenizer, {"prompt": messages})
+    assert messages[-1]["content"] in text
+    assert "bridgemark" not in text
+    if name != "gemma3":
+        assert messages[0]["content"] in text
+
+
+LOST: dict[str, tuple[str, list[dict[str, Any]], str, str]] = {
+    "another format's user": ("qwen2_5", [{"role": "human", "content": "2+3?"}], "the role human", "write user"),
+    "another format's tool": (
+        "qwen3", [USER, SEEN, {"role": "function", "content": "19"}], "the role function", "write tool",
+    ),
+    "nothing but a system message": ("gemma3", [{"role": "system", "content": "A haiku."}], "system", "user's message"),
+    "a later system message": (
+        "gptoss", [USER, SEEN, {"role": "system", "content": "Be brief."}, USER], "system in", "user's message",
+    ),
+    "a short one, whose text is elsewhere": ("qwen2_5", [USER, {"role": "human", "content": "Y"}], "human", "user"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_message_that_the_template_drops_is_refused(tmp_path: Path, case: str) -> None:
+    name, messages, words, fix = LOST[case]
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    tokenizer.chat_template = chat.template(name)
+    with pytest.raises(RewardError) as caught:
+        encode(tokenizer, {"prompt": messages})
+    assert "the model's chat template drops the message of the role " in caught.value.message
+    assert words in caught.value.message
+    assert "renders the roles system, user, assistant" in caught.value.message
+    assert fix in caught.value.remedy
+
+
+def test_dropped_turns_of_the_assistant_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
+    monkeypatch.setattr(chat, "template", lambda _: questions)
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    problem: Any = {"prompt": [USER, SEEN, USER]}
+    assert encode(tokenizer, problem)
+    (line,) = chat_template.remarks(tokenizer, [problem], {})
+    assert line.startswith("the model's chat template drops earlier turns of the assistant")
+
+
+def test_developer_is_rendered_as_system(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    developer, system = ([{"role": role, "content": "Be brief."}, USER] for role in ("developer", "system"))
+    assert encode(tokenizer, {"prompt": developer}) == encode(tokenizer, {"prompt": system})
+    (line,) = chat_template.remarks(tokenizer, [{"prompt": developer}], {})
+    assert line == "messages of the role developer are rendered as system, as in an agent's requests"
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "qwen2_5"])
+def test_keys_without_a_value_are_no_keys(tmp_path: Path, name: str) -> None:
+    tokenizer = chat.tokenizer(tmp_path, name)
+    of_parquet = {**USER, "tool_calls": None, "name": None}
+    assert encode(tokenizer, {"prompt": [of_parquet]}) == encode(tokenizer, {"prompt": [USER]})
+
+
+def test_a_message_of_the_assistant_is_continued(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    problem: Any = {"prompt": [USER, {"role": "assistant", "content": "The answer is"}]}
+    assert text_of(tokenizer, problem).endswith("<|im_start|>assistant\nThe answer is")
+    (line,) = chat_template.remarks(tokenizer, [problem], {})
+    assert line.startswith("prompts that end with a message of the assistant are continued")
+
+
+@pytest.mark.parametrize("tools", [[TOOL], f"[{json.dumps(TOOL)}]"])
+def test_tools_of_a_problem_reach_the_template(tmp_path: Path, tools: Any) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    problem: Any = {"prompt": [USER], "tools": tools}
+    own = {"type": "function", "function": {"name": "calculator"}}
+    assert '"name": "weather"' in text_of(tokenizer, problem)
+    assert '"name": "weather"' not in text_of(tokenizer, problem, tools=[own]), "the environment's own come first"
+    assert [*chat_template.remarks(tokenizer, [problem], {})] == [
+        "the model's chat template gets tools of each problem"
+    ]
+    gemma = chat.tokenizer(tmp_path / "gemma", "gemma3")
+    (line,) = chat_template.remarks(gemma, [problem], {})
+    assert line.startswith("the model does not see tools of the problems: its chat template does not use it")
+    as_text: Any = {**problem, "prompt": "2+3?"}
+    (line,) = chat_template.remarks(gemma, [as_text], {})
+    assert line == "the model does not see tools of the problems: their prompts are text"
+
+
+def test_tools_that_are_names_are_the_problems_own(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    problem: Any = {"prompt": [USER], "tools": ["weather"]}
+    assert encode(tokenizer, problem) == encode(tokenizer, {"prompt": [USER]})
+
+
+def test_a_problem_has_its_own_arguments_of_the_template(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen3")
+    for own in ({"enable_thinking": False}, '{"enable_thinking": false}'):
+        problem: Any = {"prompt": [USER], "chat_template_kwargs": own}
+        assert text_of(tokenizer, problem).endswith("<think>\n\n</think>\n\n")
+        assert text_of(tokenizer, problem, enable_thinking=True).endswith("<think>\n\n</think>\n\n")
+    for wrong in ("thinking", {"tokenize": False}):
+        with pytest.raises(RewardError, match="the problem's chat_template_kwargs is"):
+            encode(tokenizer, {"prompt": [USER], "chat_template_kwargs": wrong})  # type: ignore[typeddict-unknown-key]
+
+
+def test_columns_that_no_model_sees_are_named(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen3")
+    row: Any = {"prompt": [USER], "question": [USER], "answer": "5", "topic": "sums", "enable_thinking": False}
+    alike, others = chat_template.remarks(tokenizer, [row], {}, read=("question", "answer"))
+    assert "arguments with the names of the columns enable_thinking, and does not get them from there" in alike
+    assert others == "the model does not see topic of the rows, which rewards get"
+    del row["enable_thinking"]
+    assert [*chat_template.remarks(tokenizer, [row], {})] == [], "a class knows what it adds"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> PreTrainedTokenizerBase:
+    return chat.tokenizer(tmp_path, "llama3")
+
+
+def adding(tokenizer: Any, form: str) -> Any:
+    tokens = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "<|eot_id|>", "<|begin_of_text|>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=form, special_tokens=tokens)
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", ["2+3=", "<s>2+3=", "<s><|start_header_id|>user", "2+3=<|eot_id|>"])
+@pytest.mark.parametrize("form", ["<s> $A", "<s> $A <|eot_id|>", "$A <|eot_id|>", "$A"])
+def test_a_text_begins_once_and_goes_on(llama: PreTrainedTokenizerBase, form: str, text: str) -> None:
+    tokenizer = adding(llama, form)
+    expected = text if text.startswith("<s>") or "<s>" not in form else f"<s>{text}"
+    assert tokenizer.decode(begun(tokenizer, text)) == expected
+    assert tokenizer.decode(encode(tokenizer, {"prompt": text})) == expected
+
+
+def test_several_tokens_in_front_of_a_text_come_once(llama: PreTrainedTokenizerBase) -> None:
+    tokenizer = adding(llama, "<|begin_of_text|> <s> $A")
+    for text in ("2", "<|begin_of_text|><s>2"):
+        assert tokenizer.decode(begun(tokenizer, text)) == "<|begin_of_text|><s>2"
+    assert tokenizer.decode(begun(tokenizer, "")) == "<|begin_of_text|><s>"
+
+
+def test_an_end_that_a_tokenizer_writes_is_noted(llama: PreTrainedTokenizerBase) -> None:
+    text: Any = {"prompt": "2+3="}
+    assert [*chat_template.remarks(adding(llama, "<s> $A"), [text], {})] == []
+    (line,) = chat_template.remarks(adding(llama, "<s> $A <|eot_id|>"), [text], {})
+    assert line.startswith("the tokenizer writes the end of a sequence behind every text, which is left out")
+
+
+def test_a_chat_template_writes_the_beginning_itself(llama: PreTrainedTokenizerBase) -> None:
+    ids = encode(adding(llama, "<s> $A"), {"prompt": [USER]})
+    assert [*ids].count(llama.convert_tokens_to_ids("<s>")) == 1
+
+
+ENDS = {
+    "qwen2_5": "<|im_end|>", "llama3_1": "<|eot_id|>", "gemma3": "<end_of_turn>", "mistral": "</s>",
+    "glm4moe": "<|user|>", "cohere2": "<|END_OF_TURN_TOKEN|>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_a_turn_is_the_templates(tmp_path: Path, name: str) -> None:
+    tokenizer = chat.tokenizer(tmp_path, name if name not in ("glm4moe", "cohere2") else "qwen2_5")
+    tokenizer.chat_template = chat.template(name)
+    tokenizer.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)  # only the next turn ends one of GLM's
+    tokenizer.add_tokens(["<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"], special_tokens=True)  # Cohere's has both
+    assert chat_template.end_of_turn(tokenizer) == ENDS[name]
