@@ -145,11 +145,14 @@ class Run:
         self.unreadable = ""
         """Why a sampled turn could not be recorded; empty: all were."""
         self._fault: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.Lock()
+        """Held while a request becomes tokens: its requests keep the order in which they came."""
 
     async def answer(self, body: Any) -> Document:
         """Answer a request."""
         try:
-            request = self._as_tokens(body)
+            async with self._reading:  # a long conversation takes a while, in which other runs are answered
+                request = await asyncio.to_thread(self._as_tokens, body)
         except Refusal:
             raise
         except UsageError as error:

@@ -24,8 +24,8 @@ from starlette.types import Receive, Scope, Send
 from bridge.agents import chat_request, responses_api
 from bridge.core.http_limits import Refusal, limit_connections, read_body
 
-KEPT_S = 3600
-"""How long a connection without requests is kept: an agent's tools may take long."""
+KEPT_S = 60
+"""How long a connection without requests is kept."""
 CLOSING_S = 1
 ACCEPTED_AT_ONCE = 64
 """Connections that the event loop accepts before it looks at any of them."""
@@ -62,7 +62,7 @@ class Recorder:
     async def run(self, answer: Answer) -> AsyncIterator[str]:
         """Answer the requests of one run by `answer`, at the base URL that this yields.
 
-        At the end, those that are still unanswered get an error.
+        At the end, those that are still unanswered get an error, and the connections that it used last are closed.
         """
         async with self._starting:
             port = await self._started()
@@ -75,6 +75,14 @@ class Recorder:
             for task in run.tasks:
                 task.cancel()
             await asyncio.gather(*run.tasks, return_exceptions=True)
+            self._disconnect(name)
+
+    def _disconnect(self, name: str) -> None:
+        """Close the connections whose last request was for a run, once that is answered."""
+        for protocol in list(self._server.server_state.connections):
+            scope: Any = getattr(protocol, "scope", None)
+            if scope is not None and scope["path"].startswith(f"/{name}/"):
+                protocol.shutdown()
 
     async def close(self) -> None:
         """Close every connection."""
@@ -94,7 +102,7 @@ class Recorder:
             config.load()
             self._server = uvicorn.Server(config)
             self._server.lifespan = config.lifespan_class(config)
-            await limit_connections(lambda: self._server)
+            await limit_connections(lambda: self._server, counts_answered=True)
             await self._server.startup([listener])  # `serve` would take the signals
             listener.listen(QUEUED)  # asyncio takes one number for both
             self._socket = listener

@@ -4,8 +4,12 @@ A request whose messages begin with a conversation that was answered continues i
 of its own: another agent of the same run, a history that was edited or shortened, or a chat template that changes
 earlier turns. So do all but the first of several requests that continue the same turn; they share what comes before,
 and each turn is trained on in one sequence.
+
+What is kept of a request are the messages that it adds, and a digest of the conversation: the memory of a run grows
+with its text, not with its text times its turns.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,11 +33,17 @@ class Turn:
 
     request: "TurnRequest"
     completion: Completion
-    key: tuple[str, ...]
-    """The tools, and each message up to this turn's own: what another request has to begin with to continue it."""
+    key: bytes
+    """Digest of the tools and of each message up to this turn's own: another request that begins so continues it."""
     calls: tuple[Call, ...]
-    history: tuple[Mapping[str, Any], ...]
-    """The same messages for the chat template, with made-up turns in place of those that were sampled."""
+    shown: Mapping[str, Any]
+    """A made-up turn in place of this one, for the chat template."""
+
+    @property
+    def history(self) -> list[Mapping[str, Any]]:
+        """Return the messages up to this turn's own for the chat template, with made-up turns."""
+        turns = [*self.request.turns, self]
+        return [message for turn in turns for message in (*turn.request.messages, turn.shown)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +51,9 @@ class TurnRequest:
     """A request for a turn, as tokens."""
 
     chat: ChatRequest
+    """Without its messages."""
+    key: bytes
+    """Digest of the tools and of every message."""
     before: Turn | None
     """The turn that it continues."""
     added: tuple[int, ...]
@@ -79,21 +92,28 @@ class Recording:
         self._conversation = conversation
         self._note = note
         self._call_numbers = count()
-        self._known: dict[tuple[str, ...], Turn] = {}
+        self._known: dict[bytes, Turn] = {}
+        self._tools: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        """Each set of tools once, by its JSON: every request has them all."""
 
     def begin(self, chat: ChatRequest) -> TurnRequest:
         """Return a request as tokens: those of the turn that it continues, exactly, and what it adds."""
         conversation, messages = self._conversation(chat.tools), chat.messages
-        ends = [index for index, message in enumerate(messages, start=1) if message["role"] == "assistant"]
-        end = max(ends, default=0)
-        before = self._known.get(_key(chat, messages[:end])) if end else None
+        tools = json.dumps(chat.tools)
+        kept = replace(chat, messages=(), tools=self._tools.setdefault(tools, chat.tools))
+        key, end, answered = _chained(b"", tools), 0, b""
+        for index, message in enumerate(messages, start=1):
+            key = _chained(key, chat_request.key(message))
+            if message["role"] == "assistant":
+                end, answered = index, key
+        before = self._known.get(answered)
         if before is not None:
             last = (before.completion.token_ids or (-1,))[-1]
             added = conversation.tokens_following(before.history, messages[end:], last)
             if added is not None:
-                return TurnRequest(chat=chat, before=before, added=added, messages=messages[end:])
+                return TurnRequest(chat=kept, key=key, before=before, added=added, messages=messages[end:])
             self._note(conversation.changes_turns)
-        return TurnRequest(chat=chat, before=None, added=conversation.prompt(messages), messages=messages)
+        return TurnRequest(chat=kept, key=key, before=None, added=conversation.prompt(messages), messages=messages)
 
     def add(self, request: TurnRequest, completion: Completion) -> dict[str, Any]:
         """Record the answer to a request, and return it as a message.
@@ -110,14 +130,12 @@ class Recording:
         own: dict[str, Any] = {"role": "assistant", "content": message["content"] or ""}
         if calls:
             own["tool_calls"] = [call.as_message() for call in calls]
-        shown = placeholder_turn(calls, has_thought=THOUGHT_ENDS in text)
-        past = request.before.history if request.before else ()
         turn = Turn(
             request=request,
             completion=completion,
-            key=_key(request.chat, (*request.chat.messages, own)),
+            key=_chained(request.key, chat_request.key(own)),
             calls=calls,
-            history=(*past, *request.messages, shown),
+            shown=placeholder_turn(calls, has_thought=THOUGHT_ENDS in text),
         )
         self.turns.append(turn)
         self._known[turn.key] = turn
@@ -179,5 +197,6 @@ def _written(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _key(chat: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return (json.dumps(chat.tools), *map(chat_request.key, messages))
+def _chained(before: bytes, text: str) -> bytes:
+    """Return the digest of a conversation: `before` is that without its last message, whose key is `text`."""
+    return hashlib.sha256(before + text.encode()).digest()

@@ -69,15 +69,16 @@ async def read_body(
 
 
 def most_waiting() -> int:
-    """Return how many connections may wait for their first request: a quarter of the file descriptors at most."""
+    """Return how many connections may wait for a request: a quarter of the file descriptors at most."""
     return min(MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
-async def limit_connections(server_of: Callable[[], Any]) -> None:
+async def limit_connections(server_of: Callable[[], Any], *, counts_answered: bool = False) -> None:
     """Close the oldest connection without a request whenever there are more than `most_waiting` of them.
 
-    The newest stay, since a client sends its request right after it connects. uvicorn itself closes a connection that
-    idles between requests. `server_of` returns None until there is a server.
+    The newest stay, since a client sends its request right after it connects. With `counts_answered`, one that idles
+    between requests is one of them, which uvicorn itself closes only after a while. `server_of` returns None until
+    there is a server.
     """
     while (server := server_of()) is None or not server.config.loaded:  # noqa: ASYNC110  vLLM sets no event
         await asyncio.sleep(START_POLL_S)
@@ -91,11 +92,16 @@ async def limit_connections(server_of: Callable[[], Any]) -> None:
             silent[self] = None
             if len(silent) <= (most := most_waiting()):
                 return
-            for known in [known for known in silent if known.cycle is not None or known not in self.connections]:
-                del silent[known]  # it has sent a request, or became a websocket
-            for oldest in list(silent)[: max(0, len(silent) - most)]:
+            for known in [known for known in silent if self._is_done_with(known)]:
+                del silent[known]
+            waiting = [known for known in silent if known.cycle is None or known.cycle.response_complete]
+            for oldest in waiting[: max(0, len(waiting) - most)]:
                 del silent[oldest]
                 oldest.transport.abort()
+
+        def _is_done_with(self, known: Any) -> bool:
+            """Return whether a connection became a websocket, or has sent the request that counts."""
+            return known not in self.connections or (known.cycle is not None and not counts_answered)
 
         def connection_lost(self, error: Exception | None) -> None:
             silent.pop(self, None)

@@ -1,7 +1,9 @@
 """The `bridge` command: its subcommands, each imported only when it runs, and how errors are reported."""
 
+import contextlib
 import importlib
 import re
+import resource
 import shlex
 import sys
 import types
@@ -43,6 +45,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 """Name -> its function, and the first line of that function's docstring."""
 
+MOST_DESCRIPTORS = 65_535
 PARSING = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("_", "-")}
 """How every command parses its flags: `--learning_rate` is `--learning-rate`."""
 MARKUP: Any = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
@@ -104,7 +107,17 @@ def bridge(
 def main() -> None:
     """Run the command line of this process and exit."""
     sys.excepthook = report_bug
+    _raise_descriptor_limit()
     signals.leave(signals.prepare().finish(answer(sys.argv[1:])))
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many open files as vLLM does: agents of a run may hold many connections, and 1024 is a common limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def answer(arguments: Sequence[str]) -> int:

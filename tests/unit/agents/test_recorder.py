@@ -1,18 +1,25 @@
 """What the recorder refuses, and what it costs the trainer: bodies, silent connections, and paths of no run."""
 
 import asyncio
+import gc
 import json
 import re
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
-from bridge.agents import recorder
+from bridge.agents import chat_request, recorder
+from bridge.agents.agent_runs import conversations
 from bridge.agents.recorder import Recorder
+from bridge.agents.recording import Recording
 from bridge.core import http_limits
+from bridge.types import Completion
+from tests.models import chat, tiny
 
 USAGE = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 1)
 ANSWERED = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}], "usage": USAGE}
@@ -52,6 +59,15 @@ async def exchanged(port: int, path: str, body: bytes, *, length: int | None = N
     return int(status.split()[1]), headers, document
 
 
+async def asked(port: int, path: str, kept: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+    """Return a connection on which a request was answered; `kept`: one that was before."""
+    reader, writer = kept or await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"POST {path}/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r")[0]))
+    return reader, writer
+
+
 @pytest.mark.parametrize("route", ["/0123/v1/chat/completions", "/", "RUN/completions", "RUN/chat/completions/x"])
 def test_a_path_of_no_run_is_refused_before_its_body_is_read(route: str) -> None:
     status, headers, _ = with_a_run(lambda port, path: exchanged(port, route.replace("RUN", path), b"", length=10**9))
@@ -88,6 +104,77 @@ def test_silent_connections_are_limited(sent: bytes, monkeypatch: pytest.MonkeyP
         return status, oldest
 
     assert with_a_run(act) == (200, [b""] * 16)
+
+
+def test_idle_connections_of_a_run_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_limits, "most_waiting", lambda: 4)
+
+    async def act(port: int, path: str) -> list[bytes]:
+        idle = [await asked(port, path) for _ in range(20)]
+        closed = [await reader.read() for reader, _ in idle[:15]]
+        await asked(port, path, idle[-1])
+        return closed
+
+    assert with_a_run(act) == [b""] * 15
+
+
+def test_connections_of_a_run_close_when_it_ends() -> None:
+    async def answer(_: Any) -> Any:
+        return ANSWERED
+
+    async def main() -> None:
+        server = Recorder("model")
+        try:
+            async with server.run(answer) as other:
+                port, other_path = int(other.split(":")[2].split("/")[0]), other.split("/", 3)[3]
+                async with server.run(answer) as url:
+                    path = url.split("/", 3)[3]
+                    idle = [await asked(port, f"/{path}") for _ in range(20)]
+                    shared = await asked(port, f"/{other_path}", await asked(port, f"/{path}"))
+                    assert len(server._server.server_state.connections) == 21
+                assert [await reader.read() for reader, _ in idle] == [b""] * 20
+                await asked(port, f"/{other_path}", shared)  # it serves a run that lasts
+                assert len(server._server.server_state.connections) == 1
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def text_kept(root: object) -> int:
+    """Return the characters of all texts, and the bytes of all digests, that an object refers to."""
+    seen, left, size = set[int](), [root], 0
+    while left:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(value))
+        size += len(value) if isinstance(value, str | bytes) else 0
+        left += gc.get_referents(value)
+    return size
+
+
+def test_memory_of_a_run_grows_with_its_text(tmp_path: Path) -> None:
+    tiny.qwen2(600).save_pretrained(tmp_path)
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    known = conversations(tokenizer, str(tmp_path))
+    text, schema = "I see.", {"type": "function", "function": {"name": "act", "description": "d" * 2000}}
+    ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+    completion = Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), text=text, finish_reason="stop")
+
+    def kept(num_turns: int) -> int:
+        recording = Recording(known, lambda _: None)
+        messages: list[dict[str, Any]] = []
+        for number in range(num_turns):
+            messages.append({"role": "user", "content": f"{number} " + "word " * 200})
+            body = json.loads(json.dumps({"messages": messages, "tools": [schema]}))
+            messages.append(recording.add(recording.begin(chat_request.read(body)), completion))
+        assert len(recording.sequences()) == 1
+        return text_kept([recording.turns, recording._known, recording._tools])
+
+    few, many = kept(5), kept(40)
+    assert many < 40 / 5 * few
+    assert many < 40 * 3000 + 10_000
 
 
 DEEP = b"[" * 100_000
