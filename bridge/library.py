@@ -1,5 +1,6 @@
 """Train a served model with a loop of your own: `import bridge` has these names, and those of `bridge/policy.py`."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -72,7 +73,7 @@ def serve(
         ServerUnreachableError: vLLM does not start; the message has the reason, the hint its log.
         BridgeError: what `bridge.attach` raises.
     """
-    folder = Path(tempfile.mkdtemp(prefix="bridge-serve-"))
+    folder, pid = Path(tempfile.mkdtemp(prefix="bridge-serve-")), os.getpid()
     given = {"model": str(model), "port": free_port("127.0.0.1"), "vllm_config_path": folder / MANIFEST_NAME}
     try:
         command = prepare(ServeConfig.resolve({**given, **choices}), list(vllm_flags))
@@ -84,7 +85,8 @@ def serve(
         attach(command.manifest, sampling=sampling, compute=compute, run_dir=run_dir) as policy,
     ):
         yield policy
-    shutil.rmtree(folder, ignore_errors=True)
+    if os.getpid() == pid:  # else it was forked inside the block
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def samples(

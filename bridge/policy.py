@@ -145,38 +145,41 @@ class Policy(ServedModel):
 
         Gradients are clipped to a global norm of `max_norm` before it. Requests in flight are kept, drained or
         aborted. Ctrl-C is deferred to the end of the update. If the step raises, the weights may be half-written: the
-        server stops serving them, and `bridge restore` loads a checkpoint.
+        server stops serving them, and this policy samples, updates and saves no more until `resume` or `publish` has
+        written all of them. `bridge restore` loads a checkpoint once this process has ended.
 
         Raises:
             UsageError: the norm is not finite, `max_norm` is no positive number, the optimizer needs a closure or
-                changes nothing of the server's, or the policy only reads; nothing was changed.
-            AttachError: the server refuses the fence.
+                changes nothing of the server's, the policy only reads, or the call is inside another one that changes
+                the weights; nothing was changed.
+            AttachError: the server refuses the fence, or the weights are half-written.
             ServerUnreachableError: the server is gone.
         """
-        norm = clip_gradients(optimizer, max_norm, self._attached.parameters.values())
-        if isinstance(optimizer, InPlaceOptimizer):
-            optimizer.allocate()  # running out of memory inside the fence would leave the weights half-written
-
-        def write() -> None:
+        self._refuse_to_write()
+        with self._alone("update"):
+            self._refuse_half_written("update")
+            norm = clip_gradients(optimizer, max_norm, self._attached.parameters.values())
             if isinstance(optimizer, InPlaceOptimizer):
-                optimizer.step(grad_norm=norm, max_norm=max_norm)
-            else:
-                optimizer.step()
-
-        with deferred_interrupt():  # else a loop that continues after Ctrl-C would add to gradients that were applied
-            times = self.publish(write, in_flight=in_flight)
-            optimizer.zero_grad()
-        return times
+                optimizer.allocate()  # running out of memory inside the fence would leave the weights half-written
+            with deferred_interrupt():  # else a loop that goes on after Ctrl-C would add to gradients that were applied
+                with self._fence("update", Update(), in_flight) as window:
+                    if isinstance(optimizer, InPlaceOptimizer):
+                        optimizer.step(grad_norm=norm, max_norm=max_norm)
+                    else:
+                        optimizer.step()
+                optimizer.zero_grad()
+            return window.times
 
     def publish(self, write: Callable[[], object], *, in_flight: InFlight = "keep") -> FenceTimes:
         """Call `write` inside the fence and publish what it wrote into the parameters, whatever that is.
 
         Raises:
-            UsageError: the policy only reads.
+            UsageError: the policy only reads, or the call is inside another one that changes the weights.
             AttachError: the server refuses the fence.
             ServerUnreachableError: the server is gone.
         """
-        with self._fence(Update(), in_flight) as window:
+        self._refuse_to_write()
+        with self._alone("publish"), self._fence("publish", Update(), in_flight) as window:
             write()
         return window.times
 
@@ -185,11 +188,19 @@ class Policy(ServedModel):
             raise UsageError("this policy only reads", remedy="attach without reads_only=True to update it")
 
     @contextmanager
-    def _fence(self, update: Update, in_flight: InFlight = "keep") -> Iterator[Window]:
-        self._refuse_to_write()
+    def _fence(self, call: str, update: Update, in_flight: InFlight = "keep") -> Iterator[Window]:
         with deferred_interrupt():  # the new version is known before an interrupt acts
-            with fence.publish(self._client, update, in_flight=in_flight, served=self.version) as window:
-                yield window
+            is_open = False
+            try:
+                with fence.publish(self._client, update, in_flight=in_flight, served=self.version) as window:
+                    is_open = True
+                    yield window
+            except BaseException:
+                if is_open:
+                    self._failed = f"policy.{call}"
+                    self._sampler.loop.cancel()  # of another thread: no server would answer it
+                raise
+            self._failed = ""
             self.version = window.times.version
             self._loop.add_fence(window.times)
 
@@ -227,9 +238,12 @@ class Policy(ServedModel):
                 warning("the weights were saved, and beside them is missing: %s", first_few(missing))
 
         if step is not None:
-            return self._loop.save(
-                target, step, write, model=self.model, optimizer=optimizer, version=self.version, calls=self._num_calls
-            )
+            with self._alone("save"):
+                self._refuse_half_written("save")
+                return self._loop.save(
+                    target, step, write, model=self.model, optimizer=optimizer, version=self.version,
+                    calls=self._num_calls,
+                )  # fmt: skip
         if target is None or optimizer is not None:
             raise UsageError(
                 "policy.save has neither a folder nor a step"
@@ -237,8 +251,10 @@ class Policy(ServedModel):
                 else "policy.save has an optimizer, but no step",
                 remedy="policy.save(FOLDER), or policy.save(step=STEP, optimizer=...)",
             )
-        with atomic_folder.write(target, replaceable=lambda _: False, flag="policy.save(FOLDER)") as scratch:
-            write(scratch)
+        with self._alone("save"):
+            self._refuse_half_written("save")
+            with atomic_folder.write(target, replaceable=lambda _: False, flag="policy.save(FOLDER)") as scratch:
+                write(scratch)
         return target
 
     def resume(self, optimizer: torch.optim.Optimizer) -> int:
@@ -252,20 +268,24 @@ class Policy(ServedModel):
             CheckpointError: it has no state of such an optimizer.
         """
         self._refuse_to_write()
-        newest = self._loop.newest()
-        if newest is None:
-            return 0
-        model_folder.check(self.model, newest.folder)
-        load_state(newest, self.model, optimizer)
-        version = newest.progress.weight_version
-        with self._fence(Update(version=version, takeover=True, last_checkpoint=newest.folder)):
-            model_folder.load_into(self.model, newest.folder)
-        self._num_calls = newest.progress.samples_drawn
-        return newest.progress.step
+        with self._alone("resume"):
+            newest = self._loop.newest()
+            if newest is None:
+                return 0
+            model_folder.check(self.model, newest.folder)
+            load_state(newest, self.model, optimizer)
+            version = newest.progress.weight_version
+            update = Update(version=version, takeover=True, last_checkpoint=newest.folder)
+            with self._fence("resume", update):
+                model_folder.load_into(self.model, newest.folder)
+            self._num_calls = newest.progress.samples_drawn
+            return newest.progress.step
 
     def verify(self) -> list[Check]:
         """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL."""
-        return [*verify.proofs([self._attached], self._client, timeout_s=self.sampling.request_timeout_s)]
+        with self._alone("verify"):
+            self._refuse_half_written("verify")  # it would let the server serve them
+            return [*verify.proofs([self._attached], self._client, timeout_s=self.sampling.request_timeout_s)]
 
 
 def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:

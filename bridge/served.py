@@ -1,13 +1,19 @@
 """A live server as a library loop uses it: its lease, its tokenizer, and the completions that it samples.
 
+Threads may share one: calls that change or copy the weights wait for each other, and so do calls of `sample`. Inside
+such a call no other is possible, neither from a hook of an optimizer nor from a callback.
+
 Not covered: the model whose parameters are the server's memory (`policy.py`).
 """
 
+import asyncio
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -16,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from bridge.config import SamplingConfig
 from bridge.core.foreign_code import described
-from bridge.errors import RewardError, UsageError
+from bridge.core.interrupt import taken
+from bridge.errors import AttachError, RewardError, UsageError
 from bridge.passes.packing import Sample
 from bridge.rollouts import problems
 from bridge.rollouts.sampler import Sampler, fitting, seed_of
@@ -27,6 +34,7 @@ from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.endpoint import Endpoint
 from bridge.server.manifest import Manifest
+from bridge.server.protocol import Holder
 from bridge.types import Group, Message, Problem
 from bridge.weights import skeleton
 
@@ -50,6 +58,13 @@ class ServedModel:
         self._num_calls = 0
         """Calls of `sample` that drew their own seed."""
         self._closed = False
+        self._pid = os.getpid()
+        self._turn = threading.Lock()
+        """Held by a call that changes or copies the weights."""
+        self._current: tuple[int, str] | None = None
+        """The thread and the name of that call."""
+        self._failed = ""
+        """What failed inside the fence, which left the server paused; empty: nothing did."""
         self._client = BridgeClient(manifest, timeout_s=self._sampling.request_timeout_s)
         self._vocabulary = Vocabulary.of(self.tokenizer, manifest.model)
         self._sampler = Sampler(self._sampling, vocabulary=self._vocabulary)
@@ -59,6 +74,8 @@ class ServedModel:
             status = self._client.status() if reads_only else fence.when_free(lambda: self._client.take_lease(program))
             status.refuse_torn()
             self.version = status.version
+            if status.holder == Holder.current() and not reads_only:
+                self._failed = "an earlier policy of this process"
         except BaseException:
             self.close()
             raise
@@ -68,20 +85,74 @@ class ServedModel:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
-            if error is None:
+            if error is None and self._pid == os.getpid():
                 self._loop.end()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Return the server to other trainers, and close the connections; a second time does nothing."""
+        """Return the server to other trainers, and close the connections; a second time does nothing.
+
+        A call of another thread that changes the weights is waited for, one of `sample` is cancelled. In a process that
+        was forked from this one, only that process's copies of the connections are closed.
+        """
         if self._closed:
             return
+        if self._pid == os.getpid():
+            with self._alone("close"):
+                self._closed = True
         self._closed = True
         try:
             self._sampler.close()
         finally:
             self._client.close()
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """Let no other call change or copy the weights inside the block; UsageError if `call` is impossible now."""
+        self._refuse_misplaced(call)
+        with taken(self._turn):
+            self._refuse_misplaced(call)
+            self._current = threading.get_ident(), call
+            try:
+                yield
+            finally:
+                self._current = None
+
+    def _refuse_misplaced(self, call: str) -> None:
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"policy.{call}: process {self._pid} made this policy, and process {os.getpid()} was forked from it",
+                remedy=f"call it in process {self._pid}, or attach in this one: bridge.attach(reads_only=True)",
+            )
+        if self._closed:
+            raise UsageError(f"policy.{call}: the policy is closed", remedy="attach again: bridge.attach()")
+        if self._current is not None and self._current[0] == threading.get_ident():
+            raise UsageError(
+                f"policy.{call} was called inside policy.{self._current[1]} of the same policy",
+                remedy=f"call it before or after policy.{self._current[1]}",
+            )
+
+    def _refuse_to_sample(self) -> None:
+        """Raise unless the server may generate for this thread: a request to a paused server would wait for its limit.
+
+        Raises:
+            UsageError: this is inside a call that changes the weights, or the policy is closed or was forked.
+            AttachError: the weights are half-written.
+            ServerUnreachableError: the server does not answer.
+        """
+        self._refuse_misplaced("sample")
+        self._refuse_half_written("sample")
+        self._client.status().refuse_torn()
+
+    def _refuse_half_written(self, call: str) -> None:
+        if self._failed:
+            raise AttachError(
+                f"policy.{call}: an error inside {self._failed} may have left the weights half-written, so they are"
+                " not served",
+                remedy="policy.resume(OPTIMIZER) loads the newest checkpoint of the run_dir; policy.publish(WRITE)"
+                " publishes weights that WRITE has written, all of them",
+            )
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -110,20 +181,27 @@ class ServedModel:
 
         Raises:
             UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, or the server rejects a request, for
-                example because a prompt is too long.
+                example because a prompt is too long; or the call is inside one that changes the weights.
+            AttachError: the weights are half-written.
             RewardError: a prompt cannot be encoded, or a reward is not a finite number.
             ServerUnreachableError: the server does not answer.
         """
         problems.check_prompts(prompts)
         whole: list[Problem] = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in prompts]
         ids = [problems.encode(self.tokenizer, problem, **chat_template_kwargs) for problem in whole]
+        self._refuse_to_sample()
         first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(seed + 1, 0)
         self._num_calls += seed is None
         with self._loop.sampling():
-            sampled = self._sampler.sample(
-                [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=first_seed,
-                are_chat=[not isinstance(problem["prompt"], str) for problem in whole],
-            )  # fmt: skip
+            try:
+                sampled = self._sampler.sample(
+                    [Endpoint(url=self.url)], ids, num_samples=self.sampling.group_size, seed=first_seed,
+                    are_chat=[not isinstance(problem["prompt"], str) for problem in whole],
+                )  # fmt: skip
+            except asyncio.CancelledError:
+                self._refuse_misplaced("sample")  # another thread closed it
+                self._refuse_half_written("sample")  # or failed inside the fence
+                raise
             return [
                 Group(
                     problem=problem,

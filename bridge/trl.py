@@ -198,6 +198,7 @@ class _Rollouts:
             runs = [(prompt, 1) for prompt in prompts]
         ids = [problems.encode(self._tokenizer, {"prompt": prompt}, **self._template) for prompt, _ in runs]
         length = runs[0][1]
+        self._policy._refuse_to_sample()
         with Sampler(self._config, vocabulary=self._vocabulary) as sampler:
             sampled = sampler.sample(
                 [Endpoint(url=self._policy.url)], ids, num_samples=length, seed=seed_of(self._seed, next(self._calls)),

@@ -1,5 +1,7 @@
 """Start, watch and stop child processes; `leash.py` ends them if this process is killed.
 
+A process that was forked from this one stops none of them, even where it leaves the blocks of its parent.
+
 Source: setsid(2): a session's id is not reused while one of its processes lives.
 """
 
@@ -10,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -35,6 +37,12 @@ class Child:
     """Distinguishes it from a later process with the same pid."""
     log: Path
     """Its stdout and stderr."""
+    starter: int = field(default_factory=os.getpid)
+    """The pid of the process that started it."""
+
+    def is_own(self) -> bool:
+        """Return whether this very process started it, and not one that this one was forked from."""
+        return self.starter == os.getpid()
 
     def is_alive(self) -> bool:
         """Return whether it runs, without reaping it."""
@@ -82,6 +90,7 @@ def wait_until(
 
 def stop(*stopped: Child, grace_s: float = 15.0) -> None:
     """Send SIGTERM to children, and kill what is left of their trees after `grace_s`, or at once on a second Ctrl-C."""
+    stopped = tuple(child for child in stopped if child.is_own())
     tree = set[psutil.Process]()
     try:
         tree.update(*map(_tree, stopped))
@@ -104,6 +113,8 @@ def stop(*stopped: Child, grace_s: float = 15.0) -> None:
 
 def kill(child: Child) -> None:
     """Kill the whole tree of `child` at once; `stop` reaps it and waits for the rest."""
+    if not child.is_own():
+        return
     tree = _tree(child)
     _kill(tree - _trackers(tree))
 

@@ -122,6 +122,8 @@ class StartedServer:
     def _stop(self) -> None:
         """Stop the watchdog, then the server, if there is one."""
         server, self._server = self._server, None
+        if server is not None and not server.is_own():  # this process was forked inside the block
+            return
         serves = server is not None and self._is_ready and server.is_alive()
         try:
             self._watchdog.close()

@@ -33,6 +33,7 @@ class EventLoop:
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         """What the thread that waits does next; it looks whether it still has to wait after each of them."""
         self._is_waited_for = False
+        self._waited_for: asyncio.Task[Any] | None = None
         self._limits: dict[asyncio.Timeout, float] = {}
         self._turn = threading.RLock()
         """Held by the thread that runs a coroutine; a call that it makes for the loop may run another one."""
@@ -109,6 +110,12 @@ class EventLoop:
         self._calls.put(act)
         return await asyncio.wrap_future(result)
 
+    def cancel(self) -> None:
+        """Cancel the coroutine that another thread waits for, if there is one: its `run` raises CancelledError."""
+        waited_for = self._waited_for
+        if waited_for is not None and self._pid == os.getpid():
+            self._loop.call_soon_threadsafe(_cancel, waited_for)
+
     @deferred_interrupt()  # half closed, it would lose the tasks that are left
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel everything that is left, then run `last`, and end the thread; a second interrupt ends the wait."""
@@ -148,11 +155,13 @@ class EventLoop:
 
         def begin() -> None:
             self._count_time(True)
-            task.set_result(self._loop.create_task(coroutine))
+            self._waited_for = self._loop.create_task(coroutine)
+            task.set_result(self._waited_for)
             task.result().add_done_callback(end)
 
         def end(_: "asyncio.Task[Any]") -> None:
             self._count_time(False)
+            self._waited_for = None
             self._calls.put(_wake)
 
         if self._thread is None:

@@ -65,6 +65,7 @@ class WorkerProcess:
         path = json.dumps([str(folder) for folder in sys.path])
         command = [sys.executable, "-u", "-P", "-c", PROGRAM, path, *map(str, (*given, os.getpid()))]
         environment = redaction.worker_environment(self._variables) | direct_to_loopback()
+        self._starter = os.getpid()
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=given, process_group=0, env=environment
         )
@@ -147,7 +148,7 @@ class WorkerProcess:
 
     def kill(self) -> list[tuple[str, int]]:
         """End it, with all that it has started, and return its last stack; an idle one gets a grace period."""
-        if self._is_gone():
+        if self._is_gone() or self._starter != os.getpid():  # a process forked from this one leaves it alone
             return []
         try:
             if self._origin is not None and self._limit is None:

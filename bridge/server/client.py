@@ -6,6 +6,8 @@ that a change of its adapters comes from the trainer that holds the lease. Proxy
 """
 
 import functools
+import os
+import secrets
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
@@ -198,13 +200,16 @@ class BridgeClient(VllmClient):
         """Connect for `holder`, by default this process alone."""
         super().__init__(url or manifest.url, token=manifest.token, timeout_s=timeout_s)
         self._holder = holder or Holder.current()
+        self._name = secrets.token_hex(8)
+        """Distinguishes this client from others of the holder."""
+        self._pid = os.getpid()
         self._leased = False
         self._paused_at: int | None = None
         """The version served when this client last paused the server."""
 
     def close(self) -> None:
-        """Return the lease if this client took it, and close the connections."""
-        if self._leased:
+        """Return the lease if this client took it, and close the connections; a forked process closes them alone."""
+        if self._leased and self._pid == os.getpid():
             with suppress(BridgeError):  # a dead server has no lease, and the end of this process frees any other
                 self._control("DELETE", "/bridge/lease", limit_s=min(RETURN_LIMIT_S, self._control_limit_s))
         self._leased = False
@@ -215,7 +220,8 @@ class BridgeClient(VllmClient):
 
     def take_lease(self, run: str) -> Status:
         """Become the only process that updates the server, until `close`; `run` names it in error messages."""
-        status = self._control("POST", "/bridge/lease", protocol.LeaseRequest(holder=self._holder, run=run))
+        body = protocol.LeaseRequest(holder=self._holder, client=self._name, run=run)
+        status = self._control("POST", "/bridge/lease", body)
         self._leased = True
         return status
 
@@ -225,7 +231,9 @@ class BridgeClient(VllmClient):
         `choices` are fields of `PauseRequest`. The server refuses if it does not serve their `version`.
         """
         checkpoint = None if last_checkpoint is None else str(last_checkpoint.absolute())
-        body = protocol.PauseRequest(holder=self._holder, in_flight=in_flight, last_checkpoint=checkpoint, **choices)
+        body = protocol.PauseRequest(
+            holder=self._holder, client=self._name, in_flight=in_flight, last_checkpoint=checkpoint, **choices
+        )
         limit_s = None if in_flight == "wait" else self._control_limit_s
         paused = self._answer("POST", "/bridge/pause", Status, body, limit_s=limit_s)
         self._paused_at = paused.version
@@ -274,7 +282,7 @@ class BridgeClient(VllmClient):
         self._control("DELETE", "/bridge/adapter")
 
     def _control(self, method: str, route: str, body: BaseModel | None = None, limit_s: float | None = None) -> Status:
-        body = body or protocol.HolderRequest(holder=self._holder)
+        body = body or protocol.HolderRequest(holder=self._holder, client=self._name)
         return self._answer(method, route, Status, body, limit_s=limit_s or self._control_limit_s)
 
 

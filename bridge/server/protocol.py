@@ -151,6 +151,8 @@ class HolderRequest(Record):
 
     holder: Holder
     """The caller: who takes or has the lease, or pauses or paused the server."""
+    client: str = ""
+    """Which client of the holder calls: one process may have several, such as two policies; empty: it has one."""
 
 
 class LeaseRequest(HolderRequest):

@@ -122,13 +122,13 @@ async def _status(fence: Fence) -> Status:
 
 @router.post("/lease")
 async def _take_lease(body: protocol.LeaseRequest, fence: Fence) -> Status:
-    fence.take_lease(body.holder, body.run)
+    fence.take_lease(body.holder, body.run, body.client)
     return fence.status()
 
 
 @router.delete("/lease")
 async def _release_lease(body: HolderRequest, fence: Fence) -> Status:
-    fence.release_lease(body.holder)
+    fence.release_lease(body.holder, body.client)
     return fence.status()
 
 

@@ -71,6 +71,10 @@ class ServerFence:
         """What the last writer wrote."""
         self.last_checkpoint: str | None = None
         self._lease: Lease | None = None
+        self._takers = set[str]()
+        """Clients of the lease's holder that have taken it and not returned it."""
+        self._client = ""
+        """Which client of `holder` paused last; empty once it has closed."""
         self._engine = engine
         self._exported = exported
         self._makes_fp8 = any(shard.quantized for shard in exported.shards)
@@ -112,16 +116,24 @@ class ServerFence:
             lease=self.lease,
         )
 
-    def take_lease(self, holder: Holder, run: str) -> None:
-        """Let only `holder` write until it returns the lease or dies."""
+    def take_lease(self, holder: Holder, run: str, client: str = "") -> None:
+        """Let only `holder` write until each of its clients that took the lease has returned it, or it dies."""
         self.refuse_without_lease(holder)
         self._refuse_busy(holder)
         _refuse_unseen(holder)
+        if self.lease is None:
+            self._takers.clear()
+        self._takers.add(client)
         self._lease = Lease(holder=holder, run=run)
 
-    def release_lease(self, holder: Holder) -> None:
-        """Free the lease of `holder`, unless it holds the fence: then the lease ends with that process."""
-        if self.holder != holder and self._lease and self._lease.holder == holder:
+    def release_lease(self, holder: Holder, client: str = "") -> None:
+        """Return a client's lease; one that is inside the fence leaves it to the holder, and the lease with it."""
+        if not self._lease or self._lease.holder != holder:
+            return
+        self._takers.discard(client)
+        if self.holder == holder:
+            self._client = "" if self._client == client else self._client
+        elif not self._takers:
             self._lease = None
 
     def refuse_without_lease(self, holder: Holder) -> None:
@@ -138,6 +150,7 @@ class ServerFence:
         """
         async with self._lock:
             self._after_pause(request)
+            self._refuse_other_client(request)
             self._refuse_other_version(request.version)
             if request.sleep and not self._capabilities.can_sleep:
                 raise AttachError(
@@ -154,6 +167,7 @@ class ServerFence:
             self._published = None  # a late repetition of a publication must not end this pause
             has_weights = self.writes == "weights" and self._phase in {Phase.WRITING, Phase.REWRITING}
             self.enter(phase, request.holder)
+            self._client = request.client
             if request.writes == "weights" or (request.writes == "adapter" and not has_weights):
                 kept = self.last_checkpoint if request.writes == self.writes else None
                 self.last_checkpoint = request.last_checkpoint or kept
@@ -279,6 +293,14 @@ class ServerFence:
             raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")
         if not holder.none_alive():  # one of its processes may have died while it wrote
             self.status().refuse_torn()
+
+    def _refuse_other_client(self, request: PauseRequest) -> None:
+        """Refuse to let a process into the fence twice; a client may repeat its own pause."""
+        if self.holder == request.holder and self._client not in ("", request.client):
+            raise AttachError(
+                f"another policy of process {request.holder.pid} holds the fence, or failed inside it",
+                remedy="let one policy update a server; after an error inside the fence, close that policy first",
+            )
 
     def _refuse_other_version(self, expected: int | None) -> None:
         if expected not in (None, self.version):

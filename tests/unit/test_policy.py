@@ -35,6 +35,9 @@ class FenceClient(BridgeClient):
         self.calls: list[str] = []
         self._version = 0
 
+    def status(self) -> Status:
+        return Status.model_construct(version=self._version, state="serving")
+
     def take_lease(self, run: str) -> Status:
         return self._called("lease")
 
@@ -47,7 +50,7 @@ class FenceClient(BridgeClient):
 
     def _called(self, name: str) -> Status:
         self.calls.append(name)
-        return Status.model_construct(version=self._version, state="serving")
+        return self.status()
 
 
 @pytest.fixture

@@ -54,14 +54,15 @@ def test_each_call_sends_its_route_token_and_holder() -> None:
     ]  # fmt: skip
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer secret"}
     holder, element = ME.model_dump(mode="json"), {"parameter": "w", "index": 3, "part": 0}
+    own = {"holder": holder, "client": client._name}
     pause = {
-        "holder": holder, "version": None, "in_flight": "keep", "last_checkpoint": None, "writes": "weights",
+        **own, "version": None, "in_flight": "keep", "last_checkpoint": None, "writes": "weights",
         "takeover": False, "sleep": False, "keep_kv": False,
     }  # fmt: skip
-    publish, resume = {"holder": holder, "after": 7, "version": None}, {"holder": holder}
+    publish = {"holder": holder, "client": "", "after": 7, "version": None}
     assert [request.body for request in server.requests] == [
-        None, pause, publish, resume,
-        None, {"elements": [element]}, {"holder": holder, "elements": [element], "values": [1.0]},
+        None, pause, publish, own,
+        None, {"elements": [element]}, {"holder": holder, "client": "", "elements": [element], "values": [1.0]},
     ]  # fmt: skip
     assert answers == [Status.model_validate(STATUS)] * 4 + [{"w": "0f"}, (1.5,), None]
 
@@ -219,10 +220,10 @@ def test_only_the_connections_own_lease_is_returned() -> None:
         for run in ("runs/first", None):
             with BridgeClient(manifest(url=server.url), timeout_s=20) as client:
                 if run:
+                    own = {"holder": ME.model_dump(mode="json"), "client": client._name}
                     assert client.take_lease(run).version == 7
-    holder = {"holder": ME.model_dump(mode="json")}
     assert [(request.method, request.path, request.body) for request in server.requests] == [
-        ("POST", "/bridge/lease", {**holder, "run": "runs/first"}), ("DELETE", "/bridge/lease", holder)
+        ("POST", "/bridge/lease", {**own, "run": "runs/first"}), ("DELETE", "/bridge/lease", own)
     ]  # fmt: skip
 
 

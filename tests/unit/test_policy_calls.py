@@ -1,0 +1,305 @@
+"""Calls of one policy from threads, inside one another, after an error, and in processes that were forked.
+
+Not covered: a real server (`tests/cpu/test_library.py`).
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+import bridge
+from bridge.core.address import free_port
+from bridge.errors import AttachError, BridgeError
+from bridge.processes import children
+from bridge.server.client import BridgeClient
+from bridge.server.fence import frozen
+from tests.models import tiny
+from tests.unit import patched_server
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("policy_calls")]
+SAMPLING = bridge.SamplingConfig(group_size=2, max_new_tokens=4, request_timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The manifest of a patched server without vLLM."""
+    folder = tmp_path_factory.mktemp("server")
+    tiny.write(tiny.llama(), folder / "model")
+    with patched_server.served(folder / "model", folder, port=free_port("127.0.0.1")) as server:
+        yield server.path
+
+
+@pytest.fixture
+def policy(path: Path, tmp_path: Path) -> Iterator[bridge.Policy]:
+    with closing(bridge.attach(path, sampling=SAMPLING, run_dir=tmp_path / "run")) as made:
+        yield made
+        if made._failed and not made._closed:
+            made.publish(lambda: None)
+
+
+def optimizer(policy: bridge.Policy) -> torch.optim.Optimizer:
+    made = torch.optim.SGD([*policy.parameters()], lr=0.1)
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    return made
+
+
+CALLS: dict[str, Callable[[bridge.Policy, Path], object]] = {
+    "sample": lambda policy, _: policy.sample(["2+2="]),
+    "update": lambda policy, _: policy.update(optimizer(policy)),
+    "publish": lambda policy, _: policy.publish(lambda: None),
+    "resume": lambda policy, _: policy.resume(optimizer(policy)),
+    "verify": lambda policy, _: policy.verify(),
+    "save": lambda policy, folder: policy.save(folder / "saved"),
+    "close": lambda policy, _: policy.close(),
+}
+"""Every call that asks the server or reads all weights."""
+
+
+def outcome(call: str, policy: bridge.Policy, folder: Path) -> str:
+    try:
+        CALLS[call](policy, folder)
+    except BridgeError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return "works"
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("outer", ["publish", "update"])
+def test_a_call_inside_another_is_refused_at_once(policy: bridge.Policy, tmp_path: Path, call: str, outer: str) -> None:
+    found, version = list[str](), policy.version
+
+    def write(*_: object) -> None:
+        found.append(outcome(call, policy, tmp_path))
+        assert policy._client.status().state == "paused"
+
+    if outer == "publish":
+        policy.publish(write)
+    else:
+        stepped = optimizer(policy)
+        stepped.register_step_pre_hook(write)
+        policy.update(stepped)
+    assert found == [f"UsageError: policy.{call} was called inside policy.{outer} of the same policy"]
+    assert policy.version == policy._client.status().version == version + 1
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_after_an_error_inside_the_fence_nothing_waits(
+    policy: bridge.Policy, path: Path, tmp_path: Path, call: str
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        policy.publish(fail)
+    refused = f"AttachError: policy.{call}: an error inside policy.publish may have left the weights half-written"
+    found = outcome(call, policy, tmp_path)
+    if call in {"publish", "resume", "close"}:  # without a checkpoint there is nothing to resume
+        assert found == "works"
+    else:
+        assert found.startswith(refused)
+    state = {"publish": "serving"}.get(call, "paused")
+    with bridge.attach(path, sampling=SAMPLING) as other:
+        assert other._client.status().state == state
+        if state == "paused" and call == "close":
+            with pytest.raises(AttachError, match="an error inside an earlier policy of this process may have left"):
+                other.sample(["2+2="])
+            other.publish(lambda: None)
+            assert len(other.sample(["2+2="])) == 1
+
+
+def test_two_policies_of_a_process_do_not_share_the_fence(policy: bridge.Policy, path: Path) -> None:
+    with bridge.attach(path, sampling=SAMPLING) as other:
+        refused = "another policy of process [0-9]+ holds the fence"
+
+        def write() -> None:
+            with pytest.raises(AttachError, match=refused):
+                other.publish(lambda: None)
+            with pytest.raises(AttachError, match=refused):
+                other.verify()
+            assert policy._client.status().state == "paused"
+
+        policy.publish(write)
+    assert policy._client.status().lease is not None, "the first one has it still"
+    policy.publish(lambda: None)
+    policy.close()
+    with bridge.attach(path, reads_only=True) as looking:
+        assert looking._client.status().lease is None
+
+
+@pytest.mark.parametrize("call", sorted({*CALLS} - {"close"}))
+def test_a_closed_policy_refuses_every_call(policy: bridge.Policy, tmp_path: Path, call: str) -> None:
+    policy.close()
+    assert outcome(call, policy, tmp_path) == f"UsageError: policy.{call}: the policy is closed"
+
+
+def in_fork(act: Callable[[], object]) -> int:
+    """Return the exit status of a fork of this process that does `act` and leaves its blocks."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        code = 1
+        try:
+            act()
+            code = 0
+        except BaseException:  # noqa: BLE001  nothing of pytest may run here
+            traceback.print_exc()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("call", sorted({*CALLS} - {"close"}))
+def test_a_forked_process_is_refused(policy: bridge.Policy, tmp_path: Path, call: str) -> None:
+    policy.sample(["2+2="])
+    parent = os.getpid()
+
+    def act() -> None:
+        expected = f"UsageError: policy.{call}: process {parent} made this policy, and process {os.getpid()} was forked"
+        assert outcome(call, policy, tmp_path).startswith(expected)
+
+    assert in_fork(act) == 0
+
+
+def test_a_forked_process_that_leaves_the_blocks_ends_nothing(path: Path, tmp_path: Path) -> None:
+    """As `sys.exit()` in it does: the server, the lease and the run directory stay its parent's."""
+    log = tmp_path / "log"
+    child = children.start([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, log)
+    with bridge.attach(path, sampling=SAMPLING, run_dir=tmp_path / "run") as policy:
+        policy.sample(["2+2="])
+
+        def leave() -> None:
+            with suppress(SystemExit), policy:
+                sys.exit()
+            with policy:
+                pass
+            children.kill(child)
+            children.stop(child)
+
+        assert in_fork(leave) == 0
+        assert child.is_alive()
+        assert policy._client.status().lease is not None
+        assert len(policy.sample(["2+2="])) == 1
+        policy.publish(lambda: None)
+    children.stop(child)
+    assert not child.is_alive()
+
+
+def in_threads(count: int, act: Callable[[int], object]) -> list[BaseException]:
+    errors = list[BaseException]()
+
+    def run(index: int) -> None:
+        try:
+            act(index)
+        except BaseException as error:  # noqa: BLE001  compared below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+def test_threads_that_publish_wait_for_each_other(policy: bridge.Policy) -> None:
+    versions, states, first = list[int](), list[str](), policy.version
+
+    def publish(_: int) -> None:
+        for _ in range(3):
+
+            def write() -> None:
+                states.append(policy._client.status().state)
+                time.sleep(0.05)
+                states.append(policy._client.status().state)
+
+            versions.append(policy.publish(write).version)
+
+    assert in_threads(3, publish) == []
+    assert set(states) == {"paused"}
+    assert sorted(versions) == list(range(first + 1, first + 10))
+
+
+def test_threads_may_sample_beside_each_other_and_an_update(policy: bridge.Policy) -> None:
+    groups = list[int]()
+
+    def act(index: int) -> None:
+        for _ in range(3):
+            if index == 0:
+                policy.update(optimizer(policy))
+            else:
+                groups.append(len(policy.sample([f"say {index}:", "2+2="])))
+
+    assert in_threads(6, act) == []
+    assert groups == [2] * 15
+
+
+def test_a_sample_whose_thread_was_given_up_is_waited_for(policy: bridge.Policy) -> None:
+    async def cancelled() -> int:
+        task = asyncio.create_task(asyncio.to_thread(policy.sample, ["long " * 4]))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return len(await asyncio.to_thread(policy.sample, ["2+2="]))
+
+    assert asyncio.run(cancelled()) == 1
+
+
+def test_a_sample_ends_when_another_thread_fails_inside_the_fence(policy: bridge.Policy) -> None:
+    paused = threading.Event()
+
+    def act(index: int) -> None:
+        def fail() -> None:
+            paused.set()
+            time.sleep(1.0)
+            raise ZeroDivisionError
+
+        if index == 0:
+            policy.publish(fail)
+        paused.wait()
+        policy.sample(["2+2="])
+
+    refused, failed = sorted(in_threads(2, act), key=lambda error: type(error).__name__)
+    assert isinstance(failed, ZeroDivisionError)
+    assert str(refused).startswith("policy.sample: an error inside policy.publish may have left")
+
+
+def test_a_sample_ends_when_another_thread_closes_the_policy(policy: bridge.Policy) -> None:
+    def act(index: int) -> None:
+        if index == 0:
+            policy.sample(["2+2="])
+        time.sleep(0.5)
+        policy.close()
+
+    with BridgeClient(policy._manifest, timeout_s=60) as reader, frozen(reader):
+        (refused,) = in_threads(2, act)
+    assert str(refused).startswith("policy.sample: the policy is closed")
+
+
+def test_ctrl_c_ends_the_wait_for_another_thread(policy: bridge.Policy) -> None:
+    paused, may_end = threading.Event(), threading.Event()
+
+    def write() -> None:
+        paused.set()
+        may_end.wait(60)
+
+    thread = threading.Thread(target=policy.publish, args=(write,))
+    thread.start()
+    paused.wait()
+    threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        policy.update(optimizer(policy))
+    may_end.set()
+    thread.join()
+    policy.update(optimizer(policy))
