@@ -136,6 +136,16 @@ REFUSED = (
         "transformers from 5.18 on, or `partial_rotary_factor` beside it, as in the proof",
     ),
     (
+        "a family that transformers does not have, but code that comes with the model",
+        "Bridge runs no such code; with `--trust-remote-code` both sides still build transformers' own class",
+        "a family that transformers has",
+    ),
+    (
+        "tied by its configuration, with another head in its files",
+        "vLLM 0.26 drops the head, vLLM 0.32 and transformers 5 use it",
+        '`"tie_word_embeddings": false` in its `config.json`',
+    ),
+    (
         "an adapter of the head (`--lora-target-modules lm_head`), or a head wrapped in a loop of your own",
         "log-probabilities are computed from the head's weight alone",
         "leave the head out",

@@ -318,6 +318,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:
         ids = GenerationConfig.from_pretrained(model_name).eos_token_id
     except Exception:  # noqa: BLE001  it has none, or one that is refused elsewhere
         with suppress(Exception):  # a configuration that only code of its own can read
-            ids = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_name)).eos_token_id  # as vLLM
+            config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+            ids = GenerationConfig.from_model_config(config).eos_token_id  # as vLLM
     stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
     return {token for token in stops if token is not None}

@@ -73,7 +73,7 @@ class Prompts:
 
     @cached_property
     def _config(self) -> Any:
-        config = AutoConfig.from_pretrained(self._model_name)
+        config = AutoConfig.from_pretrained(self._model_name, trust_remote_code=False)
         if not hasattr(config, "vision_config"):
             raise UnsupportedModelError(
                 f"{self._model_name} is a {config.model_type}, which has no vision model, and a prompt has images",
@@ -94,7 +94,7 @@ class Prompts:
     @cached_property
     def _processor(self) -> Any:
         try:
-            return AutoProcessor.from_pretrained(self._model_name)
+            return AutoProcessor.from_pretrained(self._model_name, trust_remote_code=False)
         except Exception as error:  # what is raised depends on the model, and on optional libraries
             raise UsageError(
                 f"the image processor of {self._model_name} cannot be loaded: {with_class(error)}",

@@ -240,7 +240,7 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
 
 def _refuse_quantized(base: str) -> None:
     try:
-        quantized = getattr(AutoConfig.from_pretrained(base), "quantization_config", None)
+        quantized = getattr(AutoConfig.from_pretrained(base, trust_remote_code=False), "quantization_config", None)
     except Exception:  # noqa: BLE001 - loading the model says what it is
         return
     if quantized:

@@ -77,7 +77,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _checked_dtype(model: str, dtype: torch.dtype | None) -> torch.dtype:
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     refuse_several_parts(model, config)
     chosen: torch.dtype = dtype or config.dtype or torch.float32
     name = str(chosen).removeprefix("torch.")
@@ -118,7 +118,9 @@ def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
     loaded: PreTrainedModel
     try:
         with no_progress_bar():
-            loaded, report = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            )
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -3,6 +3,9 @@
 Server and trainer build it by the same function, so that both mean the same parameters. The model itself makes its
 buffers: RoPE scaling of every kind stays what its author wrote. A buffer that its files hold, such as the bias of a
 router, comes from the server like a parameter, and is one here, without a gradient.
+
+Code that comes with a model is never run: transformers' own classes are built on both sides, also where vLLM gets
+`--trust-remote-code`. A family that only such code has is refused.
 """
 
 import inspect
@@ -10,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -35,11 +40,12 @@ MISBUILT = (
 """Raised by transformers if its classes cannot be built from a configuration."""
 
 
-def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def build(model: str, dtype: torch.dtype) -> PreTrainedModel:
     """Return `model` with every parameter on the meta device, of which its language model's require gradients."""
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, *MISBUILT) as error:
+        _refuse_unknown_family(model)
         raise UsageError(
             f"no usable model at {model!r}: {first_line(error)}",
             remedy="name a folder with a config.json, or a model on the hub",
@@ -51,9 +57,7 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
         )
     try:
         with init_empty_weights(include_buffers=False):
-            skeleton: PreTrainedModel = auto_class(config).from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            skeleton: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     except MISBUILT as error:
         raise UnsupportedModelError(
             f"{model} is not a language model of transformers: {first_line(error)}", remedy=OTHER_MODES
@@ -71,6 +75,24 @@ def build(model: str, dtype: torch.dtype, *, trust_remote_code: bool = False) ->
     for name, buffer in stored_buffers(skeleton).items():
         hold(skeleton, name, buffer.to("meta"))
     return skeleton
+
+
+def _refuse_unknown_family(model: str) -> None:
+    """Refuse a model of which transformers has no classes, also if code that comes with it has some."""
+    try:
+        document, _ = PretrainedConfig.get_config_dict(model)
+    except (OSError, *MISBUILT):
+        return  # there is no configuration
+    family = document.get("model_type")
+    if not isinstance(family, str) or family in CONFIG_MAPPING:
+        return
+    version = transformers.__version__
+    only_code = ": only code that comes with it does, and Bridge runs none of that" if "auto_map" in document else ""
+    raise UnsupportedModelError(
+        f"{model} is of family {family}, which transformers {version} does not have{only_code}",
+        remedy="train a model of a family that transformers has, such as those in docs/families.md, or upgrade"
+        " transformers",
+    )
 
 
 def hold(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -107,7 +129,7 @@ def shapes(skeleton: PreTrainedModel) -> dict[str, Shape]:
 def tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Load `model`'s tokenizer; UsageError if it has none."""
     try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # what is raised depends on the tokenizer, and on optional libraries
         raise UsageError(
             f"{model!r} has no usable tokenizer: {first_line(error) or type(error).__name__}",
@@ -119,7 +141,7 @@ def tokenizer(model: str) -> PreTrainedTokenizerBase:
 def num_embeddings(model: str) -> int | None:
     """Return how many tokens the embedding of `model` has rows for, by its configuration; None: it says nothing."""
     try:
-        size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+        size = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config().vocab_size
     except (OSError, *MISBUILT):
         return None
     return size if isinstance(size, int) else None

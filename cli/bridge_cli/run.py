@@ -131,7 +131,7 @@ class FirstRank:
         train, self.directory, checkpoint = open_run(job.chosen, job.environment)
         longest = job.serve.max_model_len or model_checks.longest_sequence(model_checks.read(job.serve.model))
         train = fit_completions(train, longest, console.note)
-        if train.mode == "lora_only" and "--trust-remote-code" not in job.vllm_flags:
+        if train.mode == "lora_only":
             _check_adapter(train.model_name, train.lora)
         self.command = prepare(
             job.serve, job.vllm_flags, shares_weights=train.needs_patched_server, trainer=train, output=console

@@ -164,7 +164,7 @@ def watched(load: Callable[[], nn.Module], loader: Any, config: Any) -> nn.Modul
     empty: list[PreTrainedModel] = []
     """Transformers' model without values, until its parameters have been followed."""
     with record.refusing():  # built first, because vLLM may change transformers' classes
-        empty.append(skeleton.build(config.model, config.dtype, trust_remote_code=config.trust_remote_code))
+        empty.append(skeleton.build(config.model, config.dtype))
         record.expected = skeleton.shapes(empty[0])
         record.tied = frozenset(first for name, first in first_names(empty[0]).items() if name != first)
 

@@ -1,12 +1,22 @@
 """The trainer's model without its weights: what comes from the server, and what is trained."""
 
+import ast
+import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
-from transformers import Glm4MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaForCausalLM
 
-from bridge.weights import skeleton
+from bridge.checks import model as model_checks
+from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.processes import start_checks
+from bridge.weights import loaded, skeleton
+from tests.models import tiny
 from tests.models.families import EXPERTS, SMALL
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_buffer_of_the_files_comes_from_the_server_and_is_not_trained(tmp_path: Path) -> None:
@@ -21,3 +31,66 @@ def test_a_buffer_of_the_files_comes_from_the_server_and_is_not_trained(tmp_path
     assert not bias.requires_grad
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in skeleton.shapes(model)
     assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def with_code(folder: Path, *, family: str) -> str:
+    """Write a model that comes with code, which fails as code written for transformers 4 does."""
+    model = AutoModelForCausalLM.from_config(tiny.llama())
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": family}))
+    (folder / "own.py").write_text("from transformers.utils import is_torch_fx_available\n")
+    tokenizer = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return str(folder)
+
+
+@pytest.fixture
+def _nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object) -> str:
+        raise AssertionError("transformers asks whether to run the code that comes with a model")
+
+    monkeypatch.setattr("builtins.input", asked)
+
+
+@pytest.mark.usefixtures("_nobody_answers")
+def test_a_family_of_transformers_is_built_without_the_code_beside_it(tmp_path: Path) -> None:
+    model = with_code(tmp_path, family="llama")
+    assert type(skeleton.build(model, torch.bfloat16)) is LlamaForCausalLM
+    assert type(loaded.load(model, device="cpu").model) is LlamaForCausalLM
+    start_checks.check_model(model)
+
+
+@pytest.mark.usefixtures("_nobody_answers")
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_a_family_that_only_its_code_has_is_refused_alike(tmp_path: Path, shares_weights: bool) -> None:
+    model = with_code(tmp_path, family="own_llama")
+    words = "is of family own_llama, which transformers .* does not have: only code that comes with it"
+    refusals: list[Callable[[], object]] = [
+        lambda: skeleton.build(model, torch.bfloat16),
+        lambda: loaded.load(model, device="cpu"),
+        lambda: start_checks.check_model(model, shares_weights=shares_weights),
+    ]
+    for refused in refusals:
+        with pytest.raises(UnsupportedModelError, match=words):
+            refused()
+    checks = list(model_checks.modes(model, model_checks.read(model)))
+    assert [check.status for check in checks] == ["FAIL"] * 3
+    with pytest.raises(BridgeError):
+        skeleton.tokenizer(model)
+
+
+def test_nothing_that_is_loaded_asks_to_run_code() -> None:
+    """Without the argument, transformers asks on a terminal, and waits."""
+    packages = ("bridge", "cli", "environments", "patches")
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    calls = [
+        (path.name, node)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Auto")
+        if ast.unparse(node.func).endswith(".from_pretrained")
+    ]
+    assert len(calls) > 5
+    assert not [name for name, call in calls if "trust_remote_code=False" not in ast.unparse(call)]
