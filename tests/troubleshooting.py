@@ -141,6 +141,8 @@ def model_findings() -> Findings:
     ):
         with mock.patch.object(model, "unbuildable", return_value=[]):
             yield next(check for check in model.modes("MODEL", config) if check.status != "PASS")
+    with tempfile.TemporaryDirectory() as folder:
+        yield from model.saving(folder)
     tokens = child.Tokens(
         num_tokens=151_669, num_embeddings=151_665, beyond="", chat_is_beyond=False, has_template=True,
         end_of_turn="<|im_end|>", end_id=151_645, stops_there=True,

@@ -11,15 +11,16 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
 from bridge.agents.tool_calls import FORMATS, THOUGHT_ENDS, Call, parsed, part_with_calls
-from bridge.core.foreign_code import reason_of, shortened
+from bridge.core.foreign_code import described, reason_of, shortened
 from bridge.errors import UsageError
-from bridge.rollouts.chat_template import end_of_turn, stop_ids
+from bridge.rollouts.chat_template import end_of_turn, lost, stop_ids
 
 THOUGHT = f"<think>\nI see.\n{THOUGHT_ENDS}"
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
@@ -108,7 +109,9 @@ class Conversation:
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens of a conversation up to the start of the model's turn; UsageError as `tokens_between`."""
-        return tuple(self._tokenizer(self._rendered(messages, is_open=True), add_special_tokens=False)["input_ids"])
+        text = self._rendered(messages, is_open=True)
+        self._refuse_lost(messages)
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def tokens_following(
         self, history: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]], last: int
@@ -124,6 +127,8 @@ class Conversation:
         is_kept = turn_text.lstrip().startswith(thought) or THOUGHT not in history[-1]["content"]
         if not whole.startswith(before) or not end or not is_kept:
             return None
+        if any(message["content"].strip() not in behind for message in added):  # most come out word by word
+            self._refuse_lost([*history, *added])
         added_ids = self._encoded(behind)
         together = self._tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
         is_cut_alike = added_ids[0] == self._end_id and tuple(together[-len(added_ids) :]) == added_ids
@@ -223,6 +228,17 @@ class Conversation:
                 "use a model trained with tools",
             )
         return encodable(text)
+
+    def _refuse_lost(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a conversation with a message that the template drops; earlier turns of the model are its own."""
+        known = [dict(message) for message in messages]
+        missing = lost(partial(self._rendered, is_open=True), known)
+        for message in (known[index] for index in missing if known[index]["role"] != "assistant"):
+            self._refuse(
+                f"drops the message of the role {message['role']}, of which the model would not see"
+                f" {described(message['content'])}",
+                "send it as a message of the user, or use a model whose template renders it",
+            )
 
     def _refuse_difference(self, rendered: str, expected: str) -> NoReturn:
         index = len(os.path.commonprefix([rendered, expected]))  # noqa: RUF071  the first difference

@@ -25,8 +25,8 @@ COUNTABLE = frozenset({
 """Values of a language model's `model_type` whose layers consist of attention or gated delta rules, and of gated
 feed-forward parts, dense or of experts."""
 RESIZE = (
-    "add their rows, and save the model: model.resize_token_embeddings(len(tokenizer)); or use the tokenizer that"
-    " the model came with"
+    "the tokenizer's vocabulary is larger than the model's embedding: add its rows, and save the model, by"
+    " model.resize_token_embeddings(len(tokenizer)); or use the tokenizer that the model came with"
 )
 """What to do about tokens without an embedding."""
 SEEING = frozenset({"mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl"})

@@ -233,6 +233,16 @@ def test_what_ends_a_completion_is_what_the_server_takes(policy: bridge.Policy) 
     assert policy.model.generation_config.eos_token_id == [2, 77]
 
 
+def test_a_completion_may_end_at_the_end_of_a_turn(policy: bridge.Policy) -> None:
+    """As in base models, whose chat template alone knows the token."""
+    GenerationConfig(eos_token_id=2).save_pretrained(policy.tokenizer.name_or_path)
+    end = policy.tokenizer.convert_ids_to_tokens(7)
+    policy.tokenizer.add_tokens([end])
+    policy.tokenizer.chat_template = "{% for message in messages %}{{ message.content + '" + end + "' }}{% endfor %}"
+    bridge.for_trl(policy, choices())
+    assert policy.model.generation_config.eos_token_id == [2, 7]
+
+
 @pytest.mark.parametrize(
     ("changed", "prompt", "words"),
     [

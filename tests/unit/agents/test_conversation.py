@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig, PretrainedConfig, Qwen2Config, Qwen3_5Config
 
-from bridge.agents import tool_calls
+from bridge.agents import conversation, tool_calls
 from bridge.agents.conversation import Conversation
 from bridge.agents.tool_calls import Call
 from bridge.errors import UsageError
@@ -160,6 +160,35 @@ def test_a_turn_may_end_at_a_token_that_is_no_eos(tmp_path: Path) -> None:
     assert (text, call.name) == ("I add.\n", CALL.name)
     added = ours.tokens_between([CALL], [CALL.answered("19")], ids[-1])
     assert tokenizer.decode(added) == BETWEEN["qwen2_5"], "the end that was sampled is not repeated"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("gptoss", {"role": "system", "content": "Be brief."}), ("phi3", {"role": "tool", "content": "A cat."})],
+)
+def test_a_message_of_an_agent_that_is_dropped_is_refused(tmp_path: Path, name: str, message: dict[str, str]) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    tokenizer.chat_template = chat.template(name)
+    tokenizer.add_tokens(["<|return|>", "<|end|>"], special_tokens=True)
+    ours = Conversation(tokenizer, str(tmp_path), answers=None)
+    user, turn = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "I see."}
+    assert ours.prompt([user, turn, user])
+    words = f"drops the message of the role {message['role']}, of which the model would not see '{message['content']}'"
+    with pytest.raises(UsageError, match=words):
+        ours.prompt([user, turn, message, user])
+    if name == "phi3":
+        with pytest.raises(UsageError, match=words):
+            ours.tokens_following([user, turn], [message, user], 5)
+    else:  # its earlier turns change: the next sequence begins with a prompt
+        assert ours.tokens_following([user, turn], [message, user], 5) is None
+
+
+def test_an_answer_that_the_template_escapes_is_not_lost(tmp_path: Path) -> None:
+    ours = made(tmp_path, "llama3_1", answers=None)
+    call = conversation.placeholder_turn([CALL])
+    added = ours.tokens_following([{"role": "user", "content": "12+7?"}, call], [CALL.answered('"a"\n')], 5)
+    assert added is not None
+    assert '\\"a\\"' in chat.tokenizer(tmp_path, "llama3_1").decode(added)
 
 
 def test_a_turn_that_ends_with_several_tokens_is_refused(tmp_path: Path) -> None:

@@ -146,6 +146,25 @@ def test_trainer_is_fed_until_it_has_its_batches(model: Path) -> None:
     assert fed.last.reward_mean == 2.0
 
 
+class SomeUnusable(Lengths):
+    problems = ({"prompt": "ab"}, {"prompt": [{"role": "user", "content": "c"}]}, {"prompt": "efg"})
+
+
+class NoneUsable(Lengths):
+    problems = ({"prompt": [{"role": "user", "content": "c"}]},)
+
+
+def test_a_prompt_that_cannot_be_encoded_is_left_out(model: Path) -> None:
+    api = FakeApi(num_steps=3)
+    fed = Fed(model, api, SomeUnusable)
+    assert fed.last.step == 3
+    assert fed.last.unscored >= 1
+    (line,) = [note for note in fed.notes if "left out" in note]
+    assert "the prompt cannot be used: the environment's prompts are chat messages" in line
+    with pytest.raises(RewardError, match="problems in a row cannot be used"):
+        Fed(model, FakeApi(), NoneUsable)
+
+
 def test_several_servers_take_turns(model: Path) -> None:
     with serving(openai_server.openai()) as one, serving(openai_server.openai()) as other:
         Fed(model, FakeApi(num_steps=3), server_url=f"{one.url}, {other.url}/")
