@@ -128,6 +128,9 @@ $(INSTALLED): pyproject.toml
 	fi
 	say "vLLM, Bridge and the development tools (about 1 GB, a minute or two)"
 	log $$pip install --editable '.[$(EXTRA),dev]' || fail "the packages could not be installed"
+	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	cp cli/bridge_editable.py "$$packages"
+	echo 'import bridge_editable; bridge_editable.install()' > "$$packages/bridge_editable.pth"
 	if ! log $(BIN)/python -c 'import torchvision'; then
 		say "torchvision is broken beside this torch, and text models need none: removing it"
 		log $$pip uninstall --yes torchvision torchaudio torchcodec || fail "a broken torchvision could not be removed"

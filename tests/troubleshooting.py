@@ -57,6 +57,7 @@ def software_findings() -> Findings:
     broken = CPU_FACTS.model_copy(update={"imports": {"torchvision": "RuntimeError: operator torchvision::nms"}})
     loads = CPU_FACTS.model_copy(update={"imports": {"torchvision": None}})
     yield software.operating_system("darwin")
+    yield software.packages_complete(["httpx>=0.27", "rich>=13"], {"rich": "12.0"}.get)
     yield software.python_version((3, 10))
     yield software.python_version((3, 14))
     yield software.torch_build(no_torch, "cuda")

@@ -18,7 +18,7 @@ from bridge import errors
 from bridge.checks import Check, failed, judged, passed, skipped, warned
 from bridge.checks.child import Tokens, run_child
 from bridge.core import json_lines, paths
-from bridge.core.hub import CONFIG_NAME
+from bridge.core.paths import CONFIG_NAME
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, RESIZE, SEEING, folder_of, is_tied, layer_types, own_head
 from bridge.weights import model_files

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shlex
 import sys
+import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -56,6 +57,33 @@ def python_version(version: tuple[int, int]) -> Check:
     if version > TESTED_PYTHON[-1]:
         return warned("Python", found, f"{expected}: newer ones are not tested", remedy)
     return judged("Python", version >= TESTED_PYTHON[0], found, expected, remedy)
+
+
+def packages_complete(requires: Sequence[str], versions: Callable[[str], str | None]) -> Check:
+    """Check that every package that Bridge `requires`, by its metadata, is installed in a version that fits."""
+    from packaging.requirements import Requirement
+
+    needed = [needs for text in requires if (needs := Requirement(text)).marker is None]  # others are optional
+    found = {needs: versions(needs.name) for needs in needed}
+    missing = [needs.name for needs, version in found.items() if version is None]
+    old = [
+        f"{needs.name} {version}"
+        for needs, version in found.items()
+        if version is not None and not needs.specifier.contains(version, prereleases=True)
+    ]
+    faults = [f"{', '.join(missing)} not installed"] * bool(missing) + [f"{', '.join(old)} does not fit"] * bool(old)
+    return judged(
+        "Packages", not faults, "; ".join(faults) or f"all {len(needed)} are installed", "all that Bridge needs",
+        "pip install --upgrade bridge-rl, or in a clone: make setup",
+    )  # fmt: skip
+
+
+def our_requirements() -> list[str]:
+    """Return what Bridge's own metadata requires; empty if Bridge was copied, not installed."""
+    try:
+        return importlib.metadata.requires("bridge-rl") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def torch_build(facts: "Facts", device: Device) -> Check:
@@ -176,14 +204,22 @@ def bytecode_kept(package: str) -> Check:
 
 def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
     """Check that `python -m` would not import a `bridge` of the current folder instead of ours."""
-    taken = [name for name in ("bridge", "bridge.py") if (folder / name).exists()]
+    taken = [name for name in ("bridge/__init__.py", "bridge.py") if (folder / name).exists()]
+    remedy = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
+    if not taken and (folder / "bridge").is_dir() and not _wins_against_folders():  # such as a clone of Bridge
+        taken, remedy = ["bridge"], "make setup in Bridge's clone, or rename the folder"
     is_ours = not taken or folder.resolve() == root.resolve()
     found = str(folder) if is_ours else f"{folder} contains {', '.join(taken)}"
-    return judged(
-        "Current folder", is_ours, found, "no other bridge in it",
-        "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it",
-        otherwise="WARN",
-    )  # fmt: skip
+    return judged("Current folder", is_ours, found, "no other bridge in it", remedy, otherwise="WARN")
+
+
+def _wins_against_folders() -> bool:
+    """Return whether Python imports Bridge although the current folder has another folder named `bridge`.
+
+    A wheel does, and an editable install of `make setup` (`bridge_editable.py`).
+    """
+    is_wheel = (Path(sysconfig.get_path("purelib")) / "bridge" / "__init__.py").is_file()
+    return is_wheel or any(getattr(finder, "__module__", "") == "bridge_editable" for finder in sys.meta_path)
 
 
 def our_plugins() -> dict[str, list[str]]:

@@ -12,10 +12,9 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from bridge.core.concurrency import in_thread, result_of
 from bridge.core.foreign_code import shortened
+from bridge.core.paths import CONFIG_NAME
 from bridge.errors import UsageError
 
-CONFIG_NAME = "config.json"
-ADAPTER_CONFIG = "adapter_config.json"
 REQUEST_LIMIT_S = 5.0
 LIMIT_S = 10.0
 """Limit for all requests together, because a DNS lookup has no time limit of its own."""

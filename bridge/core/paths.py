@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+CONFIG_NAME, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+"""The files that make a folder a model of transformers, and an adapter of PEFT."""
+
 
 def expanded(path: str | Path) -> Path:
     """Return a path with a leading `~` or `~user` replaced by that home folder, if there is one, as a shell does."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from bridge.core import hub, json_lines, paths
-from bridge.core.hub import CONFIG_NAME
+from bridge.core import json_lines, paths
+from bridge.core.paths import CONFIG_NAME
 from bridge.errors import UsageError
 from bridge.types import Quantization
 
@@ -252,6 +252,8 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
         cached = Path(snapshot_download(model, local_files_only=True))
         if not fetch or (cached / CONFIG_NAME).is_file():
             return cached
+    from bridge.core import hub  # loads the hub's client, which a folder does not need
+
     if fetch and (fetched := hub.fetch_config(model)):
         return fetched
     raise UsageError(

@@ -19,8 +19,8 @@ from peft.utils import get_peft_model_state_dict
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from bridge.core import atomic_folder, hub, json_lines, mark
-from bridge.core.hub import ADAPTER_CONFIG
+from bridge.core import atomic_folder, json_lines, mark
+from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
 from bridge.errors import UsageError
 from bridge.run import checkpoint
 from bridge.weights import loaded, model_files, model_folder
@@ -102,7 +102,7 @@ def holds_adapter(source: Path, *, base: str | None, dtype: ExportDtype | None =
     if (source / ADAPTER_CONFIG).is_file():
         return True
     has_weights = any(source.glob("*.safetensors*"))  # a run directory has a config.json as well: its choices
-    if not has_weights or not (source / hub.CONFIG_NAME).is_file():
+    if not has_weights or not (source / CONFIG_NAME).is_file():
         message = (
             f"{source} holds neither a model nor an adapter" if source.is_dir() else f"there is no folder {source}"
         )

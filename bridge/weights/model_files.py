@@ -19,7 +19,7 @@ from huggingface_hub import constants, snapshot_download
 
 from bridge.core import hub, json_lines, paths
 from bridge.core.concurrency import in_thread
-from bridge.core.hub import ADAPTER_CONFIG, CONFIG_NAME
+from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
 from bridge.errors import UsageError, first_line
 
 if TYPE_CHECKING:  # it is imported before vLLM starts, and transformers takes seconds

@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from bridge.core import json_lines
-from bridge.core.hub import CONFIG_NAME
+from bridge.core.paths import CONFIG_NAME
 from bridge.errors import UnsupportedModelError, UsageError, first_few, own_head
 from bridge.weights import model_files
 from bridge.weights.copy_recorder import ViewsOnly, storage_of

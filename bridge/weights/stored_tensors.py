@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bridge.core import json_lines
-from bridge.core.hub import ADAPTER_CONFIG
+from bridge.core.paths import ADAPTER_CONFIG
 from bridge.errors import UsageError, first_few
 from bridge.server.manifest import Shard
 from bridge.weights.layout import Shape, cut_of

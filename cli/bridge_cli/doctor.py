@@ -11,6 +11,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -111,6 +112,7 @@ def table() -> tuple[Row, ...]:
     return (
         Row("Software", "", lambda _: software.operating_system(sys.platform)),
         Row("Software", "", lambda _: software.python_version(sys.version_info[:2])),
+        Row("Software", "", lambda _: packages_complete()),
         Row("Software", "", lambda m: software.torch_build(m.facts, m.device)),
         Row("Software", "", lambda m: software.vllm_build(
             software.installed_vllm(), m.device, server_lives=m.examined.live is not None)),
@@ -151,13 +153,14 @@ def table() -> tuple[Row, ...]:
 def examine(
     port: int | None, given: Path | None, requested: DeviceChoice, model: str | None = None
 ) -> Iterator[Section]:
-    """Yield every check, section by section; outside Linux only the first one can be made."""
+    """Yield every check, section by section; without Linux or its packages only the first ones."""
+    system, packages = software.operating_system(sys.platform), packages_complete()
+    lacks = packages.status == "FAIL" and find_spec("httpx") is None  # what checks of a server need
+    if system.status == "FAIL" or lacks:
+        yield "Software", [system, *([packages] if lacks else [])]
+        return
     from bridge.checks import server
 
-    system = software.operating_system(sys.platform)
-    if system.status == "FAIL":
-        yield "Software", [system]
-        return
     facts, installed, examined = child.gather(), software.installed_vllm(), server.examine(given)
     device = (software.built_for(installed) if requested == "auto" else requested) or ("cuda" if facts.gpus else "cpu")
     has = {"": True, device: True, "vllm": installed, "model": model, "server": examined.live, "search": given is None}
@@ -169,6 +172,10 @@ def examine(
     for section, group in groupby(rows, key=lambda row: row.section):
         results = [row.checks(machine) for row in group]
         yield section, [check for result in results for check in ([result] if isinstance(result, Check) else result)]
+
+
+def packages_complete() -> Check:
+    return software.packages_complete(software.our_requirements(), software.installed_version)
 
 
 def requirements(machine: Machine) -> Iterator[Check]:

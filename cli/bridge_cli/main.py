@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import re
 import resource
 import shlex
@@ -15,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from bridge import __version__
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, IncompatibleVersionError
 from bridge_cli import console, ending, signals
 
 REPORT = "this is a bug in Bridge: please report the lines above, with the command that you ran"
@@ -130,12 +131,27 @@ def answer(arguments: Sequence[str]) -> int:
     except BridgeError as error:
         console.error(error.message, error.remedy)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if not (missing := _missing_package(error)):
+            raise
+        console.error(
+            f"Python cannot find {missing}, a package that Bridge needs: {sys.executable} has only part of them",
+            "pip install --upgrade bridge-rl, or make setup in a clone; bridge doctor shows the rest",
+        )
+        return IncompatibleVersionError.exit_code
     except TyperException as error:
         console.error(*_usage(error))
         return error.exit_code
     if code == signals.INTERRUPTED:
         console.note("interrupted")
     return code if isinstance(code, int) else 0
+
+
+def _missing_package(error: ModuleNotFoundError) -> str | None:
+    """Return the package of another project that is not installed; None if a module of an installed one is missing."""
+    package = (error.name or "").partition(".")[0]
+    is_ours = package.startswith("bridge")
+    return None if is_ours or not package or importlib.util.find_spec(package) else package
 
 
 def _usage(error: TyperException) -> tuple[str, str]:

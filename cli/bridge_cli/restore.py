@@ -47,7 +47,7 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
     It repairs a server whose trainer died while writing, or restores older weights on a healthy one.
     In-flight requests are kept, and continue with the restored weights.
     """
-    from bridge.core import hub
+    from bridge.core.paths import ADAPTER_CONFIG
     from bridge.run import checkpoint as checkpoints
     from bridge.server import fence
     from bridge.server.client import BridgeClient
@@ -59,7 +59,7 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
         fence.when_free(lambda: client.take_lease(f"bridge restore {folder}"))
         with console.waiting(f"Checking {folder}"):
             progress = checkpoints.read(folder).progress if checkpoints.is_checkpoint(folder) else None
-            is_adapter = (folder / hub.ADAPTER_CONFIG).is_file()
+            is_adapter = (folder / ADAPTER_CONFIG).is_file()
             write = _adapter_writer(client, exported, folder) if is_adapter else _model_writer(exported, folder)
         version = 0 if progress is None else progress.weight_version
         update = Update(version=version, takeover=True, last_checkpoint=folder)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from bridge.checks import Check, child, failed, passed, skipped, warned
+from bridge.checks import Check, child, failed, passed, skipped, software, warned
 from bridge.server import manifest as manifests
 from bridge_cli import console, doctor
 from tests.unit.checks_sample import CPU_FACTS, UUID, dead_server, gpu_facts, manifest
@@ -120,6 +120,15 @@ def test_trial_runs_on_the_servers_visible_gpu() -> None:
     assert doctor.trial_gpu(gpu_facts(), manifest(gpu_uuid=UUID)) == UUID
     assert doctor.trial_gpu(gpu_facts(), manifest(gpu_uuid="GPU-else")) == UUID
     assert doctor.trial_gpu(CPU_FACTS, manifest(gpu_uuid=UUID)) is None
+
+
+def test_a_half_installed_environment_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "installed_version", lambda name: None if name == "httpx" else "99")
+    monkeypatch.setattr(software, "our_requirements", lambda: ["httpx>=0.27", "rich>=13"])
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    ((title, checks),) = doctor.examine(None, None, "auto")
+    assert (title, [check.status for check in checks]) == ("Software", ["PASS", "FAIL"])
+    assert checks[-1].found == "httpx not installed"
 
 
 def test_outside_linux_there_is_one_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bridge import __version__
+from bridge.errors import IncompatibleVersionError
 from bridge_cli import main
 
 COMMANDS = tuple(main.COMMANDS)
@@ -220,3 +221,22 @@ def test_a_model_without_its_flag_is_answered_with_it(command: str, capsys: pyte
     assert main.answer([command, "./m", *more]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert (errors[0], errors[-1]) == ("error: unexpected argument ./m", "hint: did you mean --model ./m?")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("no_such_package.sub", "cannot find no_such_package, a package that Bridge needs"),
+        ("json.nothing", None),
+    ],
+)
+def test_a_package_that_is_missing_is_named(
+    module: str, message: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(main.COMMANDS, "init", (f"{module}:command", "Import what is not there."))
+    if message is None:
+        with pytest.raises(ModuleNotFoundError):
+            main.answer(["init"])
+        return
+    assert main.answer(["init"]) == IncompatibleVersionError.exit_code
+    assert message in capsys.readouterr().err

@@ -123,6 +123,25 @@ def test_torchvision_with_fitting_metadata_is_not_imported(
     assert obstacle is None or obstacle.name == "torchvision"
 
 
+def test_packages_that_are_missing_or_old_are_named() -> None:
+    requires = ["httpx>=0.27", "rich>=13", "wandb>=0.17; extra == 'trackers'"]
+    complete = software.packages_complete(requires, {"httpx": "0.28", "rich": "13.0"}.get)
+    assert (complete.status, complete.found) == ("PASS", "all 2 are installed")
+    assert software.packages_complete(requires, {"httpx": "0.28"}.get).found == "rich not installed"
+    old = software.packages_complete(requires, {"httpx": "0.28", "rich": "12.0"}.get)
+    assert (old.status, old.found) == ("FAIL", "rich 12.0 does not fit")
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_a_clone_in_this_folder_is_warned_of_if_it_hides_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, wins: bool
+) -> None:
+    (tmp_path / "bridge" / "docs").mkdir(parents=True)
+    monkeypatch.setattr(software, "_wins_against_folders", lambda: wins)
+    check = software.nothing_shadows(tmp_path)
+    assert (check.status, "make setup" in (check.remedy or "")) == (("PASS", False) if wins else ("WARN", True))
+
+
 def test_package_of_our_names_in_this_folder_is_warned_of(tmp_path: Path) -> None:
     assert software.nothing_shadows(tmp_path).status == "PASS"
     (tmp_path / "bridge.py").touch()
