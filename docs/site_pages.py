@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[1]
 DOCS, INDEX, SOURCE = "docs/", "index.md", "source/"
@@ -17,6 +18,9 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 """The target of a link to a file, without its anchor."""
 MARK = re.compile(r"(?<![\w\\`\]])\[(\d+)\](?!\()")
 """The number of a note, which Markdown would take for a link."""
+SHIM = "https://unpkg.com/iframe-worker/shim"
+"""The script that the search needs on pages from disk, as the theme loads it."""
+LOCAL_SHIM = "media/iframe_worker_shim.js"
 LANGUAGES = {".py": "python", ".json": "json"}
 
 
@@ -41,6 +45,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return path.removeprefix(DOCS) if path.startswith(DOCS) else f"{SOURCE}{path}.md"
 
     return MARK.sub(r"\\[\1\\]", LINK.sub(inside, markdown))
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Let pages load nothing from elsewhere."""
+    return output.replace(SHIM, get_relative_url(LOCAL_SHIM, page.url))
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Do the same for the page of a missing one."""
+    return output_content.replace(SHIM, LOCAL_SHIM)
 
 
 def _linked(text: str, name: str) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Links of README.md and of the docs lead to pages of the site, also those that leave docs/."""
 
 import importlib.util
+import posixpath
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,6 +27,9 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     files = ModuleType("mkdocs.structure.files")
     files.File = SimpleNamespace(generated=generated)  # type: ignore[attr-defined]
+    utils = ModuleType("mkdocs.utils")
+    utils.get_relative_url = lambda url, other: posixpath.relpath(url, posixpath.dirname(other) or ".")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mkdocs.utils", utils)
     for name in ("mkdocs", "mkdocs.structure"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, files.__name__, files)
@@ -71,3 +75,11 @@ def test_the_readme_comes_first_and_each_file_that_a_page_links_to_is_a_page(hoo
     assert "Apache License" in pages["source/LICENSE.md"]
     assert "\nresults\n" in pages["source/benchmarks.md"]
     assert {name for name in pages if not name.startswith("source/")} == {"training.md", "index.md"}
+
+
+@pytest.mark.parametrize(("url", "local"), [("index.html", ""), ("source/benchmarks/a.py.html", "../../")])
+def test_the_script_of_the_search_is_loaded_from_the_site(hook: Any, url: str, local: str) -> None:
+    html = f'<script src="{hook.SHIM}"></script>'
+    shown = hook.on_post_page(html, SimpleNamespace(url=url))
+    assert shown == f'<script src="{local}media/iframe_worker_shim.js"></script>'
+    assert (ROOT / "docs" / hook.LOCAL_SHIM).is_file()
