@@ -89,7 +89,7 @@ def shown(checks: Iterable[Check], *, as_json: bool) -> list[Check]:
     for check in checks:
         results.append(check)
         console.verdict(check.status, f"{check.name}: {check.found}")
-        if check.status == "FAIL":
+        if check.status in ("FAIL", "WARN"):
             console.note(f"      expected: {check.expected}\n      hint: {check.remedy}")
         if as_json:
             console.data(json.dumps(dataclasses.asdict(check)))

@@ -1,6 +1,7 @@
 """The proof must fail if there is a second copy: every check, with one copy and with two."""
 
 import base64
+import math
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -341,6 +342,22 @@ def test_fp8_is_compared_with_the_shared_weights(server: ToyServer, attached: At
     assert quantized.weights(attached, served()).status == "PASS"
     missing = {name: text for name, text in served().items() if name != DOWN}
     assert quantized.weights(attached, missing).status == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("mean", "have_same_weights", "expected"),
+    [
+        (0.04, True, "PASS"),
+        (0.054, True, "WARN"),
+        (0.054, False, "FAIL"),
+        (0.21, True, "FAIL"),
+        (math.nan, True, "FAIL"),
+    ],
+)
+def test_engines_of_the_same_weights_may_differ(mean: float, have_same_weights: bool, expected: str) -> None:
+    check = verify.logprobs(torch.full((3,), mean), have_same_weights=have_same_weights)
+    assert check.status == expected
+    assert ("with equal checksums" in check.found) == (expected == "WARN")
 
 
 def test_fp8_may_differ_more_from_the_trainer() -> None:
