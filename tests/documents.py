@@ -99,6 +99,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "bridge run --model MODEL --environment agent.py:Adder --max-turns 4 --max-new-tokens 512"
         " --reward-processes 16": RUN,
         "# smolagents, in `run`": tested("tests/unit/agents/test_clients.py"),
+        "# other_python.py": tested("tests/unit/agents/test_agent_runs.py"),
         "make verifiers": tested("tests/cpu/test_packages.py"),
     },
     "docs/library.md": {

@@ -6,6 +6,7 @@ are tiny stand-ins here, in folders of the same names.
 Not covered: what a test's result means (`tests/foreign/trl_on_bridge.py`), and tests of images and of GPUs.
 """
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -41,6 +42,13 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="bridge-foreign-") as name:
         folder = Path(name)
+        if fault := misfit(repository, folder):
+            version = importlib.metadata.version("trl")
+            fitting = CLONE.replace("v1.16.0", f"v{version}")
+            sys.stderr.write(
+                f"error: {SUITE} does not fit TRL {version}, which is installed: {fault}\nhint: {fitting}\n"
+            )
+            return 2
         model = stand_ins(folder)
         with scenarios.served(model, folder / "server") as server:
             environment = {
@@ -54,6 +62,18 @@ def main() -> int:
                 "-k", f"not ({OTHERS})", *sys.argv[2:],
             ]  # fmt: skip
             return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+
+
+def misfit(repository: Path, folder: Path) -> str:
+    """Return why the suite cannot be collected with the installed TRL; empty if it can."""
+    command = [
+        sys.executable, "-m", "pytest", str(repository / SUITE), "--rootdir", str(repository), "--collect-only", "-q",
+        "-p", "no:cacheprovider", "-o", "addopts=",
+    ]  # fmt: skip
+    environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    faults = [line[1:].strip() for line in ended.stdout.splitlines() if line.startswith("E ")]
+    return "" if ended.returncode == 0 else (faults or ended.stdout.splitlines() or ["it has no tests"])[-1]
 
 
 def stand_ins(folder: Path) -> Path:

@@ -82,6 +82,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not any(counts[name] for name in OUTCOMES):
+        terminalreporter.write_line("none of TRL's tests ran: there is no result")
+        return
     outcomes = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES)
     terminalreporter.write_line(f"TRL's tests on Bridge: {outcomes}; {counts['fences']} fences")
 

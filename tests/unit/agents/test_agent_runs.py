@@ -7,6 +7,7 @@ import math
 import re
 import threading
 import time
+import venv
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,44 @@ def test_tokens_of_a_run_are_those_sampled_and_read(tmp_path: Path, name: str) -
         assert group.reward_parts["brief"] == pytest.approx((-0.020,) * 4)
         assert {completion.num_turns for completion in group.completions} == {4}
         assert {completion.finish_reason for completion in group.completions} == {"stop"}
+
+
+PROGRAM = """
+import json, sys, urllib.request
+base_url, prompt = sys.argv[1:]
+try:
+    import bridge
+except ImportError:
+    body = json.dumps({"messages": [{"role": "user", "content": prompt}]}).encode()
+    with urllib.request.urlopen(f"{base_url}/chat/completions", body) as answer:
+        print(json.load(answer)["choices"][0]["message"]["content"])
+else:
+    raise SystemExit("this Python has Bridge")
+"""
+
+
+def test_agent_in_another_python_works_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = re.search(r"```python\n# other_python.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert block
+    venv.create(tmp_path / ".venv-agent", with_pip=False)
+    (tmp_path / "other_python.py").write_text(block[1].replace(".venv-agent", f"{tmp_path}/.venv-agent"))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    environment = f"{tmp_path / 'other_python.py'}:InAnotherPython"
+
+    def words(prompt: str) -> str:
+        a, b = re.findall(r"user\n(\d\d)\+(\d\d)=", prompt)[-1]
+        return f"{int(a) + int(b)}{end('qwen2_5')}"
+
+    with spoken(tmp_path, words, environment=environment) as ours:
+        groups = ours.stream.take(2, step=1)
+    assert [group.rewards for group in groups] == [(1.0,) * 4] * 2
+    (tmp_path / "program.py").write_text("raise ValueError('no such model')")
+    with spoken(tmp_path, words, environment=environment) as ours:
+        groups = ours.stream.take(2, step=1)
+    faults = [unscored.fault for group in groups for unscored in group.unscored]
+    assert len(faults) == 8
+    assert all("raised RuntimeError: ValueError: no such model (other_python.py line" in fault for fault in faults)
 
 
 def test_the_agent_of_the_document_works_as_it_stands(tmp_path: Path) -> None:
