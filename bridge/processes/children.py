@@ -58,13 +58,19 @@ class Child:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def start(argv: Sequence[str], environment: Mapping[str, str], log: Path, *, takes_input: bool = False) -> Child:
-    """Start `argv` (a full path first) in its own session, which ends with this process; append its output to `log`."""
+def start(
+    argv: Sequence[str], environment: Mapping[str, str], log: Path, *, inherits: Sequence[int] | None = None
+) -> Child:
+    """Start `argv` (a full path first) in its own session, which ends with this process; append its output to `log`.
+
+    With `inherits` it gets these descriptors, and a pipe as its stdin.
+    """
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *argv],
             env=dict(environment),
-            stdin=subprocess.PIPE if takes_input else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if inherits is None else subprocess.PIPE,
+            pass_fds=inherits or (),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -19,8 +19,11 @@ from bridge.processes.server_command import PYTHON, plugin_module
 class Preloaded:
     """A process that becomes one server; the next one is started as usual."""
 
-    def __init__(self, child: Child | None) -> None:
+    def __init__(self, child: Child | None, command: int = -1) -> None:
         self._child = child
+        self._command = command
+        """A file in memory for the command. It takes any length at once; a pipe takes 64 KiB, and then blocks for as
+        long as the process imports."""
 
     def become(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child | None:
         """Let the process run a command of this Python's (`-m module`), and return it; None: start another process."""
@@ -29,11 +32,11 @@ class Preloaded:
             return None
         gc.enable()
         command = {"argv": list(argv), "environment": dict(environment), "log": str(log.absolute())}
-        with contextlib.suppress(BrokenPipeError):  # it was killed
-            if tuple(argv[:3]) == (*PYTHON, "-m") and child.process.stdin is not None:
-                with child.process.stdin as pipe:
-                    pipe.write(json.dumps(command).encode())
-                return replace(child, log=log)
+        if tuple(argv[:3]) == (*PYTHON, "-m") and child.process.stdin is not None and child.is_alive():
+            with os.fdopen(self._command, "wb") as file:
+                file.write(json.dumps(command).encode())
+            child.process.stdin.close()  # it reads the command now
+            return replace(child, log=log)
         children.stop(child, grace_s=0)
         return None
 
@@ -52,9 +55,11 @@ def preloading() -> Iterator[Preloaded]:
     of that is garbage.
     """
     module = plugin_module("preload")
-    argv = [*PYTHON, "-m", str(module)]
-    child = children.start(argv, os.environ, Path(os.devnull), takes_input=True) if module else None
-    if child is not None:
+    preloaded = Preloaded(None)
+    if module:
+        command = os.memfd_create("command of the server")
+        argv = [*PYTHON, "-m", module, str(command)]
+        preloaded = Preloaded(children.start(argv, os.environ, Path(os.devnull), inherits=[command]), command)
         gc.disable()
-    with contextlib.closing(Preloaded(child)) as preloaded:
+    with contextlib.closing(preloaded):
         yield preloaded

@@ -5,6 +5,7 @@ A process that became a server after its start (`bridge/processes/preload.py`) k
 Servers of other users and containers are not found.
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -24,14 +25,19 @@ MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
 FOLDER = "LOGDIR"
 MEMORY_FILE = "bridge-server-variables"
 """Name of the file in memory with the variables that `/proc/PID/environ` lacks."""
+MAX_BYTES = 2**16
+"""Read of that file: any process may have one of this name."""
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+"""Of a file in memory that is complete."""
 
 
 def running() -> dict[Path, Manifest]:
     """Return the manifest of each running server of this user, by its path."""
     servers = {}
     for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError, ManifestError):  # it has ended, is another user's, or has no manifest
-            if path := _manifest_path(process):
+        # it has ended, has no manifest, or names one that cannot be a path
+        with suppress(psutil.Error, OSError, ManifestError, ValueError):
+            if process.uids().effective == os.geteuid() and (path := _manifest_path(process)):
                 manifest = manifests.read(path)
                 if manifest.server.pid == process.pid and manifest.server.is_alive():
                     servers[path] = manifest
@@ -66,16 +72,32 @@ def publish_variables(environment: Mapping[str, str]) -> None:
     """Show what leads to this process' manifest, which was not known when the process started."""
     names = (SWITCH, MANIFEST_PATH, FOLDER)
     content = json.dumps({name: environment[name] for name in names if name in environment})
-    os.write(os.memfd_create(MEMORY_FILE), content.encode())  # open for as long as the process lives
+    file = os.memfd_create(MEMORY_FILE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # open as long as the process lives
+    os.write(file, content.encode())
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
 
 
 def _variables(process: psutil.Process) -> dict[str, str]:
     """Return the environment of a process, or what it published."""
     for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
-            if str(descriptor.readlink()).startswith(f"/memfd:{MEMORY_FILE}"):
-                return dict(json.loads(descriptor.read_bytes()))
+            is_named = str(descriptor.readlink()).startswith(f"/memfd:{MEMORY_FILE}")
+            if is_named and (published := _published(descriptor)) is not None:
+                return published
     return dict(process.environ())
+
+
+def _published(path: Path) -> dict[str, str] | None:
+    """Return what `publish_variables` wrote; None if this is not, or not yet, such a file."""
+    with path.open("rb") as file:
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            return None
+        content = file.read(MAX_BYTES + 1)
+    with suppress(ValueError, RecursionError):
+        variables = json.loads(content) if len(content) <= MAX_BYTES else None
+        if isinstance(variables, dict) and all(isinstance(value, str) for value in variables.values()):
+            return variables
+    return None
 
 
 def _manifest_path(process: psutil.Process) -> Path | None:

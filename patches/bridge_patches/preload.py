@@ -1,4 +1,6 @@
-"""Import vLLM, and then become the server whose command comes through stdin; run by `bridge/processes/preload.py`.
+"""Import vLLM, and then become the server of a command; run by `bridge/processes/preload.py`.
+
+The command lies in a file in memory, whose descriptor is the argument, as soon as stdin ends.
 
 Nothing is decided here: no plugin is called, no port is taken, and no GPU is used before the command is known.
 """
@@ -26,12 +28,15 @@ MODULES = ("vllm.entrypoints.cli.serve", "vllm.v1.engine.core", "bridge_patches.
 
 
 def main() -> None:
-    """Import, wait for the command, and run it; the end of stdin without one ends this process."""
+    """Import, wait for the command, and run it; without one this process ends."""
     before = dict(os.environ)
     early = os.memfd_create("output before there is a log")
     _print_to(early)
     is_imported = _import()
-    document = sys.stdin.buffer.read()
+    sys.stdin.buffer.read()
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        file.seek(0)
+        document = file.read()
     if not document:
         return
     command = json.loads(document)

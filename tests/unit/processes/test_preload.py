@@ -16,7 +16,6 @@ from bridge.processes.preload import Preloaded, preloading
 from bridge.processes.server_command import PYTHON
 from bridge.server import discovery
 
-ROOT = Path(__file__).parents[3]
 MODULE = "tests.unit.processes.quick_preload"
 LIMIT_S = 30.0
 SHOW = """
@@ -28,7 +27,7 @@ print(os.getpid(), *map(os.environ.get, ("NEW", "OLD", "OF_VLLM")), "json" in sy
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload, "plugin_module", lambda _: MODULE)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     monkeypatch.setenv("OLD", "old")
 
 
@@ -72,6 +71,21 @@ def test_imports_that_fail_are_repeated_by_the_command(log: Path, monkeypatch: p
         assert child is not None
         assert ended(child) == 0
     assert log.read_text().splitlines()[1] == f"{child.process.pid} new old None False"
+    children.stop(child)
+
+
+@pytest.mark.timeout(60)
+def test_a_large_environment_is_handed_over_at_once(log: Path) -> None:
+    """As Kubernetes makes it for many services; the process may hang while it imports."""
+    services = {f"SERVICE_{number}_HOST": "x" * 1000 for number in range(1000)}
+    with preloading() as preloaded:
+        assert preloaded._child is not None
+        os.kill(preloaded._child.process.pid, signal.SIGSTOP)
+        child = preloaded.become(command(SHOW), os.environ | services | {"NEW": "new"}, log)
+        assert child is not None
+        os.kill(child.process.pid, signal.SIGCONT)
+        assert ended(child) == 0
+    assert f"{child.process.pid} new old vllm True" in log.read_text()
     children.stop(child)
 
 

@@ -1,10 +1,14 @@
 """Servers started from another folder: found by their processes, never confused, never to be killed."""
 
+import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -135,8 +139,85 @@ def test_a_process_with_unreadable_environment_is_skipped(monkeypatch: pytest.Mo
     class Hidden:
         pid = 1
 
+        def uids(self) -> Any:
+            return SimpleNamespace(effective=os.geteuid())
+
         def environ(self) -> dict[str, str]:
             raise psutil.AccessDenied(1)
 
     monkeypatch.setattr(psutil, "process_iter", lambda: [Hidden()])
     assert running() == {}
+
+
+ODD_CONTENTS = {
+    "empty": b"", "list": b"[1]", "number": b'{"VLLM_ENABLE_SHARED_WEIGHTS": 1}', "text": b'"1"', "cut": b'{"VLLM',
+    "bytes": b"\xff\xfe", "deep": b"[" * 50_000, "NUL": b'{"VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": "a\\u0000b"}',
+    "long": b'{"VLLM_ENABLE_SHARED_WEIGHTS": "1", "BRIDGE_MANIFEST_PATH": "' + b"x" * 60_000 + b'"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+@pytest.mark.parametrize("content", [*ODD_CONTENTS, "huge"])
+def test_any_other_file_in_memory_is_no_server(tmp_path: Path, content: str, is_sealed: bool) -> None:
+    """Any process may have a file of that name, and write into it while it is read."""
+    with server(tmp_path / "there") as path:
+        file = os.memfd_create(discovery.MEMORY_FILE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            if content == "huge":
+                os.ftruncate(file, 2**40)
+            else:
+                os.write(file, ODD_CONTENTS[content])
+            if is_sealed:
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, discovery.SEALS)
+            assert running().keys() & {path} == {path}
+            assert discovery._variables(psutil.Process()) == psutil.Process().environ() or content in {"NUL", "long"}
+        finally:
+            os.close(file)
+
+
+def test_published_variables_are_complete_or_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may look between any two steps."""
+    seen, variables = list[object](), {discovery.SWITCH: "1", discovery.FOLDER: "folder"}
+    look = lambda: seen.append(discovery._variables(psutil.Process()).get(discovery.FOLDER))  # noqa: E731
+
+    def looked_at(act: Callable[..., int]) -> Callable[..., int]:
+        def step(*arguments: object) -> int:
+            look()
+            result = act(*arguments)
+            if act is not os.memfd_create:
+                look()
+            return result
+
+        return step
+
+    made = list[int]()
+    create = os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", lambda *given: made.append(create(*given)) or made[-1])
+    monkeypatch.setattr(os, "write", looked_at(os.write))
+    try:
+        discovery.publish_variables(variables)
+        look()
+    finally:
+        os.close(made[0])
+    assert seen == [None, None, "folder"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root sees another user's processes")
+def test_processes_of_other_users_are_not_looked_at(tmp_path: Path) -> None:
+    code = (
+        "import os; os.setuid(65534);"
+        f"os.write(os.memfd_create({discovery.MEMORY_FILE!r}), b'[1]'); print(flush=True); import time; time.sleep(600)"
+    )
+    stranger = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert stranger.stdout is not None
+        stranger.stdout.readline()
+        looked = list[int]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(discovery, "_manifest_path", lambda process: looked.append(process.pid))
+            running()
+        assert os.getpid() in looked
+        assert stranger.pid not in looked
+    finally:
+        stranger.kill()
+        stranger.communicate()
