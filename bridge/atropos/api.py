@@ -13,6 +13,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bridge.errors import AtroposError, UsageError
+from bridge.server.limited_http import MAX_SAMPLED_BYTES, LimitedTransport
 
 MASKED = -100
 """In `masks`, the place of a token that the model did not sample."""
@@ -141,7 +142,8 @@ class AtroposApi:
         """Requests that were sent again, so far."""
         self._max_retries = max_retries
         try:
-            self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False)
+            transport = LimitedTransport(MAX_SAMPLED_BYTES, trust_env=False)
+            self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False, transport=transport)
         except httpx.InvalidURL as error:
             raise UsageError(
                 f"{self.url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000"

@@ -8,16 +8,17 @@ that a change of its adapters comes from the trainer that holds the lease. Proxy
 import functools
 import os
 import secrets
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import httpx
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from bridge.errors import AttachError, BridgeError, FenceBusyError, ServerUnreachableError, UsageError
 from bridge.server import api_key, protocol
+from bridge.server.limited_http import AsyncLimitedTransport, LimitedTransport
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import BRIDGE_ROUTES, Holder, InFlight, Refusal, Status
 
@@ -61,24 +62,25 @@ class Authorization(httpx.Auth):
 def open_http(url: str, *, token: str | None = None, timeout_s: float = CONTROL_LIMIT_S) -> httpx.Client:
     """Open connections to the server at `url`; UsageError if that is not a URL."""
     try:
-        return httpx.Client(base_url=url, **_options(token, timeout_s))
+        return httpx.Client(base_url=url, **_options(LimitedTransport, token, timeout_s))
     except httpx.InvalidURL as error:
         raise UsageError(f"{url} is not the address of a server: {error}", remedy="give http://HOST:PORT") from error
 
 
 def open_async_http(*, timeout_s: float | None = None) -> httpx.AsyncClient:
     """Open connections to any servers, by default with a timeout for connecting alone."""
-    return httpx.AsyncClient(**_options(None, timeout_s))
+    return httpx.AsyncClient(**_options(AsyncLimitedTransport, None, timeout_s))
 
 
-def _options(token: str | None, timeout_s: float | None) -> dict[str, Any]:
+def _options(transport: Callable[..., Any], token: str | None, timeout_s: float | None) -> dict[str, Any]:
     connect_s = CONNECT_LIMIT_S if timeout_s is None else min(CONNECT_LIMIT_S, timeout_s)
     return {
         "auth": Authorization(token),
         "timeout": httpx.Timeout(timeout_s, connect=connect_s),
-        "limits": httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         "trust_env": False,
-        "verify": _tls(trust_env=False),
+        "transport": transport(
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S), trust_env=False, verify=_tls(trust_env=False)
+        ),
     }
 
 
@@ -88,8 +90,13 @@ class ServedModel(BaseModel):
     id: str
     owned_by: str | None = None
     """Who made the server: `vllm`, unless a proxy in front of it answers for itself."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Field(lt=2**53)] | None = None
     """Longest sequence in tokens; vLLM reports it, for models only."""
+
+    @field_validator("max_model_len")
+    @classmethod
+    def _none_is_unknown(cls, length: int | None) -> int | None:
+        return length if length is not None and length > 0 else None
 
 
 class ServedModels(BaseModel):
@@ -184,7 +191,10 @@ class VllmClient:
         try:
             return kind.model_validate_json(response.content)
         except ValidationError as error:
-            raise unreachable(self.url, f"the answer of {route} is not a valid {kind.__name__}") from error
+            fault = error.errors(include_input=False)[0]
+            where = ".".join(map(str, fault["loc"])) or "body"
+            reason = f"the answer of {route} is not a valid {kind.__name__}: {where}: {fault['msg']}"
+            raise unreachable(self.url, reason) from error
 
 
 class BridgeClient(VllmClient):

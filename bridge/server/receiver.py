@@ -25,6 +25,8 @@ from bridge.server.protocol import TRANSFER_FLAG, HolderRequest, InFlight, Statu
 LOOPBACK = "127.0.0.1"
 ENGINE = "nccl"
 """vLLM's engine that broadcasts whole weights from one GPU to others."""
+MAX_WORKERS = 2**16
+"""More are a mistake, and NCCL would wait for them."""
 FLAGS = f"{TRANSFER_FLAG[0]} '{TRANSFER_FLAG[1]}'"
 STOCK = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL {FLAGS}"
 """How a stock vLLM is started that can be fed."""
@@ -45,9 +47,13 @@ class _ServerInfo(BaseModel):
     """What is used of the answer of `GET /server_info`."""
 
     served: str = Field(validation_alias=AliasPath("vllm_config", "model_config", "model"))
-    world_size: int = Field(validation_alias=AliasPath("vllm_config", "parallel_config", "world_size"))
+    world_size: int = Field(
+        ge=1, le=MAX_WORKERS, validation_alias=AliasPath("vllm_config", "parallel_config", "world_size")
+    )
     """Workers of one engine."""
-    num_engines: int = Field(1, validation_alias=AliasPath("vllm_config", "parallel_config", "data_parallel_size"))
+    num_engines: int = Field(
+        1, ge=1, le=MAX_WORKERS, validation_alias=AliasPath("vllm_config", "parallel_config", "data_parallel_size")
+    )
     engine: str | None = Field(None, validation_alias=AliasPath("vllm_config", "weight_transfer_config", "backend"))
 
 

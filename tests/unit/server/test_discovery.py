@@ -178,22 +178,23 @@ def test_any_other_file_in_memory_is_no_server(tmp_path: Path, content: str, is_
 def test_published_variables_are_complete_or_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may look between any two steps."""
     seen, variables = list[object](), {discovery.SWITCH: "1", discovery.FOLDER: "folder"}
-    look = lambda: seen.append(discovery._variables(psutil.Process()).get(discovery.FOLDER))  # noqa: E731
+    made, create, write = list[int](), os.memfd_create, os.write
 
-    def looked_at(act: Callable[..., int]) -> Callable[..., int]:
-        def step(*arguments: object) -> int:
-            look()
-            result = act(*arguments)
-            if act is not os.memfd_create:
-                look()
-            return result
+    def look() -> None:
+        seen.append(discovery._variables(psutil.Process()).get(discovery.FOLDER))
 
-        return step
+    def make(*given: Any) -> int:
+        made.append(create(*given))
+        return made[-1]
 
-    made = list[int]()
-    create = os.memfd_create
-    monkeypatch.setattr(os, "memfd_create", lambda *given: made.append(create(*given)) or made[-1])
-    monkeypatch.setattr(os, "write", looked_at(os.write))
+    def look_and_write(*given: Any) -> int:
+        look()
+        num_written = write(*given)
+        look()
+        return num_written
+
+    monkeypatch.setattr(os, "memfd_create", make)
+    monkeypatch.setattr(os, "write", look_and_write)
     try:
         discovery.publish_variables(variables)
         look()
