@@ -1,7 +1,7 @@
 r"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and summed by their weights.
 
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
-counts. math-verify decides what is equal, by its defaults, but for small numbers (`_is_equal`), words behind a number,
+counts, and none inside `<think>...</think>`. math-verify decides what is equal, by its defaults, but for small numbers (`_is_equal`), words behind a number,
 thousands separators and scientific notation (`_tidied`). It has no time limit here, and evaluates a formula such as
 `10^10^10`: `bridge/scoring` ends what takes too long.
 """
@@ -330,27 +330,35 @@ def _of_lists(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Sco
 
 def marked(completion: str) -> str | None:
     r"""Return what the last `####` or `\boxed{}` marks, empty if nothing or incomplete; None without a mark."""
-    last = _last_mark(completion)
+    said = _without_thoughts(completion)
+    last = _last_mark(said)
     if last is None:
         return None
-    answer = _boxed(completion[last.end() :]) if last["line"] is None else last["line"]
+    answer = _boxed(said[last.end() :]) if last["line"] is None else last["line"]
     return answer.strip() if len(answer) <= MAX_ANSWER_CHARACTERS else ""
+
+
+def _without_thoughts(completion: str) -> str:
+    """Return what follows the last thought; a thought that was not ended hides the rest of the completion."""
+    return completion.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def is_right(answer: object, completion: str) -> bool:
     """Return whether `completion` gives an answer that equals `answer`, a number or formula, marked or not.
 
-    The completion's marked answer counts; without a mark, what follows "the answer is", or else the last number.
+    The completion's marked answer counts; without a mark, what follows "the answer is", or else the last number. What
+    it thinks, in `<think>...</think>`, is no answer.
     """
     import sympy
 
-    gold, given = _gold(str(answer)), marked(completion)
+    said = _without_thoughts(completion)
+    gold, given = _gold(str(answer)), marked(said)
     if given is None:
-        end = completion[-END_CHARACTERS:]
-        readings = _parse(_joined(end if end == completion else end.partition(" ")[2]))
+        end = said[-END_CHARACTERS:]
+        readings = _parse(_joined(end if end == said else end.partition(" ")[2]))
     else:
         has_euler = any(isinstance(reading, sympy.Basic) and reading.has(sympy.E) for reading in gold)
-        readings = _read(given, is_line=_last_mark(completion)["line"] is not None, has_euler=has_euler)
+        readings = _read(given, is_line=_last_mark(said)["line"] is not None, has_euler=has_euler)
     return _is_equal(gold, readings)
 
 

@@ -41,6 +41,25 @@ def test_the_answer_is_found_and_right(completion: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("completion", "counts"),
+    [
+        (r"<think>First \boxed{12}, no.</think>The answer is 1234.", True),
+        (r"First \boxed{12}, no.</think>The answer is 1234.", True),
+        ("<think>12?</think>#### 1234", True),
+        ("#### 1234\n<think>Was that right?", True),
+        (r"<think>Maybe \boxed{1234}. No,", False),
+        ("<think>Is it\n#### 1234\nor", False),
+        ("<think>It is 1234", False),
+        (r"<think>\boxed{1234}</think>", False),
+        ("<think>a</think><think>1234", False),
+    ],
+)
+def test_a_thought_is_no_answer(completion: str, counts: bool) -> None:
+    assert rewards.is_right("1234", completion) is counts
+    assert rewards.is_marked({"prompt": "q"}, "<think>#### 1") == rewards.is_marked({"prompt": "q"}, "") == 0
+
+
+@pytest.mark.parametrize(
     "completion",
     [
         "",
