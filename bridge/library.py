@@ -1,6 +1,7 @@
 """Train a served model with a loop of your own: `import bridge` has these names, and those of `bridge/policy.py`."""
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from bridge.config import ComputeConfig, LossConfig, SamplingConfig, ServeConfig
 from bridge.core import paths
 from bridge.core.address import free_port
-from bridge.errors import UsageError
+from bridge.errors import ManifestError, UsageError
 from bridge.learn import policy_loss as losses
 from bridge.learn import samples as learning
 from bridge.passes.packing import MicroBatch, Sample
@@ -46,7 +47,12 @@ def attach(
         UnsupportedModelError: the model cannot be trained in place.
         ServerUnreachableError: the server does not answer.
     """
-    path_found = discovery.find(None if path is None else paths.expanded(path))
+    try:
+        path_found = discovery.find(None if path is None else paths.expanded(path))
+    except ManifestError as error:  # whose hint is for the command line
+        remedy = re.sub(r"--vllm-config-path (\S+)", r'bridge.attach("\1")', error.remedy)
+        remedy = remedy.replace("name its file with --vllm-config-path", "name its file: bridge.attach(PATH)")
+        raise ManifestError(error.message, remedy=remedy) from error
     return Policy(
         manifest.load(path_found), sampling=sampling or SamplingConfig(), compute=compute or ComputeConfig(),
         reads_only=reads_only, run_dir=None if run_dir is None else paths.expanded(run_dir),

@@ -74,6 +74,11 @@ class ServedModel:
             status = self._client.status() if reads_only else fence.when_free(lambda: self._client.take_lease(program))
             status.refuse_torn()
             self.version = status.version
+            if self.version and not reads_only:
+                warning(
+                    "the server was trained before: this loop starts from its weights, version %d, not those of %s",
+                    self.version, manifest.model,
+                )  # fmt: skip
             if status.holder == Holder.current() and not reads_only:
                 self._failed = "an earlier policy of this process"
         except BaseException:

@@ -37,7 +37,9 @@ def print_at_end(run: "RunDirectory", checkpoints: "CheckpointConfig") -> Iterat
                 console.note(f"checkpoint: {saved[last]}")
                 if checkpoints.save_optimizer:
                     further = last + steps if last >= steps else None
-                    console.note(f"resume:     {resume_command(GIVEN.get(), run.path, training_steps=further)}")
+                    command = resume_command(GIVEN.get(), run.path, training_steps=further)
+                    label = "resume:" if further is None else "longer:"  # all steps were taken
+                    console.note(f"{label}     {command}")
             console.note(f"report:     {shlex.join(['bridge', 'report', str(run.path)])}")
 
 

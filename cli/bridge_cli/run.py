@@ -61,7 +61,10 @@ def run(
     as_json: Json = False,
     vllm_flags: VllmFlags = None,
 ) -> None:
-    """Serve a model, train it and stop the server; restart it if it dies or hangs."""
+    """Serve a model, train it and stop the server; restart it if it dies or hangs.
+
+    Such as: bridge run --model MODEL --environment gsm8k --training-steps 100 -- --enforce-eager
+    """
     if train.publishing.start_command is not None:
         raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
     if train.server.servers:

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 @from_config(TrainConfig, hide=("gpus", "hosts", "rendezvous"))
 def train(config: TrainConfig, *, as_json: Json = False) -> None:
-    """Train a model on a server that is already running, or on several."""
+    """Train a model on a server that is already running, or on several.
+
+    Such as: bridge train --model MODEL --environment gsm8k --training-steps 100
+    """
     for name in ("gpus", "hosts", "rendezvous"):
         if config.get(name) != config.default(name):
             raise UsageError(

@@ -57,7 +57,8 @@ def test_every_run_ends_with_its_checkpoint_and_two_commands(
 
 def test_a_run_that_took_every_step_is_resumed_with_more(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     save(run, 9)
-    command = shlex.split(ending_lines(run, capsys)[1])
+    label, *command = shlex.split(ending_lines(run, capsys)[1])
+    assert label == "longer:"
     assert not [word for word in command if word.startswith("--training_steps")]
     assert command[command.index("--training-steps") + 1] == "18"
 

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 import bridge
-from bridge.errors import UsageError
+from bridge.errors import ManifestError, UsageError
+from bridge.server import discovery, manifest
 from bridge.types import Completion, Group
+from tests.unit import checks_sample
 
 SURFACE = {
     "attach": "(path, *, sampling, compute, reads_only, run_dir)",
@@ -74,6 +76,23 @@ def test_every_name_has_one_place_and_a_docstring() -> None:
         assert name in dir(bridge)
     with pytest.raises(AttributeError, match="nonsense"):
         bridge.nonsense  # noqa: B018
+
+
+def test_dir_names_the_interface_alone() -> None:
+    assert {name for name in dir(bridge) if not name.startswith("__")} == set(bridge.__all__)
+
+
+def test_no_server_is_answered_in_the_librarys_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOGDIR", raising=False)
+    monkeypatch.setattr(manifest, "DEFAULT_FOLDER", tmp_path / "default")
+    several = {tmp_path / name: checks_sample.manifest() for name in ("a", "b")}
+    for servers, words in (({}, "bridge.attach(PATH)"), (several, f'bridge.attach("{tmp_path / "a"}")')):
+        monkeypatch.setattr(discovery, "running", lambda found=servers: found)
+        with pytest.raises(ManifestError) as refused:
+            bridge.attach()
+        assert words in refused.value.remedy
+        assert "--vllm-config-path" not in refused.value.remedy
 
 
 def test_importing_it_loads_no_torch() -> None:
