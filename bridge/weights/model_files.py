@@ -15,9 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import constants, snapshot_download
-
-from bridge.core import hub, json_lines, paths
+from bridge.core import json_lines, paths
 from bridge.core.concurrency import in_thread
 from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
 from bridge.errors import UsageError, first_line
@@ -323,6 +321,10 @@ def _source_folders(source: str, *, download: bool = False) -> Iterator[Path]:
     if paths.is_folder(source):
         yield Path(source)
         return
+    from huggingface_hub import constants, snapshot_download  # takes a second that a folder does not need
+
+    from bridge.core import hub
+
     ignored = ["*/*", *(f"*{suffix}" for suffix in _WEIGHT_SUFFIXES)]
 
     def snapshot(*, local: bool) -> Path:

@@ -117,6 +117,8 @@ def _flags(configs: tuple[type[Config], ...], hide: tuple[str, ...]) -> Iterator
         kind = _kind(choice.info)
         text = _help(name, choice.info, kind, _synonyms(name, configs))
         more = {"metavar": _metavar(kind), "help": text, "show_default": False}
+        if values := _values(name, choice.info, kind):
+            more["autocompletion"] = _completion(values)
         yield _parameter(name, bool if kind is bool else str, rich_help_panel=choice.panel or None, **more)
     others = {name: cls.choices()[key].info for cls in configs for name, key in cls.names().items()}
     for name in sorted(others.keys() - shown.keys()):
@@ -151,6 +153,21 @@ def _metavar(kind: Any) -> str:
         return METAVARS[kind]
     choices = "|".join(typing.get_args(kind))
     return choices if len(choices) <= WIDEST_METAVAR else "CHOICE"
+
+
+def _values(name: str, field: FieldInfo, kind: Any) -> tuple[str, ...]:
+    """Return what the shell offers for a choice: all its values, or those that its description names beside files."""
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    named = re.findall(r"`(\w+)`", field.description or "") if name in ("loss", "environment") else []
+    return tuple(named)
+
+
+def _completion(values: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def beginning(incomplete: str) -> list[str]:
+        return [value for value in values if value.startswith(incomplete)]
+
+    return beginning
 
 
 def _help(name: str, field: FieldInfo, kind: Any, synonyms: list[str]) -> str:

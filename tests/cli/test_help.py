@@ -159,6 +159,10 @@ def test_the_shell_completes_commands_and_flags() -> None:
         ("bridge ver", "verify"),
         ("bridge train --learn", ""),
         ("bridge train --eval-i", "--eval-interval"),
+        ("bridge run --mode lo", "lora_only"),
+        ("bridge run --loss gs", "gspo"),
+        ("bridge run --environment word", "word_problems"),
+        ("bridge train --optimizer adamw-4", "adamw-4bit"),
     ):
         environment = {**os.environ, "_BRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "2"}
         environment["COMP_CWORD"] = str(len(words.split()) - 1)

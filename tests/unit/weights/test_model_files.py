@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -247,7 +248,7 @@ def test_an_unreachable_hub_name_is_refused(at_start: bool, monkeypatch: pytest.
         calls.append((name, local_files_only))
         raise OSError("no route to host")
 
-    monkeypatch.setattr(model_files, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(UsageError, match="someone/model has no tokenizer files"):
         model_files.source_files("someone/model", download=at_start)
