@@ -1,9 +1,9 @@
 r"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and summed by their weights.
 
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
-counts, and none inside `<think>...</think>`. math-verify decides what is equal, by its defaults, but for small numbers (`_is_equal`), words behind a number,
-thousands separators and scientific notation (`_tidied`). It has no time limit here, and evaluates a formula such as
-`10^10^10`: `bridge/scoring` ends what takes too long.
+counts, and none inside `<think>...</think>`. math-verify decides what is equal, by its defaults, but for small numbers
+(`_is_equal`), words behind a number, thousands separators and scientific notation (`_tidied`). It has no time limit
+here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes too long.
 """
 
 import difflib
