@@ -452,9 +452,12 @@ def _leading_zeros(value: Any) -> int:
     import sympy
 
     if getattr(value, "is_number", False):
-        size = abs(value).evalf(5)
-        is_size = size.is_Float and size.is_finite and size != 0
-        return math.ceil(-sympy.log(size, 10).evalf(5)) if is_size else 0
+        try:
+            size = abs(value).evalf(5)
+            is_size = size.is_Float and size.is_finite and size != 0
+            return math.ceil(-sympy.log(size, 10).evalf(5)) if is_size else 0
+        except Exception:  # noqa: BLE001  sympy may raise anything; math-verify, which has its verdict, goes on, too
+            return 0
     parts = value.flat() if isinstance(value, sympy.MatrixBase) else getattr(value, "args", ())
     return max(map(_leading_zeros, parts), default=0)
 

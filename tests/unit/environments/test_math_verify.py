@@ -215,6 +215,10 @@ n(n+1)/2 | n^2
 0 | \emptyset
 10^{10} | 10^{11}
 2^{100} | 2^{101}
+(10^{-7}, 2 \cdot 10^{-7}) | (3 \cdot 10^{-7}, 5 \cdot 10^{-7})
+x = 0.0000001 | x = 0.0000002
+0.00000001x | 0.00000002x
+\begin{pmatrix}10^{-8}\\1\end{pmatrix} | \begin{pmatrix}10^{-9}\\1\end{pmatrix}
 """
 EXCEPTIONS: dict[str, tuple[bool, str]] = {
     "small numbers have six significant digits": (
@@ -226,10 +230,8 @@ EXCEPTIONS: dict[str, tuple[bool, str]] = {
 0.0000001 | 0.0000004
 \frac{1}{2^{99}} | \frac{1}{2^{98}}
 \frac{1}{7000} | 0.000143
-(10^{-7}, 2 \cdot 10^{-7}) | (3 \cdot 10^{-7}, 5 \cdot 10^{-7})
-x = 0.0000001 | x = 0.0000002
-0.00000001x | 0.00000002x
-\begin{pmatrix}10^{-8}\\1\end{pmatrix} | \begin{pmatrix}10^{-9}\\1\end{pmatrix}
+(0.0000001, 1) | (0.0000003, 1)
+\{0.0000001, 1\} | \{0.0000003, 1\}
 10^{-500} | 10^{-501}
 """,
     ),
