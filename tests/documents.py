@@ -119,6 +119,13 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "bridge report runs/20261121-1040-gsm8k": RUN,
         "bridge export runs/one/checkpoints/step_100 --out my-model": left_out("the second command needs the hub"),
     },
+    "docs/lora.md": {
+        "bridge run --model MODEL --mode lora_only --lora-r 8 --environment arithmetic --training-steps 3"
+        " --run-dir runs/lora": SLOW,
+        "# load_adapter.py": left_out("the adapter of a run"),
+        "vllm serve MODEL --enable-lora --max-lora-rank 8 --lora-modules"
+        " mine=runs/lora/checkpoints/adapter_step_3": left_out("two servers"),
+    },
     "docs/training.md": {
         "# my_loss.py": FILE,
         "bridge run --model Qwen/Qwen2.5-0.5B-Instruct --environment gsm8k --loss my_loss.py:plain_clip": SLOW,

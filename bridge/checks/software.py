@@ -74,7 +74,7 @@ def packages_complete(requires: Sequence[str], versions: Callable[[str], str | N
     faults = [f"{', '.join(missing)} not installed"] * bool(missing) + [f"{', '.join(old)} does not fit"] * bool(old)
     return judged(
         "Packages", not faults, "; ".join(faults) or f"all {len(needed)} are installed", "all that Bridge needs",
-        "pip install --upgrade bridge-rl, or in a clone: make setup",
+        "in Bridge's folder: make setup, or pip install -e . with this Python",
     )  # fmt: skip
 
 

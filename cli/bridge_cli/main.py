@@ -136,7 +136,7 @@ def answer(arguments: Sequence[str]) -> int:
             raise
         console.error(
             f"Python cannot find {missing}, a package that Bridge needs: {sys.executable} has only part of them",
-            "pip install --upgrade bridge-rl, or make setup in a clone; bridge doctor shows the rest",
+            "in Bridge's folder: make setup, or pip install -e . with this Python; bridge doctor shows the rest",
         )
         return IncompatibleVersionError.exit_code
     except TyperException as error:
