@@ -12,6 +12,8 @@ LOG := $(VENV)/setup.log
 # verifiers pins versions of libraries that vLLM uses, too. uv installs what its agents run.
 VERIFIERS := .venv-verifiers
 VERIFIERS_RELEASE := verifiers[openenv]~=0.4.0
+TRANSFORMERS4 := .venv-transformers4
+READING_VLLM := 0.26.0
 TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Set on the command line to overrule what is found: make setup PYTHON=/opt/python3.12/bin/python3 EXTRA=gpu
@@ -28,7 +30,7 @@ MANY = -n $(shell echo $$(($(CORES) < 7 ? $(CORES) + 1 : 8)))
 # The same code draws the same tests, with or without git.
 CODE = $(shell find bridge cli environments patches tests -name '*.py' | LC_ALL=C sort | xargs cat | sha256sum | cut -c 1-12)
 
-.PHONY: help setup verifiers lint type test test-unit test-core test-drawn test-all test-gpu test-verifiers test-foreign several families contract soak demo compare bench docs clean
+.PHONY: help setup verifiers lint type test test-unit test-core test-drawn test-all test-gpu test-verifiers test-foreign several families readers contract soak demo compare bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +78,14 @@ several: $(INSTALLED) ## Every test of several GPUs and hosts, on few cores, too
 families: $(INSTALLED) ## Prove every family on the CPU, and write docs/families.md from what is found
 	@$(BIN)/python -m pytest tests/cpu/test_families.py tests/unit/passes/test_parallel.py --record-families
 	$(BIN)/python -m tests.family_results
+
+readers: $(INSTALLED) $(TRANSFORMERS4)/.installed ## Let transformers 4 and vLLM read the checkpoints and exports of every family
+	@$(BIN)/python -m tests.readers .readers --transformers4 $(TRANSFORMERS4)/bin/python --vllm $(READING_VLLM) --record
+
+$(TRANSFORMERS4)/.installed:
+	@$(BIN)/python -m venv $(TRANSFORMERS4)
+	$(TRANSFORMERS4)/bin/python -m pip install --quiet "$(TORCH_CPU)" "transformers==4.57.*" --extra-index-url $(TORCH_CPU_INDEX)
+	touch $@
 
 contract: $(INSTALLED) ## Check the pinned symbols in the source of every supported vLLM
 	@$(BIN)/python -m pytest tests/contract --every-vllm

@@ -18,8 +18,10 @@ from bridge.core.process import ProcessIdentity
 from tests.models.families import FAMILIES, ON_GPUS
 
 ROOT = Path(__file__).parents[1]
-RESULTS = {device: ROOT / "benchmarks" / "results" / f"families-{device}.json" for device in ("cpu", "gpu", "parts")}
-"""Result files by device, and of tensor parallelism without a server."""
+RESULTS = {
+    device: ROOT / "benchmarks" / "results" / f"families-{device}.json" for device in ("cpu", "gpu", "parts", "readers")
+}
+"""Result files by device, of tensor parallelism without a server, and of other programs that read what was saved."""
 ORDER = (*FAMILIES, *ON_GPUS)
 """The order of the rows."""
 NUM_PARTS = (2, 4)
@@ -192,6 +194,27 @@ REFUSED = (
     ),
 )
 
+READ_COLUMNS = ("family", "folders", "transformers 4", "vLLM", "transformers 4 on the source itself")
+READ_BY = """
+## Read by others
+
+`make readers` saves the tiny model of each family as a checkpoint, exports it, and exports an adapter of it: from a
+source that transformers 5 wrote, and from one whose configuration and tokenizer transformers 4 wrote. Each folder is
+then read by transformers 5 and 4 and by the code with which vLLM reads a configuration. Sizes, RoPE, dtype, end tokens
+and the tokens of a text have to be the same everywhere. The table has the largest difference of log-probs in float32
+between transformers 4 and 5, in nats; a dash: transformers 4 has no such class. The last column shows what would be
+lost without the earlier form: the source as transformers 5 writes it, read by transformers 4.
+
+vLLM runs without its kernels: `get_config`, and `ModelConfig` where there is no vision model. vLLM 0.26 refuses two
+sources, too: it has no `Qwen3_5ForCausalLM`, and does not read Gemma 4's configuration with transformers 5.19.
+A tokenizer is copied as it is: one that transformers 5 wrote names a class that transformers 4 does not have, in the
+source already.
+
+In DeepSeek-V2 transformers 4 leaves YaRN's `mscale_all_dim` out of the scale of attention, whatever the configuration
+says: 0.7 nats for the tiny model. The reader multiplies it in, as DeepSeek's own code and transformers 5 do.
+
+"""
+
 Results = Mapping[str, Mapping[str, object]]
 """Results by family."""
 
@@ -227,6 +250,11 @@ def record_parts(family: str, num_parts: int, difference: float) -> None:
     """Write how far `family` in parts is from the whole model to its file, and to the page."""
     of_family = {**load("parts").get(family, {}), str(num_parts): difference}
     _add("parts", {family: dict(sorted(of_family.items()))})
+
+
+def record_readers(results: Results) -> None:
+    """Write what other programs read of each family's folders to its file, and to the page."""
+    _add("readers", results)
 
 
 def claim(family: str, file: Path) -> bool:
@@ -286,7 +314,7 @@ def load(device: str) -> dict[str, dict[str, object]]:
     return results
 
 
-def page(cpu: Results, gpu: Results, in_parts: Results) -> str:
+def page(cpu: Results, gpu: Results, in_parts: Results, readers: Results | None = None) -> str:
     """Return the page of the docs."""
     on_cpu, on_gpu = (
         {family: Result(**fields) for family, fields in results.items()}  # type: ignore[arg-type]
@@ -298,7 +326,30 @@ def page(cpu: Results, gpu: Results, in_parts: Results) -> str:
         if family in on_cpu or family in on_gpu
     ]
     table = _table(COLUMNS, rows) + READING + _versions("the CPU", on_cpu) + _versions("a GPU", on_gpu)
-    return INTRODUCTION + table + (WINDOWS if on_gpu else "") + PARTS + _table(REFUSED_COLUMNS, REFUSED)
+    return (
+        INTRODUCTION
+        + table
+        + (WINDOWS if on_gpu else "")
+        + PARTS
+        + _table(REFUSED_COLUMNS, REFUSED)
+        + _read_by(readers or {})
+    )
+
+
+def _read_by(readers: Results) -> str:
+    if not readers:
+        return ""
+    rows = [
+        (family, str(found["folders"]), _nats(found["transformers_4"]), str(found["vllm"]), _nats(found["source"]))
+        for family, found in readers.items()
+    ]
+    versions = sorted({str(found["versions"]) for found in readers.values()})
+    return READ_BY + _table(READ_COLUMNS, rows) + "".join(f"\n- {version}\n" for version in versions)
+
+
+def _nats(difference: object) -> str:
+    """Return a difference as text; None: there is no such class. Text is an error."""
+    return "-" if difference is None else f"{difference:.1g}" if isinstance(difference, float) else str(difference)
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

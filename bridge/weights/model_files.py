@@ -48,6 +48,8 @@ _EARLIER_ROPE = {
     "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "original_max_position_embeddings",
 }  # fmt: skip
 """What transformers 4 reads, and transformers 5 keeps in `rope_parameters`."""
+_EARLIER_NAMES = {"num_experts", "num_local_experts", "n_routed_experts"}
+"""What transformers 5 renamed, and keeps as aliases."""
 _NOT_COMPARED = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 
 Document = dict[str, Any]
@@ -177,7 +179,7 @@ def document(config: "PretrainedConfig", source: Path | None, *, architecture: s
         if isinstance(part, dict):
             part.update({name: dtype for name in ("dtype", "torch_dtype") if part.get(name) is not None})
     _drop_absent_code(written, source)
-    return _with_earlier_rope(written, type(config))
+    return _with_earlier_form(written, config)
 
 
 def _read(source: Path | None) -> Document | None:
@@ -219,14 +221,15 @@ def _drop_absent_code(written: Document, source: Path | None) -> None:
         del written["auto_map"]
 
 
-def _with_earlier_rope(written: Document, kind: "type[PretrainedConfig]") -> Document:
-    """Add RoPE in the form of transformers 4, of which it reads nothing else, unless transformers 5 reads it otherwise.
+def _with_earlier_form(written: Document, config: "PretrainedConfig") -> Document:
+    """Add what transformers 4 reads in place of keys of transformers 5, unless transformers 5 then reads another model.
 
-    A model without this would be read with a base of 10,000, silently.
+    Without this a model is read with a RoPE base of 10,000, or with another number of experts, silently.
     """
-    extended = _with_earlier_keys(written)
+    kind, text_kind = type(config), type(config.get_text_config())
+    extended = _with_earlier_keys(written, kind.attribute_map)
     if isinstance(text := written.get("text_config"), dict):
-        extended = {**extended, "text_config": _with_earlier_keys(text)}
+        extended = {**extended, "text_config": _with_earlier_keys(text, text_kind.attribute_map)}
     try:
         before, after = (kind.from_dict(deepcopy(held)).to_dict() for held in (written, extended))
     except Exception:  # noqa: BLE001 - as its class has it
@@ -234,8 +237,11 @@ def _with_earlier_rope(written: Document, kind: "type[PretrainedConfig]") -> Doc
     return extended if _is_equal(before, after) else written
 
 
-def _with_earlier_keys(held: Document) -> Document:
-    """Return a configuration, or a part of one, with the RoPE that transformers 4 reads beside `rope_parameters`."""
+def _with_earlier_keys(held: Document, aliases: Mapping[str, str]) -> Document:
+    """Return a configuration, or a part of one, with the names that transformers 4 reads beside those of 5."""
+    for alias in _EARLIER_NAMES & aliases.keys() - held.keys():
+        if aliases[alias] in held:
+            held = {**held, alias: held[aliases[alias]]}
     parameters = held.get("rope_parameters")
     if not isinstance(parameters, dict) or _EARLIER_ROPE & {"rope_theta", "rope_scaling"} & held.keys():
         return held

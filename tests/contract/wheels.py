@@ -24,6 +24,21 @@ def fetch(version: str, modules: frozenset[str]) -> Path:
     return folder
 
 
+def fetch_python(version: str) -> Path:
+    """Return a folder with all Python files of vLLM `version`, from which its code runs without its kernels."""
+    folder = CACHE / f"{version}-whole"
+    complete = folder / "complete"
+    if not complete.is_file():
+        with (
+            tempfile.TemporaryDirectory() as temporary,
+            zipfile.ZipFile(_download(version, Path(temporary))) as archive,
+        ):
+            kept = [name for name in archive.namelist() if name.endswith((".py", ".json", "METADATA"))]
+            archive.extractall(folder, kept)
+        complete.touch()
+    return folder
+
+
 def _download(version: str, folder: Path) -> Path:
     platforms = [f"--platform={tag}_x86_64" for tag in PLATFORMS]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]

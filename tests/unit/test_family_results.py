@@ -12,7 +12,7 @@ from tests.family_results import PAGE, Result, page
 
 
 def test_the_page_in_the_docs_is_the_one_that_the_results_make() -> None:
-    assert PAGE.read_text() == page(*map(family_results.load, ("cpu", "gpu", "parts")))
+    assert PAGE.read_text() == page(*map(family_results.load, family_results.RESULTS))
 
 
 def result(**fields: Any) -> Result:
@@ -41,6 +41,14 @@ def test_versions_are_named_once_or_with_their_families() -> None:
     assert "- On the CPU: v 1\n" in one
     two = page({"Qwen3": vars(result()), "OLMo 3": vars(result(versions="v 2"))}, {}, {})
     assert "- On the CPU: v 1: Qwen3\n- On the CPU: v 2: OLMo 3\n" in two
+
+
+def test_a_row_says_who_reads_a_familys_folders() -> None:
+    found = {"folders": 6, "transformers_4": 2e-7, "vllm": "the same", "source": 0.98, "versions": "v 1"}
+    absent = found | {"folders": 3, "transformers_4": None, "source": None}
+    text = page({}, {}, {}, {"Qwen3": found, "Gemma 4 (text)": absent})
+    assert "| Qwen3 | 6 | 2e-07 | the same | 1 |\n| Gemma 4 (text) | 3 | - | the same | - |" in text
+    assert text.endswith("\n- v 1\n")
 
 
 @pytest.fixture

@@ -114,6 +114,14 @@ def test_rope_of_transformers_5_is_written_in_both_forms(family: str, tmp_path: 
     assert compared == parameters
 
 
+def test_renamed_numbers_of_experts_have_both_names(tmp_path: Path) -> None:
+    source = tiny.write(FAMILIES["Qwen3-MoE"](), tmp_path / "source")
+    config = AutoConfig.from_pretrained(source)
+    written = model_files.document(config, source, architecture=config.architectures[0], dtype="bfloat16")
+    assert (written["num_local_experts"], written["num_experts"]) == (4, 4)
+    assert type(config).from_dict(written).to_dict() == config.to_dict() | {"_name_or_path": ""}
+
+
 def test_only_what_has_changed_is_written(source: Path, out: Path) -> None:
     change(source, torch_dtype="float16", extra={"of": "others"}, num_hidden_layers=2)
     model = loaded.from_pretrained(str(source), torch.float32)
