@@ -45,7 +45,7 @@ PICTURE, PACKAGES, GPUS = left_out("no code"), left_out("installs packages"), te
 ATROPOS = tested("tests/cpu/test_atropos.py")
 TRIALS: Mapping[str, Mapping[str, Trial]] = {
     "README.md": {
-        "other systems                                Bridge": PICTURE,
+        "most other systems                           Bridge": PICTURE,
         "make demo": tested("tests/cpu/test_demo.py"),
         "make setup": PACKAGES,
         "pip install '.[gpu]'": PACKAGES,
@@ -118,6 +118,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         " | sort | uniq -c": left_out("jq"),
         "bridge report runs/20261121-1040-gsm8k": RUN,
         "bridge export runs/one/checkpoints/step_100 --out my-model": left_out("the second command needs the hub"),
+        "vllm serve BASE --enable-lora --lora-modules mine=runs/two/checkpoints/adapter_step_100": left_out("stock vLLM"),
     },
     "docs/lora.md": {
         "bridge run --model MODEL --mode lora_only --lora-r 8 --environment arithmetic --training-steps 3"
