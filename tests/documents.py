@@ -118,7 +118,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         " | sort | uniq -c": left_out("jq"),
         "bridge report runs/20261121-1040-gsm8k": RUN,
         "bridge export runs/one/checkpoints/step_100 --out my-model": left_out("the second command needs the hub"),
-        "vllm serve BASE --enable-lora --lora-modules mine=runs/two/checkpoints/adapter_step_100": left_out("stock vLLM"),
+        "vllm serve BASE --enable-lora --lora-modules mine=runs/two/checkpoints/adapter_step_100": left_out("vLLM"),
     },
     "docs/lora.md": {
         "bridge run --model MODEL --mode lora_only --lora-r 8 --environment arithmetic --training-steps 3"
