@@ -119,8 +119,9 @@ def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
     try:
         with no_progress_bar():
             loaded, report = AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype, output_loading_info=True, trust_remote_code=False
-            )
+                model, config=skeleton.configuration(model), dtype=dtype, output_loading_info=True,
+                trust_remote_code=False,
+            )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -40,10 +40,23 @@ MISBUILT = (
 """Raised by transformers if its classes cannot be built from a configuration."""
 
 
+def configuration(model: str) -> PretrainedConfig:
+    """Load `model`'s configuration without what only says how its last user ran transformers.
+
+    Its attention may be a package that is not installed here, and a model that returns tuples cannot be called. vLLM
+    reads none of that.
+    """
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    config._attn_implementation = config._experts_implementation = None  # of its parts, too: transformers chooses
+    for part in (config, config.get_text_config()):
+        part.return_dict = True
+    return config
+
+
 def build(model: str, dtype: torch.dtype) -> PreTrainedModel:
     """Return `model` with every parameter on the meta device, of which its language model's require gradients."""
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        config = configuration(model)
     except (OSError, *MISBUILT) as error:
         _refuse_unknown_family(model)
         raise UsageError(

@@ -4,13 +4,16 @@ import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from bridge.checks import model as model_checks
+from bridge.config import ComputeConfig
 from bridge.errors import BridgeError, UnsupportedModelError
+from bridge.passes import preparation
 from bridge.processes import start_checks
 from bridge.weights import loaded, skeleton
 from tests.models import tiny
@@ -60,6 +63,28 @@ def test_a_family_of_transformers_is_built_without_the_code_beside_it(tmp_path: 
     assert type(skeleton.build(model, torch.bfloat16)) is LlamaForCausalLM
     assert type(loaded.load(model, device="cpu").model) is LlamaForCausalLM
     start_checks.check_model(model)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"_attn_implementation": "flash_attention_2"},
+        {"attn_implementation": "flash_attention_3"},
+        {"experts_implementation": "deepgemm"},
+        {"return_dict": False},
+        {"output_attentions": True, "output_hidden_states": True, "use_cache": False},
+    ],
+)
+def test_how_a_model_was_run_before_does_not_matter(settings: dict[str, Any], tmp_path: Path) -> None:
+    plain, odd = (tiny.write(Qwen3MoeConfig(**SMALL | EXPERTS), tmp_path / name) for name in ("plain", "odd"))
+    config = odd / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    assert skeleton.shapes(skeleton.build(str(odd), torch.bfloat16))
+    start_checks.check_model(str(odd))
+    models = [loaded.load(str(folder), device="cpu").model for folder in (plain, odd)]
+    expected, found = (model(torch.arange(3, 60)[None]).logits for model in models)
+    assert torch.equal(found, expected)
+    preparation.prepare(models[1], ComputeConfig(), lambda _: None)
 
 
 @pytest.mark.usefixtures("_nobody_answers")
