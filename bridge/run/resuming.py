@@ -17,6 +17,7 @@ from bridge.config.choices import flag, flattened
 from bridge.core import redaction
 from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
+from bridge.optimizers import factory
 from bridge.run.checkpoint import SavedCheckpoint
 from bridge.run.run_directory import RunDirectory
 from bridge.types import Environment, Problem
@@ -30,6 +31,8 @@ MAY_DIFFER = {
     "vllm_host", "server_url", "servers",
 }  # fmt: skip
 """Choices that say how far a run goes, and where: not reported."""
+ENDING = ("linear", "cosine")
+"""Schedules of the learning rate that depend on the number of steps."""
 
 
 def digest(environment: Environment) -> str:
@@ -75,6 +78,17 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
             remedy=f"--seed {seed}, or {_start_anew(source, config)}",
         )
     lines = [*_changed(before, now, differing - MAY_DIFFER, progress.step)]
+    if "training_steps" in differing and config.optimizer.lr_scheduler_type in ENDING:
+        num_updates = progress.step * config.optimizer.updates_per_step
+        old_rate, new_rate = (
+            factory.schedule(config.optimizer, steps)(num_updates)
+            for steps in (before["training_steps"], config.training_steps)
+        )
+        lines.append(
+            f"training_steps {before['training_steps']} -> {config.training_steps}: from here on the learning rate is"
+            f" that of a {config.optimizer.lr_scheduler_type} schedule over {config.training_steps} steps"
+            f" (at step {progress.step + 1} {new_rate:.2g} of --lr instead of {old_rate:.2g})"
+        )
     given = None if environment is None else digest(environment)
     if given is None or progress.problems is None or given == progress.problems:
         return lines

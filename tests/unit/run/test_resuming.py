@@ -64,6 +64,20 @@ def test_what_may_change_is_one_line(run_dir: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("schedule", "is_reported"), [("cosine", True), ("linear", True), ("constant", False)])
+def test_a_schedule_of_another_length_is_reported(run_dir: Path, schedule: str, is_reported: bool) -> None:
+    source = saved(run_dir, task(named(NAMES)), training_steps=8, lr_scheduler_type=schedule)
+    later = config(training_steps=16, lr_scheduler_type=schedule)
+    line = (
+        f"training_steps 8 -> 16: from here on the learning rate is that of a {schedule} schedule over 16 steps"
+        " (at step 5 0.75 of --lr instead of 0.5)"
+    )
+    lines = resuming.check(source, later, task(named(NAMES)))
+    assert len(lines) == is_reported
+    if schedule == "linear":
+        assert lines == [line]
+
+
 @pytest.mark.parametrize(
     "others", [named([*NAMES, "a8"]), named(NAMES[:-1]), named(NAMES[::-1]), named([f"b{n}" for n in range(8)])]
 )
