@@ -59,6 +59,8 @@ class Exported:
     folder: Path
     rounding: Rounding | None = None
     """None: nothing was merged, or what was merged changes nothing."""
+    is_base: bool = False
+    """Whether an adapter was merged that changes nothing: it was never trained, or its alpha is 0."""
     as_adapter: str = ""
     """How to use an adapter as it is, and lose nothing."""
     missing: Sequence[str] = ()
@@ -90,7 +92,13 @@ def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDty
         else:
             model_folder.copy(source, scratch)
         mark.put(scratch, "export", names=[path.relative_to(scratch).as_posix() for path in scratch.rglob("*")])
-    return Exported(folder=out.resolve(), rounding=rounding, as_adapter=as_adapter, missing=missing)
+    return Exported(
+        folder=out.resolve(),
+        rounding=rounding,
+        is_base=is_adapter and rounding is None and _adds_only(source),
+        as_adapter=as_adapter,
+        missing=missing,
+    )
 
 
 def holds_adapter(source: Path, *, base: str | None, dtype: ExportDtype | None = None) -> bool:
@@ -266,6 +274,11 @@ def _refuse_other_weights(source: Path, adapted: Any, model: PreTrainedModel) ->
     taken = {name for name in shapes.keys() - expected.keys() if whole.get(name) == shapes[name]}
     shapes = {name: shape for name, shape in shapes.items() if name not in taken}
     refuse_misfits(f"the adapter {source}", shapes, expected)
+
+
+def _adds_only(source: Path) -> bool:
+    """Return whether an adapter holds only matrices of LoRA, and no weights that take the place of the base's."""
+    return all(".lora_" in name for name in headers(source / ADAPTER_WEIGHTS))
 
 
 def _layers(adapted: Any) -> list[tuple[str, Any]]:

@@ -63,6 +63,8 @@ def export(
         if rounding.is_large:
             lost = "warning: the exported model has lost a part of what was learned"
             console.note(f"{lost}; --dtype float32 keeps it, or {exported.as_adapter}", style="yellow")
+    if exported.is_base:
+        console.note("warning: the adapter changes no weight: the exported model is its base", style="yellow")
     page = None
     if push is not None:
         with console.waiting(f"Uploading {folder}"):

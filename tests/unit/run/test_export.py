@@ -244,6 +244,20 @@ def test_an_adapter_of_peft_is_merged_as_it_computes(case: str, dtype: Any, tmp_
         assert exported.rounding.cosine > 0.99
 
 
+@pytest.mark.parametrize("settings", [{}, {"lora_alpha": 0}, {"modules_to_save": ["lm_head"]}])
+def test_an_adapter_that_changes_nothing_is_reported(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_untrained = not settings
+    _, source = saved_by_peft(tmp_path, lora(**settings), size=0.0 if is_untrained else 0.1)
+    if "modules_to_save" in settings:  # only these are trained
+        path = source / "adapter_model.safetensors"
+        save_file({name: tensor * ("lora_B" not in name) for name, tensor in load_file(path).items()}, path)
+    assert answer(["export", str(source), "--out", str(tmp_path / "out")]) == 0
+    said = "the adapter changes no weight: the exported model is its base" in " ".join(capsys.readouterr().err.split())
+    assert said == ("modules_to_save" not in settings)
+
+
 def test_what_rounding_loses_is_measured(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Against sums over the files themselves, in float64."""
     small, source = saved_by_peft(tmp_path, lora(target_modules=["q_proj", "down_proj"]), size=2e-3)
