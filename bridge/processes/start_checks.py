@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import shlex
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,6 +53,15 @@ def check_folder(model: str, *, needs_config: bool = True) -> None:
         if not needs_config or paths.is_file(folder / "config.json"):
             return
         missing = "there is no config.json in it"
+        from bridge.core import hub
+
+        if paths.is_file(folder / hub.ADAPTER_CONFIG):
+            merged = f"{folder.name}-merged"
+            raise UsageError(
+                f"--model {model}: it holds an adapter, expected a whole model",
+                remedy=f"bridge export {shlex.quote(model)} --out {shlex.quote(merged)}, then --model"
+                f" {shlex.quote(merged)}",
+            )
     elif paths.is_file(folder):
         missing = "it is a file"
     elif model.startswith(("/", ".", "~")):

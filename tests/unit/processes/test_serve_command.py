@@ -874,3 +874,12 @@ def test_a_long_folder_of_temporary_files_holds_no_sockets(monkeypatch: pytest.M
     monkeypatch.setattr(vllm_flags, "SHORT_FOLDER", "/nowhere")
     with nullcontext() if length == 70 else pytest.raises(UsageError, match="TMPDIR has"):
         ServerCommand.of(ServeConfig(model="m"), [], {"TMPDIR": folder})
+
+
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_an_adapter_in_place_of_a_model_is_named(tmp_path: Path, shares_weights: bool) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match="it holds an adapter, expected a whole model") as refused:
+        start_checks.check_model(str(tmp_path), shares_weights=shares_weights)
+    merged = f"{tmp_path.name}-merged"
+    assert refused.value.remedy == f"bridge export {tmp_path} --out {merged}, then --model {merged}"
