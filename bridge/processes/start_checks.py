@@ -53,9 +53,7 @@ def check_folder(model: str, *, needs_config: bool = True) -> None:
         if not needs_config or paths.is_file(folder / "config.json"):
             return
         missing = "there is no config.json in it"
-        from bridge.core import hub
-
-        if paths.is_file(folder / hub.ADAPTER_CONFIG):
+        if paths.is_file(folder / paths.ADAPTER_CONFIG):
             merged = f"{folder.name}-merged"
             raise UsageError(
                 f"--model {model}: it holds an adapter, expected a whole model",
