@@ -231,6 +231,13 @@ class RunDirectory:
             first = json.loads(file.readline() or "{}")
         return first.get("reward_mean") if first.get("step") == 0 else None
 
+    def last_evaluated(self) -> int | None:
+        """Return the step of the last evaluation; None without one."""
+        if not self.evaluations.exists():
+            return None
+        steps: list[int] = [json.loads(line)["step"] for line in self.evaluations.read_text().splitlines()]
+        return max(steps, default=None)
+
     def writable(self, path: Path) -> Path:
         """Return `path`, a file or folder of this run that is about to be written."""
         assert self.is_writer, f"only rank 0 of a run writes {path}"

@@ -96,7 +96,8 @@ class Run:
             self._open(opened)
             self._announce_version()
             before = self._ranks.run_on_rank_zero(self._directory.first_evaluation) if self._begun_at else None
-            before = self._evaluate() if before is None else before
+            evaluated = self._evaluate() if before is None or self._is_evaluation_missing() else None
+            before = evaluated if before is None else before
             try:
                 with self._ranks.raise_on_all():
                     self._take_steps()
@@ -114,6 +115,13 @@ class Run:
                 self._steps, self._opened, last=last, version=self._mode.version, checkpoint=checkpoint,
                 before=before, after=after,
             )  # fmt: skip
+
+    def _is_evaluation_missing(self) -> bool:
+        """Return whether the run ended between the checkpoint that it resumed from and the evaluation of this step."""
+        interval = self._config.evaluation.interval
+        if not interval or self._begun_at % interval:
+            return False
+        return self._ranks.run_on_rank_zero(self._directory.last_evaluated) != self._begun_at
 
     def _take_steps(self) -> None:
         last, interval = self._config.training_steps, self._config.evaluation.interval

@@ -331,3 +331,21 @@ def test_a_resumed_run_keeps_its_baseline(running: Running) -> None:
     assert summary.reward_before == rows[0]["reward_mean"] == before
     assert [row["step"] for row in rows] == [0, 2, 3]
     assert summary.reward_after == rows[-1]["reward_mean"]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_an_evaluation_that_was_cut_off_is_made_up_for(running: Running, is_killed: bool) -> None:
+    def evaluated(version: int) -> None:
+        if is_killed and version == 3 + 2:
+            raise Killed
+
+    fixed: dict[str, Any] = {"save_interval": 2, "eval_interval": 2, "eval_samples": 2}
+    with running(after_evaluation=evaluated) as run:
+        if is_killed:
+            run.stopped(Killed, training_steps=4, **fixed)
+        else:
+            run.train(training_steps=2, **fixed)
+        run.mode.after_evaluation = lambda _: None
+        run.go_on(training_steps=4, **fixed)
+        rows = [json.loads(line) for line in (run.folder / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 2, 4]
