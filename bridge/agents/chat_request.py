@@ -3,7 +3,6 @@
 Source: the reference of OpenAI's API, `POST /v1/chat/completions`.
 """
 
-import contextlib
 import json
 import secrets
 import time
@@ -11,9 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.core import json_lines
 from bridge.core.foreign_code import LONE_SURROGATE, shortened
 from bridge.core.http_limits import Refusal
+from bridge.rollouts.chat_template import call_arguments
 from bridge.types import Completion
 
 SAMPLING = (
@@ -175,11 +174,9 @@ def text_of(content: Any, kinds: Collection[str] = ("text",)) -> str:
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as an object, as chat templates expect them."""
-    arguments = call["function"]["arguments"]
-    with contextlib.suppress(ValueError):  # an agent may write anything
-        arguments = json_lines.parsed(arguments)
+    function = call["function"]
     return {
         "type": "function",
         "id": str(call["id"]),
-        "function": {"name": call["function"]["name"], "arguments": arguments},
+        "function": {"name": function["name"], "arguments": call_arguments(function["arguments"])},
     }

@@ -17,10 +17,10 @@ from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.agents.tool_calls import FORMATS, THOUGHT_ENDS, Call, parsed, part_with_calls
+from bridge.agents.tool_calls import FORMATS, Call, parsed, part_with_calls
 from bridge.core.foreign_code import described, reason_of, shortened
 from bridge.errors import UsageError
-from bridge.rollouts.chat_template import end_of_turn, lost, stop_ids
+from bridge.rollouts.chat_template import THOUGHT_ENDS, end_of_turn, lost, stop_ids
 
 THOUGHT = f"<think>\nI see.\n{THOUGHT_ENDS}"
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")

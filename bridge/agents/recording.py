@@ -19,11 +19,11 @@ from typing import Any
 from bridge.agents import chat_request
 from bridge.agents.chat_request import ChatRequest
 from bridge.agents.conversation import Conversation, placeholder_turn
-from bridge.agents.tool_calls import THOUGHT_ENDS, Call
+from bridge.agents.tool_calls import Call
 from bridge.agents.trajectories import SequenceBuilder, as_turn, shallow
+from bridge.rollouts.chat_template import THOUGHT_BEGINS, THOUGHT_ENDS
 from bridge.types import Completion
 
-THOUGHT_BEGINS = "<think>"
 Tools = Sequence[Mapping[str, Any]]
 
 

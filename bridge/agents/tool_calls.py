@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bridge.rollouts.chat_template import THOUGHT_ENDS, call_arguments
+
 FORMATS: Mapping[str, re.Pattern[str]] = {
     "hermes": re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL),
     "mistral": re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL),
@@ -16,7 +18,6 @@ ENDS = {"hermes": re.compile(r"\}\s*</tool_call>")}
 """The end of a call: without it, an unclosed `<tool_call>` after the last call would search to the end of the text."""
 ARGUMENTS = ("arguments", "parameters")
 """Names of the arguments in these objects."""
-THOUGHT_ENDS = "</think>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def _calls(text: str, form: re.Pattern[str]) -> Iterator[Call]:
         content = json.loads(written)
         for call in content if isinstance(content, list) else [content]:
             given: Any = next((call[name] for name in ARGUMENTS if name in call), {})
-            arguments, call_id = json.loads(given) if isinstance(given, str) else given, call.get("id")
+            arguments, call_id = call_arguments(given), call.get("id")
             if not isinstance(call["name"], str) or not isinstance(arguments, dict):
                 raise TypeError(call)
             known = call_id if isinstance(call_id, str) and re.fullmatch(r"\w{9}", call_id) else f"call{number:05d}"

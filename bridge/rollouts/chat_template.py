@@ -1,6 +1,5 @@
 """What a model's chat template makes of a prompt: its messages, its arguments, and the token that ends a turn."""
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,6 +9,7 @@ from jinja2 import Environment, TemplateError, meta
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from bridge.config.rollouts import SET_BY_BRIDGE
+from bridge.core import json_lines
 from bridge.core.foreign_code import described, reason_of, shortened
 from bridge.errors import RewardError
 from bridge.types import Message, Problem
@@ -24,6 +24,9 @@ OWN_ARGUMENTS = "chat_template_kwargs"
 """Key of a problem with further arguments of the template, an object."""
 SEEN_ANYWAY = ("prompt", "messages", "plain_prompt", "images", "answer", "solution")
 """Keys of a problem that are its prompt, or what it is scored by."""
+NO_LOSS = ("role", "content", "type", "id", "tool_call_id")
+"""Keys of a message that a template may leave out: the content is checked by itself."""
+THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 AS_SYSTEM = "developer"
 """The role that OpenAI's newer models have in place of `system`; few templates know it."""
 MEANT = {
@@ -72,12 +75,32 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
 
 
 def as_known(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with `developer` as `system`, as in agents' requests, and without keys that have no value.
+    """Return the messages as templates know them: without keys that have no value, `developer` as `system`.
 
-    A Parquet file gives every message the keys of all others, and templates take a key for a value.
+    A Parquet file gives every message the keys of all others, and templates take a key for a value. Arguments of calls
+    that are written as JSON, as in OpenAI's API, become objects: a template would write them as text, or reject them.
     """
     known = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
+    known = [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
+    return [
+        {**message, "tool_calls": [*map(_with_arguments, message["tool_calls"])]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in known
+    ]
+
+
+def call_arguments(written: Any) -> Any:
+    """Return the arguments of a call as an object, which may be written as JSON; nothing and null are no arguments."""
+    parsed = {} if written in ("", None) else _parsed(written)
+    return {} if parsed is None else parsed
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    return {**call, "function": {**function, "arguments": call_arguments(function["arguments"])}}
 
 
 def arguments(source: object, problem: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,8 +130,8 @@ def objects(value: Any) -> list[Any]:
 
 def _parsed(value: Any) -> Any:
     try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
+        return json_lines.parsed(value) if isinstance(value, str) else value
+    except ValueError:
         return value
 
 
@@ -213,6 +236,14 @@ def remarks(
             "the model's chat template drops earlier turns of the assistant, or calls in them: the model does not see"
             f" them; {OWN_TEMPLATE}"
         )
+    unseen = dict.fromkeys(key for problem in chats for key in _unseen(tokenizer, source, problem, template))
+    if THOUGHT_BEGINS in unseen:
+        yield (
+            "the model's chat template leaves out thoughts (<think>...</think>) of earlier turns of the assistant: the"
+            f" model does not see them; {OWN_TEMPLATE}"
+        )
+    if keys := [key for key in unseen if key != THOUGHT_BEGINS]:
+        yield f"the model does not see {', '.join(map(shortened, keys))} of messages: its chat template leaves them out"
     if len(chats) < len(problems) and any(_ends_by_itself(tokenizer)):
         yield "the tokenizer writes the end of a sequence behind every text, which is left out of prompts"
     yield from _columns(source if chats else "", problems, template, read)
@@ -225,6 +256,39 @@ def _loses_turn(tokenizer: PreTrainedTokenizerBase, source: str, problem: Proble
     given = arguments(source, problem, template)
     render = partial(apply_chat_template, tokenizer, tokenize=False, **given)
     return any(messages[index]["role"] == "assistant" for index in lost(render, messages))
+
+
+def _unseen(
+    tokenizer: PreTrainedTokenizerBase, source: str, problem: Problem, template: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the keys of messages whose text does not come out of the chat template; `<think>` stands for a thought."""
+    messages: Any = as_known(problem["prompt"])  # type: ignore[arg-type]
+    if problem.get("images"):
+        return
+    marked = [_marked_inside(message, MARKER.format(index)) for index, message in enumerate(messages)]
+    if not any(marks for _, marks in marked):
+        return
+    try:
+        given = arguments(source, problem, template)
+        text = apply_chat_template(tokenizer, [message for message, _ in marked], tokenize=False, **given)
+    except RewardError:  # a template may compute with what it is given
+        return
+    yield from (key for _, marks in marked for key, marker in marks.items() if marker not in text)
+
+
+def _marked_inside(message: Message, marker: str) -> tuple[Message, dict[str, str]]:
+    """Return the message with a marker in each further text, and in its thought, and the markers by key."""
+    keys = [key for key, value in message.items() if isinstance(value, str) and value.strip()]
+    role = message.get("role")
+    no_loss = (*NO_LOSS, "name") if MEANT.get(str(role), role) == "tool" else NO_LOSS
+    marks = {key: f"{marker}{number}y" for number, key in enumerate(keys) if key not in no_loss}
+    changed = {**message, **{key: f"{message[key]}{mark}" for key, mark in marks.items()}}
+    content = message.get("content")
+    if role == "assistant" and isinstance(content, str) and THOUGHT_ENDS in content:
+        marks[THOUGHT_BEGINS] = f"{marker}thought"
+        before, _, rest = content.partition(THOUGHT_ENDS)
+        changed["content"] = f"{before.rstrip()}{marks[THOUGHT_BEGINS]}\n{THOUGHT_ENDS}{rest}"
+    return changed, marks
 
 
 def _ends_by_itself(tokenizer: PreTrainedTokenizerBase) -> list[int]:

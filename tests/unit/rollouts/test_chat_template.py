@@ -83,6 +83,43 @@ def test_dropped_turns_of_the_assistant_are_noted(tmp_path: Path, monkeypatch: p
     assert line.startswith("the model's chat template drops earlier turns of the assistant")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen2_5", "llama3_2"])
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"content": "<think>\nI add.\n</think>\n\nIt is 5."}, "leaves out thoughts (<think>...</think>)"),
+        ({"content": "I add.\n</think>\n\nIt is 5."}, "leaves out thoughts (<think>...</think>)"),
+        ({"content": "It is 5.", "reasoning_content": "I add."}, "does not see reasoning_content of messages"),
+        ({"content": "It is 5.", "name": "Ann", "thinking": "I add."}, "does not see name, thinking of messages"),
+    ],
+)
+def test_what_a_template_leaves_out_of_a_turn_is_noted(
+    tmp_path: Path, name: str, extra: dict[str, str], words: str
+) -> None:
+    tokenizer = chat.tokenizer(tmp_path, name)
+    problem: Any = {"prompt": [USER, {"role": "assistant", **extra}, USER]}
+    lines = [*chat_template.remarks(tokenizer, [problem], {})]
+    is_lost = "I add." not in text_of(tokenizer, problem)
+    assert is_lost == (not extra["content"].startswith(("<think>", "I add")) or name.startswith("qwen3"))
+    assert [words in line for line in lines] == [True] * is_lost
+    assert [*chat_template.remarks(tokenizer, [{"prompt": [USER, SEEN, USER]}], {})] == []
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_2", "mistral", "qwen3_5_think"])
+@pytest.mark.parametrize(("written", "arguments"), [('{"city": "Paris"}', {"city": "Paris"}), ("", {}), ("null", {})])
+def test_arguments_of_calls_may_be_written_as_json(
+    tmp_path: Path, name: str, written: str, arguments: dict[str, str]
+) -> None:
+    tokenizer = chat.tokenizer(tmp_path, name)
+
+    def called(given: Any) -> Any:
+        call = {"type": "function", "id": "call00000", "function": {"name": "weather", "arguments": given}}
+        answer = {"role": "tool", "name": "weather", "tool_call_id": "call00000", "content": "sunny"}
+        return {"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answer], "tools": [TOOL]}
+
+    assert text_of(tokenizer, called(written)) == text_of(tokenizer, called(arguments))
+
+
 def test_developer_is_rendered_as_system(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     developer, system = ([{"role": role, "content": "Be brief."}, USER] for role in ("developer", "system"))
