@@ -50,6 +50,8 @@ REFUSED_VARIABLES: Mapping[str, str] = {
 }
 """Environment variable -> why vLLM cannot run with it."""
 OFF = ("", "0")
+HEAD_KEYS = {"head_dtype"}
+"""Keys of a configuration that vLLM alone has, and that change only how its logits are rounded."""
 WEIGHTLESS_DRAFTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that have no weights."""
 EXACT_REJECTION = ("standard", "block")
@@ -86,6 +88,15 @@ def _drafts_without_weights(value: str) -> bool:
     return is_exact and choices.get("method") in WEIGHTLESS_DRAFTS and not choices.get("model")
 
 
+def _overrides_the_heads_type(value: str) -> bool:
+    """Return whether JSON overrides no more than the type in which vLLM computes logits; the trainer's is float32."""
+    try:
+        overrides = json_lines.parsed(value)
+    except ValueError:
+        return False
+    return isinstance(overrides, dict) and overrides.keys() <= HEAD_KEYS
+
+
 _QUANTIZED = (
     "quantized weights are not the bytes that a trainer updates; --quantization fp8_per_block before -- keeps both"
 )
@@ -97,7 +108,8 @@ _IN_FOLDER = (
     "put it into the model's folder, or into a copy (a template as chat_template.jinja), which server and trainer read"
 )
 _REFUSED: Mapping[tuple[str, ...], Refusal] = {
-    ("--hf-overrides", "--hf-config-path", "--model-class-overrides", "--disable-sliding-window"): Refusal(
+    ("--hf-overrides",): Refusal(_ALONE, _overrides_the_heads_type, any_server=True, remedy=_IN_CONFIG),
+    ("--hf-config-path", "--model-class-overrides", "--disable-sliding-window"): Refusal(
         _ALONE, any_server=True, remedy=_IN_CONFIG
     ),
     ("--revision", "--code-revision"): Refusal(

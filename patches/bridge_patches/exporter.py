@@ -27,6 +27,7 @@ from fastapi import HTTPException
 import bridge
 from bridge.core.process import ProcessIdentity, boot_id
 from bridge.errors import AttachError, BridgeError, UnsupportedModelError
+from bridge.processes.vllm_flags import HEAD_KEYS
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest, Shard
 from bridge.server.protocol import Element, Finiteness
@@ -88,8 +89,10 @@ def refuse_other_model(config: Any) -> None:
 
     `bridge/processes/vllm_flags.py` refuses the flags; this, a server that was started in another way.
     """
+    overrides = config.hf_overrides
+    is_of_head = isinstance(overrides, dict) and overrides.keys() <= HEAD_KEYS
     given = {
-        "--hf-overrides": config.hf_overrides, "--hf-config-path": config.hf_config_path,
+        "--hf-overrides": None if is_of_head else overrides, "--hf-config-path": config.hf_config_path,
         "--tokenizer": config.tokenizer if config.tokenizer != config.model else None,
     }  # fmt: skip
     for flag, value in given.items():

@@ -12,6 +12,7 @@ PLAIN: dict[str, object] = {"model": "m", "tokenizer": "m", "hf_overrides": {}, 
 
 def test_a_model_as_its_folder_describes_it_is_exported() -> None:
     refuse_other_model(SimpleNamespace(**PLAIN))
+    refuse_other_model(SimpleNamespace(**{**PLAIN, "hf_overrides": {"head_dtype": "float32"}}))
 
 
 @pytest.mark.parametrize(

@@ -425,6 +425,7 @@ def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
         ["--max-loras", "2"],
         ["--no-enable-prefix-caching", "--no-enable-log-requests", "--max-num-seqs", "1"],
         ["--no-enable-prefix", "--no-enable-expert-parallel"],
+        ["--hf-overrides", '{"head_dtype": "float32"}'],
         ["--kv-cache-memory-bytes", "1073741824", "--gdn-prefill-backend", "triton"],
         ["--attention-backend", "CPU_MLA", "--kv-cache-dtype", "auto", "--generation-config", "vllm"],
         ["--weight-transfer-config", '{"backend": "nccl"}', "--served-model-name", "a", "b"],
@@ -445,6 +446,8 @@ YARN = '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'
     [
         (["--hf-overrides", YARN], "config.json"),
         (["--hf_overrides.sliding_window", "16"], "config.json"),
+        (["--hf-overrides", '{"head_dtype": "float32", "rope_theta": 1}'], "config.json"),
+        pytest.param(["--hf-overrides", "[" * 100_000], "config.json", id="deep brackets"),
         (["--hf-ov", YARN], "config.json"),
         (["--hf-config-path", "/elsewhere"], "config.json"),
         (["--config-format", "mistral"], "config.json"),
