@@ -41,8 +41,8 @@ SPLIT_WORDS: Mapping[str, Sequence[str]] = {
 }
 """Split -> the words by which the library datasets finds it in the names of files and folders."""
 WRITE_JSONL = "write a JSON object in each line, or one JSON list of objects"
-MAX_SHOWN_ROWS = 10
-"""Most bad rows in an error message; the rest are counted."""
+MAX_SHOWN_FAULTS = 10
+"""Most kinds of bad rows in an error message; the rest are counted."""
 
 
 class BadRowError(ValueError):
@@ -88,16 +88,22 @@ class Rows:
 
     def problems(self, make: Callable[[dict[str, Any]], Problem]) -> list[Problem]:
         """Return `make` of each row's values."""
-        problems, faults = [], []
+        problems = list[Problem]()
+        places = dict[str, list[str]]()  # what is wrong -> the rows that it is wrong with
         for row in self.rows:
             try:
                 problems.append(make(_located(_values(row.content), row.folder)))
             except BadRowError as error:
-                faults.append(f"{row.place} {error}")
-        if faults:
-            shown = first_few(faults, most=MAX_SHOWN_ROWS)
+                places.setdefault(str(error), []).append(row.place)
+        if places:
+            num_bad = sum(map(len, places.values()))
+            faults = [
+                f"{first} {fault}" + (f" (the same in {len(others)} more)" if others else "")
+                for fault, (first, *others) in places.items()
+            ]
+            shown = first_few(faults, most=MAX_SHOWN_FAULTS)
             raise RewardError(
-                f"{self.source}: {len(faults)} of {len(self.rows)} rows are bad: {shown}",
+                f"{self.source}: {num_bad} of {len(self.rows)} rows are bad: {shown}",
                 remedy="fix these rows (a JSONL file has a JSON object in each line), or name the columns to read with"
                 " --prompt-column and --answer-column",
             )

@@ -316,11 +316,19 @@ def test_an_answer_that_is_no_finite_number_is_refused(answer: str, write: Write
     assert f"has the answer {float(answer)!r}, expected text or a number" in message
 
 
-def test_many_bad_lines_are_counted_past_the_first_ten(write: Write) -> None:
-    message = refusal("jsonl", data=str(write(*["{"] * 25))).message
-    assert "25 of 25 rows are bad" in message
-    assert message.count("not JSON") == dataset.MAX_SHOWN_ROWS
+def test_many_faults_are_counted_past_the_first_ten(write: Write) -> None:
+    message = refusal("jsonl", data=str(write(*[f"[{number}]" for number in range(25)]))).message
+    assert "25 of 25 rows are bad: line 1 is [0], expected a JSON object; line 2 is [1]" in message
+    assert message.count("expected a JSON object") == dataset.MAX_SHOWN_FAULTS
     assert message.endswith("; and 15 more")
+
+
+def test_a_fault_of_many_rows_is_named_once(write: Write) -> None:
+    message = refusal("jsonl", data=str(write(*["[1]"] * 25, "[2]"))).message
+    assert message.endswith(
+        "26 of 26 rows are bad: line 1 is [1], expected a JSON object (the same in 24 more); line 26 is [2], expected a"
+        " JSON object"
+    )
 
 
 def test_a_file_without_rows_is_refused(write: Write) -> None:
