@@ -50,6 +50,7 @@ def learner_of(
     parallel = _divided(opened, ranks)
     shares_prompts = _prepared(model, config.compute, note, max_model_len, experts, ranks)
     _note_rates(config.optimizer, lr, "an adapter" if has_adapter else "all weights", note)
+    _note_uncorrected(config, note)
     groups = [
         factory.scaled_group(model.get_parameter(name), factor, lr=lr, weight_decay=config.optimizer.weight_decay)
         for name, factor in opened.lr_factors.items()
@@ -194,6 +195,18 @@ def _note_rates(choices: OptimizerConfig, lr: float, trained: str, note: Note) -
         note(
             f"weight decay has no effect: 1 - {lr:g} x {choices.weight_decay:g} is 1 in float32, as in torch's AdamW;"
             f" at this learning rate it takes at least --weight-decay {2 * factory.LEAST_DECAY / lr:.2g}"
+        )
+
+
+def _note_uncorrected(config: TrainConfig, note: Note) -> None:
+    """Log that completions of older weights are trained on as if the newest had sampled them, if that was chosen."""
+    interval = config.publishing.restart_interval
+    causes = [f"--max-staleness {config.rollouts.max_staleness}"] if config.rollouts.max_staleness else []
+    causes += [f"--vllm-restart-interval {interval}"] if interval > 1 else []
+    if causes and config.loss.mismatch == "none":
+        note(
+            f"--mismatch none: with {' and '.join(causes)} completions of older weights are trained on, and nothing"
+            " corrects for the difference"
         )
 
 

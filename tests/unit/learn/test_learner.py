@@ -891,6 +891,21 @@ def test_a_learning_rate_that_nobody_chose_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
+    ("choices", "cause"),
+    [
+        ({"max_staleness": 4}, "--max-staleness 4"),
+        ({"mode": "none", "vllm_restart_interval": 2}, "--vllm-restart-interval 2"),
+        ({}, None),
+    ],
+)
+def test_uncorrected_staleness_is_reported(choices: dict[str, Any], cause: str | None) -> None:
+    line = f"with {cause} completions of older weights are trained on, and nothing corrects for the difference"
+    expected = [f"--mismatch none: {line}"] if cause else []
+    assert [note for note in notes_of(mismatch="none", **choices) if "corrects" in note] == expected
+    assert not [note for note in notes_of(**choices) if "corrects" in note]
+
+
+@pytest.mark.parametrize(
     ("lr", "decay", "effect"), [(1e-6, 0.01, False), (1e-6, 0.1, True), (1e-6, 0.0, True), (1e-5, 0.01, True)]
 )
 def test_a_weight_decay_that_float32_rounds_away_is_reported(lr: float, decay: float, effect: bool) -> None:
