@@ -223,7 +223,7 @@ def remarks(
     """
     source = str(tokenizer.chat_template or "")
     chats = [problem for problem in problems if source and not isinstance(problem["prompt"], str)]
-    messages = [message for problem in chats for message in problem["prompt"] if isinstance(message, dict)]
+    messages = [message for problem in chats for message in _of_chat(problem)]
     if any(message.get("role") == AS_SYSTEM for message in messages):
         yield f"messages of the role {AS_SYSTEM} are rendered as system, as in an agent's requests"
     if foreign := [role for role in MEANT if any(message.get("role") == role for message in messages)]:
@@ -244,9 +244,19 @@ def remarks(
         )
     if keys := [key for key in unseen if key != THOUGHT_BEGINS]:
         yield f"the model does not see {', '.join(map(shortened, keys))} of messages: its chat template leaves them out"
+    texts = [str(message.get("content")) for chat in chats if not chat.get("images") for message in _of_chat(chat)]
+    if inside := [token for token in tokenizer.all_special_tokens if token and any(token in text for text in texts)]:
+        yield (
+            f"messages have {', '.join(map(repr, inside))} in their text, which is encoded as special tokens: the model"
+            " may read what follows as another turn"
+        )
     if len(chats) < len(problems) and any(_ends_by_itself(tokenizer)):
         yield "the tokenizer writes the end of a sequence behind every text, which is left out of prompts"
     yield from _columns(source if chats else "", problems, template, read)
+
+
+def _of_chat(problem: Problem) -> list[Any]:
+    return [message for message in problem["prompt"] if isinstance(message, dict)]
 
 
 def _loses_turn(tokenizer: PreTrainedTokenizerBase, source: str, problem: Problem, template: Mapping[str, Any]) -> bool:

@@ -1,12 +1,13 @@
 """What stands between two turns, for the chat templates of real models, and which templates are refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import GenerationConfig, PretrainedConfig, Qwen2Config, Qwen3_5Config
 
-from bridge.agents import conversation, tool_calls
+from bridge.agents import chat_request, conversation, tool_calls
 from bridge.agents.conversation import Conversation
 from bridge.agents.tool_calls import Call
 from bridge.errors import UsageError
@@ -196,6 +197,16 @@ def test_a_turn_that_ends_with_several_tokens_is_refused(tmp_path: Path) -> None
     tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_end|>", "<|eot_id|><|im_end|>")
     with pytest.raises(UsageError, match=r"ends a turn with '<\|eot_id\|>' and further tokens, and the server"):
         Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+
+
+@pytest.mark.parametrize("written", ["null", '""', "{}", '"{}"', '"null"'])
+def test_a_call_may_have_no_arguments(written: str) -> None:
+    text = f'<tool_call>{{"name": "stop", "arguments": {written}}}</tool_call>'
+    assert tool_calls.parsed(text, "hermes") == (Call(name="stop", arguments={}),)
+    call = {"id": "c", "type": "function", "function": {"name": "stop", "arguments": json.loads(written)}}
+    answer = {"role": "tool", "tool_call_id": "c", "content": "done"}
+    request = chat_request.read({"messages": [{"role": "assistant", "tool_calls": [call]}, answer]})
+    assert request.messages[0]["tool_calls"][0]["function"] == {"name": "stop", "arguments": {}}
 
 
 @pytest.mark.parametrize("form", tool_calls.FORMATS)
