@@ -32,6 +32,10 @@ class RewardError(UsageError):
     """An environment's problems or scores cannot be used."""
 
 
+class GradientError(UsageError):
+    """The gradient of an update is not finite; no weight was changed."""
+
+
 class RejectedRequestError(UsageError):
     """A server rejects a request for what it contains, such as a prompt that is too long."""
 

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from bridge.config import SamplingConfig
-from bridge.errors import UsageError
+from bridge.errors import GradientError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.policy import Policy
 from bridge.rollouts import problems
 from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.vocabulary import Vocabulary
+from bridge.run.measuring import SKIPS_IN_A_ROW
+from bridge.served import warning
 from bridge.server.endpoint import Endpoint
 from bridge.trl_settings import check_version, refuse_settings, tokenizer_of
 
@@ -82,6 +84,8 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         self._load = type(policy.model).load_state_dict
         self._pending: dict[str, Tensor] = {}
         """Weights of a checkpoint in several files, until the last one is read."""
+        self._skipped = 0
+        """Steps in a row whose gradient was not finite."""
         policy.model.load_state_dict = self._load_inside
 
     def on_init_end(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
@@ -113,9 +117,28 @@ class Fence(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
         """Take the step here: the trainer's own call of `step`, right after this, then finds no gradients.
 
-        One call and not two, before and after the trainer's: an error in the middle cannot leave the fence open.
+        One call and not two, before and after the trainer's: an error in the middle cannot leave the fence open. A step
+        whose gradient is not finite is skipped, as by `bridge run`: one batch does not end training.
+
+        Raises:
+            GradientError: too many in a row are not finite.
         """
-        self._policy.update(getattr(optimizer, "optimizer", optimizer))
+        try:
+            self._policy.update(getattr(optimizer, "optimizer", optimizer))
+        except GradientError as error:
+            self._skipped += 1
+            if self._skipped >= SKIPS_IN_A_ROW:
+                raise GradientError(
+                    f"the gradients of {self._skipped} steps in a row were not finite; no weight was changed in them",
+                    remedy="lower learning_rate, and train(resume_from_checkpoint=...)",
+                ) from error
+            optimizer.zero_grad()
+            warning(
+                "a gradient was not finite, and its step was skipped: no weight was changed (%d in a row; training ends"
+                " after %d)", self._skipped, SKIPS_IN_A_ROW,
+            )  # fmt: skip
+        else:
+            self._skipped = 0
 
     def _load_inside(self, state_dict: Mapping[str, Tensor], *_: Any, **__: Any) -> Any:
         """Stand in for the model's `load_state_dict`, by which the trainer resumes and loads its best checkpoint.

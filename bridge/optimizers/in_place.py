@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.errors import CheckpointError, UsageError
+from bridge.errors import CheckpointError, GradientError, UsageError
 from bridge.optimizers.gradient_hooks import norm_of
 
 EPS = 1e-8
@@ -82,7 +82,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         norm = self.global_norm() if grad_norm is None else grad_norm
         if not math.isfinite(norm):
             self._num_changed = []
-            raise UsageError(
+            raise GradientError(
                 f"the gradient norm is {norm}, expected a finite number: no weight was changed",
                 remedy="skip this step; if it happens again, lower --lr",
             )
@@ -227,7 +227,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iter
         if math.isfinite(norm) and norm > max_norm:
             torch._foreach_mul_([parameter.grad for parameter in changed], max_norm / norm)
     if not math.isfinite(norm):
-        raise UsageError(
+        raise GradientError(
             f"the gradient norm is {norm}, expected a finite number: no weight was changed",
             remedy="optimizer.zero_grad() and continue with the next batch; if it happens again, lower the learning"
             " rate",

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig, TrainerCallback, Train
 
 import bridge
 from bridge import served, trl
-from bridge.errors import UsageError
+from bridge.errors import GradientError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from tests.models import tiny
 from tests.unit import toy_server
@@ -269,6 +269,36 @@ def test_filters_are_refused_with_trl(policy: bridge.Policy, monkeypatch: pytest
     monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_p=0.9))
     with pytest.raises(UsageError, match="samples with top_p, and TRL computes its loss over the whole vocabulary"):
         bridge.for_trl(policy, choices())
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_gradient_that_is_not_finite_costs_its_step(
+    policy: bridge.Policy, own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = [*policy.parameters()]
+    optimizer = policy.optimizer(lr=1e-3) if own else torch.optim.AdamW(parameters, lr=1e-3)
+    fence = trl.Fence(policy, choices())
+
+    def step(value: float) -> None:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, value)
+        fence.on_pre_optimizer_step(optimizer=optimizer)
+        optimizer.step()  # the trainer's
+
+    before = [parameter.detach().clone() for parameter in parameters]
+    for value in (float("nan"), float("inf")):
+        step(value)
+    assert all(torch.equal(*both) for both in zip(parameters, before, strict=True))
+    assert policy.version == 0
+    assert "(2 in a row; training ends after 3)" in caplog.text
+    step(1e-3)
+    assert policy.version == 1
+    assert not all(torch.equal(*both) for both in zip(parameters, before, strict=True))
+    step(float("nan"))
+    step(float("nan"))
+    with pytest.raises(GradientError, match="3 steps in a row were not finite; no weight was changed in them"):
+        step(float("nan"))
+    assert policy.version == 1
 
 
 def test_parameters_outside_the_servers_memory_are_refused(policy: bridge.Policy) -> None:
