@@ -58,14 +58,22 @@ class Calling(Problems):
 class Chatting(Problems):
     """Asks on, and says what it was answered; the reasoning is not sent back."""
 
+    system: tuple[dict[str, str], ...] = ({"role": "system", "content": "Be brief."},)
+
     async def run(self, problem: dict[str, Any], base_url: str) -> float:
         client = AsyncOpenAI(base_url=base_url, api_key="none")
-        messages: list[Any] = [{"role": "system", "content": "Be brief."}]
+        messages: list[Any] = [*self.system]
         for question in (problem["prompt"], "And then?", "And at last?"):
             messages.append({"role": "user", "content": question})
             answer = await client.chat.completions.create(model="m", messages=messages)
             messages.append({"role": "assistant", "content": answer.choices[0].message.content})
         return float(len(messages))
+
+
+class ChattingWithoutSystem(Chatting):
+    """The same for a template that has no place for a system message."""
+
+    system = ()
 
 
 class Stopping(Problems):
