@@ -1,5 +1,6 @@
 """What a model's chat template makes of a prompt: its messages, its arguments, and the token that ends a turn."""
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,7 @@ from bridge.types import Message, Problem
 Render = Callable[[Sequence[Message]], str]
 """Messages -> the text of the prompt."""
 MARKER = "bridgemark{}x"
-"""Plain letters and digits, which no template trims, escapes or splits."""
+"""Plain letters and digits, which no template trims, escapes or splits; some write capitals."""
 COLUMNS = ("tools", "documents")
 """Keys of a problem that its chat template gets, if it uses them: lists of objects."""
 OWN_ARGUMENTS = "chat_template_kwargs"
@@ -60,11 +61,17 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
         RewardError: the template rejects the messages.
     """
     is_continued = messages[-1].get("role") == "assistant"
+    render = partial(
+        tokenizer.apply_chat_template, add_generation_prompt=not is_continued, continue_final_message=is_continued,
+        **options,
+    )  # fmt: skip
     try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=not is_continued, continue_final_message=is_continued, **options
-        )
+        return render(messages)
     except Exception as error:  # a template computes with the messages, and may raise anything
+        written = _with_calls(messages, _as_text)
+        with suppress(Exception):  # DeepSeek's templates join the arguments of a call with other text
+            if written != [*messages]:
+                return render(written)
         roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
         raise RewardError(
             f"the model's chat template rejects the prompt {described(messages)} with the roles {roles}:"
@@ -77,16 +84,34 @@ def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
 def as_known(messages: Sequence[Message]) -> list[Message]:
     """Return the messages as templates know them: without keys that have no value, `developer` as `system`.
 
-    A Parquet file gives every message the keys of all others, and templates take a key for a value. Arguments of calls
-    that are written as JSON, as in OpenAI's API, become objects: a template would write them as text, or reject them.
+    A Parquet file gives every message the keys of all others, and templates take a key for a value. A content of null
+    stays beside calls of tools: DeepSeek's templates tell by it. Arguments of calls that are written as JSON, as in
+    OpenAI's API, become objects: a template would write them as text, or reject them.
     """
-    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    known = [
+        {
+            key: value
+            for key, value in message.items()
+            if value is not None or (key == "content" and _has_calls(message))
+        }
+        for message in messages
+    ]
     known = [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
+    return _with_calls(known, call_arguments)
+
+
+def _has_calls(message: Message) -> bool:
+    """Return whether a message calls tools."""
+    return bool(message.get("tool_calls"))
+
+
+def _with_calls(messages: Sequence[Message], convert: Callable[[Any], Any]) -> list[Message]:
+    """Return the messages with the arguments of every call as `convert` returns them."""
     return [
-        {**message, "tool_calls": [*map(_with_arguments, message["tool_calls"])]}
+        {**message, "tool_calls": [_with_arguments(call, convert) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)
         else message
-        for message in known
+        for message in messages
     ]
 
 
@@ -96,11 +121,15 @@ def call_arguments(written: Any) -> Any:
     return {} if parsed is None else parsed
 
 
-def _with_arguments(call: Any) -> Any:
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping | list) else arguments
+
+
+def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
-    return {**call, "function": {**function, "arguments": call_arguments(function["arguments"])}}
+    return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
 
 
 def arguments(source: object, problem: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +183,7 @@ def lost(render: Render, messages: Sequence[Message]) -> list[int]:
     for place in (1.0, 0.5, 0.0):
         marked = [_marked(message, MARKER.format(index), place) or message for index, message in enumerate(messages)]
         try:
-            text = render(marked)
+            text = render(marked).casefold()
         except Exception:  # noqa: BLE001, S112  a template computes with the messages, and may raise anything
             continue
         is_rendered = True
@@ -170,11 +199,12 @@ def _marked(message: Message, marker: str, place: float) -> Message | None:
     if isinstance(content, str) and content.strip():
         return {**message, "content": _with(content, marker, place)}
     if isinstance(content, list):
+        has_text = [bool(str(part.get("text") or "").strip()) for part in content]
         parts = [
-            {**part, "text": _with(part["text"], marker, place)} if str(part.get("text") or "").strip() else part
-            for part in content
+            {**part, "text": _with(part["text"], marker, place)} if is_text else part
+            for part, is_text in zip(content, has_text, strict=True)
         ]
-        return {**message, "content": parts} if any(part.get("text") for part in parts) else None
+        return {**message, "content": parts} if any(has_text) else None
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, dict) and "function" in call for call in calls):
         return None
@@ -199,6 +229,8 @@ def refuse_lost(render: Render, given: Sequence[Message]) -> None:
     role, first = given[index]["role"], given[0]["role"]
     place = " that is not the first message" if role == first == "system" and index else ""
     remedy = f"write {MEANT[role]} in place of {role}" if role in MEANT else ""
+    if isinstance(given[index].get("content"), list) and role in rendered:
+        remedy = "write its content as one text, not in parts"
     if role == "system":
         remedy = "write its text into the user's message, and use --system-prompt '' if the environment adds it"
     raise RewardError(
@@ -280,7 +312,7 @@ def _unseen(
         return
     try:
         given = arguments(source, problem, template)
-        text = apply_chat_template(tokenizer, [message for message, _ in marked], tokenize=False, **given)
+        text = apply_chat_template(tokenizer, [message for message, _ in marked], tokenize=False, **given).casefold()
     except RewardError:  # a template may compute with what it is given
         return
     yield from (key for _, marks in marked for key, marker in marks.items() if marker not in text)

@@ -184,7 +184,7 @@ def _in_parts(messages: Sequence[Message], num_images: int) -> Iterator[Message]
 
     Source: the order is that of `prepare_multimodal_messages` in TRL 1.16.
     """
-    parted = [{**message, "content": _parts(message["content"])} for message in messages]
+    parted = [{**message, "content": _parts(message.get("content") or "")} for message in messages]
     has_parts = any(part.get("type") == "image" for message in parted for part in message["content"])
     left = 0 if has_parts else num_images
     for message in parted:

@@ -278,7 +278,8 @@ def _check_order(name: str, parameters: list[str], remedy: str) -> None:
                 f"reward {name} has {form} form, ({', '.join(parameters)}), expected (problem, completion)",
                 remedy=f"{given}; {remedy}",
             )
-    if len(parameters) > 1 and (parameters[0] in COMPLETIONS or parameters[1] in PROBLEMS):
+    is_named = parameters[:1] == ["problem"]  # what follows may be the model's answer, or its solution
+    if len(parameters) > 1 and not is_named and (parameters[0] in COMPLETIONS or parameters[1] in PROBLEMS):
         raise UsageError(
             f"reward {name} takes ({', '.join(parameters)}), and is called with (problem, completion), in this order",
             remedy=remedy,

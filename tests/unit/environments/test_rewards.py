@@ -192,6 +192,12 @@ def test_form_of_another_system_is_refused_by_name(write: Write, head: str, mess
     assert remedy in error.remedy
 
 
+@pytest.mark.parametrize("second", ["answer", "solution", "state", "response"])
+def test_what_follows_the_problem_may_have_any_name(write: Write, second: str) -> None:
+    path = write(f"def mine(problem, {second}): return float({second} == problem['prompt'] + '42')")
+    assert scores(f"{path}:mine", "p42", {"prompt": "p", "answer": "1"})[0] == 1.0
+
+
 @pytest.mark.parametrize(
     "head",
     ["completions, trainer_state=None", "completions, log_metric=None, **kwargs", "prompts, completions, **kwargs"],

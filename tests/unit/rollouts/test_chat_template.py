@@ -127,6 +127,41 @@ def test_a_special_token_in_a_message_is_noted(tmp_path: Path) -> None:
     assert line.startswith("messages have '<|im_end|>', '<|im_start|>' in their text, which is encoded as")
 
 
+@pytest.mark.parametrize("name", ["deepseekv3", "deepseek_r1_distill"])
+@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
+def test_template_that_joins_arguments_gets_text(tmp_path: Path, name: str, arguments: Any) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    tokenizer.chat_template = chat.template(name)
+    call = {"type": "function", "id": "call00000", "function": {"name": "weather", "arguments": arguments}}
+    answer = {"role": "tool", "name": "weather", "tool_call_id": "call00000", "content": "sunny"}
+    prompt: Any = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
+    assert 'weather\n```json\n{"city": "Paris"}\n```' in text_of(tokenizer, {"prompt": prompt})
+
+
+def test_parts_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    prompt: Any = [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
+    with pytest.raises(RewardError) as caught:
+        encode(chat.tokenizer(tmp_path, "qwen3"), {"prompt": prompt})
+    assert caught.value.remedy.startswith("write its content as one text, not in parts")
+
+
+@pytest.mark.parametrize("how", ["content | upper", "content | tojson", "content | truncate(20)", "content.strip()"])
+def test_template_may_write_texts_otherwise(tmp_path: Path, how: str) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    tokenizer.chat_template = f"{{% for message in messages %}}{{{{ message.{how} }}}}\n{{% endfor %}}"
+    prompt: Any = [{"role": "system", "content": "Be brief.", "name": "A"}, {"role": "user", "content": "2 + 3? " * 9}]
+    assert "2 + 3?" in text_of(tokenizer, {"prompt": prompt})
+
+
+def test_part_of_white_space_is_not_missed(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
+    parts = "{% for part in m.content %}{{ part.text | default('') | trim }}{% endfor %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{parts};{{% endfor %}}"
+    blank = {"role": "user", "content": [{"type": "text", "text": "\n"}]}
+    prompt: Any = [blank, {"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
+    assert text_of(tokenizer, {"prompt": prompt}) == ";2+3?;"
+
+
 def test_developer_is_rendered_as_system(tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     developer, system = ([{"role": role, "content": "Be brief."}, USER] for role in ("developer", "system"))

@@ -91,7 +91,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def processor(model: Path, monkeypatch: pytest.MonkeyPatch) -> Processor:
     made = Processor(AutoTokenizer.from_pretrained(model))
-    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _: made))
+    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _, **__: made))
     return made
 
 
@@ -145,7 +145,7 @@ def test_rows_of_an_image_are_runs_of_its_tokens(tmp_path: Path, monkeypatch: py
     FAMILIES["Mistral 3"]().save_pretrained(tmp_path)
     tiny.write_tokenizer(tmp_path, tiny.VOCABULARY, (IMAGE, "<|video_pad|>", START, END))
     made = OfPixtral(AutoTokenizer.from_pretrained(tmp_path))
-    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _: made))
+    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _, **__: made))
     paths = file(tmp_path, "a.png", (24, 16)), file(tmp_path, "b.png", (8, 8))
     ids, shown = encode(tmp_path, f"a{IMAGE}b{IMAGE}", *paths)
     assert shown is not None
@@ -178,6 +178,17 @@ def test_in_messages_images_come_first_or_where_they_stand(model: Path, tmp_path
         f"system:s;user:{expanded}q;",
         f"system:s;user:q{expanded};",
     ]
+
+
+def test_turn_without_content_may_stand_beside_images(model: Path, tmp_path: Path, processor: Processor) -> None:
+    processor.chat_template = TEMPLATE
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    turns: Any = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "assistant", "content": None}]
+    for turn in turns:
+        prompt, _ = encode(
+            model, [{"role": "user", "content": "q"}, turn, {"role": "user", "content": "r"}], file(tmp_path, "a.png")
+        )
+        assert AutoTokenizer.from_pretrained(model).decode(prompt).endswith("q;assistant:;user:r;")
 
 
 def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path, processor: Processor) -> None:
@@ -220,7 +231,7 @@ def test_a_missing_processor_and_cut_passes_are_refused(
     path = file(tmp_path, "a.png")
     assert "--tensor-parallel-size" in refusal(model, MARKER, path, pass_size=2).remedy
 
-    def missing(_: str) -> None:
+    def missing(_: str, **__: object) -> None:
         raise ImportError("\nQwen3VLVideoProcessor requires the Torchvision library\nbut it was not found")
 
     monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=missing))
