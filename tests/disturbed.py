@@ -76,7 +76,7 @@ class Disturbance:
     step: int
     """The training step, from 1."""
     delay_s: float = 0.01
-    """Seconds from sending a request to the server until the fault strikes."""
+    """Seconds from sending a request to the server until the fault strikes; 0: at once, before an answer is read."""
     num_pieces: int = 5
     """Parameters written before a fault strikes in the middle of a write."""
 
@@ -195,7 +195,8 @@ def while_pending(trainer: Trainer, name: str) -> None:
             trainer.has_struck = True
             _lose(self._http)
         elif fault not in ERRORS:
-            _once_sent(self._http, threading.Timer(trainer.disturbance.delay_s, trainer.strike))
+            delay_s = trainer.disturbance.delay_s
+            _once_sent(self._http, threading.Timer(delay_s, trainer.strike).start if delay_s else trainer.strike)
         answer = call(self, *given, **choices)
         if fault in ERRORS:
             trainer.strike()
@@ -204,13 +205,13 @@ def while_pending(trainer: Trainer, name: str) -> None:
     setattr(BridgeClient, name, disturbed)
 
 
-def _once_sent(http: httpx.Client, timer: threading.Timer) -> None:
-    """Start the timer when the next request has been sent: from then on, it counts even if its sender dies."""
-    request = http.request
+def _once_sent(http: httpx.Client, act: Callable[[], None]) -> None:
+    """Act once the next request has been sent: from then on, it counts even if its sender dies."""
+    request, actions = http.request, [act]
 
     def note(event: str, _: Any) -> None:
-        if event == "http11.send_request_body.complete" and timer.ident is None:
-            timer.start()
+        if event == "http11.send_request_body.complete" and actions:
+            actions.pop()()
 
     def noting(*given: Any, **choices: Any) -> httpx.Response:
         return request(*given, extensions={"trace": note}, **choices)
