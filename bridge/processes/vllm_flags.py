@@ -54,6 +54,8 @@ HEAD_KEYS = {"head_dtype"}
 """Keys of a configuration that vLLM alone has, and that change only how its logits are rounded."""
 WEIGHTLESS_DRAFTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that have no weights."""
+THE_TRAINERS_REVISION = "main"
+"""The revision of a model on the hub that the trainer reads."""
 EXACT_REJECTION = ("standard", "block")
 """Ways of rejecting drafts that keep the model's distribution; vLLM's third one, `synthetic`, is for benchmarks."""
 
@@ -107,20 +109,27 @@ _TOKENIZED = "for the server alone: the trainer encodes prompts by the model's o
 _IN_FOLDER = (
     "put it into the model's folder, or into a copy (a template as chat_template.jinja), which server and trainer read"
 )
+_DRAFTED = (
+    "a draft model is a second set of weights, which would not be trained; exact without one:"
+    """ --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'"""
+)
 _REFUSED: Mapping[tuple[str, ...], Refusal] = {
     ("--hf-overrides",): Refusal(_ALONE, _overrides_the_heads_type, any_server=True, remedy=_IN_CONFIG),
     ("--hf-config-path", "--model-class-overrides", "--disable-sliding-window"): Refusal(
         _ALONE, any_server=True, remedy=_IN_CONFIG
     ),
     ("--revision", "--code-revision"): Refusal(
-        _ALONE, any_server=True, remedy="download that revision, and give its folder as --model: hf download MODEL"
-        " --revision REVISION",
+        _ALONE, THE_TRAINERS_REVISION.__eq__, any_server=True,
+        remedy="download that revision, and give its folder as --model: hf download MODEL --revision REVISION",
     ),
     ("--config-format",): Refusal(_ALONE, ("auto", "hf").__contains__, any_server=True, remedy=_IN_CONFIG),
     ("--runner",): Refusal(_ALONE, ("auto", "generate").__contains__, any_server=True),
     ("--convert",): Refusal(_ALONE, ("auto", "none").__contains__, any_server=True),
-    ("--tokenizer", "--tokenizer-revision", "--chat-template", "--default-chat-template-kwargs"): Refusal(
+    ("--tokenizer", "--chat-template", "--default-chat-template-kwargs"): Refusal(
         _TOKENIZED, any_server=True, remedy=_IN_FOLDER
+    ),
+    ("--tokenizer-revision",): Refusal(
+        _TOKENIZED, THE_TRAINERS_REVISION.__eq__, any_server=True, remedy=_IN_FOLDER
     ),
     ("--tokenizer-mode",): Refusal(_TOKENIZED, ("auto", "hf").__contains__, any_server=True, remedy=_IN_FOLDER),
     ("--skip-tokenizer-init",): Refusal("the server has to detokenize completions", any_server=True),
@@ -169,11 +178,8 @@ _REFUSED: Mapping[tuple[str, ...], Refusal] = {
         "experts are moved and repacked while serving, so their addresses change"
     ),
     ("--moe-backend",): Refusal("its kernels read repacked experts", {"auto", "triton"}.__contains__),
-    ("--speculative-config", "--speculative-model", "--spec-model", "--spec-method"): Refusal(
-        "a draft model is a second set of weights, which would not be trained; exact without one:"
-        """ --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'""",
-        _drafts_without_weights,
-    ),
+    ("--speculative-config", "--speculative-model", "--spec-model"): Refusal(_DRAFTED, _drafts_without_weights),
+    ("--spec-method",): Refusal(_DRAFTED, WEIGHTLESS_DRAFTS.__contains__),
     ("--cpu-offload-gb", "--offload-group-size"): Refusal(_OFFLOADED, _at_most(0)),
     ("--offload-backend",): Refusal(_OFFLOADED),
     ("--api-server-count",): Refusal("the fence's version and the manifest belong to one API server", _at_most(1)),
@@ -290,10 +296,9 @@ def check(
         raise UsageError(
             f"unexpected argument {flags[0]!r}", remedy="give the model as --model, and vLLM's own flags after --"
         )
-    insisted_on, faults, remedies = _listed(insisted), list[str](), list[str]()
+    insisted_on, faults, remedies, unknown = _listed(insisted), list[str](), list[str](), list[str]()
     for name, value in _pairs(flags):
         given = f"{name} {value}".strip()
-        insist = f"leave it out, or, if it does no harm: {INSIST} {name.lstrip('-')}"
         why = REFUSED.get(name)
         if name in OURS - SHARED_NAMES:
             faults.append(f"{name} after --: it is a flag of bridge serve-vllm, give it before --")
@@ -301,13 +306,18 @@ def check(
             is_passed = why.allowed(value) or (why.may_insist and name in insisted_on)
             if (shares_weights or why.any_server) and not is_passed:
                 faults.append(f"{given}: {why.reason}")
-                remedies += [why.remedy or insist] if why.remedy or why.may_insist else []
+                remedies += [why.remedy] if why.remedy else []
+                unknown += [name] if why.may_insist else []
         elif name not in HARMLESS | OURS | insisted_on and not _turns_off(name):
             faults.append(f"{given}: not known to leave what the server computes as the trainer computes it")
-            remedies.append(insist)
+            unknown.append(name)
     variables = {**OTHER_VARIABLES, **(REFUSED_VARIABLES if shares_weights else {})}
     set_to = {name: environment.get(name, "") for name in variables}
     faults += [f"{name}={value}: {variables[name]}" for name, value in set_to.items() if value not in OFF]
+    if unknown:
+        listed = ",".join(dict.fromkeys(name.lstrip("-") for name in (*sorted(insisted_on), *unknown)))
+        them = "it out, or, if it does" if "," not in listed else "them out, or, if they do"
+        remedies.append(f"leave {them} no harm: {INSIST} {listed}")
     if faults:
         what = "one copy of the weights" if shares_weights else "a trainer"
         leave_out = f"leave it out: it does not work with {what}"

@@ -426,6 +426,7 @@ def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
         ["--no-enable-prefix-caching", "--no-enable-log-requests", "--max-num-seqs", "1"],
         ["--no-enable-prefix", "--no-enable-expert-parallel"],
         ["--hf-overrides", '{"head_dtype": "float32"}'],
+        ["--spec-method", "ngram", "--spec-tokens", "4", "--revision", "main", "--tokenizer_revision=main"],
         ["--kv-cache-memory-bytes", "1073741824", "--gdn-prefill-backend", "triton"],
         ["--attention-backend", "CPU_MLA", "--kv-cache-dtype", "auto", "--generation-config", "vllm"],
         ["--weight-transfer-config", '{"backend": "nccl"}', "--served-model-name", "a", "b"],
@@ -496,6 +497,14 @@ def test_insisting_passes_a_flag_on_with_a_note(monkeypatch: pytest.MonkeyPatch)
     ]
     with pytest.raises(UsageError, match="--hf-overrides"):
         vllm_flags.check(["--hf-overrides", YARN], {}, insisted="hf-overrides")
+
+
+def test_unknown_flags_are_allowed_by_one_flag() -> None:
+    with pytest.raises(UsageError) as refused:
+        vllm_flags.check(
+            ["--of-a-later-vllm", "--kv-cache-dtype", "fp8", "--another=1", "--first"], {}, insisted="first"
+        )
+    assert refused.value.remedy.endswith("--allow-vllm-flags first,of-a-later-vllm,kv-cache-dtype,another")
 
 
 ANY_SERVER = {flag for flag, why in vllm_flags.REFUSED.items() if why.any_server}
