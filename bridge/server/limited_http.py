@@ -5,6 +5,7 @@ httpx limits the wait for each piece alone: a server that sends forever, or a by
 
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -100,8 +101,10 @@ class _AsyncStream(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         self._limits.check_encoding(self._response)
-        async for piece in self._inner:
-            yield self._limits.add(piece)
+        pieces = aiter(self._inner)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield self._limits.add(piece)
 
     async def aclose(self) -> None:
         await self._inner.aclose()

@@ -51,5 +51,5 @@ def test_a_folder_beside_the_program_does_not_hide_us(tmp_path: Path, beside: st
     ):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    command = [sys.executable, "-I", "-c", PROGRAM, str(work), str(packages), how]
+    command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(work), str(packages), how]  # without our own finder
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{whose}\n"

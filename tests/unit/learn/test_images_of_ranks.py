@@ -50,7 +50,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config.save_pretrained(tmp_path)
     tiny.write_tokenizer(tmp_path, tiny.VOCABULARY, (IMAGE, "<|video_pad|>", START, END))
     processor = Processor(AutoTokenizer.from_pretrained(tmp_path))
-    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _: processor))
+    monkeypatch.setattr(images, "AutoProcessor", SimpleNamespace(from_pretrained=lambda _, **__: processor))
     for number in range(NUM_GROUPS):
         Image.effect_noise(SIZES[number % len(SIZES)], 90).convert("RGB").save(tmp_path / f"{number}.png")
     return tmp_path

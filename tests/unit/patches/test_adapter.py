@@ -353,4 +353,4 @@ def test_the_client_asks_with_an_absolute_path(tmp_path: Path, monkeypatch: pyte
         assert client.adapter("mine", Path("folder")) == 3
     (request,) = server.requests
     assert (request.method, request.path) == ("POST", "/bridge/adapter")
-    assert request.body == {**HOLDER, "name": "mine", "path": f"{tmp_path}/folder"}
+    assert request.body == {**HOLDER, "client": "", "name": "mine", "path": f"{tmp_path}/folder"}
