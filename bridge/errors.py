@@ -63,7 +63,7 @@ class UnsupportedModelError(AttachError):
 
 
 def own_head(head: str, embedding: str) -> UnsupportedModelError:
-    """Return the error of a model that its configuration ties, with a head of its own in its files."""
+    """Return the error for a model whose configuration ties the head, and whose files hold a different head."""
     return UnsupportedModelError(
         f"{head} differs from {embedding}, and the configuration ties them: transformers 5 and vLLM 0.32 use"
         " both, older ones drop the head",

@@ -48,6 +48,13 @@ def _integer(digits: str) -> int | str:
         return digits
 
 
+def without_nulls(value: Any) -> Any:
+    """Drop keys whose value is null, at any depth: Parquet gives each object the keys of all others."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per document.
 

@@ -1,6 +1,6 @@
 """vLLM's own flags (after `--`): those that Bridge passes on, refuses or adds, and why.
 
-Passed on are the flags that are known to leave what is computed as it is, up to rounding: speed, memory, logs, routes.
+A flag is passed on if it is known to change nothing that is computed, except by rounding: speed, memory, logs, routes.
 A flag that changes the model, its configuration, its tokenizer or what is sampled for the server alone would go
 unnoticed by the trainer, which builds all of these from the model's folder; a flag that nobody has read might do that.
 

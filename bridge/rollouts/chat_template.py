@@ -154,7 +154,7 @@ def objects(value: Any) -> list[Any]:
     """Return a list of objects, which may be written as JSON; empty if it is something else."""
     parsed = _parsed(value)
     is_list = isinstance(parsed, list) and all(isinstance(entry, Mapping) for entry in parsed)
-    return [_filled(entry) for entry in parsed] if is_list else []
+    return [json_lines.without_nulls(entry) for entry in parsed] if is_list else []
 
 
 def _parsed(value: Any) -> Any:
@@ -164,19 +164,12 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _filled(value: Any) -> Any:
-    """Return a value without keys that have none, which Parquet adds to objects."""
-    if isinstance(value, Mapping):
-        return {key: _filled(inner) for key, inner in value.items() if inner is not None}
-    return [_filled(inner) for inner in value] if isinstance(value, list) else value
-
-
 def lost(render: Render, messages: Sequence[Message]) -> list[int]:
     """Return the indices of the messages that do not come out of a chat template.
 
-    Each gets a marker of its own, which has to be in the text: at its end, else inside it or at its start, since a
-    template may look at how a message begins and ends, and may leave out a thought. Of a message without text the
-    calls of tools count.
+    Each message gets its own marker, and the rendered text has to contain it. The marker is tried at the end of the
+    message, then inside it, then at its start: a template may test how a message begins or ends, and may leave out a
+    thought. In a message without text, the names of its tool calls are marked.
     """
     missing = [index for index, message in enumerate(messages) if _marked(message, "", 1.0) is not None]
     is_rendered = False
@@ -423,7 +416,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, model_name: str) -> set[int]:
     try:
         ids = GenerationConfig.from_pretrained(model_name).eos_token_id
     except Exception:  # noqa: BLE001  it has none, or one that is refused elsewhere
-        with suppress(Exception):  # a configuration that only code of its own can read
+        with suppress(Exception):  # only the model's own code can read its configuration
             config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
             ids = GenerationConfig.from_model_config(config).eos_token_id  # as vLLM
     stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}

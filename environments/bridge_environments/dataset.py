@@ -257,20 +257,15 @@ def _values(content: Any) -> dict[str, Any]:
         raise BadRowError(f"is not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(values, dict):
         raise BadRowError(f"is {shortened(repr(values))}, expected a JSON object")
-    return {name: _without_nulls(value) if _is_of_chat(name, value) else value for name, value in values.items()}
+    return {
+        name: json_lines.without_nulls(value) if _is_of_chat(name, value) else value for name, value in values.items()
+    }
 
 
 def _is_of_chat(name: str, value: Any) -> bool:
     """Return whether a column has chat messages or the schemas of tools."""
     is_list_of_dicts = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
     return is_list_of_dicts and (name == "tools" or "role" in value[0])
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys that are null, at any depth."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _located(values: dict[str, Any], folder: Path | None) -> dict[str, Any]:
