@@ -39,6 +39,8 @@ from tests.unit.several_ranks import on_ranks
 pytestmark = pytest.mark.slow
 NUM_PARTS, STEPS = 2, 3
 SHARED_MEMORY = Path("/dev/shm")
+FORM_OF_TRANSFORMERS_4 = {"torch_dtype", "rope_theta", "rope_scaling", "num_experts"}
+"""What a saved config.json has beside the keys of transformers 5."""
 IN_PARTS = "--tensor-parallel-size", str(NUM_PARTS)
 ADAPTER = "--mode", "lora_only", "--lora-r", str(scenarios.LORA_RANK)
 EITHER = pytest.mark.parametrize(
@@ -178,8 +180,8 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
     assert not any(report.values()), report
     assert logprob_diffs(saved, groups).mean().item() < limit
     assert logprob_diffs(first, groups).mean().item() > 3 * limit
-    config_of = {folder: json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "saved")}
-    assert config_of[model] == config_of[tmp_path / "saved"]
+    given, written = (json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "saved"))
+    assert written == given | {name: written[name] for name in FORM_OF_TRANSFORMERS_4 & written.keys()}
 
 
 def test_an_adapter_in_parts_is_trained_in_the_servers_slots_and_saved_as_plain_peft(tmp_path: Path) -> None:
