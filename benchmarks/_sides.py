@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 
 from benchmarks import _lengths, _work
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.core.address import free_port
 from bridge.processes import accelerator
-from bridge.run.run_directory import RunDirectory
 
 BRIDGE = "from bridge_cli.main import main; main()"
 """The console script, which is not on every PATH."""

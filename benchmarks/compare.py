@@ -21,9 +21,9 @@ import torch
 
 from benchmarks import _results
 from benchmarks._sides import BRIDGE
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.core.address import free_port
 from bridge.processes import accelerator
-from bridge.run.run_directory import RunDirectory
 from bridge_cli.demo import HOST, LEARNING_RATE, demo_model_folder
 
 LORA = ("--mode", "lora_only", "--lora-r", "8", "--lora-alpha", "16", "--lr", "2e-3")

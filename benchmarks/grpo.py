@@ -77,8 +77,8 @@ from benchmarks._models import DUMMY, SIZES, weight_bytes
 from benchmarks._results import say
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks import software
-from bridge.run.run_directory import RunDirectory
 
 GIB = 2**30
 OURS = (

@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks._models import SIZES, make_model
 from benchmarks._results import say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks.verify import logprob_diffs, sample
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
 from bridge.rollouts.sampler import Sampler
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import manifest, protocol
 from bridge.server.client import VllmClient, open_http

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from benchmarks import _results
 from benchmarks._results import say
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import OptimizerConfig, ServeConfig, TrainConfig
 from bridge.core.address import free_port
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import EPS, InPlaceOptimizer
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient

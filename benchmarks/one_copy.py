@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks._models import SIZES, make_model
 from benchmarks._results import count, say, write
 from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serve_command, served, stock
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks.verify import logprob_diffs, sample, verify
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.rollouts.sampler import Sampler
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient

@@ -28,6 +28,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import _results
 from benchmarks._results import say
+from bridge.checkpoints.metrics import StepMetrics
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import atomic_folder
 from bridge.core.address import free_port
@@ -36,8 +38,6 @@ from bridge.learn.policy_loss import LossSpec, Sums, policy_loss
 from bridge.passes.packing import MicroBatch
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
-from bridge.run.metrics import StepMetrics
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient

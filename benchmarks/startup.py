@@ -33,8 +33,8 @@ from benchmarks import _results, _sides, _stamped
 from benchmarks._models import DUMMY, SIZES
 from benchmarks._results import say
 from benchmarks._sides import Side, Work
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.processes import server_log
-from bridge.run.run_directory import RunDirectory
 
 STOCK = """
 import contextlib

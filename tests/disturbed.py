@@ -27,12 +27,12 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
+from bridge.checkpoints import optimizer_state
 from bridge.optimizers import slabs
 from bridge.optimizers.slabs import Piece
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.rollouts.sampler import Sampler
 from bridge.rollouts.stream import EnvironmentStream
-from bridge.run import optimizer_state
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import Status
 from bridge.types import Group

@@ -18,10 +18,10 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
+from bridge.checkpoints import checkpoint
 from bridge.core.address import free_port
 from bridge.errors import BridgeError
 from bridge.processes import children
-from bridge.run import checkpoint
 from bridge.server.client import BridgeClient
 from bridge.server.protocol import COMPLETIONS, Status
 from bridge.weights.attach import attach

@@ -7,7 +7,7 @@ from statistics import linear_regression
 
 import psutil
 
-from bridge.run.metrics import StepMetrics
+from bridge.checkpoints.metrics import StepMetrics
 
 LIMIT_MIB = 16.0
 """Growth below this is noise: what allocators keep varies from moment to moment."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bridge.run.metrics import StepMetrics
+from bridge.checkpoints.metrics import StepMetrics
 from bridge.run.reporting import Reporter
 from bridge.types import Group
 

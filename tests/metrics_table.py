@@ -1,9 +1,9 @@
-"""The table of docs/looking.md, from `bridge/run/metric_table.py`; `python -m tests.metrics_table` rewrites it."""
+"""The table of metrics in docs/looking.md; `python -m tests.metrics_table` rewrites it."""
 
 import re
 from pathlib import Path
 
-from bridge.run.metric_table import METRICS, Metric
+from bridge.checkpoints.metric_table import METRICS, Metric
 
 PAGE = Path(__file__).parents[1] / "docs" / "looking.md"
 BEGIN, END = "<!-- metrics, by python -m tests.metrics_table -->\n", "<!-- end of metrics -->\n"

@@ -1,7 +1,7 @@
 """The mark of a folder that Bridge made. Without it, files in a folder are never replaced or removed.
 
 The file is hidden, so that `cp run/* elsewhere` leaves it behind. Checkpoints and manifests have no mark: they are
-recognized by their content (`bridge/run/checkpoint.py`, `bridge/server/manifest.py`).
+recognized by their content (`bridge/checkpoints/checkpoint.py`, `bridge/server/manifest.py`).
 """
 
 import json

@@ -153,7 +153,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in its stored form, without a copy: the parts of each parameter, and its number of updates.
 
-        `bridge` saves checkpoints by name (`bridge/run/optimizer_state.py`); this is for loops that save torch's way.
+        Checkpoints hold it by name (`checkpoints/optimizer_state.py`); this is for loops that save as torch does.
         """
         packed = super().state_dict()
         steps = ((index, parameter, self._steps[parameter]) for index, parameter in enumerate(self._steps))

@@ -1,6 +1,5 @@
-"""One training run: the trainer's loop over steps, its checkpoints, its metrics, and the directory that keeps them.
+"""One training run: the trainer's loop over steps, what it measures, reports and saves, and how it resumes.
 
-Words: *step* (one batch, one publication), *checkpoint* (a Hugging Face folder plus what a run needs to resume),
-*run directory* (all files of a run).
+Words: *step* (one batch, one publication).
 May import: every other package of `bridge`.
 """

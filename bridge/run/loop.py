@@ -16,15 +16,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from bridge.checkpoints import checkpoint, optimizer_state
+from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
+from bridge.checkpoints.run_directory import RunDirectory, write_json
 from bridge.config import SamplingConfig
 from bridge.core import json_lines
 from bridge.errors import UsageError
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.run import checkpoint, measuring, optimizer_state, provenance
-from bridge.run.checkpoint import Progress, SavedCheckpoint
-from bridge.run.run_directory import RunDirectory, write_json
+from bridge.run import measuring, provenance
 from bridge.server.fence import FenceTimes
 from bridge.types import Group
 

@@ -1,6 +1,6 @@
 """Compute the metrics of a step, an evaluation and a run, and log alarms.
 
-Not covered: what the metrics mean (`metric_table.py`).
+Not covered: what the metrics mean (`bridge/checkpoints/metric_table.py`).
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bridge.checkpoints.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.errors import UsageError
 from bridge.learn.mismatch import alarm as mismatch_alarm
 from bridge.learn.mismatch import share
@@ -21,7 +22,6 @@ from bridge.learn.samples import has_signal, mean
 from bridge.passes.flops import peak_flops
 from bridge.passes.packing import of_sampled
 from bridge.rollouts.groups import Stream
-from bridge.run.metrics import RECORDED, Evaluation, StepMetrics, Summary
 from bridge.server.fence import FenceTimes
 from bridge.types import Completion, Group
 from bridge.weights.attach import OpenedModel

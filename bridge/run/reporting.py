@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+from bridge.checkpoints.metrics import Evaluation, StepMetrics
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrackingConfig
 from bridge.core import atomic_file, redaction
 from bridge.core.foreign_code import reason_of
 from bridge.errors import UsageError
-from bridge.run.metrics import Evaluation, StepMetrics
-from bridge.run.run_directory import RunDirectory
 from bridge.types import Group
 
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}

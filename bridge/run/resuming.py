@@ -12,14 +12,14 @@ from itertools import islice
 from operator import length_hint
 from typing import Any
 
+from bridge.checkpoints.checkpoint import SavedCheckpoint
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.config.choices import flag, flattened
 from bridge.core import redaction
 from bridge.core.foreign_code import shortened
 from bridge.errors import UsageError
 from bridge.optimizers import factory
-from bridge.run.checkpoint import SavedCheckpoint
-from bridge.run.run_directory import RunDirectory
 from bridge.types import Environment, Problem
 
 MOST_COMPARED = 20_000

@@ -1,6 +1,6 @@
 """The checkpoints of one run: saved step by step, by all ranks together, and loaded when it resumes.
 
-Not covered: what makes a folder a whole checkpoint (`checkpoint.py`), and the optimizer's state (`optimizer_state.py`).
+Not covered: what makes a folder a whole checkpoint, and the optimizer's state (`bridge/checkpoints`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -8,6 +8,10 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain, count
 from pathlib import Path
 
+from bridge.checkpoints import checkpoint, optimizer_state
+from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
+from bridge.checkpoints.optimizer_state import WholeState
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import CheckpointConfig
 from bridge.core import atomic_folder, json_lines
 from bridge.core.interrupt import deferred_interrupt
@@ -16,10 +20,6 @@ from bridge.modes.mode import Mode
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.ranks.world import Ranks
-from bridge.run import checkpoint, optimizer_state
-from bridge.run.checkpoint import Progress, SavedCheckpoint
-from bridge.run.optimizer_state import WholeState
-from bridge.run.run_directory import RunDirectory
 from bridge.types import Group, TrainedProblems
 from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts

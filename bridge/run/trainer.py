@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import SavedCheckpoint
+from bridge.checkpoints.metrics import Evaluation, StepMetrics, Summary, goal_of
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.config.rollouts import SOURCES
 from bridge.core.interrupt import deferred_interrupt
@@ -28,12 +32,9 @@ from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Stream
 from bridge.rollouts.sampler import fit_completions
-from bridge.run import checkpoint, measuring, provenance, resuming
-from bridge.run.checkpoint import SavedCheckpoint
+from bridge.run import measuring, provenance, resuming
 from bridge.run.measuring import Alarms
-from bridge.run.metrics import Evaluation, StepMetrics, Summary, goal_of
 from bridge.run.reporting import Reporter
-from bridge.run.run_directory import RunDirectory
 from bridge.run.saving import Checkpoints
 from bridge.server.fence import Update
 from bridge.types import Environment, Group, Result

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from bridge.checkpoints.run_directory import RunDirectory, write_json
 from bridge.checks import Check, any_failed
 from bridge.config import DeviceChoice, ServeConfig, TrainConfig
 from bridge.core import mark
@@ -16,7 +17,6 @@ from bridge.core.address import free_port
 from bridge.errors import UsageError
 from bridge.processes.server_command import prepare
 from bridge.processes.start_checks import check_model, check_software
-from bridge.run.run_directory import RunDirectory, write_json
 from bridge_cli import console, layout, rank, rank_run, report
 from bridge_cli.options import HOME, Json
 from bridge_cli.rank_run import Job, Opened, trained
@@ -25,8 +25,8 @@ from bridge_cli.training import load_environment
 from bridge_cli.verify import FAILED_EXIT_CODE, proof
 
 if TYPE_CHECKING:
+    from bridge.checkpoints.metrics import Summary
     from bridge.ranks.world import Ranks
-    from bridge.run.metrics import Summary
 
 HOST = "127.0.0.1"
 START_LIMIT_S = 300.0

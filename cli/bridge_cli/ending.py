@@ -12,8 +12,8 @@ from bridge.core import redaction
 from bridge_cli import console
 
 if TYPE_CHECKING:
+    from bridge.checkpoints.run_directory import RunDirectory
     from bridge.config import CheckpointConfig
-    from bridge.run.run_directory import RunDirectory
 
 GIVEN: ContextVar[tuple[str, ...]] = ContextVar("GIVEN", default=("train",))
 """The arguments of this process."""
@@ -26,8 +26,8 @@ def print_at_end(run: "RunDirectory", checkpoints: "CheckpointConfig") -> Iterat
         yield
     finally:
         if run.metrics.exists():
+            from bridge.checkpoints import checkpoint
             from bridge.modes import WAYS
-            from bridge.run import checkpoint
 
             assert run.chosen is not None, "it was opened"
             prefix, steps = WAYS[run.chosen.way].checkpoint_prefix, run.chosen.training_steps

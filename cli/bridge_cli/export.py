@@ -43,8 +43,8 @@ def export(
     An adapter is merged into its base, in the dtype of the base or in --dtype, and what rounding loses of it is
     printed. Beside the weights is all that the source has: its configuration, tokenizer, code and other files.
     """
+    from bridge.checkpoints import export as exports
     from bridge.core import hub, mark
-    from bridge.run import export as exports
 
     if push is not None:
         hub.check_push(push)

@@ -20,11 +20,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from bridge.checkpoints.metric_table import METRICS, Metric, is_number
+from bridge.checkpoints.metrics import Evaluation, StepMetrics
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.redaction import escaped
 from bridge.run import reporting
-from bridge.run.metric_table import METRICS, Metric, is_number
-from bridge.run.metrics import Evaluation, StepMetrics
 from bridge.types import Group as Rollouts
 from bridge_cli import console
 from bridge_cli.step_lines import Lines, duration, value_range

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, mark
 from bridge.core.address import free_port
@@ -26,7 +27,6 @@ from bridge.processes.preload import Preloaded, preloading
 from bridge.processes.server_command import ServerCommand, prepare
 from bridge.processes.server_process import StartedServer
 from bridge.processes.vllm_flags import value
-from bridge.run.run_directory import RunDirectory
 from bridge.server import api_key
 from bridge.types import Environment
 from bridge_cli import console
@@ -35,9 +35,9 @@ from bridge_cli.rank import LOST, OWN_RANK, OwnRank
 from bridge_cli.training import train_in
 
 if TYPE_CHECKING:
+    from bridge.checkpoints.checkpoint import SavedCheckpoint
+    from bridge.checkpoints.metrics import Summary
     from bridge.ranks.world import Ranks
-    from bridge.run.checkpoint import SavedCheckpoint
-    from bridge.run.metrics import Summary
 
 
 @dataclass(frozen=True)

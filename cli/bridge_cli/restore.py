@@ -47,8 +47,8 @@ def restore(checkpoint: Checkpoint, *, vllm_config_path: ManifestPath = None, as
     It repairs a server whose trainer died while writing, or restores older weights on a healthy one.
     In-flight requests are kept, and continue with the restored weights.
     """
+    from bridge.checkpoints import checkpoint as checkpoints
     from bridge.core.paths import ADAPTER_CONFIG
-    from bridge.run import checkpoint as checkpoints
     from bridge.server import fence
     from bridge.server.client import BridgeClient
     from bridge.server.fence import Update

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.checkpoints.run_directory import RUNS, RunDirectory
 from bridge.config import TrainConfig
 from bridge.core import claim, mark
 from bridge.errors import UsageError
-from bridge.run.run_directory import RUNS, RunDirectory
 from bridge.types import Environment
 from bridge_cli import console, rank
 
 if TYPE_CHECKING:
-    from bridge.run.checkpoint import SavedCheckpoint
+    from bridge.checkpoints.checkpoint import SavedCheckpoint
 
 
 def open_run(
@@ -23,10 +23,11 @@ def open_run(
 
     Return the configuration with the folder of the checkpoints, the run directory, and what the run resumes from.
     """
+    from bridge.checkpoints import metrics
     from bridge.learn import reference
     from bridge.learn.policy_loss import LossSpec
     from bridge.modes import WAYS
-    from bridge.run import metrics, reporting, resuming
+    from bridge.run import reporting, resuming
 
     of_loss = LossSpec.of(config.loss).metrics
     if config.loss.is_own:
@@ -95,7 +96,7 @@ def _resumed(
 
 
 def _newest_checkpoint(folder: Path, prefix: str) -> "SavedCheckpoint | None":
-    from bridge.run import checkpoint
+    from bridge.checkpoints import checkpoint
 
     newest, damaged = checkpoint.newest(folder, prefix)
     for why in damaged:
@@ -124,7 +125,7 @@ def _refuse_overwriting(
     save_path: Path | None, run_dir: Path | None, prefix: str, steps: range, *, resume: bool
 ) -> None:
     """Refuse to start where a checkpoint after one of `steps` would overwrite a folder that it may not replace."""
-    from bridge.run import checkpoint
+    from bridge.checkpoints import checkpoint
 
     another = f"name another folder with {'--save-path' if save_path else '--run-dir'}"
     save_path = save_path or (RunDirectory(run_dir).checkpoints if run_dir else None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.checkpoints.run_directory import RunDirectory, write_json
 from bridge.config import LoraConfig, ServeConfig, TrainConfig
 from bridge.errors import UsageError
 from bridge.processes import start_checks
@@ -14,7 +15,6 @@ from bridge.processes.accelerator import check_host
 from bridge.processes.server_command import ServerCommand, prepare
 from bridge.processes.server_process import START_LIMIT_S
 from bridge.processes.vllm_flags import names, slot_rank, value
-from bridge.run.run_directory import RunDirectory, write_json
 from bridge_cli import consistency, console, ending, layout, rank, rank_run
 from bridge_cli.options import Json, from_config
 from bridge_cli.rank_run import Job, Opened, send_key, trained
@@ -23,8 +23,8 @@ from bridge_cli.serve import VllmFlags
 from bridge_cli.training import check_files, load_environment
 
 if TYPE_CHECKING:
+    from bridge.checkpoints.checkpoint import SavedCheckpoint
     from bridge.ranks.world import Ranks
-    from bridge.run.checkpoint import SavedCheckpoint
 
 SHARDED = "--fully-sharded-loras"
 MAX_RANK = "--max-lora-rank"
@@ -153,7 +153,7 @@ class FirstRank:
 
 
 def _train(world: "Ranks", first: FirstRank) -> None:
-    from bridge.run import checkpoint
+    from bridge.checkpoints import checkpoint
 
     job = first.job
     opened = Opened(*world.run_on_rank_zero(first.open))

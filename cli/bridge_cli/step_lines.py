@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 
+from bridge.checkpoints.metrics import Evaluation, StepMetrics, Summary
+from bridge.checkpoints.run_directory import labelled_json
 from bridge.core import json_lines
-from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.run.reporting import Reporter
-from bridge.run.run_directory import labelled_json
 from bridge.types import Group
 from bridge_cli import console
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
@@ -16,7 +17,6 @@ from bridge.processes.accelerator import check_host
 from bridge.processes.server_command import StartCommand
 from bridge.processes.server_process import StartedServer
 from bridge.processes.start_checks import check_folder, check_reachable
-from bridge.run.run_directory import RunDirectory
 from bridge.types import Environment
 from bridge_cli import console, ending, layout, rank, rank_run, servers
 from bridge_cli.options import Json, from_config
@@ -26,8 +26,8 @@ from bridge_cli.servers import Running
 from bridge_cli.training import check_files, load_environment, train_in
 
 if TYPE_CHECKING:
+    from bridge.checkpoints.checkpoint import SavedCheckpoint
     from bridge.ranks.world import Ranks
-    from bridge.run.checkpoint import SavedCheckpoint
 
 
 @from_config(TrainConfig, hide=("gpus", "hosts", "rendezvous"))

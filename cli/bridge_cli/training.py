@@ -6,19 +6,19 @@ Not covered: the training itself (`bridge/run/trainer.py`), where a server comes
 from functools import partial
 from typing import TYPE_CHECKING
 
+from bridge.checkpoints.run_directory import RunDirectory, labelled_json
 from bridge.config import EvaluationConfig, RolloutConfig, TaskConfig, TrainConfig
 from bridge.config.choices import flag
 from bridge.errors import UsageError
-from bridge.run.run_directory import RunDirectory, labelled_json
 from bridge.types import Environment, Task
 from bridge_cli import console, live
 from bridge_cli.step_lines import summary_line
 
 if TYPE_CHECKING:
+    from bridge.checkpoints.checkpoint import SavedCheckpoint
+    from bridge.checkpoints.metrics import Summary
     from bridge.modes.mode import ServerProcess
     from bridge.ranks.world import Ranks
-    from bridge.run.checkpoint import SavedCheckpoint
-    from bridge.run.metrics import Summary
 
 
 def check_files(task: TaskConfig, rollouts: RolloutConfig) -> None:

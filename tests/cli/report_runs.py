@@ -8,10 +8,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from bridge.checkpoints.metrics import RECORDED, StepMetrics, Summary
+from bridge.checkpoints.run_directory import RunDirectory, write_json
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import json_lines
-from bridge.run.metrics import RECORDED, StepMetrics, Summary
-from bridge.run.run_directory import RunDirectory, write_json
 
 PROBLEMS = (
     ("A baker fills {a} trays with {b} rolls each, and sells all but {c}. How many rolls are sold?", "{a} * {b} - {c}"),

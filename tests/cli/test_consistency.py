@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bridge.checkpoints import checkpoint
 from bridge.checks import passed
 from bridge.checks import verify as verified
 from bridge.config import ServeConfig, TrainConfig
@@ -19,7 +20,6 @@ from bridge.core import claim, mark
 from bridge.core.process import ProcessIdentity
 from bridge.errors import UsageError
 from bridge.ranks.world import Ranks
-from bridge.run import checkpoint
 from bridge.server import discovery
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import Holder, Lease, Status

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import Progress
 from bridge.core.address import free_port
-from bridge.run import checkpoint
-from bridge.run.checkpoint import Progress
 from bridge_cli import demo_model, main
 from bridge_environments.dataset import GSM8K
 from tests import documents, forked

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import Progress
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import CheckpointConfig, TrainConfig
-from bridge.run import checkpoint
-from bridge.run.checkpoint import Progress
-from bridge.run.run_directory import RunDirectory
 from bridge_cli import ending
 from tests.cli.test_run_directory import metrics
 

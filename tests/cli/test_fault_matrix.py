@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bridge.run import checkpoint
+from bridge.checkpoints import checkpoint
 from bridge.weights.attach import attach
 from tests import disturbed
 from tests.disturbed import ENDS_THE_SERVER, FAULTS, Disturbance

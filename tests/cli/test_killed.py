@@ -2,7 +2,7 @@
 
 Not covered: the real vLLM (`tests/cpu/test_killed.py`), trainers killed inside the fence (`tests/cpu/test_restore.py`),
 bit-equal weights, which take a deterministic sampler (`tests/unit/run/test_trainer_resume.py`), and saves killed at
-random moments (`tests/unit/run/test_checkpoint.py`).
+random moments (`tests/unit/checkpoints/test_checkpoint.py`).
 """
 
 import json
@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bridge.checkpoints import checkpoint
 from bridge.core.address import free_port
-from bridge.run import checkpoint
 from tests import disturbed, forked, scenarios
 from tests.disturbed import UNDISTURBED, Disturbance
 from tests.scenarios import LiveServer, different
@@ -43,8 +43,8 @@ class Numbered:
 """
 PRELUDE = f"""
 import os, resource, signal
-from bridge.run.run_directory import RunDirectory
-from bridge.run import checkpoint
+from bridge.checkpoints.run_directory import RunDirectory
+from bridge.checkpoints import checkpoint
 
 STEP = {KILLED_IN_STEP}
 

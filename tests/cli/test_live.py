@@ -23,7 +23,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions
 
-from bridge.run.metrics import StepMetrics
+from bridge.checkpoints.metrics import StepMetrics
 from bridge.types import Message
 from bridge_cli import console, live, step_lines
 from tests.cli.test_run_directory import evaluation, group, metrics

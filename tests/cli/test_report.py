@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from bokeh.models import ColumnDataSource
 
+from bridge.checkpoints.metric_table import CHARTS, METRICS
+from bridge.checkpoints.metrics import StepMetrics
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.core import claim, json_lines
-from bridge.run.metric_table import CHARTS, METRICS
-from bridge.run.metrics import StepMetrics
-from bridge.run.run_directory import RunDirectory
 from bridge_cli import main
 from bridge_cli.report import charts, names, record
 from bridge_cli.report.page import choices, figures

@@ -22,10 +22,10 @@ from huggingface_hub import constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import Progress
 from bridge.config import TrainConfig
 from bridge.errors import AttachError
-from bridge.run import checkpoint
-from bridge.run.checkpoint import Progress
 from bridge.server import fence
 from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest

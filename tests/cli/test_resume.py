@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
-from bridge.run import checkpoint
-from bridge.run.checkpoint import Progress, SavedCheckpoint
-from bridge.run.run_directory import RunDirectory
 from bridge_cli.resume import open_run
 from tests.cli.test_run_directory import metrics, steps
 from tests.unit.core.test_claim import held

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from bridge.checkpoints.metrics import Summary
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks import failed, passed
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import mark
@@ -18,8 +20,6 @@ from bridge.processes import accelerator
 from bridge.processes.preload import Preloaded
 from bridge.processes.server_command import ServerCommand
 from bridge.ranks.world import ALONE
-from bridge.run.metrics import Summary
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import api_key
 from bridge_cli import demo, rank, rank_run, run, step_lines, training, verify

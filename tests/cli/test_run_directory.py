@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from bridge.checkpoints import rollout_record
+from bridge.checkpoints.metrics import RECORDED, Evaluation, StepMetrics, Summary
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.core import json_lines, mark
 from bridge.errors import UsageError
-from bridge.run import rollout_record
-from bridge.run.metrics import RECORDED, Evaluation, StepMetrics, Summary
-from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group, Message, Unscored
 from tests.unit.core.test_atomic_folder import largest_file
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import bridge
+from bridge.checkpoints.metrics import StepMetrics
 from bridge.config import SamplingConfig
 from bridge.passes.packing import MicroBatch, Sample
-from bridge.run.metrics import StepMetrics
 from bridge.server.protocol import COMPLETIONS
 from tests import scenarios
 from tests.cpu import demo_server

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import bridge
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks.verify import logprob_diffs
 from bridge.errors import AttachError, UsageError
-from bridge.run.run_directory import RunDirectory
 from tests import forked, scenarios
 from tests.cpu.conftest import Servers
 from tests.models import tiny

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.run.metrics import StepMetrics
+from bridge.checkpoints.metrics import StepMetrics
 from tests.cpu import demo_server
 from tests.cpu.demo_server import DemoServer
 

@@ -11,12 +11,12 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
+from bridge.checkpoints.metrics import StepMetrics
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core.address import free_port
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
-from bridge.run.metrics import StepMetrics
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge_environments import registry
 from tests import scenarios

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 
+from bridge.checkpoints import checkpoint
 from bridge.checks.verify import logprob_diffs, verify
 from bridge.config import TrainConfig
 from bridge.learn.opening import learner_of
@@ -25,7 +26,6 @@ from bridge.modes.mode import RunContext
 from bridge.processes import children
 from bridge.processes.children import Child
 from bridge.ranks.world import Ranks
-from bridge.run import checkpoint
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.server.manifest import MANIFEST_NAME

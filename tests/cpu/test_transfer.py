@@ -20,12 +20,12 @@ import httpx
 import pytest
 import torch
 
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core.address import free_port
 from bridge.errors import AttachError
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.server_process import StartedServer
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.types import Quantization
 from bridge.weights import fp8

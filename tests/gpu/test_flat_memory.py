@@ -9,8 +9,8 @@ import psutil
 import torch
 
 from benchmarks import _gpu_memory
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge_environments import registry
 from tests import scenarios

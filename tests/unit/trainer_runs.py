@@ -15,15 +15,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.metrics import StepMetrics, Summary
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.errors import ServerUnreachableError
 from bridge.modes.mode import RunContext, ServerProcess
 from bridge.passes import preparation
 from bridge.ranks.world import ALONE
 from bridge.rollouts.problems import WINDOW
-from bridge.run import checkpoint, trainer
-from bridge.run.metrics import StepMetrics, Summary
-from bridge.run.run_directory import RunDirectory
+from bridge.run import trainer
 from bridge.server.endpoint import Endpoint
 from bridge.server.fence import FenceTimes, Update, Window
 from bridge.types import Problem

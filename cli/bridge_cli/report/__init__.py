@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bridge.checkpoints.run_directory import REPORT
 from bridge.core import atomic_file
 from bridge.errors import UsageError
-from bridge.run.run_directory import REPORT
 from bridge_cli import console
 from bridge_cli.options import HOME, Json
 

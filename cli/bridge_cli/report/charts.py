@@ -1,4 +1,4 @@
-"""Draw the charts that `bridge/run/metric_table.py` declares with Bokeh, whose script goes into the page."""
+"""Draw the charts that `bridge/checkpoints/metric_table.py` declares with Bokeh, whose script goes into the page."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -8,9 +8,9 @@ from bokeh.models import BasicTicker, ColumnDataSource, CrosshairTool, HoverTool
 from bokeh.models.annotations import BoxAnnotation, Span
 from bokeh.plotting import figure
 
+from bridge.checkpoints.metric_table import CHARTS, METRICS, Chart
+from bridge.checkpoints.metrics import undeclared
 from bridge.core.redaction import escaped
-from bridge.run.metric_table import CHARTS, METRICS, Chart
-from bridge.run.metrics import undeclared
 from bridge.types import HEALTHY_NATS
 from bridge_cli.report.record import Column, Run
 

@@ -16,10 +16,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from bridge import __version__
+from bridge.checkpoints.metric_table import METRICS, Metric, PerSecond
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
 from bridge.core.redaction import escaped
-from bridge.run.metric_table import METRICS, Metric, PerSecond
 from bridge_cli.report.charts import Artist, Drawing, charts
 from bridge_cli.report.record import Column, Run
 from bridge_cli.step_lines import duration

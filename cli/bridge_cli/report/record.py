@@ -14,12 +14,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bridge.checkpoints.metrics import StepMetrics
+from bridge.checkpoints.rollout_record import cut
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import claim, redaction
 from bridge.errors import UsageError
-from bridge.run.metrics import StepMetrics
-from bridge.run.rollout_record import cut
-from bridge.run.run_directory import RunDirectory
 
 Column = NDArray[np.float64]
 """One value per step; NaN where it is missing."""

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from bridge.agents.stream import open_stream
 from bridge.agents.tool_calls import Call
 from bridge.agents.trajectories import DEEPEST, as_turn
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.learn import samples
 from bridge.learn.policy_loss import LossSpec
@@ -33,7 +34,6 @@ from bridge.rollouts.problems import endless
 from bridge.rollouts.sampler import CALL_SEEDS
 from bridge.rollouts.stream import EnvironmentStream
 from bridge.run import measuring
-from bridge.run.run_directory import RunDirectory
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group, TrainedProblems
 from bridge_environments import registry

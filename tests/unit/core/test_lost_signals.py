@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from bridge.agents import tools
+from bridge.checkpoints import checkpoint
 from bridge.checks import child, verify
 from bridge.core import hub
 from bridge.core.concurrency import result_of
@@ -22,7 +23,6 @@ from bridge.core.interrupt import next_item, taken, wait_until
 from bridge.learn import opening
 from bridge.modes import transfer
 from bridge.rollouts.event_loop import EventLoop
-from bridge.run import checkpoint
 
 BEFORE_S = 0.5
 """Time for the main thread to begin to wait."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.core import redaction
 from bridge.processes import server_log
-from bridge.run.run_directory import RunDirectory
 from bridge_cli import report as command
 from bridge_cli.report import record
 from tests.cli import report_runs

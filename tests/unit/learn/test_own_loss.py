@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import bridge
+from bridge.checkpoints import metrics
 from bridge.config import LossConfig
 from bridge.errors import RewardError, UsageError
 from bridge.learn import own_loss
 from bridge.learn.policy_loss import LossSpec, policy_loss
 from bridge.passes.packing import packs
 from bridge.ranks.world import Ranks
-from bridge.run import metrics
 from bridge.types import Group
 from bridge_cli import main
 from tests.unit.learn import test_learner

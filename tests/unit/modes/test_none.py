@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.process import ProcessIdentity
@@ -22,7 +23,6 @@ from bridge.errors import ManifestError, ServerUnreachableError, UsageError
 from bridge.modes.mode import RunContext
 from bridge.modes.none import InPlace, Restart
 from bridge.rollouts.openai_api import ids_by_text
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import manifest as manifests
 from bridge.server.fence import FenceTimes, Update

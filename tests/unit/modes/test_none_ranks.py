@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.errors import BridgeError, ServerUnreachableError
 from bridge.modes.mode import RunContext
 from bridge.modes.none import InPlace, Restart
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run import checkpoint
 from bridge.run.reporting import Reporter
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.server import manifest as manifests
 from bridge.weights import skeleton

@@ -21,6 +21,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
+from bridge.checkpoints.metrics import Evaluation, Summary
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.core import mark
 from bridge.errors import BridgeError, RankError, UsageError
 from bridge.learn.learner import Learner
@@ -34,11 +38,7 @@ from bridge.passes.packing import Sample
 from bridge.ranks import groups as groups_of_torch
 from bridge.ranks import world
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run import checkpoint
-from bridge.run.checkpoint import Progress, SavedCheckpoint
-from bridge.run.metrics import Evaluation, Summary
 from bridge.run.reporting import Phase, Reporter
-from bridge.run.run_directory import RunDirectory
 from bridge.run.saving import Checkpoints
 from bridge.run.trainer import Run
 from bridge.server.fence import Update, Window

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import bridge
 from bridge import served
+from bridge.checkpoints import checkpoint, export, optimizer_state
 from bridge.core import claim
 from bridge.errors import CheckpointError, UsageError
-from bridge.run import checkpoint, export, optimizer_state
 from bridge.types import Completion, Group
 from bridge_cli.report import page, record
 from tests.models import tiny

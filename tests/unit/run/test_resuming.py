@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
-from bridge.run import checkpoint, resuming
-from bridge.run.checkpoint import Progress, SavedCheckpoint
+from bridge.run import resuming
 from bridge.types import Environment, Problem, Task
 from tests.unit.trainer_runs import Letters, Running, runner
 

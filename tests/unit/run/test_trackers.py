@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from bridge.checkpoints.metric_table import METRICS
+from bridge.checkpoints.metrics import RECORDED, Evaluation, StepMetrics
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.errors import UsageError
 from bridge.run import reporting
-from bridge.run.metric_table import METRICS
-from bridge.run.metrics import RECORDED, Evaluation, StepMetrics
 from bridge.run.reporting import Trackers
-from bridge.run.run_directory import RunDirectory
 from bridge.types import Completion, Group
 from tests import metrics_table
 

@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.metrics import RECORDED
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.core import json_lines
 from bridge.errors import AttachError, BridgeError, RewardError, ServerUnreachableError, UsageError
@@ -22,9 +25,7 @@ from bridge.learn.policy_loss import Sums
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import packing
 from bridge.passes.budget import Budget
-from bridge.run import checkpoint, measuring
-from bridge.run.metrics import RECORDED
-from bridge.run.run_directory import RunDirectory
+from bridge.run import measuring
 from bridge.types import Completion, Problem
 from tests.cli import report_runs
 from tests.unit.http_server import HttpRequest, as_json

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from bridge.checkpoints import checkpoint, optimizer_state
+from bridge.checkpoints.metrics import StepMetrics
 from bridge.core.interrupt import acting_interrupt
 from bridge.errors import BridgeError, CheckpointError, ServerUnreachableError, UsageError
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.rollouts.stream import EnvironmentStream
-from bridge.run import checkpoint, optimizer_state, trainer
-from bridge.run.metrics import StepMetrics
+from bridge.run import trainer
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, TrainedProblems
 from bridge.weights.attach import attach

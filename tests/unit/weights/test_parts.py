@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from bridge.checkpoints.optimizer_state import WholeState
 from bridge.errors import RankError, UsageError
 from bridge.learn.opening import learner_of
 from bridge.optimizers import slabs
@@ -23,7 +24,6 @@ from bridge.optimizers.sharded import ShardedOptimizer
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run.optimizer_state import WholeState
 from bridge.types import Group
 from bridge.weights import model_folder, stored_tensors
 from bridge.weights import parts as parts_

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.metrics import Summary
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.ranks.world import ALONE, Ranks
-from bridge.run import checkpoint
-from bridge.run.metrics import Summary
 from bridge.run.reporting import Reporter
-from bridge.run.run_directory import RunDirectory
 from bridge.run.trainer import Run
 from bridge.weights import model_folder
 from bridge.weights.adapter import Adapter

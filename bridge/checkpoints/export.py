@@ -19,10 +19,10 @@ from peft.utils import get_peft_model_state_dict
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from transformers import AutoConfig, PreTrainedModel
 
+from bridge.checkpoints import checkpoint
 from bridge.core import atomic_folder, json_lines, mark
 from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
 from bridge.errors import UsageError
-from bridge.run import checkpoint
 from bridge.weights import loaded, model_files, model_folder
 from bridge.weights.stored_tensors import ADAPTER_WEIGHTS, headers, refuse_misfits
 

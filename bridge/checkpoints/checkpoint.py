@@ -1,6 +1,6 @@
 """Checkpoints: plain folders of weights, written atomically, with a marker that lists the size and hash of every file.
 
-Not covered: those of one run (`saving.py`), and loading into live weights (`bridge/weights/model_folder.py`).
+Not covered: those of one run (`bridge/run/saving.py`), and loading into live weights (`weights/model_folder.py`).
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Progress(Record):
     seed: int | None = None
     """Seed of the problems' order; None: the run has no problems of its own."""
     problems: str | None = None
-    """What identifies the problems in their order (`resuming.py`)."""
+    """What identifies the problems in their order (`bridge/run/resuming.py`)."""
     run_dir: Path
     """The run directory, absolute."""
 

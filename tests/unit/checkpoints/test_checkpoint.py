@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from bridge.core import atomic_folder
-from bridge.errors import CheckpointError, UsageError
-from bridge.run import checkpoint
-from bridge.run.checkpoint import (
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import (
     MARKER_NAME,
     Progress,
     SavedCheckpoint,
@@ -24,9 +22,11 @@ from bridge.run.checkpoint import (
     numbered,
     read,
 )
+from bridge.core import atomic_folder
+from bridge.errors import CheckpointError, UsageError
 from bridge.types import TrainedProblems
+from tests.unit.checkpoints.killed_saver import KILLS
 from tests.unit.core.test_atomic_folder import largest_file, names
-from tests.unit.run.killed_saver import KILLS
 
 WEIGHTS, CONFIG, OPTIMIZER = "model.safetensors", "config.json", "optimizer/optimizer-00001-of-00001.safetensors"
 FILES = {WEIGHTS: b"w" * 4000, CONFIG: b"{}\n", OPTIMIZER: b"o" * 2000}
@@ -297,7 +297,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(limit_bytes: int, older: boo
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_while_saving_leaves_only_whole_checkpoints(seed: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.run.killed_saver", str(tmp_path), str(seed)]
+    command = [sys.executable, "-m", "tests.unit.checkpoints.killed_saver", str(tmp_path), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env={**os.environ})
     *after_kills, last = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(after_kills) == KILLS

@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import Progress
 from bridge.errors import CheckpointError
-from bridge.run import checkpoint
-from bridge.run.checkpoint import Progress
 
 KILLS = 20
 FILES = {"model.safetensors": 500_000, "config.json": 200, "optimizer/optimizer-00001-of-00001.safetensors": 1_000_000}

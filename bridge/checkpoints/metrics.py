@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from bridge.checkpoints.metric_table import METRICS, Metric, is_number, number
 from bridge.errors import UsageError
-from bridge.run.metric_table import METRICS, Metric, is_number, number
 
 TEXTS = ("step", "rollouts", "device")
 """The other keys of `metrics.jsonl`: the number of the step from 1, the digest of the step's token ids in order (steps

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from bridge.checkpoints import checkpoint
+from bridge.checkpoints.checkpoint import MARKER_NAME, Progress
+from bridge.checkpoints.export import export
 from bridge.config import TrainConfig
 from bridge.core import mark
 from bridge.errors import UsageError
-from bridge.run import checkpoint
-from bridge.run.checkpoint import MARKER_NAME, Progress
-from bridge.run.export import export
 from bridge.weights.adapter import Adapter
 from bridge_cli.main import answer
 from tests.models import tiny

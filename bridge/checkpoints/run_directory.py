@@ -1,6 +1,6 @@
 """The run directory: the files of one training run, and their names.
 
-Not covered: checkpoints (`bridge/run/checkpoint.py`), whose folder the user may choose (`--save-path`).
+Not covered: checkpoints (`checkpoint.py`), whose folder the user may choose (`--save-path`).
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.checkpoints import rollout_record
+from bridge.checkpoints.metrics import Evaluation, StepMetrics, Summary
 from bridge.config import TrainConfig
 from bridge.core import atomic_file, claim, json_lines, mark, redaction
 from bridge.core.atomic_file import one_line_errors
 from bridge.errors import UsageError
-from bridge.run import rollout_record
-from bridge.run.metrics import Evaluation, StepMetrics, Summary
 from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Group
 

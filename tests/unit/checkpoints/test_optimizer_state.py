@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from bridge.checkpoints import optimizer_state
+from bridge.checkpoints.optimizer_state import FOLDER, POSITIONS, STATE_NAME
 from bridge.errors import CheckpointError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.optimizers.split_master import KINDS
-from bridge.run import optimizer_state
-from bridge.run.optimizer_state import FOLDER, POSITIONS, STATE_NAME
 from bridge.weights import stored_tensors
 
 Trained = dict[str, nn.Parameter]
