@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
-from bridge.agents.tool_calls import FORMATS, Call, parsed, part_with_calls
+from bridge.agents.tool_calls import FORMATS, Call, parsed, split
 from bridge.core.foreign_code import described, reason_of, shortened
 from bridge.errors import UsageError
 from bridge.rollouts.chat_template import THOUGHT_ENDS, end_of_turn, lost, stop_ids
@@ -92,12 +92,8 @@ class Conversation:
             text: str = self._tokenizer.decode(kept, clean_up_tokenization_spaces=False, **how)
             return text.partition(until)[0] if until else text
 
-        text = decoded()
-        if not (calls := parsed(text, self._format)):
-            return decoded(skip_special_tokens=True), ()
-        thought, end, rest = text.rpartition(THOUGHT_ENDS)
-        called = part_with_calls(rest, self._format)
-        return thought + end + FORMATS[self._format].sub("", called) + rest[len(called) :], calls
+        text, calls = split(decoded(), self._format)
+        return (text, calls) if calls else (decoded(skip_special_tokens=True), ())
 
     def tokens_between(self, calls: Sequence[Call], answers: Sequence[Mapping[str, Any]], last: int) -> tuple[int, ...]:
         """Return the tokens from the end of a turn with these `calls`, over the `answers`, to the start of the next.

@@ -2,20 +2,40 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.rollouts.chat_template import THOUGHT_ENDS, call_arguments
 
-FORMATS: Mapping[str, re.Pattern[str]] = {
-    "hermes": re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL),
-    "mistral": re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL),
-    "llama": re.compile(r"^\s*(?:<\|python_tag\|>)?(\{.*\})\s*$", re.DOTALL),
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A way to write calls as JSON."""
+
+    marks: re.Pattern[str]
+    """What stands in front of the JSON, which is an object or a list of them; or the end of a thought."""
+    ends: re.Pattern[str]
+    """What stands behind the JSON."""
+    last: re.Pattern[str] | None = None
+    """The end of a call; behind the last one of a turn no call is looked for, such as an unclosed `<tool_call>`."""
+
+
+FORMATS: Mapping[str, Format] = {
+    "hermes": Format(
+        marks=re.compile(rf"{THOUGHT_ENDS}|<tool_call>\s*(?=\{{)"),
+        ends=re.compile(r"\s*</tool_call>"),
+        last=re.compile(r"\}\s*</tool_call>"),
+    ),
+    "mistral": Format(marks=re.compile(rf"{THOUGHT_ENDS}|\[TOOL_CALLS\]\s*(?=\[)"), ends=re.compile("")),
+    "llama": Format(
+        marks=re.compile(rf"{THOUGHT_ENDS}|(?:\A|(?<={THOUGHT_ENDS}))\s*(?:<\|python_tag\|>)?(?=\{{)"),
+        ends=re.compile(r"\s*\Z"),
+    ),
 }
-"""Ways to write calls as JSON, each an object or a list of them; a template's own rendering shows which one it uses."""
-ENDS = {"hermes": re.compile(r"\}\s*</tool_call>")}
-"""The end of a call: without it, an unclosed `<tool_call>` after the last call would search to the end of the text."""
+"""Name -> the format; a template's own rendering shows which one it uses."""
+DECODER = json.JSONDecoder()
 ARGUMENTS = ("arguments", "parameters")
 """Names of the arguments in these objects."""
 
@@ -38,23 +58,53 @@ class Call:
 
 def parsed(text: str, form: str) -> tuple[Call, ...]:
     """Return the calls in the text of a turn, written as in `FORMATS`; none if any of them cannot be read."""
+    return split(text, form)[1]
+
+
+def split(text: str, form: str) -> tuple[str, tuple[Call, ...]]:
+    """Return the text of a turn without its calls, and the calls: none if any of them cannot be read."""
     try:
-        return tuple(_calls(part_with_calls(text.rpartition(THOUGHT_ENDS)[2], form), FORMATS[form])) if form else ()
+        written = _written(text, FORMATS[form]) if form else []
+        calls = tuple(_calls(content for _, _, content in written))
     except Exception:  # noqa: BLE001  a model may write anything
-        return ()
+        return text, ()
+    ends = [0, *(end for _, end, _ in written)]
+    starts = [*(start for start, _, _ in written), len(text)]
+    return "".join(text[end:start] for end, start in zip(ends, starts, strict=True)), calls
 
 
-def part_with_calls(text: str, form: str) -> str:
-    """Return the beginning of `text` that holds all of its calls."""
-    if form not in ENDS:
-        return text
-    return text[: max((end.end() for end in ENDS[form].finditer(text)), default=0)]
+def _written(text: str, form: Format) -> list[tuple[int, int, Any]]:
+    """Return where each call begins and ends, and its JSON; what a thought holds is no call.
+
+    The JSON itself tells where it ends: its texts may hold any mark, such as `</tool_call>` or `</think>`.
+
+    Raises:
+        ValueError: a call cannot be read.
+    """
+    last = len(text)
+    if form.last is not None:
+        last = max((end.end() for end in form.last.finditer(text)), default=0)
+    written, position = list[tuple[int, int, Any]](), 0
+    while mark := form.marks.search(text, position):
+        position = mark.end()
+        if mark[0] == THOUGHT_ENDS:
+            written.clear()
+        elif position < last:
+            ended = None
+            with suppress(ValueError, RecursionError):
+                content, end = DECODER.raw_decode(text, position)
+                ended = form.ends.match(text, end)
+            if ended is not None:
+                written.append((mark.start(), ended.end(), content))
+                position = ended.end()
+            elif (position := text.find(THOUGHT_ENDS, position)) < 0:
+                raise ValueError("a call cannot be read")
+    return written
 
 
-def _calls(text: str, form: re.Pattern[str]) -> Iterator[Call]:
+def _calls(written: Iterable[Any]) -> Iterator[Call]:
     number = 0
-    for written in form.findall(text):
-        content = json.loads(written)
+    for content in written:
         for call in content if isinstance(content, list) else [content]:
             given: Any = next((call[name] for name in ARGUMENTS if name in call), {})
             arguments, call_id = call_arguments(given), call.get("id")

@@ -215,6 +215,37 @@ def test_text_that_is_no_call_is_none(text: str, form: str) -> None:
     assert tool_calls.parsed(text, form) == ()
 
 
+MARKS = [
+    "</tool_call>",
+    "{}</tool_call>",
+    "</think> done",
+    "<think>no</think>",
+    '<tool_call>{"a": 1}</tool_call>',
+    "} ]",
+]
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+@pytest.mark.parametrize("mark", MARKS)
+def test_an_argument_may_hold_any_mark_of_a_call_or_thought(tmp_path: Path, name: str, mark: str) -> None:
+    completion = json.dumps(mark).join(COMPLETIONS[name].rsplit("12", maxsplit=1))
+    tokenizer = chat.tokenizer(tmp_path, name)
+    ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
+    text, (call,) = ours.read(tokenizer(completion, add_special_tokens=False)["input_ids"])
+    assert (call.name, call.arguments["a"]) == (CALL.name, mark)
+    before, _ = ours.read(tokenizer(COMPLETIONS[name], add_special_tokens=False)["input_ids"])
+    assert text == before, "the call is no part of the text"
+
+
+@pytest.mark.parametrize("thought", ["<think>", "<think>I", "<think>a</think>b"])
+def test_calls_inside_a_thought_are_none(thought: str) -> None:
+    call, broken = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', '<tool_call>{"name": "add'
+    for inside in (call, broken, call + broken, broken + call):
+        (read,) = tool_calls.parsed(f"{thought}{inside}</think>{call}", "hermes")
+        assert (read.name, read.arguments) == ("add", {"a": 1})
+        assert tool_calls.parsed(f"{thought}{inside}</think>none", "hermes") == ()
+
+
 @pytest.mark.parametrize("begun", ["<tool_call>{", "<tool_call>{}", "<tool_call>"])
 def test_calls_that_nothing_ends_take_no_quadratic_time(tmp_path: Path, begun: str) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
