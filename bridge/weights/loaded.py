@@ -49,7 +49,8 @@ def load(
         whole = from_pretrained(model, dtype).to(target).eval()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise _no_room(model, target, needed, free_bytes(target), remedy) from error
-    for name, first in first_names(empty).items():
+    tied = {name: first for name, first in first_names(empty).items() if name != first}
+    for name, first in tied.items():
         if whole.get_parameter(name) is not whole.get_parameter(first):
             raise own_head(name, first)
     rope.follow_server(whole, max_model_len, server_class=server_class)

@@ -22,7 +22,9 @@ from transformers import (
 
 from bridge.errors import BridgeError, UnsupportedModelError, UsageError
 from bridge.weights import loaded, skeleton
+from bridge.weights.model_folder import stored_buffers
 from tests.models import tiny
+from tests.models.families import FAMILIES
 
 
 @pytest.fixture
@@ -56,6 +58,17 @@ def test_loaded_weights_equal_the_files_and_can_be_trained(folder: Path) -> None
     assert own.device == torch.device("cpu")
     assert own.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
     assert own.open_s > 0
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-V3", "GLM-4.5"])
+def test_stored_buffers_are_loaded_and_not_trained(family: str, tmp_path: Path) -> None:
+    folder = tiny.write(FAMILIES[family](), tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    model = loaded.load(str(folder), device="cpu").model
+    buffers = stored_buffers(model)
+    assert buffers
+    assert all(torch.equal(buffer, stored[name]) for name, buffer in buffers.items())
+    assert not buffers.keys() & dict(model.named_parameters()).keys()
 
 
 @pytest.mark.parametrize(
