@@ -191,9 +191,14 @@ class LoraDisk(_LoraMode):
         return Endpoint(url=self._client.url, model=model, version=self.version, starts=self._num_starts)
 
     def open(self) -> OpenedModel:
-        """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter."""
+        """Attach to the server's base or load one, add an adapter to it, and let the server load the adapter.
+
+        Its versions follow those that earlier runs left. vLLM looks up the keys and values of an adapter by its name,
+        since 0.32 by its path too: under a name that was served before it finds those of another adapter.
+        """
         base = self._open_base()
         opened = self._add_adapter(base)
+        self.version = max(self._run.ranks.run_and_gather(self._newest_served))
         self._serve_first()
         if self._attached is not None:
             self._run.note("the base is the server's own, 0 bytes of it here")
@@ -278,10 +283,17 @@ class LoraDisk(_LoraMode):
             self._client.status().refuse_torn()  # resuming does not repair it: nothing is written in place
             if self._exported.shards[0].lora_slots:  # an earlier run may have trained in one of them
                 self._client.release_adapter()
-        self._client.unload_earlier_adapters()
+        earlier = self._client.earlier_adapters()
         self._served.clear()
         shutil.rmtree(self._run.scratch, ignore_errors=True)  # a dead server may have left a version there
         self._serve(self.version + 1)
+        for name in earlier:  # not before: a run that ended in between would leave no number to follow
+            self._client.unload_adapter(name)
+
+    def _newest_served(self) -> int:
+        """Return the largest version that the server has; -1: none."""
+        suffixes = [name.removeprefix(f"{ADAPTER}-") for name in self._client.earlier_adapters()]
+        return max([int(suffix) for suffix in suffixes if suffix.isdecimal()], default=-1)
 
     def _serve_next(self, version: int) -> int:
         """Let the server load the adapter, then drop the versions that no request in flight may name any more."""

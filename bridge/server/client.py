@@ -145,11 +145,13 @@ class VllmClient:
     def unload_adapter(self, name: str) -> None:
         self._change_adapters("/v1/unload_lora_adapter", {"lora_name": name}, limit_s=self._control_limit_s)
 
+    def earlier_adapters(self) -> list[str]:
+        """Return the names of the adapters that earlier runs with `--lora-handover disk` left."""
+        return [model.id for model in self.models() if model.id.startswith(f"{protocol.ADAPTER}-")]
+
     def unload_earlier_adapters(self) -> None:
-        """Unload what an earlier run with `--lora-handover disk` left."""
-        for model in self.models():
-            if model.id.startswith(f"{protocol.ADAPTER}-"):
-                self.unload_adapter(model.id)
+        for name in self.earlier_adapters():
+            self.unload_adapter(name)
 
     def _change_adapters(self, route: str, body: dict[str, str], *, limit_s: float | None) -> None:
         response = self._send("POST", route, body, limit_s=limit_s)

@@ -43,18 +43,47 @@ def test_each_version_has_a_name_and_replaces_the_last(world: World, stock: bool
     choices: dict[str, Any] = {"vllm_port": world.port} if stock else {}
     running = world.opened("disk", **choices)
     server, mode = world.server, running.mode
-    expected = ["GET models"] if stock else ["POST lease", "GET status", "DELETE adapter"]
-    assert server.calls == [*expected, "GET models", "POST unload_lora_adapter", "POST load_lora_adapter"]
-    assert list(server.adapters) == ["mine", "bridge-adapter-0"]
-    assert (mode.version, mode.can_sleep) == (0, False)
+    connects, checks = (["GET models"], []) if stock else (["POST lease"], ["GET status", "DELETE adapter"])
+    serves = ["GET models", "POST load_lora_adapter", "POST unload_lora_adapter"]
+    assert server.calls == [*connects, "GET models", *checks, *serves]
+    assert list(server.adapters) == ["mine", "bridge-adapter-4"]
+    assert (mode.version, mode.can_sleep) == (4, False)
     assert running.calls(running.publish) == ["write", "POST load_lora_adapter", "POST unload_lora_adapter"]
-    assert (mode.version, mode.endpoint.model, mode.endpoint.version) == (1, "bridge-adapter-1", 1)
-    assert list(server.adapters) == ["mine", "bridge-adapter-1"]
-    assert world.scratch_folders() == ["bridge-adapter-1"]
-    stored = server.adapters["bridge-adapter-1"]
+    assert (mode.version, mode.endpoint.model, mode.endpoint.version) == (5, "bridge-adapter-5", 5)
+    assert list(server.adapters) == ["mine", "bridge-adapter-5"]
+    assert world.scratch_folders() == ["bridge-adapter-5"]
+    stored = server.adapters["bridge-adapter-5"]
     for name, matrix in running.adapter().items():
         scaling = 8 if "lora_B" in name else 1
         assert torch.equal(stored[f"base_model.model.{name.replace('.default', '')}"] * scaling, matrix)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_no_run_serves_a_name_of_an_earlier_one(world: World, stock: bool) -> None:
+    """A server that stays keeps prefixes that an adapter of that name has computed, and vLLM finds them by the name."""
+    if not stock:
+        world.export()
+    choices: dict[str, Any] = {"vllm_port": world.port} if stock else {}
+    names = list[str]()
+    folder = world.folder / "adapter_step_1"
+    folder.mkdir()
+    for resumes in (False, False, True):
+        running = world.opened("disk", resumes=resumes, **choices)
+        names += world.server.adapters
+        running.publish()
+        names += world.server.adapters
+        running.mode.save(folder)
+        running.mode.restore(folder, version=1)
+        names += world.server.adapters
+        running.mode.close()
+        assert running.mode.version == int(names[-1].rpartition("-")[2])
+    assert len(names) == len(set(names)) == 9
+
+
+def test_a_strangers_name_is_no_version(world: World) -> None:
+    world.export()
+    world.server.adapters |= {"bridge-adapter-mine": {}, "bridge-adapter-": {}}
+    assert world.opened("disk").mode.version == 0
 
 
 def test_beside_a_manifest_the_adapter_alone_lies_here(world: World) -> None:
@@ -150,7 +179,7 @@ def test_a_torn_server_is_refused_before_anything_changes(world: World, resumes:
     world.server.state = "torn"
     remedy = refused(world, AttachError, "the adapter may be half-written", resumes=resumes)
     assert remedy.startswith("bridge restore ADAPTER")
-    assert world.server.calls == ["POST lease", "GET status"]
+    assert world.server.calls == ["POST lease", "GET models", "GET status"]
     assert world.scratch_folders() == []
 
 
