@@ -334,7 +334,7 @@ def _tokens(model: str) -> None:
     vocabulary = Vocabulary.of(tokenizer, model)
     ids: list[int] = []
     if tokenizer.chat_template is not None:
-        ids = chat_template.apply_chat_template(tokenizer, [chat_template.USER], tokenize=True, return_dict=False)
+        ids = chat_template.apply_chat_template(tokenizer, [chat_template.USER], tokenize=True)
     largest = max(ids, default=-1)
     tokens = Tokens(
         num_tokens=len(tokenizer),

@@ -19,6 +19,8 @@ Render = Callable[[Sequence[Message]], str]
 """Messages -> the text of the prompt."""
 MARKER = "bridgemark{}x"
 """Plain letters and digits, which no template trims, escapes or splits; some write capitals."""
+CONTINUED = "bridgeend"
+"""The same at the end of a message that is continued."""
 COLUMNS = ("tools", "documents")
 """Keys of a problem that its chat template gets, if it uses them: lists of objects."""
 OWN_ARGUMENTS = "chat_template_kwargs"
@@ -52,57 +54,107 @@ PROBES: Mapping[str, Sequence[Message]] = {
 """Role -> messages of which one has it, where templates expect it."""
 
 
-def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], /, **options: Any) -> Any:
-    """Return what the chat template makes of a prompt, up to where the model continues.
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], /, *, tokenize: bool, **options: Any
+) -> Any:
+    """Return what the chat template makes of a prompt, as text or token ids, up to where the model continues.
 
-    That is the start of its turn; if the last message is the assistant's, the end of this message.
+    That is the start of its turn; if the last message is the assistant's, the end of this message. A turn that calls
+    tools and says nothing is written as the template expects it.
 
     Raises:
-        RewardError: the template rejects the messages.
+        RewardError: the template rejects the messages, or the last one calls tools.
     """
-    is_continued = messages[-1].get("role") == "assistant"
-    render = partial(
-        tokenizer.apply_chat_template, add_generation_prompt=not is_continued, continue_final_message=is_continued,
-        **options,
-    )  # fmt: skip
-    try:
-        return render(messages)
-    except Exception as error:  # a template computes with the messages, and may raise anything
-        written = _with_calls(messages, _as_text)
-        with suppress(Exception):  # DeepSeek's templates join the arguments of a call with other text
-            if written != [*messages]:
-                return render(written)
+    if _calls(messages[-1]):
+        raise RewardError(
+            f"the prompt {described(messages)} ends with calls of tools, expected their answers behind them",
+            remedy="add the answers as messages of the role tool, or leave the calls out",
+        )
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    texts, failures = list[str](), list[Exception]()
+    for form in _forms(messages):
+        try:
+            texts.append(_open(render, form))
+        except Exception as error:  # noqa: BLE001  a template computes with the messages, and may raise anything
+            failures.append(error)
+    if not texts:
         roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
         raise RewardError(
             f"the model's chat template rejects the prompt {described(messages)} with the roles {roles}:"
-            f" {type(error).__name__}{reason_of(error)}",
+            f" {type(failures[0]).__name__}{reason_of(failures[0])}",
             remedy="use the roles that the model's template supports, in the order that it expects"
             + (" (--system-prompt '' leaves out the environment's own)" if messages[0]["role"] == "system" else ""),
-        ) from error
+        ) from failures[0]
+    names = [str(call["function"].get("name")) for message in messages for call in _calls(message)]
+    text = max(texts, key=lambda text: sum(map(text.count, names)))  # the first one with the most calls
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"]] if tokenize else text
+
+
+def _open(render: Callable[..., str], messages: Sequence[Message]) -> str:
+    """Return the text of a prompt up to where the model continues.
+
+    Templates trim a message, and some put an empty thought in front of one. A message that is continued is still open:
+    a mark at its end protects its white space, and a thought at its start follows what a turn of the model begins with.
+    """
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        return render(messages, add_generation_prompt=True)
+    content = last.get("content")
+    if isinstance(content, list) and len(content) == 1:
+        content = content[0].get("text")
+    if isinstance(content, str) and content.lstrip().startswith(THOUGHT_BEGINS) and len(messages) > 1:
+        begun = render(messages[:-1], add_generation_prompt=True)
+        if begun.rstrip().endswith(THOUGHT_BEGINS):
+            begun = begun.rstrip().removesuffix(THOUGHT_BEGINS)
+        if not begun.rstrip().endswith(THOUGHT_ENDS):
+            return f"{begun}{content.lstrip()}"
+    text = render([*messages[:-1], _with_end(last, CONTINUED)], continue_final_message=True)
+    return text.removesuffix(CONTINUED)
+
+
+def _with_end(message: Message, end: str) -> Message:
+    """Return the message with `end` behind its last text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return {**message, "content": f"{content or ''}{end}"}
+    index = max((index for index, part in enumerate(content) if "text" in part), default=len(content))
+    last = {"type": "text", "text": "", **(content[index] if index < len(content) else {})}
+    return {**message, "content": [*content[:index], {**last, "text": f"{last['text']}{end}"}, *content[index + 1 :]]}
+
+
+def _forms(messages: Sequence[Message]) -> list[list[Message]]:
+    """Return the messages in the forms in which a template may expect turns that call tools.
+
+    A turn that says nothing has an empty text, or null: many templates write null as `None`, and DeepSeek's know a call
+    by it. DeepSeek's also join the arguments of a call with other text.
+    """
+    forms = list[list[Message]]()
+    for calling in (messages, _with_calls(messages, _as_text)):
+        for silence in ("", None):
+            form = [
+                {**message, "content": silence} if _calls(message) and not message.get("content") else message
+                for message in calling
+            ]
+            forms += [form] if form not in forms else []
+    return forms
 
 
 def as_known(messages: Sequence[Message]) -> list[Message]:
     """Return the messages as templates know them: without keys that have no value, `developer` as `system`.
 
-    A Parquet file gives every message the keys of all others, and templates take a key for a value. A content of null
-    stays beside calls of tools: DeepSeek's templates tell by it. Arguments of calls that are written as JSON, as in
-    OpenAI's API, become objects: a template would write them as text, or reject them.
+    A Parquet file gives every message the keys of all others, and templates take a key for a value. Arguments of calls
+    that are written as JSON, as in OpenAI's API, become objects: a template would write them as text, or reject them.
     """
-    known = [
-        {
-            key: value
-            for key, value in message.items()
-            if value is not None or (key == "content" and _has_calls(message))
-        }
-        for message in messages
-    ]
+    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
     known = [{**message, "role": "system"} if message.get("role") == AS_SYSTEM else message for message in known]
     return _with_calls(known, call_arguments)
 
 
-def _has_calls(message: Message) -> bool:
-    """Return whether a message calls tools."""
-    return bool(message.get("tool_calls"))
+def _calls(message: Message) -> list[Any]:
+    """Return the calls of tools in a message, if they can be read."""
+    calls: Any = message.get("tool_calls")
+    is_list = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    return calls if is_list and all(isinstance(call.get("function"), dict) for call in calls) else []
 
 
 def _with_calls(messages: Sequence[Message], convert: Callable[[Any], Any]) -> list[Message]:
@@ -198,10 +250,10 @@ def _marked(message: Message, marker: str, place: float) -> Message | None:
             for part, is_text in zip(content, has_text, strict=True)
         ]
         return {**message, "content": parts} if any(has_text) else None
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not all(isinstance(call, dict) and "function" in call for call in calls):
-        return None
-    named = [{**c, "function": {**c["function"], "name": f"{c['function'].get('name')}{marker}"}} for c in calls]
+    named = [
+        {**call, "function": {**call["function"], "name": f"{call['function'].get('name')}{marker}"}}
+        for call in _calls(message)
+    ]
     return {**message, "tool_calls": named} if named else None
 
 

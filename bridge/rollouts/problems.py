@@ -85,7 +85,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
         messages = chat_template.as_known(prompt)
         given = chat_template.arguments(tokenizer.chat_template, problem, template)
         render = partial(chat_template.apply_chat_template, tokenizer, **given)
-        ids = render(messages, tokenize=True, return_dict=False)
+        ids = render(messages, tokenize=True)
         chat_template.refuse_lost(partial(render, tokenize=False), messages)
     if not ids:
         raise RewardError(

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from bridge.errors import RewardError
 from bridge.rollouts import chat_template
 from bridge.rollouts.problems import begun, encode
+from tests import template_results
 from tests.models import chat
 
 USER = {"role": "user", "content": "2+3?"}
@@ -183,6 +184,79 @@ def test_a_message_of_the_assistant_is_continued(tmp_path: Path) -> None:
     assert text_of(tokenizer, problem).endswith("<|im_start|>assistant\nThe answer is")
     (line,) = chat_template.remarks(tokenizer, [problem], {})
     assert line.startswith("prompts that end with a message of the assistant are continued")
+
+
+CONTINUED = ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "gemma3", "mistral", "deepseek_r1_distill"]
+
+
+def with_template(folder: Path, name: str) -> PreTrainedTokenizerBase:
+    tokenizer = chat.tokenizer(folder, "qwen2_5")
+    tokenizer.chat_template = chat.template(name)
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("text", ["The sum is ", "The sum is\n\n", "<think>\nI add.\n</think>\n\n", "5 "])
+def test_a_continued_message_keeps_the_white_space_at_its_end(tmp_path: Path, name: str, text: str) -> None:
+    tokenizer = with_template(tmp_path, name)
+    for content in (text, [{"type": "text", "text": text}] if name == "gemma3" else text):
+        continued = text_of(tokenizer, {"prompt": [USER, {"role": "assistant", "content": content}]})
+        assert continued.endswith(text.rpartition("</think>")[2])
+        assert text.strip() in continued or name == "deepseek_r1_distill"
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_an_empty_message_is_continued_where_a_text_begins(tmp_path: Path, name: str) -> None:
+    tokenizer = with_template(tmp_path, name)
+    begun, blank, whole = (
+        text_of(tokenizer, {"prompt": [USER, {"role": "assistant", "content": content}]})
+        for content in ("", "\n", "Five")
+    )
+    assert f"{begun}Five" == whole
+    assert blank in (begun, f"{begun}\n")
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("text", ["<think>\n", "<think>\nI add 2 and", "<think>"])
+def test_a_thought_that_a_prompt_begins_is_continued(tmp_path: Path, name: str, text: str) -> None:
+    for content in (text, [{"type": "text", "text": text}] if name in ("qwen3_5_think", "gemma3") else text):
+        problem: Any = {"prompt": [USER, {"role": "assistant", "content": content}]}
+        continued = text_of(with_template(tmp_path, name), problem)
+        assert continued.endswith(text)
+        assert continued.count("<think>") == 1, "the template adds no thought of its own"
+        assert "</think>" not in continued
+
+
+def test_a_prompt_that_ends_with_a_call_is_refused(tmp_path: Path) -> None:
+    call = {"type": "function", "id": "call00000", "function": {"name": "weather", "arguments": {}}}
+    for content in (None, "", "I look."):
+        with pytest.raises(RewardError, match="ends with calls of tools, expected their answers"):
+            encode(
+                with_template(tmp_path, "qwen2_5"),
+                {"prompt": [USER, {"role": "assistant", "content": content, "tool_calls": [call]}]},
+            )
+
+
+def test_a_call_without_a_text_comes_out_of_every_template(tmp_path: Path) -> None:
+    call = {"type": "function", "id": "call00000", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    answer = {"role": "tool", "name": "weather", "tool_call_id": "call00000", "content": "sunny"}
+    num_calls = 0
+    for name in template_results.names():
+        tokenizer = with_template(tmp_path, name)
+        texts = []
+        for content in ({"content": None}, {"content": ""}, {}, {"content": "I look."}):
+            turn: Any = {"role": "assistant", "tool_calls": [call], **content}
+            try:
+                texts.append(text_of(tokenizer, {"prompt": [USER, turn, answer]}))
+            except RewardError:
+                texts.append("refused")
+        assert texts[0] == texts[1] == texts[2], name
+        assert (texts[0] == "refused") == (texts[3] == "refused"), name
+        assert "None" not in texts[0], name
+        assert "null" not in texts[0], name
+        assert "Paris" in texts[0] or "Paris" not in texts[3], name
+        num_calls += "Paris" in texts[0]
+    assert num_calls > 20
 
 
 @pytest.mark.parametrize("tools", [[TOOL], f"[{json.dumps(TOOL)}]"])
