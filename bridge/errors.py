@@ -71,6 +71,15 @@ def own_head(head: str, embedding: str) -> UnsupportedModelError:
     )
 
 
+def beside_adapter(config_name: str) -> UnsupportedModelError:
+    """Return the error for a folder with a whole model and an adapter, of which transformers makes one model."""
+    return UnsupportedModelError(
+        f"it holds a whole model and an adapter ({config_name}): transformers adds that to the weights, vLLM does not",
+        remedy=f"move {config_name} and the adapter's weights to another folder; if the model does not have the"
+        " adapter in its weights yet, merge it first: bridge export ADAPTER --out FOLDER",
+    )
+
+
 class IncompatibleVersionError(AttachError):
     """The patches do not support the installed vLLM."""
 

@@ -18,9 +18,20 @@ from bridge import errors
 from bridge.checks import Check, failed, judged, passed, skipped, warned
 from bridge.checks.child import Tokens, run_child
 from bridge.core import json_lines, paths
-from bridge.core.paths import CONFIG_NAME
+from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.planning.model_size import EXPERTS, KEEPS_A_STATE, RESIZE, SEEING, folder_of, is_tied, layer_types, own_head
+from bridge.planning.model_size import (
+    EXPERTS,
+    KEEPS_A_STATE,
+    RESIZE,
+    SEEING,
+    folder_of,
+    is_tied,
+    layer_types,
+    lone_head,
+    own_head,
+    rival_weights,
+)
 from bridge.weights import model_files
 
 Config = Mapping[str, Any]
@@ -200,17 +211,41 @@ def obstacles(config: Config) -> list[Obstacle]:
 
 
 def contradictions(model: str, config: Config) -> list[Obstacle]:
-    """Return what the files of `model`, if they are here, hold against its configuration; a few rows are read."""
-    if not is_tied(config):
-        return []
+    """Return what the files of `model`, if they are here, hold against its configuration or each other.
+
+    Names are read, and a few bytes.
+    """
     try:
-        names = own_head(folder_of(model))
+        folder = folder_of(model)
+        return [*_unequal_readers(folder), *(_tied_otherwise(folder) if is_tied(config) else ())]
     except (UsageError, OSError):
         return []  # vLLM reports a damaged file, and downloads a missing one
-    if names is None:
-        return []
-    error = errors.own_head(*names)
-    return [Obstacle(error.message, error.remedy)]
+
+
+def _unequal_readers(folder: Path) -> Iterator[Obstacle]:
+    """Yield what vLLM and transformers would not read alike."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        error = errors.beside_adapter(ADAPTER_CONFIG)
+        yield Obstacle(error.message, error.remedy)
+    elif rival := rival_weights(folder):
+        name, ours, theirs = rival
+        yield Obstacle(
+            f"two sets of weights: {name} in {ours.name}, which transformers loads, differs from that in"
+            f" {theirs.name}, which vLLM loads",
+            "remove the files that are not the model's, with their index",
+        )
+
+
+def _tied_otherwise(folder: Path) -> Iterator[Obstacle]:
+    """Yield why a model that its configuration ties is not tied in its files."""
+    if head := lone_head(folder):
+        yield Obstacle(
+            f"tied, and stored under the name of its head alone ({head}): vLLM finds no weights for its embedding",
+            "write it anew: transformers loads it, and save_pretrained stores the embedding",
+        )
+    elif names := own_head(folder):
+        error = errors.own_head(*names)
+        yield Obstacle(error.message, error.remedy)
 
 
 def unbuildable(model: str, config: Config) -> list[Obstacle]:

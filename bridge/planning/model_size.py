@@ -6,7 +6,7 @@ model is inside of.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +40,13 @@ KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attentio
 KEEPS_A_STATE = "linear_attention"
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 """Ends of the names that a head and an embedding have in a model's files."""
+EMBEDDING = re.compile(r"embed|wte")
+"""In the name of any tensor that may be an embedding."""
 COMPARED_ROWS = 256
 """Of a head and an embedding, to tell whether they are equal."""
+COMPARED_TENSORS, COMPARED_BYTES = 64, 4096
+"""Of two sets of weights: tensors of one name, and bytes from the middle of each."""
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REPLACE_MODEL = "download or copy the model again"
 NO_PLAN = "serve and train it without a plan: --gpu-memory-utilization limits what vLLM takes"
 
@@ -272,6 +277,41 @@ def is_tied(document: Mapping[str, Any]) -> bool:
     return bool(document.get("tie_word_embeddings", by_default))
 
 
+def rival_weights(folder: Path) -> tuple[str, Path, Path] | None:
+    """Return a tensor of `folder` that transformers and vLLM would take from different files, with different values.
+
+    The first file is transformers', the second vLLM's. None: there is none, or it is unknown. A few bytes are compared.
+
+    Source: `_get_resolved_checkpoint_files` of transformers 5.17 and 5.19; `DefaultModelLoader._prepare_weights` of
+        vLLM 0.26 to 0.33. The first prefers the single file to an index, the second an index to everything else; and
+        without an index vLLM loads every file.
+    """
+    of_index = _named_files(folder) if (folder / INDEX).is_file() else []
+    single = folder / SINGLE_FILE
+    for_transformers = [single] if single.is_file() else of_index
+    for_vllm = sorted(folder.glob("consolidated*.safetensors")) or of_index or sorted(folder.glob("*.safetensors"))
+    others = [file for file in for_vllm if file not in for_transformers]
+    if not others or not all(file.is_file() for file in (*for_transformers, *others)):
+        return None
+    ours, theirs = _tensors_of(for_transformers), _tensors_of(others)
+    common = sorted(ours.keys() & theirs.keys())
+    for name in common[:: max(1, len(common) // COMPARED_TENSORS)]:
+        if not _is_alike(ours[name], theirs[name]):
+            return name, ours[name].path, theirs[name].path
+    return None
+
+
+def lone_head(folder: Path) -> str | None:
+    """Return the name of a head in the weights of `folder` if they hold no embedding; None: they do, or it is unknown.
+
+    transformers takes the head of a tied model for its embedding, too, and vLLM starts with an embedding of nothing.
+    """
+    tensors = _headers(folder) or {}
+    if any(EMBEDDING.search(name) for name in tensors):
+        return None
+    return next((name for name in tensors if name.endswith(HEAD)), None)
+
+
 def own_head(folder: Path) -> tuple[str, str] | None:
     """Return the names of a head in the weights of `folder` and of an embedding that it differs from; None: unknown.
 
@@ -321,11 +361,30 @@ def _count_in_headers(folder: Path, *, tied: bool) -> int | None:
 
 def _headers(folder: Path) -> dict[str, _Stored] | None:
     """Return the tensors in the weights of `folder` by name; None if a file is missing."""
-    index = folder / "model.safetensors.index.json"
-    names = set(_read(index).get("weight_map", {}).values()) if index.is_file() else {"model.safetensors"}
-    files = [folder / name for name in names]
+    files = _named_files(folder) if (folder / INDEX).is_file() else [folder / SINGLE_FILE]
     if not files or not all(file.is_file() for file in files):
         return None
+    return _tensors_of(files)
+
+
+def _named_files(folder: Path) -> list[Path]:
+    """Return the files that the index of `folder` names."""
+    return [folder / name for name in sorted(set(_read(folder / INDEX).get("weight_map", {}).values()))]
+
+
+def _is_alike(one: _Stored, other: _Stored) -> bool:
+    if (one.dtype, one.shape, one.num_bytes) != (other.dtype, other.shape, other.num_bytes):
+        return False
+    middle = max(0, (one.num_bytes - COMPARED_BYTES) // 2)
+    contents = []
+    for tensor in (one, other):
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.start + middle)
+            contents.append(file.read(min(COMPARED_BYTES, one.num_bytes)))
+    return contents[0] == contents[1]
+
+
+def _tensors_of(files: Iterable[Path]) -> dict[str, _Stored]:
     tensors = dict[str, _Stored]()
     for path in files:
         with path.open("rb") as file:

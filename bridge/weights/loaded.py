@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from bridge.core import memory
-from bridge.errors import UnsupportedModelError, UsageError, first_line, own_head
+from bridge.core import memory, paths
+from bridge.core.paths import ADAPTER_CONFIG
+from bridge.errors import UnsupportedModelError, UsageError, beside_adapter, first_line, own_head
 from bridge.weights import rope, skeleton
 from bridge.weights.attach import OpenedModel, leave_core_to_server
 from bridge.weights.model_folder import first_names, no_progress_bar
@@ -116,6 +117,9 @@ def _no_room(model: str, device: torch.device, needed: int, free: int, remedy: s
 
 def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
     """Load all weights of `model` into main memory; `auto` keeps the dtype of the model."""
+    if paths.is_file(paths.expanded(model) / ADAPTER_CONFIG):
+        error = beside_adapter(ADAPTER_CONFIG)
+        raise UnsupportedModelError(f"{model}: {error.message}", remedy=error.remedy)
     loaded: PreTrainedModel
     try:
         with no_progress_bar():

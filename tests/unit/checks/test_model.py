@@ -1,20 +1,25 @@
 """Which modes can train a model, from its configuration."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig, MptConfig
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, MptConfig
 
 from bridge.checks import child, model
 from bridge.checks.child import Ended
 from bridge.checks.model import LORA, MODES, NONE, SHARED
-from bridge.errors import UsageError
+from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning import model_size
 from bridge.planning.model_size import SEEING
 from bridge.processes import start_checks
-from bridge.weights import skeleton
+from bridge.weights import loaded, skeleton
 from tests.models import chat, tiny
 from tests.models.families import FAMILIES, INSIDE
 
@@ -192,6 +197,121 @@ def test_configuration_is_read_from_a_folder(tmp_path: Path) -> None:
     assert not model.has_experts(None)
     (check,) = model.modes("m", None)
     assert check.status == "SKIP"
+
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def sharded(folder: Path) -> Path:
+    """Write a model of two files, and an index, into `folder`."""
+    tensors = load_file(tiny.write(tiny.llama(), folder) / SINGLE)
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in halves.items():
+        save_file({name: tensors[name] for name in held}, folder / file, {"format": "pt"})
+    weight_map = {name: file for file, held in halves.items() for name in held}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / SINGLE).unlink()
+    return folder
+
+
+def single(folder: Path) -> Path:
+    return tiny.write(tiny.llama(), folder)
+
+
+def add(folder: Path, file: str, *, scale: float, prefix: str = "") -> None:
+    """Write the weights of a model once more, scaled, under other names if there is a prefix."""
+    tensors = {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
+    save_file({prefix + name: tensor * scale for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
+
+
+def refusal(folder: Path) -> UnsupportedModelError | None:
+    """Return why no server is started for a model; `doctor` says the same of every mode."""
+    config = model.read(str(folder))
+    assert config is not None
+    found = {check.found for check in model.modes(str(folder), config) if check.status != "PASS"}
+    refused = None
+    try:
+        start_checks.check_model(str(folder))
+    except UnsupportedModelError as error:
+        refused = error
+    assert found == (set() if refused is None else {refused.message.removeprefix(f"--model {folder}: ")})
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "of_vllm"),
+    [
+        (sharded, SINGLE, "model-00001-of-00002.safetensors"),
+        (single, "old.safetensors", "old.safetensors"),
+        (single, "consolidated.safetensors", "consolidated.safetensors"),
+        (sharded, "consolidated-00001-of-00001.safetensors", "consolidated-00001-of-00001.safetensors"),
+    ],
+)
+def test_two_sets_of_weights_are_refused_unless_they_are_equal(
+    write: Callable[[Path], Path], file: str, of_vllm: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "m")
+    assert refusal(folder) is None
+    add(folder, file, scale=1)
+    assert refusal(folder) is None
+    add(folder, file, scale=2)
+    error = refusal(folder)
+    assert error is not None
+    assert re.search(r"two sets of weights: model\.\S+ in model\S*, which transformers loads", error.message)
+    assert error.message.endswith(f"differs from that in {of_vllm}, which vLLM loads")
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "prefix"),
+    [
+        (sharded, "old.safetensors", ""),  # the index names the files
+        (single, "consolidated.safetensors", "other."),  # Mistral's names for the same tensors
+        (single, "heads.safetensors", "other."),
+    ],
+)
+def test_weights_that_nobody_mixes_up_are_no_second_set(
+    write: Callable[[Path], Path], file: str, prefix: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "m")
+    add(folder, file, scale=2, prefix=prefix)
+    assert refusal(folder) is None
+
+
+def test_the_files_that_are_compared_are_those_that_transformers_loads(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    before = load_file(folder / "model-00001-of-00002.safetensors")
+    name = "model.embed_tokens.weight"
+    assert torch.equal(loaded.from_pretrained(str(folder), "auto").get_parameter(name), before[name])
+    add(folder, SINGLE, scale=2)
+    assert torch.equal(loaded.from_pretrained(str(folder), "auto").get_parameter(name), before[name] * 2)
+
+
+@pytest.mark.parametrize("write", [single, sharded])
+def test_an_adapter_beside_a_whole_model_is_refused(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = write(tmp_path / "m")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).save_pretrained(folder)
+    error = refusal(folder)
+    assert error is not None
+    assert "it holds a whole model and an adapter (adapter_config.json)" in error.message
+    with pytest.raises(UnsupportedModelError, match="it holds a whole model and an adapter") as caught:
+        loaded.load(str(folder), device="cpu")  # a reference, or a trainer's own copy: nothing checks them before
+    assert caught.value.remedy == error.remedy
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_tied_model_without_its_embedding_is_refused(is_tied: bool, tmp_path: Path) -> None:
+    folder = single(tmp_path / "m")
+    tensors = load_file(folder / SINGLE)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": is_tied}))
+    error = refusal(folder)
+    assert (error is not None) == is_tied  # vLLM and transformers report that an untied one lacks a tensor
+    if error is not None:
+        assert "stored under the name of its head alone (lm_head.weight)" in error.message
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud83d", "a/" * 3000, "o/" + "x" * 300], ids=range(5))
