@@ -2,8 +2,8 @@ r"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and
 
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
 counts, and none inside `<think>...</think>`. math-verify decides what is equal, by its defaults, but for small numbers
-(`_is_equal`), words behind a number, thousands separators and scientific notation (`_tidied`). It has no time limit
-here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes too long.
+(`_is_equal`), words behind a number, mixed numbers, thousands separators and scientific notation (`_tidied`). It has no
+time limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes too long.
 """
 
 import difflib
@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -29,8 +30,18 @@ EMPHASIS = re.compile(r"(?<![\w*])(\*{1,3})(?=\S)(.+?)(?<=\S)\1(?![\w*])")
 """Markdown's `**bold**`; a product such as `2*3*4` is none."""
 MARKUP = re.compile(r"^\*+|\*+$|\\\$|\$|\\\(|\\\)|\\\[|\\\]")
 """Half of a pair of asterisks, dollars, and the delimiters of a formula."""
-THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|[ \u00a0\u2009\u202f])\d{3})+(?!\d)")
+DOLLARS = re.compile(r"\\\$|(?<=(?<![\w$])-)\$(?=\d)")
+r"""Dollars that hide a number or its sign: `\$5`, `-$5`."""
+SPACE = r"(?:\\[,;:! ]|[ \u00a0\u2009\u202f])"
+"""A space inside a number."""
+THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{SPACE}\d{{3}})+(?!\d)")
 r"""A number with spaces as thousands separators, which LaTeX would read as a product: `1\,234`, `1 234`."""
+MIXED = re.compile(
+    rf"(?<![\w.,/^}}])(\d{{1,3}}(?:,\d{{3}})+|\d{{1,15}}){SPACE}+(\d{{1,9}})/(\d{{1,9}})(?![\w/^!]|[.,]\d)"
+)
+"""A mixed number such as `1 1/4`, which math-verify reads as 2/4."""
+SMALL_FRACTION = re.compile(r"(?:(\d)[ \u2009\u202f]?)?([¼-¾⅐-⅞])")
+"""A fraction that is one character, behind the last digit of a whole number or alone."""
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:(?:\d+\.\d*|\.\d+)[eE][+-]?\d{1,3}|\d+[eE](?:\+?\d{1,3}|-\d{2,3}))(?!\w|\.\d)")
 """A number such as 1.5e3 or 2E-05, which LaTeX would read as a product with Euler's number."""
 EITHER = re.compile(r"\d+[eE]-\d")
@@ -408,9 +419,28 @@ def _tidied(given: str, *, has_euler: bool = False) -> str:
 
 
 def _joined(text: str) -> str:
-    """Return `text` with every number that has thousands separators, or an exponent behind `e`, in plain digits."""
+    r"""Return `text` with numbers in a form that math-verify reads anywhere.
+
+    Mixed numbers become fractions, and thousands separators and exponents behind `e` plain digits; a minus is ASCII's,
+    and dollars that math-verify does not read as such are left out.
+    """
+    text = DOLLARS.sub("", text.replace("\u2212", "-"))
+    text = SMALL_FRACTION.sub(_plain_fraction, text)
+    text = MIXED.sub(_improper, text)
     text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     return SCIENTIFIC.sub(lambda match: _in_digits(match[0]), text)
+
+
+def _plain_fraction(match: re.Match[str]) -> str:
+    digit, fraction = match.groups()
+    plain = unicodedata.normalize("NFKC", fraction).replace("\u2044", "/")
+    return f"{digit} {plain}" if digit else plain
+
+
+def _improper(match: re.Match[str]) -> str:
+    """Return a mixed number as a fraction: 5/4 for `1 1/4`; what is none, such as `3 12/5`, unchanged."""
+    whole, part, of = (int(number.replace(",", "")) for number in match.groups())
+    return f"{whole * of + part}/{of}" if part < of else match[0]
 
 
 def _in_digits(number: str) -> str:

@@ -263,6 +263,24 @@ EXCEPTIONS: dict[str, tuple[bool, str]] = {
 1234 | 1 234
 """,
     ),
+    "a mixed number may be plain": (
+        True,
+        r"""
+5/4 | 1 1/4
+\frac{5}{4} | 1 1/4
+1.25 | 1\,1/4
+-5/4 | -1 1/4
+1 1/4 | 5/4
+1 1/4 | 1\frac{1}{4}
+2469/2 | 1,234 1/2
+5/4 | 1 1/4 \text{ cups}
+3/2 | 1½
+1/2 | ½
+(1/2, 3/2) | (1/2, 1 1/2)
+9/2 | 3 1/2 + 1
+""",
+    ),
+    "a mixed number is no fraction of a sum": (False, "\n1/2 | 1 1/4\n3/4 | 2 1/4\n15/8 | 10 5/8\n"),
     "the end of a sentence may be inside": (True, "\n42 | 42.\n42 | 42,\n"),
 }
 """What is decided otherwise than by math-verify -> how, and where."""
@@ -321,3 +339,28 @@ def test_exception_differs_from_math_verify(reason: str) -> None:
 )
 def test_line_is_a_formula_or_the_number_of_its_words(answer: object, line: str, expected: bool) -> None:
     assert rewards.is_right(answer, f"#### {line}") == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("-3", "The answer is −3.", True),
+        ("3", "The answer is −3.", False),
+        ("-3", "so x = −3", True),
+        ("200000", r"The profit is \$200,000.", True),
+        ("1200.5", r"It is **\$1,200.50** in total", True),
+        ("5/4", "The answer is 1 1/4.", True),
+        ("1", "The answer is 1 1/4.", False),
+        ("5/4", "So it takes 1 1/4 cups.", True),
+        ("3/2", "It takes 1½ cups.", True),
+        ("1", "It takes 1½ cups.", False),
+        ("1/2", "It takes ½ of a cup.", True),
+        ("-5", "The answer is -$5.", True),
+        ("5", "The answer is -$5.", False),
+        ("1/4", "1 hour, 1/4 of it", True),
+        ("6", r"It cost \$5, then \$6.", True),
+        ("6/5", "The answer is 6/5", True),
+    ],
+)
+def test_number_without_a_mark_is_read_as_it_is_written(answer: str, text: str, expected: bool) -> None:
+    assert rewards.is_right(answer, text) == expected
