@@ -29,6 +29,7 @@ from bridge.planning.model_size import (
     is_tied,
     layer_types,
     lone_head,
+    other_rows,
     own_head,
     rival_weights,
 )
@@ -51,6 +52,8 @@ PROVED = frozenset({
     "qwen3_5_moe", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "smollm3", "starcoder2",
 })  # fmt: skip
 """Values of `model_type` that are known to work: those of docs/families.md."""
+SERVED_IN_BFLOAT16 = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"})
+"""Families that vLLM 0.26 to 0.33 serves in bfloat16 if their configuration says float16."""
 TRIAL_LIMIT_S = 120.0
 
 
@@ -183,6 +186,12 @@ def uncut(config: Config | None, num_slices: int) -> str:
     return f"does not divide the {heads} attention heads" if isinstance(heads, int) and heads % num_slices else ""
 
 
+def is_half(config: Config | None) -> bool:
+    """Return whether the configuration says float16, in which gradients overflow: its largest number is 65,504."""
+    parts = (config or {}, _language(config))
+    return "float16" in [part.get(name) for part in parts for name in ("dtype", "torch_dtype")]
+
+
 def obstacles(config: Config) -> list[Obstacle]:
     """Return every obstacle that the configuration shows, the most serious first.
 
@@ -195,6 +204,9 @@ def obstacles(config: Config) -> list[Obstacle]:
         method = quantized.get("quant_method", "no named method") if isinstance(quantized, dict) else quantized
         reason = f"quantized ({method}): an optimizer cannot step such weights"
         problems.append(Obstacle(reason, "use the unquantized model, in bfloat16"))
+    if is_half(config):
+        reason = "in float16: gradients would overflow in the trainer's own copy"
+        problems.append(Obstacle(reason, f"--mode {SHARED} --dtype bfloat16, or convert it to bfloat16", (NONE,)))
     if config.get("is_encoder_decoder"):
         problems.append(Obstacle("an encoder and a decoder: not a causal language model"))
     if is_inside:
@@ -217,7 +229,11 @@ def contradictions(model: str, config: Config) -> list[Obstacle]:
     """
     try:
         folder = folder_of(model)
-        return [*_unequal_readers(folder), *(_tied_otherwise(folder) if is_tied(config) else ())]
+        return [
+            *_unequal_readers(folder),
+            *_other_vocabulary(folder, config),
+            *(_tied_otherwise(folder) if is_tied(config) else ()),
+        ]
     except (UsageError, OSError):
         return []  # vLLM reports a damaged file, and downloads a missing one
 
@@ -233,6 +249,19 @@ def _unequal_readers(folder: Path) -> Iterator[Obstacle]:
             f"two sets of weights: {name} in {ours.name}, which transformers loads, differs from that in"
             f" {theirs.name}, which vLLM loads",
             "remove the files that are not the model's, with their index",
+        )
+
+
+def _other_vocabulary(folder: Path, config: Config) -> Iterator[Obstacle]:
+    """Yield that an embedding has other rows than the configuration says; other families may mean it otherwise."""
+    vocabulary = _language(config).get("vocab_size")
+    if config.get("model_type") not in PROVED or not isinstance(vocabulary, int):
+        return
+    if found := other_rows(folder, vocabulary):
+        name, rows = found
+        yield Obstacle(
+            f"{name} has {rows:,} rows in its files, and its config.json says vocab_size {vocabulary:,}",
+            f'"vocab_size": {rows} in its config.json, if the files are right',
         )
 
 
@@ -338,7 +367,7 @@ def _notes(config: Config, mode: str) -> str:
     if mode == SHARED and (seen := sight(config)):
         notes.append(seen)
     language = _language(config)
-    if "float16" in [part.get(name) for part in (config, language) for name in ("dtype", "torch_dtype")]:
+    if is_half(config):
         notes.append("use --dtype bfloat16: gradients overflow in its own float16")
     if mode == SHARED and language.get("kv_lora_rank"):
         notes.append("latent attention runs in its plain form (VLLM_MLA_DISABLE=1), whose cache is larger")

@@ -301,6 +301,14 @@ def rival_weights(folder: Path) -> tuple[str, Path, Path] | None:
     return None
 
 
+def other_rows(folder: Path, vocabulary: int) -> tuple[str, int] | None:
+    """Return an embedding or a head in the weights of `folder` with another number of rows, and that number."""
+    for name, tensor in sorted((_headers(folder) or {}).items()):
+        if name.endswith((*EMBEDDINGS, HEAD)) and len(tensor.shape) == 2 and tensor.shape[0] != vocabulary:
+            return name, tensor.shape[0]
+    return None
+
+
 def lone_head(folder: Path) -> str | None:
     """Return the name of a head in the weights of `folder` if they hold no embedding; None: they do, or it is unknown.
 

@@ -87,6 +87,19 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
         raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
 
 
+def check_trained_dtype(config: ServeConfig) -> None:
+    """Check that what vLLM would hold can be trained in its memory."""
+    described = model_checks.read(config.model)
+    by_default = model_checks.is_half(described) and _family(described) not in model_checks.SERVED_IN_BFLOAT16
+    if config.dtype == "float16" or (config.dtype == "auto" and by_default):
+        given = "--dtype float16" if config.dtype == "float16" else f"--model {config.model} is in float16"
+        raise UsageError(f"{given}: gradients would overflow", remedy="--dtype bfloat16")
+
+
+def _family(config: model_checks.Config | None) -> str:
+    return str((config or {}).get("model_type", ""))
+
+
 def check_quantization(
     config: ServeConfig, flags: Sequence[str] = (), *, shares_weights: bool = True, is_fed: bool = False
 ) -> None:
@@ -161,7 +174,7 @@ def check_experts(config: ServeConfig) -> None:
     from bridge.weights import experts
 
     device, why = accelerator.choose(config.device)
-    kind = (model_checks.read(config.model) or {}).get("model_type", "")
+    kind = _family(model_checks.read(config.model))
     without = "leave experts out, here and in --lora-target-modules"
     faults = {
         "the server accepts no adapters": (config.max_lora_rank is None, "--max-lora-rank R"),

@@ -125,7 +125,7 @@ def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
         with no_progress_bar():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 model, config=skeleton.configuration(model), dtype=dtype, output_loading_info=True,
-                trust_remote_code=False,
+                trust_remote_code=False, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
@@ -133,6 +133,12 @@ def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
         raise UsageError(
             f"the weights of {model} cannot be loaded: {first_line(error)}", remedy=REPLACE_MODEL
         ) from error
+    if mismatched := sorted(report["mismatched_keys"]):  # filled with random numbers, as those that are missing
+        name, stored, expected = mismatched[0]
+        raise UsageError(
+            f"{model}: {name} has the shape {tuple(stored)} in its files, and {tuple(expected)} by its configuration",
+            remedy=f"correct its config.json, or {REPLACE_MODEL}",
+        )
     missing = sorted(report["missing_keys"])
     if missing:  # transformers has filled them with random numbers
         raise UsageError(

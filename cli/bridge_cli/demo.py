@@ -11,6 +11,7 @@ from rich.table import Table
 
 from bridge.checkpoints.run_directory import RunDirectory, write_json
 from bridge.checks import Check, any_failed
+from bridge.checks.model import is_half, read
 from bridge.config import DeviceChoice, ServeConfig, TrainConfig
 from bridge.core import mark
 from bridge.core.address import free_port
@@ -128,6 +129,7 @@ def _choices(
         model=model,
         port=free_port(HOST),
         device=device,
+        dtype="bfloat16" if own_model and is_half(read(own_model)) else "auto",
         gpu_memory_utilization=None if own_model or device == "cpu" else GPU_SHARE,
         vllm_config_path=RunDirectory(out).manifest,
     )

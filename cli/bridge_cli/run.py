@@ -136,6 +136,8 @@ class FirstRank:
         train = fit_completions(train, longest, console.note)
         if train.mode == "lora_only":
             _check_adapter(train.model_name, train.lora)
+        if train.needs_patched_server:
+            start_checks.check_trained_dtype(job.serve)
         self.command = prepare(
             job.serve, job.vllm_flags, shares_weights=train.needs_patched_server, trainer=train, output=console
         )

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -264,6 +265,7 @@ CASES: tuple[tuple[str, str, str], ...] = (
         "train run", "--mode lora_only --lora-target-modules q_proj,mlp.shared_expert_gate",
         "--lora-target-modules: must not name shared_expert_gate, whose adapter vLLM never applies: leave it out",
     ),
+    ("run", "--dtype float16", "hint: --dtype bfloat16"),
     ("train", "--top-p 0", "--top-p: must be greater than 0"),
     ("train", "--top-k -1", "--top-k: must be greater than or equal to 0"),
     ("train", "--min-p 1", "--min-p: must be less than 1"),
@@ -289,6 +291,23 @@ def test_flags_that_do_not_fit_are_refused(
     (bridge.folder / "mine.py").write_text(TASK)
     (bridge.folder / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     assert words in "\n".join(bridge.error_and_hint(2, command, "--model", exported.model, *flags.split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [((), "--dtype bfloat16"), (("--mode", "none"), "--mode shared_vllm --dtype bfloat16, or convert it to bfloat16")],
+)
+def test_a_model_in_float16_is_refused(bridge: Bridge, exported: Manifest, flags: tuple[str, ...], hint: str) -> None:
+    folder = Path(exported.model).parent / "half"
+    shutil.copytree(exported.model, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    error, remedy = bridge.error_and_hint(
+        2 if not flags else 4, "run", "--model", folder, "--environment", "arithmetic", *flags
+    )
+    assert f"--model {folder}" in error
+    assert "in float16" in error
+    assert remedy == f"hint: {hint}"
 
 
 def test_hosts_that_cannot_meet_are_refused(

@@ -253,6 +253,13 @@ def test_a_model_of_the_users_has_a_task_for_it(tmp_path: Path) -> None:
         demo.demo(model="mine", model_only=tmp_path)
 
 
+@pytest.mark.parametrize(("dtype", "served"), [("float16", "bfloat16"), ("bfloat16", "auto")])
+def test_a_demo_serves_a_model_in_a_type_that_can_be_trained(dtype: str, served: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": dtype}))
+    serve, _ = demo._choices(tmp_path / "out", 5, "cpu", 1, str(tmp_path))
+    assert serve.dtype == served
+
+
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file, expected a folder") as caught:

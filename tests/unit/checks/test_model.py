@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, MptConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, MptConfig, PretrainedConfig
 
 from bridge.checks import child, model
 from bridge.checks.child import Ended
 from bridge.checks.model import LORA, MODES, NONE, SHARED
+from bridge.config import ServeConfig
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning import model_size
 from bridge.planning.model_size import SEEING
@@ -130,17 +132,44 @@ def test_odd_values_are_no_obstacle(odd: dict[str, Any]) -> None:
 
 
 def test_notes_name_the_limits_of_a_mode() -> None:
-    notes = {
-        check.name: check.found
+    checks = {
+        check.name: check
         for check in model.modes(
             "m", {"dtype": "float16", "kv_lora_rank": 64, "n_routed_experts": 4, "output_router_logits": True}
         )
     }
-    assert "VLLM_MLA_DISABLE=1" in notes[f"Model, {SHARED}"]
-    assert "VLLM_MLA_DISABLE" not in notes[f"Model, {NONE}"]
-    assert "with --lora-target-modules all-linear,experts" in notes[f"Model, {LORA}"]
+    notes = {mode: checks[f"Model, {mode}"].found for mode in (SHARED, LORA)}
+    assert "VLLM_MLA_DISABLE=1" in notes[SHARED]
+    assert "VLLM_MLA_DISABLE" not in notes[LORA]
+    assert "with --lora-target-modules all-linear,experts" in notes[LORA]
     assert all("--dtype bfloat16" in text for text in notes.values())
     assert all("auxiliary loss" in text for text in notes.values())
+    own_copy = checks[f"Model, {NONE}"]
+    assert own_copy.status == "WARN"
+    assert own_copy.remedy == "--mode shared_vllm --dtype bfloat16, or convert it to bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", None])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_float16_is_refused_before_a_server_starts(
+    dtype: str | None, key: str, is_nested: bool, tmp_path: Path
+) -> None:
+    part = {} if dtype is None else {key: dtype}
+    config = {"architectures": ["LlamaForCausalLM"], **({"text_config": part} if is_nested else part)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    refused = {"float16"} | ({"auto"} if dtype == "float16" else set())
+    for chosen in ("auto", "float16", "bfloat16", "float32"):
+        with pytest.raises(UsageError, match="gradients would overflow") if chosen in refused else nullcontext():
+            start_checks.check_trained_dtype(ServeConfig.resolve({"model": str(tmp_path), "dtype": chosen}))
+    found = [obstacle for obstacle in model.obstacles(config) if obstacle.modes == (NONE,)]
+    assert any("in float16" in obstacle.reason for obstacle in found) == (dtype == "float16")
+
+
+def test_a_family_that_vllm_serves_in_bfloat16_may_say_float16(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "dtype": "float16"}))
+    start_checks.check_trained_dtype(ServeConfig(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -298,6 +327,18 @@ def test_an_adapter_beside_a_whole_model_is_refused(write: Callable[[Path], Path
     with pytest.raises(UnsupportedModelError, match="it holds a whole model and an adapter") as caught:
         loaded.load(str(folder), device="cpu")  # a reference, or a trainer's own copy: nothing checks them before
     assert caught.value.remedy == error.remedy
+
+
+@pytest.mark.parametrize("config", [tiny.llama(), tiny.qwen2()])
+@pytest.mark.parametrize("vocabulary", [tiny.VOCABULARY - 1, tiny.VOCABULARY + 19])
+def test_an_embedding_of_another_size_is_refused(config: PretrainedConfig, vocabulary: int, tmp_path: Path) -> None:
+    folder = tiny.write(config, tmp_path / "m")
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, "vocab_size": vocabulary}))
+    error = refusal(folder)
+    assert error is not None
+    assert f"has 301 rows in its files, and its config.json says vocab_size {vocabulary}" in error.message
+    assert error.remedy.startswith('"vocab_size": 301 in its config.json')
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
