@@ -109,7 +109,8 @@ def find_object(choice: Choice, name: str) -> Any:
     """Return the class of an environment or the function of a reward or a loss that `name`, `file.py:Name`, refers to.
 
     While the file is loaded its folder comes first on `sys.path`, as when Python runs the file, so it can import its
-    neighbors; imports inside functions that run later find only those that are imported already.
+    neighbors; a file of a package can import from the package, too. Imports inside functions that run later find only
+    what is imported already.
 
     Raises:
         UsageError: there is no such file, or no such class or function in it.
@@ -176,16 +177,28 @@ def instance_of(kind: type, name: str) -> Any:
 
 def _module(choice: Choice, path: Path, name: str) -> ModuleType:
     file = path.resolve()
+    root, package = _package(file.parent)
     # With a prefix, because a file called random.py would replace the standard library's module.
-    spec = importlib.util.spec_from_file_location(f"bridge_{choice}_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(".".join((*package, f"bridge_{choice}_{file.stem}")), file)
     if spec is None or spec.loader is None:
         raise UsageError(f"{choice} {name!r}: {path} is not a Python file", remedy=f"--{choice} {FORMS[choice]}")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.parent))
+    folders = dict.fromkeys((str(file.parent), str(root)))
+    sys.path[:0] = folders
     try:
         with foreign_code(f"importing {path}", str(file)):
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
     finally:
-        sys.path.remove(str(file.parent))
+        for folder in folders:
+            sys.path.remove(folder)
     return module
+
+
+def _package(folder: Path) -> tuple[Path, list[str]]:
+    """Return the folder that holds the package `folder`, and the names from there on; without a package, none."""
+    names = list[str]()
+    while folder.name.isidentifier() and paths.is_file(folder / "__init__.py"):
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return folder, names

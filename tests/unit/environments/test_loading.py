@@ -65,6 +65,22 @@ def test_a_file_imports_its_neighbors_and_restores_the_path(write: Write, tmp_pa
     assert sys.path == before
 
 
+@pytest.mark.parametrize("line", ["from .helper import PROMPT", "from own_tasks.sub.helper import PROMPT"])
+def test_a_file_of_a_package_imports_from_the_package(tmp_path: Path, line: str) -> None:
+    folder = tmp_path / "own_tasks" / "sub"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    (folder / "helper.py").write_text("PROMPT = 'from the package'\n")
+    source = f"class Task:\n    def __iter__(self):\n        return iter([{{'prompt': PROMPT}}])\n{SCORES}"
+    (folder / "task.py").write_text(f"{line}\nfrom helper import PROMPT as beside\n{source}")
+    before = list(sys.path)
+    assert list(load(f"{folder / 'task.py'}:Task")) == [{"prompt": "from the package"}]
+    assert sys.path == before
+    for name in [name for name in sys.modules if name.startswith("own_tasks") or name == "helper"]:
+        del sys.modules[name]
+
+
 def test_a_file_may_be_named_like_a_standard_module(tmp_path: Path) -> None:
     import random
 
