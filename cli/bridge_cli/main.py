@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import re
 import resource
-import shlex
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -157,6 +156,7 @@ def _missing_package(error: ModuleNotFoundError) -> str | None:
 def _usage(error: TyperException) -> tuple[str, str]:
     """Return the message and the hint for a command line that cannot be parsed."""
     from bridge.config import declaration
+    from bridge_cli.options import stray_hint, switch_hint
 
     context = getattr(error, "ctx", None)
     named = [name for name in ending.GIVEN.get()[:1] if name in COMMANDS]  # a flag without its value has no context
@@ -165,7 +165,10 @@ def _usage(error: TyperException) -> tuple[str, str]:
     if flag is None or not hasattr(error, "possibilities"):
         message = error.format_message()
         if stray := _stray(message, getattr(context, "command", None)):
-            return f"unexpected argument {stray}", f"did you mean --model {shlex.quote(stray)}?"
+            return f"unexpected argument {stray}", stray_hint(stray)
+        if "does not take a value" in message:
+            value = next((given.partition("=")[2] for given in ending.GIVEN.get() if given.startswith(f"{flag}=")), "")
+            return f"{flag} does not take a value, found {value!r}", switch_hint(str(flag), value)
         return message[0].lower() + message[1:], f"{command} --help"
     if hint := declaration.hint(flag):
         return f"no such flag: {flag}", hint

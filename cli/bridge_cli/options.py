@@ -36,6 +36,8 @@ METAVARS: Mapping[Any, str] = {
 PATHS = ("PATH", "FOLDER", "FILE")
 HOME: Mapping[str, Any] = {"parser": paths.expanded}
 """Takes a path, `~` included: no shell replaces it in `--out=~/x`."""
+ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+"""What is written behind a switch, which takes no value."""
 WIDEST_METAVAR = 15
 """Columns; a wider list of choices goes into the help text, or 80 columns do not hold the flags' names."""
 
@@ -84,7 +86,22 @@ def _refuse_stray(positional: Sequence[str]) -> None:
     given = ending.GIVEN.get()
     num_passed_on = len(given) - given.index("--") - 1 if "--" in given else 0
     if stray := positional[: len(positional) - num_passed_on]:
-        raise UsageError(f"unexpected argument {stray[0]}", remedy=f"did you mean --model {shlex.quote(stray[0])}?")
+        raise UsageError(f"unexpected argument {stray[0]}", remedy=stray_hint(stray[0]))
+
+
+def stray_hint(stray: str) -> str:
+    """Return what an argument without a flag is likely to mean: the value of a switch, or the model."""
+    given = ending.GIVEN.get()
+    before = given[given.index(stray) - 1] if stray in given[1:] else ""
+    if before.startswith("--") and stray.lower() in (*ON, *OFF):
+        return switch_hint(before, stray)
+    return f"did you mean --model {shlex.quote(stray)}?"
+
+
+def switch_hint(name: str, value: str) -> str:
+    """Return the form of the switch `name` that means `value`."""
+    form = name if value.lower() in ON else f"--no-{name.removeprefix('--')}"
+    return f"a switch takes no value, did you mean {form}?"
 
 
 def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict[str, Any]:

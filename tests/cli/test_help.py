@@ -227,6 +227,22 @@ def test_a_model_without_its_flag_is_answered_with_it(command: str, capsys: pyte
     assert (errors[0], errors[-1]) == ("error: unexpected argument ./m", "hint: did you mean --model ./m?")
 
 
+@pytest.mark.parametrize("command", ["run", "train"])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["--wandb", "false"], "--no-wandb"), (["--wandb=false"], "--no-wandb"), (["--wandb", "True"], "--wandb"),
+        (["--save-rollouts", "0"], "--no-save-rollouts"), (["--save-rollouts=yes"], "--save-rollouts"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_switch_is_answered_with_its_form(
+    command: str, given: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.answer([command, "--model", "m", *given]) == 2
+    hint = capsys.readouterr().err.splitlines()[-1]
+    assert hint == f"hint: a switch takes no value, did you mean {meant}?"
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
