@@ -6,8 +6,9 @@ The first problems are checked before anything starts, the others as they are re
 import inspect
 import math
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints, is_typeddict
 
 from bridge.agents.tools import names as tool_names
 from bridge.core import image_file
@@ -16,6 +17,8 @@ from bridge.errors import RewardError
 from bridge.types import Interaction, Problem
 
 EXAMPLE = "{'prompt': '3+4='}"
+OF_JSON = (str, int, float, bool, list, tuple, type(None), Any)
+"""Classes that JSON makes, besides objects."""
 NUM_FIRST = 64
 """Problems that are checked before anything starts."""
 RUN = "def run(self, problem: dict, base_url: str) -> float"
@@ -67,7 +70,35 @@ def schemas(environment: Any, name: str) -> list[dict[str, Any]]:
     if not tools:
         _refuse(name, "has a method reset, and no tools", "add a public method, which the model can call")
     with foreign_code(f"environment {name}: describing its tools {', '.join(tools)}", source_file(type(environment))):
-        return [get_json_schema(getattr(environment, tool)) for tool in tools]
+        schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
+        hints = {tool: get_type_hints(getattr(environment, tool)) for tool in tools}
+    for tool, of_tool in hints.items():
+        for argument, hint in of_tool.items():
+            if argument != "return" and (unknown := next(_classes(hint), None)):
+                _refuse_class(name, tool, argument, unknown)
+    return schemas
+
+
+def _refuse_class(name: str, tool: str, argument: str, kind: type) -> NoReturn:
+    """Refuse an argument that a schema would call an object, and that the tool would get in another type."""
+    meant = f"Literal{[member.value for member in kind]}" if issubclass(kind, Enum) else "a type of JSON, such as str,"
+    _refuse(
+        name,
+        f"has the tool {tool}, whose argument {argument} is a {kind.__name__}, which no JSON schema describes: the"
+        " model would be told to write an object",
+        f"write {meant} as its type hint, and make a {kind.__name__} of it in {tool}",
+    )
+
+
+def _classes(hint: Any) -> Iterator[type]:
+    """Yield the classes in a hint of which JSON makes no instance."""
+    if get_origin(hint) is Literal:
+        return
+    if get_origin(hint) is not None:
+        for inner in get_args(hint):
+            yield from _classes(inner)
+    elif isinstance(hint, type) and hint not in OF_JSON and not is_typeddict(hint) and not isinstance({}, hint):
+        yield hint
 
 
 def check_problems(environment: Any, name: str, reward: str) -> list[Problem]:

@@ -97,6 +97,51 @@ def test_each_misuse_ends_in_one_line(load: Load, case: str) -> None:
     assert "\n" not in caught.value.message + caught.value.remedy
 
 
+HINTED = """
+import datetime, enum, pathlib, typing
+from dataclasses import dataclass
+class Mode(str, enum.Enum):
+    FAST = "fast"
+    SLOW = "slow"
+@dataclass
+class Point:
+    x: int
+class Row(typing.TypedDict):
+    x: int
+"""
+
+
+@pytest.mark.parametrize(
+    ("hint", "named", "fix"),
+    [
+        ("Mode", "Mode", "Literal['fast', 'slow']"),
+        ("Mode | None", "Mode", "Literal['fast', 'slow']"),
+        ("list[Mode]", "Mode", "Literal['fast', 'slow']"),
+        ("dict[str, Point]", "Point", "such as str, as its type hint, and make a Point of it in add"),
+        ("datetime.date", "date", "such as str, as its type hint, and make a date of it in add"),
+        ("pathlib.Path", "Path", "such as str,"),
+    ],
+)
+def test_a_hint_that_a_schema_cannot_tell_is_refused(load: Load, hint: str, named: str, fix: str) -> None:
+    source = HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}")
+    with pytest.raises(RewardError) as caught:
+        load(source)
+    assert f"has the tool add, whose argument a is a {named}, which no JSON schema describes" in caught.value.message
+    assert fix in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        "typing.Literal['fast', 'slow']", "typing.Optional[int]", "int | str | None", "list[dict[str, float]]", "Row",
+        "dict", "list", "tuple[int, str]", "typing.Any", "typing.Annotated[int, 'a number']", "typing.Text", "bool",
+    ],
+)  # fmt: skip
+def test_a_hint_that_a_schema_can_tell_is_taken(load: Load, hint: str) -> None:
+    (schema,) = load(HINTED + RESETS + ITERATES + SCORES + ADDS.replace("a: int", f"a: {hint}")).schemas
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
