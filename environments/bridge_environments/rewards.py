@@ -25,7 +25,7 @@ from bridge.errors import RewardError, UsageError
 from bridge.scoring.score import as_reward, limit_note
 from bridge.types import Problem
 
-MARK = re.compile(r"####(?=(?P<line>[^\n]*))|\\boxed\s*\{")
+MARK = re.compile(r"####(?=(?P<line>[^\n]*))|\\(?:boxed|fbox)\s*\{")
 EMPHASIS = re.compile(r"(?<![\w*])(\*{1,3})(?=\S)(.+?)(?<=\S)\1(?![\w*])")
 """Markdown's `**bold**`; a product such as `2*3*4` is none."""
 MARKUP = re.compile(r"^\*+|\*+$|\\\$|\$|\\\(|\\\)|\\\[|\\\]")

@@ -31,6 +31,7 @@ from bridge_environments import rewards
         "The answer is 1234.",
         "The answer is 12. No, the answer is 1234.",
         "The answer is 1234, after 3 steps.",
+        r"\boxed{12}, no: \fbox{1234}",
         "$1,234.00",
         "1200 and 34 make 1234",
         "1200+34=1234",
