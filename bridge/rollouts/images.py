@@ -28,6 +28,8 @@ BESIDE_TENSORS = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor returns beside the tensors of the images."""
 PART = {"type": "image"}
 """The part of a message that stands for an image."""
+PLACE = "<image>"
+"""Where an image stands in the text of a message, in the rows of other systems."""
 WRITTEN = {"image_break_token": "the end of a row of an image", "image_end_token": "the end of an image"}
 """Tokens that a processor writes beside an image's own, by their names as its attributes, and what they stand for."""
 GRIDS = "image_grid_thw"
@@ -148,7 +150,7 @@ class Prompts:
                 "the environment's prompts are chat messages, and the model has no chat template",
                 remedy="write the prompts as text, or use a model with a chat template",
             )
-        messages = [*_in_parts(chat_template.as_known(prompt), len(problem["images"]))]
+        messages = [*_in_parts(chat_template.as_known(prompt), problem)]
         given = chat_template.arguments(self._chat_template, problem, self._template)
         render = partial(
             chat_template.apply_chat_template, self._tokenizer, chat_template=self._chat_template, tokenize=False,
@@ -179,19 +181,41 @@ def _check_markers(text: str, problem: Problem, processor: Any) -> None:
             )
 
 
-def _in_parts(messages: Sequence[Message], num_images: int) -> Iterator[Message]:
+def _in_parts(messages: Sequence[Message], problem: Problem) -> Iterator[Message]:
     """Yield the messages in parts; without a place for any image, all come before the first text of the user.
 
-    Source: the order is that of `prepare_multimodal_messages` in TRL 1.16.
+    A place is a part, or `<image>` in a text, as verl, ms-swift and LLaMA-Factory write it.
+
+    Raises:
+        RewardError: the texts have another number of places than the problem has images.
     """
     parted = [{**message, "content": _parts(message.get("content") or "")} for message in messages]
     has_parts = any(part.get("type") == "image" for message in parted for part in message["content"])
-    left = 0 if has_parts else num_images
+    texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+    num_places, num_images = sum(text.count(PLACE) for text in texts), len(problem["images"])
+    if num_places and not has_parts:
+        if num_places != num_images:
+            raise RewardError(
+                f"the prompt {described(problem['prompt'])} has {num_places} times {PLACE} in its text, expected"
+                f" {num_images}, for {', '.join(problem['images'])}",
+                remedy=f'write {PLACE} once for each image, or a part {{"type": "image"}} for each',
+            )
+        parted = [{**message, "content": _placed(message.get("content") or "")} for message in messages]
+    # Source: the order is that of `prepare_multimodal_messages` in TRL 1.16.
+    left = 0 if has_parts or num_places else num_images
     for message in parted:
         if left and message["role"] == "user":
             message["content"] = [*([PART] * left), *message["content"]]
             left = 0
         yield message
+
+
+def _placed(content: Any) -> list[dict[str, Any]]:
+    """Return a content in parts, with one for the image at each place in its text."""
+    if not isinstance(content, str):
+        return _parts(content)
+    texts = [[{"type": "text", "text": text}] if text else [] for text in content.split(PLACE)]
+    return [part for text in texts for part in (PART, *text)][1:]
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:

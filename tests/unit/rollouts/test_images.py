@@ -180,6 +180,29 @@ def test_in_messages_images_come_first_or_where_they_stand(model: Path, tmp_path
     ]
 
 
+def test_image_in_a_text_stands_where_other_systems_write_it(
+    model: Path, tmp_path: Path, processor: Processor
+) -> None:
+    """verl, ms-swift and LLaMA-Factory write <image> into the text of a message."""
+    processor.chat_template = TEMPLATE
+    paths, tokenizer = [file(tmp_path, name) for name in ("a.png", "b.png")], AutoTokenizer.from_pretrained(model)
+    expanded = f"{START}{IMAGE}{IMAGE}{END}"
+    system, turn = {"role": "system", "content": "s"}, {"role": "assistant", "content": "t"}
+    for prompt, text in (
+        ([system, {"role": "user", "content": "<image>q"}], f"system:s;user:{expanded}q;"),
+        ([{"role": "user", "content": "q<image> r"}], f"user:q{expanded} r;"),
+    ):
+        assert tokenizer.decode(encode(model, prompt, paths[0])[0]) == text
+    two: Any = [{"role": "user", "content": "<image>q"}, turn, {"role": "user", "content": "r <image>"}]
+    text = f"user:{expanded}q;assistant:t;user:r {expanded};"
+    assert tokenizer.decode(encode(model, two, *paths)[0]) == text
+    fewer = refusal(model, two, paths[0])
+    assert "has 2 times <image> in its text, expected 1, for " in fewer.message
+    parts: Any = [{"type": "text", "text": "what is <image> in HTML?"}, {"type": "image"}]
+    inside, _ = encode(model, [{"role": "user", "content": parts}], paths[0])
+    assert tokenizer.decode(inside) == f"user:what is <image> in HTML?{expanded};"
+
+
 def test_turn_without_content_may_stand_beside_images(model: Path, tmp_path: Path, processor: Processor) -> None:
     processor.chat_template = TEMPLATE
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
