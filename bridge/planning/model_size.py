@@ -40,6 +40,8 @@ KEEP_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attentio
 KEEPS_A_STATE = "linear_attention"
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 """Ends of the names that a head and an embedding have in a model's files."""
+ENDS = (HEAD, *EMBEDDINGS)
+"""The same of both."""
 EMBEDDING = re.compile(r"embed|wte")
 """In the name of any tensor that may be an embedding."""
 COMPARED_ROWS = 256
@@ -303,8 +305,8 @@ def rival_weights(folder: Path) -> tuple[str, Path, Path] | None:
 
 def other_rows(folder: Path, vocabulary: int) -> tuple[str, int] | None:
     """Return an embedding or a head in the weights of `folder` with another number of rows, and that number."""
-    for name, tensor in sorted((_headers(folder) or {}).items()):
-        if name.endswith((*EMBEDDINGS, HEAD)) and len(tensor.shape) == 2 and tensor.shape[0] != vocabulary:
+    for name, tensor in sorted(_ends(folder).items()):
+        if len(tensor.shape) == 2 and tensor.shape[0] != vocabulary:
             return name, tensor.shape[0]
     return None
 
@@ -314,10 +316,10 @@ def lone_head(folder: Path) -> str | None:
 
     transformers takes the head of a tied model for its embedding, too, and vLLM starts with an embedding of nothing.
     """
-    tensors = _headers(folder) or {}
-    if any(EMBEDDING.search(name) for name in tensors):
+    names = _weight_map(folder) if (folder / INDEX).is_file() else _headers(folder) or {}
+    if any(EMBEDDING.search(name) for name in names):
         return None
-    return next((name for name in tensors if name.endswith(HEAD)), None)
+    return next((name for name in names if name.endswith(HEAD)), None)
 
 
 def own_head(folder: Path) -> tuple[str, str] | None:
@@ -325,7 +327,7 @@ def own_head(folder: Path) -> tuple[str, str] | None:
 
     A few rows are compared.
     """
-    tensors = _headers(folder) or {}
+    tensors = _ends(folder)
     heads = [name for name in tensors if name.endswith(HEAD)]
     embeddings = [name for name in tensors if name.endswith(EMBEDDINGS)]
     if len(heads) != 1 or len(embeddings) != 1:
@@ -375,9 +377,25 @@ def _headers(folder: Path) -> dict[str, _Stored] | None:
     return _tensors_of(files)
 
 
+def _ends(folder: Path) -> dict[str, _Stored]:
+    """Return the embeddings and heads in the weights of `folder` by name, reading the files that hold them alone."""
+    files = [folder / SINGLE_FILE]
+    if (folder / INDEX).is_file():
+        weight_map = _weight_map(folder)
+        files = [folder / file for file in {weight_map[name] for name in weight_map if name.endswith(ENDS)}]
+    tensors = _tensors_of(files) if all(file.is_file() for file in files) else {}
+    return {name: tensor for name, tensor in tensors.items() if name.endswith(ENDS)}
+
+
 def _named_files(folder: Path) -> list[Path]:
     """Return the files that the index of `folder` names."""
-    return [folder / name for name in sorted(set(_read(folder / INDEX).get("weight_map", {}).values()))]
+    return [folder / name for name in sorted(set(_weight_map(folder).values()))]
+
+
+def _weight_map(folder: Path) -> Mapping[str, str]:
+    """Return the name of the file that holds each tensor, by the index of `folder`."""
+    weight_map: Mapping[str, str] = _read(folder / INDEX).get("weight_map", {})
+    return weight_map
 
 
 def _is_alike(one: _Stored, other: _Stored) -> bool:

@@ -341,6 +341,15 @@ def test_an_embedding_of_another_size_is_refused(config: PretrainedConfig, vocab
     assert error.remedy.startswith('"vocab_size": 301 in its config.json')
 
 
+def test_files_without_an_embedding_or_a_head_are_not_read(tmp_path: Path) -> None:
+    """Hundreds of files of a large model would take a start seconds."""
+    folder = sharded(tmp_path / "m")
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"damaged")
+    assert model_size.other_rows(folder, 5) == ("model.embed_tokens.weight", tiny.VOCABULARY)
+    assert model_size.lone_head(folder) is None
+    assert model_size.own_head(folder) is None
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_tied_model_without_its_embedding_is_refused(is_tied: bool, tmp_path: Path) -> None:
     folder = single(tmp_path / "m")
