@@ -44,7 +44,7 @@ def _record(folder: Path) -> None:
     def writing(checkpoints: Checkpoints, step: int, groups: Iterable[Group]) -> Iterator[None]:
         with write(checkpoints, step, groups):
             yield
-        line = json.dumps({"step": step, "digest": digest(checkpoints._weights.values())})
+        line = json.dumps({"step": step, "digest": digest(checkpoints._policy.trainable.weights.values())})
         with (folder / f"{checkpoints._ranks.rank}.jsonl").open("a") as file:
             file.write(line + "\n")
 

@@ -31,6 +31,7 @@ from bridge.checks.verify import logprob_diffs, sample
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
+from bridge.passes.prepared import PreparedModel
 from bridge.rollouts.sampler import Sampler
 from bridge.run.trainer import Run
 from bridge.server import manifest, protocol
@@ -173,13 +174,14 @@ def compare_with_peft(folder: Path, checkpoint: Path, sampled: Sampled) -> dict[
         model_folder.save(attach(manifest.load(folder / "manifest.json")).model, folder / "model", base)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device)
-    without = logprob_diffs(plain, served_groups := sampled.by(newest_adapter(sampled)))
-    parity = logprob_diffs(PeftModel.from_pretrained(plain, checkpoint).eval().base_model.model, served_groups)
+    without = logprob_diffs(PreparedModel(plain), served_groups := sampled.by(newest_adapter(sampled)))
+    with_adapter = PeftModel.from_pretrained(plain, checkpoint).eval().base_model.model
+    parity = logprob_diffs(PreparedModel(with_adapter), served_groups)
+    alone = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device)
+    of_base = logprob_diffs(PreparedModel(alone), sampled.by(None))
     return {
         "mean": parity.mean().item(), "max": parity.max().item(), "base_alone_max": without.max().item(),
-        "base_served_max": logprob_diffs(
-            AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).to(device), sampled.by(None)
-        ).max().item(),
+        "base_served_max": of_base.max().item(),
     }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from benchmarks._servers import NUM_STEPS, Parity, compared, parser, rates, serv
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks.verify import logprob_diffs, sample, verify
 from bridge.config import SamplingConfig, TrainConfig
+from bridge.passes.prepared import PreparedModel
 from bridge.rollouts.sampler import Sampler
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest
@@ -108,7 +109,8 @@ def in_place(exported: manifest.Manifest, model: Path, folder: Path) -> dict[str
     sampler.close()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     checkpoint = AutoModelForCausalLM.from_pretrained(summary.checkpoint, dtype=torch.bfloat16).to(device)
-    parity, moved = logprob_diffs(checkpoint, after), logprob_diffs(checkpoint, before)
+    prepared = PreparedModel(checkpoint)
+    parity, moved = logprob_diffs(prepared, after), logprob_diffs(prepared, before)
     pauses = sorted(1e3 * (times.pause_s + times.publish_s) for times in idle)
     return {
         "num_params": exported.num_params,

@@ -33,11 +33,11 @@ from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import atomic_folder
 from bridge.core.address import free_port
-from bridge.learn import learner
 from bridge.learn.policy_loss import LossSpec, Sums, policy_loss
 from bridge.passes.packing import MicroBatch
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
+from bridge.run import learner
 from bridge.run.trainer import Run
 from bridge.server import fence, manifest
 from bridge.server.client import BridgeClient

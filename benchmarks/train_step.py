@@ -7,7 +7,7 @@
 
 The model has a Qwen2 or Qwen3 shape and random bf16 weights; the batch is made up: 64 completions of 256 tokens in
 groups of 8 with prompts of 120 tokens, or with `--lengths` one sequence of so many tokens, all with advantages. A
-setting is any choice of `bridge train`. Timed is what a training run does with a batch (`bridge/learn/learner.py`),
+setting is any choice of `bridge train`. Timed is what a training run does with a batch (`bridge/run/learner.py`),
 from idle device to idle device, after the first steps, which compile. A setting that does not fit in memory, or for
 which no time is left, becomes a row that says so. All rows so far are written after each. With `--ranks` so many GPUs
 compute each pass together (`--context-parallel-size`) and share the optimizer; figures of memory are of the first one.
@@ -36,10 +36,11 @@ from benchmarks._models import SIZES, is_table, model_config, spread
 from benchmarks._results import say
 from benchmarks._sides import Work
 from bridge.config import TrainConfig
+from bridge.engine.opening import prepared_of, trainable_of
 from bridge.errors import BridgeError
-from bridge.learn.opening import learner_of
 from bridge.passes.flops import peak_flops
 from bridge.ranks.world import ALONE, LOOPBACK, Ranks
+from bridge.run.learner import Learner
 from bridge.types import Group
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import OpenedModel, leave_core_to_server
@@ -216,7 +217,8 @@ class Steps:
         if config.mode == "lora_only":
             factors = Adapter(model, config.lora, seed=config.seed, base_name=size).lr_factors()
         opened = OpenedModel(model=model, device=self._device, lr_factors=factors, open_s=0, weight_bytes=0)
-        self._learner = learner_of(config, opened, note, ranks=ranks)
+        prepared = prepared_of(config, opened, note, ranks=ranks)
+        self._learner = Learner.of(config, trainable_of(config, opened, prepared, note, ranks=ranks), note)
         self._batch = batch
         self._num_tokens = sum(
             len(group.prompt_token_ids) + len(completion.token_ids)

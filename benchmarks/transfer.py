@@ -35,6 +35,7 @@ from bridge.checks.verify import logprob_diffs, sample
 from bridge.config import SamplingConfig, TrainConfig
 from bridge.modes.mode import RunContext
 from bridge.modes.transfer import Transfer
+from bridge.passes.prepared import PreparedModel
 from bridge.processes.server_command import ServerCommand
 from bridge.rollouts.sampler import Sampler
 from bridge.server.endpoint import Endpoint
@@ -153,7 +154,7 @@ def parity(url: str, opened: OpenedModel) -> float:
     """Return the mean difference of log-probs between the server's samples and the trainer's model."""
     with Sampler(SamplingConfig(max_new_tokens=24, request_timeout_s=600)) as sampler:
         groups = sample(sampler, Endpoint(url=url), opened.model.config.vocab_size)
-    return logprob_diffs(opened.model, groups).mean().item()
+    return logprob_diffs(PreparedModel(opened.model), groups).mean().item()
 
 
 if __name__ == "__main__":

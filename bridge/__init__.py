@@ -34,12 +34,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bridge.checks import Check
-    from bridge.config import ComputeConfig, LossConfig, SamplingConfig
+    from bridge.config import (
+        ComputeConfig,
+        LoraConfig,
+        LossConfig,
+        OptimizerConfig,
+        PublishingConfig,
+        SamplingConfig,
+    )
+    from bridge.engine.gradients import Passes
+    from bridge.engine.policy import Policy, Step
     from bridge.errors import BridgeError
     from bridge.learn.own_loss import LossTensors
     from bridge.library import attach, policy_loss, samples, serve
     from bridge.passes.packing import MicroBatch, Sample
-    from bridge.policy import Policy
     from bridge.server.fence import FenceTimes
     from bridge.trl import for_trl
     from bridge.types import Completion, Group
@@ -52,12 +60,17 @@ __all__ = [
     "ComputeConfig",
     "FenceTimes",
     "Group",
+    "LoraConfig",
     "LossConfig",
     "LossTensors",
     "MicroBatch",
+    "OptimizerConfig",
+    "Passes",
     "Policy",
+    "PublishingConfig",
     "Sample",
     "SamplingConfig",
+    "Step",
     "attach",
     "for_trl",
     "policy_loss",
@@ -66,12 +79,20 @@ __all__ = [
 ]
 _MODULES = {
     "bridge.checks": ("Check",),
-    "bridge.config": ("ComputeConfig", "LossConfig", "SamplingConfig"),
+    "bridge.config": (
+        "ComputeConfig",
+        "LoraConfig",
+        "LossConfig",
+        "OptimizerConfig",
+        "PublishingConfig",
+        "SamplingConfig",
+    ),
+    "bridge.engine.gradients": ("Passes",),
     "bridge.errors": ("BridgeError",),
     "bridge.learn.own_loss": ("LossTensors",),
     "bridge.library": ("attach", "policy_loss", "samples", "serve"),
     "bridge.passes.packing": ("MicroBatch", "Sample"),
-    "bridge.policy": ("Policy",),
+    "bridge.engine.policy": ("Policy", "Step"),
     "bridge.server.fence": ("FenceTimes",),
     "bridge.trl": ("for_trl",),
     "bridge.types": ("Completion", "Group"),

@@ -1,29 +1,49 @@
-"""Train a served model with a loop of your own: `import bridge` has these names, and those of `bridge/policy.py`."""
+"""Train a served model with a loop of your own: `import bridge` has these names, and those of `engine/policy.py`."""
 
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from bridge.config import ComputeConfig, LossConfig, SamplingConfig, ServeConfig
+from bridge.config import (
+    ComputeConfig,
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+    PublishingConfig,
+    SamplingConfig,
+    ServeConfig,
+    TrainConfig,
+)
 from bridge.core import paths
 from bridge.core.address import free_port
+from bridge.engine.peft_settings import lora_of
+from bridge.engine.policy import Policy, note, warning
 from bridge.errors import ManifestError, UsageError
 from bridge.learn import policy_loss as losses
 from bridge.learn import samples as learning
+from bridge.modes.mode import RunContext
 from bridge.passes.packing import MicroBatch, Sample
-from bridge.policy import Policy
 from bridge.processes.server_command import prepare
 from bridge.processes.server_process import StartedServer
+from bridge.ranks import torchrun
+from bridge.ranks.world import ALONE, Ranks
 from bridge.server import discovery, manifest
-from bridge.server.manifest import MANIFEST_NAME
+from bridge.server.manifest import MANIFEST_NAME, Manifest
 from bridge.types import Group
+from bridge.weights import cuda_ipc
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftLoraConfig
 
 
 def attach(
@@ -31,20 +51,31 @@ def attach(
     *,
     sampling: SamplingConfig | None = None,
     compute: ComputeConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    loss: LossConfig | None = None,
+    lora: "LoraConfig | PeftLoraConfig | None" = None,
+    publishing: PublishingConfig | None = None,
+    seed: int = 0,
     reads_only: bool = False,
     run_dir: str | Path | None = None,
 ) -> Policy:
     """Attach to the live server whose manifest is at `path`; None: the only server that is found.
 
     One process at a time may update a server. With `reads_only` this one never does: such a policy is a teacher or a
-    reference, or looks at a server that another process trains. `sampling` and `compute` are what the flags of
-    `bridge train` set. Progress is logged to the logger `bridge`. `run_dir` is the folder of `Policy.log`, `save` and
-    `resume`; by default a new one under `runs/`, named by the time and the program, if one of them needs it.
+    reference, or looks at a server that another process trains. The sections are what the flags of `bridge train` set:
+    with `lora`, Bridge's or PEFT's `LoraConfig`, an adapter is trained beside the frozen base, else all weights;
+    `optimizer` is that of `optim_step`, and `loss` the default of `forward_backward`. `seed` is that of an adapter and
+    of stochastic rounding. Progress is logged to the logger `bridge`. `run_dir` is the folder of `Policy.log`, `save`
+    and `resume`; by default a new one under `runs/`, named by the time and the program, if one of them needs it.
+
+    In a program that torchrun has started, each process attaches, to the server of its replica: all ranks of one
+    server's tensor parallelism have the same `path`.
 
     Raises:
         ManifestError: there is no such server on this host.
         AttachError: another trainer updates it, or its weights are half-written.
         UnsupportedModelError: the model cannot be trained in place.
+        UsageError: these choices do not fit together, or another number of processes was started.
         ServerUnreachableError: the server does not answer.
     """
     try:
@@ -53,10 +84,65 @@ def attach(
         remedy = re.sub(r"--vllm-config-path (\S+)", r'bridge.attach("\1")', error.remedy)
         remedy = remedy.replace("name its file with --vllm-config-path", "name its file: bridge.attach(PATH)")
         raise ManifestError(error.message, remedy=remedy) from error
-    return Policy(
-        manifest.load(path_found), sampling=sampling or SamplingConfig(), compute=compute or ComputeConfig(),
-        reads_only=reads_only, run_dir=None if run_dir is None else paths.expanded(run_dir),
-    )  # fmt: skip
+    exported = manifest.load(path_found)
+    adapter = None if lora is None else lora_of(lora)
+    sections = {
+        "sampling": sampling, "compute": compute, "optimizer": optimizer, "loss": loss, "lora": adapter,
+        "publishing": publishing,
+    }  # fmt: skip
+    chosen = {name: section for name, section in sections.items() if section is not None}
+    config = _config(exported, path_found, chosen, seed=seed)
+    held = ExitStack()
+    try:
+        ranks = ALONE if reads_only else _join(exported, held)
+        scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bridge-policy-")))
+        program = f"{Path(sys.argv[0]).name or 'python'} (pid {os.getpid()})"
+        context = RunContext(name=program, scratch=scratch, note=note, ranks=ranks, reads_only=reads_only)
+        folder = None if run_dir is None else paths.expanded(run_dir)
+        policy = Policy(config, context, run_dir=folder, held=held)
+        if policy.version and not reads_only and lora is None and ranks.is_rank_zero:
+            warning(
+                "the server was trained before: this loop starts from its weights, version %d, not those of %s",
+                policy.version, exported.model,
+            )  # fmt: skip
+        return policy.open()
+    except BaseException:
+        held.close()
+        raise
+
+
+def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed: int) -> TrainConfig:
+    """Return the choices of a run on this server; UsageError if they do not fit together."""
+    sampling = sections.get("sampling", SamplingConfig())
+    given = {
+        "model_name": exported.model,
+        "mode": "lora_only" if "lora" in sections else "shared_vllm",
+        "gpus": torchrun.world_size(),
+        "seed": seed,
+        "vllm_config_path": path,
+        "batch_size": sampling.group_size,
+        **{name: section.model_dump(exclude_unset=True) for name, section in sections.items()},
+    }
+    try:
+        return TrainConfig.model_validate(given)
+    except ValidationError as error:
+        raise UsageError(
+            f"these choices cannot be used together: {error.errors()[0]['msg'].removeprefix('Value error, ')}",
+            remedy="change one of them",
+        ) from error
+
+
+def _join(exported: Manifest, held: ExitStack) -> Ranks:
+    """Join the processes that torchrun has started, if it has; `held` leaves them."""
+    if torchrun.world_size() == 1:
+        return ALONE
+    shard = exported.shards[torchrun.rank() % exported.tp_degree]
+    device = torch.device("cpu") if shard.gpu_uuid is None else cuda_ipc.device_of(shard.gpu_uuid)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = torchrun.join(device, tp_size=exported.tp_degree)
+    held.callback(ranks.close)
+    return ranks
 
 
 @contextmanager
@@ -65,14 +151,19 @@ def serve(
     *vllm_flags: str,
     sampling: SamplingConfig | None = None,
     compute: ComputeConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+    loss: LossConfig | None = None,
+    lora: "LoraConfig | PeftLoraConfig | None" = None,
+    publishing: PublishingConfig | None = None,
+    seed: int = 0,
     run_dir: str | Path | None = None,
     **choices: Any,
 ) -> Iterator[Policy]:
     """Start a server, attach to it, and stop it at the end of the block.
 
-    `choices` are what the flags of `bridge serve-vllm` set, such as `max_model_len=2048`; `vllm_flags` are vLLM's own,
-    such as `"--enforce-eager"`; `run_dir` is that of `attach`. The server ends with this process, however that ends.
-    Its log is kept after an error.
+    `choices` are what the flags of `bridge serve-vllm` set, such as `max_model_len=2048`; with `lora` the server takes
+    adapters of its rank. `vllm_flags` are vLLM's own, such as `"--enforce-eager"`; the others are those of `attach`.
+    The server ends with this process, however that ends. Its log is kept after an error.
 
     Raises:
         UsageError: a choice is unknown or cannot be used, or there is no such model.
@@ -82,14 +173,20 @@ def serve(
     folder, pid = Path(tempfile.mkdtemp(prefix="bridge-serve-")), os.getpid()
     given = {"model": str(model), "port": free_port("127.0.0.1"), "vllm_config_path": folder / MANIFEST_NAME}
     try:
+        if lora is not None:
+            adapter = lora_of(lora)
+            given |= {"max_lora_rank": adapter.r, "lora_experts": adapter.has_experts}
         command = prepare(ServeConfig.resolve({**given, **choices}), list(vllm_flags))
     except BaseException:  # there is no log to keep yet
         shutil.rmtree(folder, ignore_errors=True)
         raise
     with (
         StartedServer(command, folder / "server.log").running(),
-        attach(command.manifest, sampling=sampling, compute=compute, run_dir=run_dir) as policy,
-    ):
+        attach(
+            command.manifest, sampling=sampling, compute=compute, optimizer=optimizer, loss=loss, lora=lora,
+            publishing=publishing, seed=seed, run_dir=run_dir,
+        ) as policy,
+    ):  # fmt: skip
         yield policy
     if os.getpid() == pid:  # else it was forked inside the block
         shutil.rmtree(folder, ignore_errors=True)

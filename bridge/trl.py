@@ -6,7 +6,7 @@
 TRL keeps its loss, rewards, schedules, callbacks and logs. The model's parameters are vLLM's; completions come from
 that server; and the weights change inside the fence alone, in a step of the optimizer or when a checkpoint is loaded.
 
-Not covered, and refused by name: several processes, adapters (`peft_config`), TRL's tools and environments, images.
+Not covered, and refused by name: several processes, TRL's tools and environments, images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-from bridge.config import SamplingConfig
+from bridge.engine.measuring import SKIPS_IN_A_ROW
+from bridge.engine.policy import Policy, warning
 from bridge.errors import GradientError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.policy import Policy
-from bridge.rollouts import problems
-from bridge.rollouts.sampler import Sampler, seed_of
 from bridge.rollouts.vocabulary import Vocabulary
-from bridge.run.measuring import SKIPS_IN_A_ROW
-from bridge.served import warning
-from bridge.server.endpoint import Endpoint
-from bridge.trl_settings import check_version, refuse_settings, tokenizer_of
+from bridge.trl_settings import check_version, refuse_other_adapter, refuse_settings, tokenizer_of
 
 
 def for_trl(
@@ -38,6 +33,7 @@ def for_trl(
     callbacks: Sequence[TrainerCallback] = (),
     optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
     processing_class: PreTrainedTokenizerBase | None = None,
+    peft_config: Any = None,
 ) -> dict[str, Any]:
     """Return arguments for `trl.GRPOTrainer`: model, tokenizer, rollouts, optimizer, and the callback with the fence.
 
@@ -47,7 +43,8 @@ def for_trl(
     `callbacks`, `optimizers` and `processing_class` of your own belong here and not into the call of `GRPOTrainer`,
     where Python reports "got multiple values for keyword argument": they are returned with Bridge's. `optimizers` is a
     pair as `GRPOTrainer` takes it: None as the optimizer is Bridge's AdamW, None as the scheduler is that of `args`.
-    An optimizer of your own has the parameters of `policy.parameters()`.
+    An optimizer of your own has the parameters of `policy.parameters()`. A `peft_config` is that with which the policy
+    was attached (`bridge.attach(lora=peft_config)`): its adapter is trained, in the server's slot, and no other one.
 
     Raises:
         UsageError: `args` has a setting that has no effect here, several processes or GPUs, or another device; or
@@ -62,13 +59,14 @@ def for_trl(
             "the scheduler was made for another optimizer, and would have no effect",
             remedy="for_trl(policy, args, optimizers=(OPTIMIZER, SCHEDULER)), the scheduler made for that optimizer",
         )
+    refuse_other_adapter(policy, peft_config)
     tokenizer = tokenizer_of(policy, processing_class)
-    vocabulary = Vocabulary.of(tokenizer, policy.tokenizer.name_or_path)
-    _use_server_eos_tokens(policy, vocabulary)
+    policy.use_tokenizer(tokenizer)
+    _use_server_eos_tokens(policy, Vocabulary.of(tokenizer, policy.config.model_name))
     return {
         "model": policy.model,
         "processing_class": tokenizer,
-        "rollout_func": _Rollouts(policy, args, tokenizer, vocabulary),
+        "rollout_func": _Rollouts(policy, args),
         "optimizers": (optimizer or _adamw(policy, args), scheduler),
         "callbacks": [*callbacks, Fence(policy, args)],  # the last: the others still see the gradients
     }
@@ -186,25 +184,23 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             raise UsageError(
                 f"{len(moved)} of the trainer's parameters are outside the server's memory, the first: {moved[0]}",
                 remedy="pass neither peft_config nor another model or device to GRPOTrainer; for an adapter:"
-                " bridge run --mode lora_only",
+                " bridge.attach(lora=peft_config)",
             )
+
+
+CALLS_OF_A_SEED = 2**24
+"""Between the first call of a seed of TRL's and that of the next: more than any run has."""
 
 
 class _Rollouts:
     """TRL's `rollout_func`: samples from the policy's server."""
 
-    def __init__(self, policy: Policy, args: Any, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary) -> None:
+    def __init__(self, policy: Policy, args: Any) -> None:
         self._policy = policy
-        self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
         self._calls: count[int] | None = None
         self._seed = args.seed
         self._template = args.chat_template_kwargs or {}
-        self._config = SamplingConfig(
-            max_new_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            request_timeout_s=policy.sampling.request_timeout_s,
-        )
+        self._parameters = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
         """Return one completion for each prompt; TRL repeats a prompt for every completion that it wants.
@@ -219,17 +215,14 @@ class _Rollouts:
         runs = [(prompt, len([*same])) for prompt, same in groupby(prompts)]
         if len({length for _, length in runs}) > 1:
             runs = [(prompt, 1) for prompt in prompts]
-        ids = [problems.encode(self._tokenizer, {"prompt": prompt}, **self._template) for prompt, _ in runs]
         length = runs[0][1]
-        self._policy._refuse_to_sample()
-        with Sampler(self._config, vocabulary=self._vocabulary) as sampler:
-            sampled = sampler.sample(
-                [Endpoint(url=self._policy.url)], ids, num_samples=length, seed=seed_of(self._seed, next(self._calls)),
-                are_chat=[not isinstance(prompt, str) for prompt, _ in runs],
-            )  # fmt: skip
-        completions = [*chain.from_iterable(sampled)]
+        groups = self._policy.sample(
+            [prompt for prompt, _ in runs], n=length, seed=self._seed * CALLS_OF_A_SEED + next(self._calls),
+            chat_template_kwargs=self._template, **self._parameters,
+        )  # fmt: skip
+        completions = [completion for group in groups for completion in group.completions]
         return {
-            "prompt_ids": [[*prompt] for prompt in ids for _ in range(length)],
+            "prompt_ids": [[*group.prompt_token_ids] for group in groups for _ in group.completions],
             "completion_ids": [[*completion.token_ids] for completion in completions],
             "logprobs": [[*completion.logprobs] for completion in completions],
         }
@@ -281,7 +274,7 @@ def _use_server_eos_tokens(policy: Policy, vocabulary: Vocabulary) -> None:
     """
     own = policy.model.generation_config
     with suppress(OSError):  # the model has none
-        served = GenerationConfig.from_pretrained(policy.tokenizer.name_or_path)
+        served = GenerationConfig.from_pretrained(policy.config.model_name)
         own.eos_token_id = own.eos_token_id if served.eos_token_id is None else served.eos_token_id
     if vocabulary.end_ids:
         known = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]

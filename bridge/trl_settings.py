@@ -9,8 +9,9 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedTokenizerBase
 
+from bridge.engine.peft_settings import lora_of
+from bridge.engine.policy import Policy
 from bridge.errors import IncompatibleVersionError, UsageError
-from bridge.policy import Policy
 from bridge.rollouts.distribution import filters
 
 TESTED = "1.16", "1.17"
@@ -63,6 +64,27 @@ def refuse_settings(policy: Policy, args: Any, *, own_optimizer: bool) -> None:
             remedy="leave bf16_full_eval out",
         )
     _check_device(policy, args)
+
+
+def refuse_other_adapter(policy: Policy, peft_config: Any) -> None:
+    """Refuse a `peft_config` that is not that of the policy's adapter.
+
+    Raises:
+        UsageError: it is not, or the policy trains all weights.
+    """
+    if peft_config is None:
+        return
+    wanted = lora_of(peft_config)
+    if policy.config.mode != "lora_only":
+        raise UsageError(
+            "for_trl has a peft_config, and the policy trains all weights",
+            remedy="bridge.attach(lora=peft_config), or bridge.serve(MODEL, lora=peft_config)",
+        )
+    if wanted != policy.config.lora:
+        raise UsageError(
+            f"the policy's adapter is {policy.config.lora!r}, and peft_config is {wanted!r}",
+            remedy="attach with this peft_config: bridge.attach(lora=peft_config)",
+        )
 
 
 def _refuse_unused(args: Any, unused: Mapping[str, tuple[object, ...]]) -> None:

@@ -58,6 +58,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "make lint type test": left_out("the tests themselves"),
     },
     "docs/architecture.md": {
+        "bridge run         import bridge          for_trl": PICTURE,
         "with mode.publish(update) as window:": left_out("a piece of the trainer"),
     },
     "docs/atropos.md": {
@@ -107,8 +108,6 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "# advantages of your own": SLOW,
         "# a loop that resumes": SLOW,
         "+import bridge": tested("tests/cpu/test_trl.py"),
-        "-trainer = GRPOTrainer(model=MODEL, args=args, callbacks=[Mine()], optimizers=(optimizer, scheduler),"
-        " processing_class=tokenizer, ...)": tested("tests/unit/test_trl.py"),
     },
     "docs/looking.md": {
         "jq -r 'select(.step == 40) | .completions | max_by(.reward).text' runs/*/rollouts.jsonl": left_out(

@@ -11,10 +11,11 @@ from math import sqrt
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
 from bridge.checks.verify import logprob_diffs
-from bridge.passes import routing
+from bridge.passes.prepared import PreparedModel
+from bridge.passes.routing import RouterReplay
 from bridge.server.manifest import Shard
 from bridge.types import Group
 from bridge.weights import skeleton
@@ -54,20 +55,20 @@ def trains(server: LiveServer, model: Path, folder: Path, *, lr: float) -> Resul
     trained = _load(saved, device, experts)
     after, moved = _mean(trained, after_steps), _mean(plain, after_steps)
     assert {path.name for path in model.iterdir()} <= {path.name for path in saved.iterdir()}
-    was, now = plain.state_dict(), trained.state_dict()
+    was, now = plain.model.state_dict(), trained.model.state_dict()
     for name, parameter in skeleton.build(str(model), torch.bfloat16).named_parameters():
         if not parameter.requires_grad:  # another part of the model, or a buffer of the plain one
             assert torch.equal(now[name], was[name]), name
     assert max(before, after) < scenarios.FAMILY_PARITY_LIMIT, (before, after, moved)
     assert moved > MOVED_AT_LEAST * after, (before, after, moved)
     return Result(
-        transformers_class=type(plain).__name__,
+        transformers_class=type(plain.model).__name__,
         vllm_class=server.manifest.shards[0].model_class,
         together=together(server.manifest.shards[0]),
         before=round(before, 4),
         after=round(after, 4),
         moved=round(moved, 4),
-        num_parameters=plain.num_parameters(),
+        num_parameters=plain.model.num_parameters(),
         versions=" ".join(f"{name} {server.manifest.versions[name]}" for name in ("vllm", "torch", "transformers")),
     )
 
@@ -81,10 +82,10 @@ def together(shard: Shard) -> tuple[str, ...]:
     return (*sorted(fused), *(["padded vocabulary"] if shard.padding else []))
 
 
-def _load(folder: Path, device: str, experts: tuple[int, int] | None) -> PreTrainedModel:
+def _load(folder: Path, device: str, experts: tuple[int, int] | None) -> PreparedModel:
     """Load it with plain transformers, using the long factors of longrope at every length, as vLLM does.
 
-    Of a mixture of experts it computes with those of the samples; `experts` are as in `routing.use`.
+    Of a mixture of experts it computes with those of the samples; `experts` are as in `RouterReplay.of`.
 
     vLLM applies the long factors to all sequences as soon as the maximum length allows long ones; transformers only
     applies them to long sequences.
@@ -94,11 +95,11 @@ def _load(folder: Path, device: str, experts: tuple[int, int] | None) -> PreTrai
         assert config.original_max_position_embeddings < scenarios.MAX_MODEL_LEN
         config.rope_parameters = {**rope, "short_factor": rope["long_factor"]}
     kind = skeleton.auto_class(config)
-    loaded: PreTrainedModel = kind.from_pretrained(folder, config=config, dtype=torch.bfloat16).to(device)
+    loaded = PreparedModel(kind.from_pretrained(folder, config=config, dtype=torch.bfloat16).to(device))
     if experts is not None:
-        routing.use(loaded, experts)
+        loaded.replay = RouterReplay.of(loaded.model, experts)
     return loaded
 
 
-def _mean(model: PreTrainedModel, samples: list[Group]) -> float:
-    return float(logprob_diffs(model, samples).mean())
+def _mean(prepared: PreparedModel, samples: list[Group]) -> float:
+    return float(logprob_diffs(prepared, samples).mean())

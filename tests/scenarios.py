@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bridge.checks.verify import NEW_TOKENS, logprob_diffs, sample
 from bridge.config import SamplingConfig, ServeConfig
 from bridge.core.address import free_port
+from bridge.passes.prepared import PreparedModel
 from bridge.processes import children, server_log
 from bridge.processes.server_command import ServerCommand
 from bridge.rollouts import openai_api
@@ -132,7 +133,7 @@ def samples_the_whole_distribution(server: LiveServer, http: httpx.Client) -> No
         prompt = {"prompt_token_ids": PROMPT} if name == "generate" else PROMPT
         answer = http.post(route, json={**common, **fields, "model": model, "prompt": prompt})
         assert answer.status_code == httpx.codes.OK, answer.text
-        differences[name] = logprob_diffs(reference, [_group(server.manifest.url, answer)]).max().item()
+        differences[name] = logprob_diffs(PreparedModel(reference), [_group(server.manifest.url, answer)]).max().item()
     assert max(differences[name] for name in ("bridge", "vllm", "generate")) < PARITY_LIMIT, differences
     assert differences["left out"] > 10 * PARITY_LIMIT, differences
 
@@ -319,9 +320,9 @@ def serves_the_adapter(server: LiveServer, folder: Path, base: list[Group]) -> N
 def equals_the_adapters_samples(model: Path, folder: Path, after: list[Group], *, device: str) -> None:
     """Check that plain PEFT with the adapter in `folder` explains the samples `after`, and `model` alone does not."""
     plain = loaded(model).to(device)
-    moved = logprob_diffs(plain, after)
+    moved = logprob_diffs(PreparedModel(plain), after)
     with_adapter = PeftModel.from_pretrained(plain, str(folder), autocast_adapter_dtype=False)
-    parity = logprob_diffs(with_adapter.get_base_model(), after)
+    parity = logprob_diffs(PreparedModel(with_adapter.get_base_model()), after)
     measures = parity.mean().item(), parity.max().item(), moved.mean().item(), moved.max().item()
     assert measures[0] < PARITY_LIMIT, measures
     assert measures[1] < ADAPTER_PARITY_LIMIT, measures
@@ -353,8 +354,8 @@ def _differences(one: Completion, other: Completion) -> list[float]:
 
 def equals_the_samples_after(checkpoint: Path, before: list[Group], after: list[Group], *, device: str) -> None:
     """Check that `checkpoint` in plain transformers explains the samples `after` training, and not those `before`."""
-    model = loaded(checkpoint).to(device)
-    parity, moved = (logprob_diffs(model, samples).max().item() for samples in (after, before))
+    prepared = PreparedModel(loaded(checkpoint).to(device))
+    parity, moved = (logprob_diffs(prepared, samples).max().item() for samples in (after, before))
     assert parity < PARITY_LIMIT, (parity, moved)
     assert moved > 10 * parity, (moved, parity)
 

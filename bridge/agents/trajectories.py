@@ -154,8 +154,7 @@ class TrajectorySampler(GroupSampler):
             seed=seed,
             index=number * self._max_turns + turn,
             is_chat=True,
-            **({"experts": num_routed} if num_routed else {}),
-            **params,
+            **{**params, **({"experts": num_routed} if num_routed else {})},
         )
         return completion
 

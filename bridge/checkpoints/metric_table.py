@@ -4,7 +4,7 @@ The declaration drives `metrics.jsonl`, `evaluations.jsonl`, `--stop-at`, tracke
 the table in docs/looking.md. A new metric is one row here and one value where it is measured. A metric of a loss that
 nobody declared is recorded and shown under its own name.
 
-Not covered: measuring (`bridge/run/measuring.py`), the records (`metrics.py`).
+Not covered: measuring (`bridge/engine/measuring.py`), the records (`metrics.py`).
 """
 
 import math

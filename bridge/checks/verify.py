@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from bridge.checks import Check, judged, quantized, skipped
 from bridge.checks.child import Began, exit_code, run_child, run_children
@@ -21,10 +20,10 @@ from bridge.config import SamplingConfig
 from bridge.core.address import free_port
 from bridge.core.concurrency import map_in_threads
 from bridge.errors import AttachError
-from bridge.passes import routing
-from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
 from bridge.passes.parallel import divide
+from bridge.passes.prepared import PreparedModel
+from bridge.passes.routing import RouterReplay
 from bridge.ranks import messages
 from bridge.ranks.world import INTERFACES, LOOPBACK, Ranks
 from bridge.rollouts.sampler import Sampler
@@ -60,15 +59,24 @@ def verify(config_path: Path | None = None, *, timeout_s: float = 600.0) -> Iter
     exported = manifest.load(config_path)
     attached = [attach(exported, part, num_parts=exported.tp_degree) for part in range(exported.tp_degree)]
     with BridgeClient(exported, timeout_s=timeout_s) as client:
+        prepared = PreparedModel(attached[0].model)
         if len(attached) == 1:
-            routing.use_if_known(attached[0].model, client.status().experts)
-        yield from proofs(attached, client, manifest.find(config_path), timeout_s=timeout_s)
+            prepared.replay = RouterReplay.if_known(prepared.model, client.status().experts)
+        yield from proofs(attached, client, prepared, manifest.find(config_path), timeout_s=timeout_s)
 
 
 def proofs(
-    parts: Sequence[AttachedModel], client: BridgeClient, path: Path | None = None, *, timeout_s: float
+    parts: Sequence[AttachedModel],
+    client: BridgeClient,
+    prepared: PreparedModel,
+    path: Path | None = None,
+    *,
+    timeout_s: float,
+    adapter: str | None = None,
 ) -> Iterator[Check]:
-    """Yield the same checks of a model that is attached already, in one part or in several.
+    """Yield the same checks of a model that is attached already, in one part or in several; `prepared` is the first.
+
+    It computes with the `adapter` of this name on the server; None: with none.
 
     The log-probabilities of several parts are computed by processes that attach to the manifest at `path`.
     """
@@ -87,12 +95,12 @@ def proofs(
             yield from of_part(part, [checksums])
             if attached.shard.quantized:
                 yield from of_part(part, [quantized.weights(attached, client.digests(part, quantized=True))])
-    status, model = client.status(), parts[0].model
-    endpoint = Endpoint(url=client.url, reports_experts=status.experts is not None)
+    status, model = client.status(), prepared.model
+    endpoint = Endpoint(url=client.url, model=adapter, reports_experts=status.experts is not None)
     with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
         groups = sample(sampler, endpoint, model.config.get_text_config().vocab_size)
     if path is None or len(parts) == 1:
-        diffs = logprob_diffs(model, groups)
+        diffs = logprob_diffs(prepared, groups)
     else:
         diffs = diffs_of_parts(path, len(parts), groups, status.experts, timeout_s=timeout_s)
     limit = quantized.LOGPROB_MEAN_LIMIT if parts[0].shard.quantized else LOGPROB_MEAN_LIMIT
@@ -234,8 +242,8 @@ def sample(sampler: Sampler, endpoint: Endpoint, vocab_size: int) -> list[Group]
     ]
 
 
-def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
-    """Return |log-probability from the server - log-probability from `model`| of each sampled token, in nats."""
+def logprob_diffs(prepared: PreparedModel, groups: list[Group]) -> torch.Tensor:
+    """Return |log-probability from the server - log-probability computed here| of each sampled token, in nats."""
     samples = [
         Sample(
             prompt_token_ids=group.prompt_token_ids,
@@ -248,9 +256,9 @@ def logprob_diffs(model: PreTrainedModel, groups: list[Group]) -> torch.Tensor:
         for group in groups
         for completion in group.completions
     ]
-    alone = packs(samples, max_tokens=1, device=model.device)  # so that packing cannot matter
+    alone = packs(samples, max_tokens=1, device=prepared.model.device)  # so that packing cannot matter
     with torch.no_grad():
-        return torch.cat([(model_logprobs(model, part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
+        return torch.cat([(prepared.logprobs(part, 1.0)[0] - part.sampled_logprobs_N).abs() for part in alone])
 
 
 def diffs_of_parts(
@@ -258,7 +266,7 @@ def diffs_of_parts(
 ) -> torch.Tensor:
     """Return what `logprob_diffs` does, of the model that the server of the manifest at `path` holds in parts.
 
-    `experts` are as in `routing.use`.
+    `experts` are as in `RouterReplay.of`.
 
     Raises:
         AttachError: a process failed.
@@ -291,9 +299,10 @@ def print_diffs_of_part(path: str, rank: str, port: str) -> None:
     ranks = Ranks.join(part, count, tp_size=count, port=int(port), device=device, listener=listener)
     try:
         attached = attach(exported, part, num_parts=count)
-        divide(attached.model, attached.cuts, ranks.tp_group.process_group)
-        routing.use_if_known(attached.model, experts)
-        diffs = logprob_diffs(attached.model, groups)
+        parallel = divide(attached.model, attached.cuts, ranks.tp_group.process_group)
+        prepared = PreparedModel(attached.model, parallel)
+        prepared.replay = RouterReplay.if_known(attached.model, experts)
+        diffs = logprob_diffs(prepared, groups)
     finally:
         ranks.close()
     if part == 0:
@@ -303,7 +312,8 @@ def print_diffs_of_part(path: str, rank: str, port: str) -> None:
 def _middles(attached: AttachedModel) -> tuple[tuple[Element, ...], list[torch.Tensor]]:
     """Return one element of every parameter, by its name on the server and as a tensor here."""
     views = attached.shard.param_mappings
-    middles = {name: view.offset + attached.model.get_parameter(name).numel() // 2 for name, view in views.items()}
+    named = attached.named()
+    middles = {name: view.offset + named[name].numel() // 2 for name, view in views.items()}
     part = attached.shard.rank
     elements = tuple(Element(parameter=views[name].parameter, index=i, part=part) for name, i in middles.items())
     return elements, [attached.server_tensors[e.parameter].view(-1)[e.index] for e in elements]

@@ -5,8 +5,8 @@ takes a smaller step, not a steeper one. A truncated completion that is masked c
 not count, as in TRL. A token that was not sampled counts nowhere. Several sequences of one completion, an agent's run,
 share its advantage, and count as one completion.
 
-Not covered: which replica trains on which samples (`replica_batch.py`), packing (`bridge/passes/packing.py`), the loss
-itself (`policy_loss.py`).
+
+
 """
 
 import math

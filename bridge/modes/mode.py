@@ -41,6 +41,8 @@ class RunContext:
     """The server, if this run started it."""
     ranks: Ranks = ALONE
     """The processes that train together, each with its own server."""
+    reads_only: bool = False
+    """Nothing is written, so that another process may train the server."""
 
     def saved(self, name: str, save: Callable[[Path], None]) -> Path:
         """Let `save` fill a scratch folder and return it; not durable, since no server survives the machine."""
@@ -115,6 +117,10 @@ class Mode(ABC):
     """Name of a checkpoint's folder without the number of its step."""
     max_model_len: int | None
     """Longest sequence that the server takes, in tokens; None if it does not report one."""
+    is_paused_by_us = False
+    """Whether an earlier user of this process has left the server paused."""
+    is_half_written = False
+    """Whether an error interrupted a write into the server's memory, which is served no more until it is rewritten."""
 
     def __init__(self, config: TrainConfig, run: RunContext) -> None:
         self._config = config
@@ -154,6 +160,9 @@ class Mode(ABC):
     @abstractmethod
     def publish(self, update: Update) -> AbstractContextManager[Window]:
         """Let the block write the model's parameters, and publish the result."""
+
+    def refuse_torn(self) -> None:  # noqa: B027 - other servers are never half-written
+        """Raise AttachError if what the server has is half-written, ServerUnreachableError if it does not answer."""
 
     def check_served(self) -> None:  # noqa: B027 - most servers report the version of each token
         """Raise AttachError if a server has other weights than it was sent last."""

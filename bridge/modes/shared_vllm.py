@@ -21,7 +21,7 @@ from bridge.server.fence import Update, Window
 from bridge.server.manifest import Manifest
 from bridge.server.protocol import ADAPTER, Holder, Status, Written
 from bridge.weights import fp8, model_folder, skeleton
-from bridge.weights.attach import OpenedModel, attach, reattach
+from bridge.weights.attach import AttachedModel, OpenedModel, attach, reattach
 from bridge.weights.parts import Parts
 
 
@@ -41,15 +41,20 @@ class PatchedServer(Mode):
 
     @contextmanager
     def publish(self, update: Update) -> Iterator[Window]:
-        in_flight = "keep" if update.takeover else self._config.publishing.in_flight
+        in_flight = update.in_flight or ("keep" if update.takeover else self._config.publishing.in_flight)
         served = None if update.takeover else self.version
         with deferred_interrupt():  # the new version is known before an interrupt acts
             with fence.publish(
                 self._client, update, in_flight=in_flight, keep_kv=self._keeps_kv, served=served, writes=self.writes,
                 ranks=self._run.ranks,
             ) as window:  # fmt: skip
-                yield window
+                try:
+                    yield window
+                except BaseException:
+                    self.is_half_written = not window.is_resumed
+                    raise
             self.version = window.times.version
+            self.is_half_written = False
 
     def publish_as(self, version: int) -> None:
         """Publish the same weights as another version."""
@@ -83,6 +88,15 @@ class PatchedServer(Mode):
         """The client of the first part of a replica, which alone talks to the server."""
         assert self._client is not None, self._run.ranks.rank
         return self._client
+
+    @property
+    def attached(self) -> AttachedModel:
+        """The model whose parameters are the server's."""
+        return self._attached
+
+    def refuse_torn(self) -> None:
+        if self._client is not None:
+            self._client.status().refuse_torn()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -120,12 +134,11 @@ class PatchedServer(Mode):
             timeout_s = self._config.sampling.request_timeout_s
             self._client = BridgeClient(manifest, timeout_s=timeout_s, url=self._url, holder=holder)
         try:
-            self._status = ranks.tp_group.run_on_rank_zero(
-                lambda: fence.when_free(lambda: self.client.take_lease(self._run.name))
-            )
+            self._status = ranks.tp_group.run_on_rank_zero(self._learn_status)
             if not (self._run.resumes and self._status.writes == self.writes):
                 self._status.refuse_torn()
             self.version = max(self.version, self._status.version)
+            self.is_paused_by_us = self._status.holder == holder
             self._keeps_kv = self._may_keep_kv(self._status)
             self._note_quantization(manifest)
             if self._config.compute.router_replay and self._status.experts is None:
@@ -137,6 +150,12 @@ class PatchedServer(Mode):
         except BaseException:
             self.close()
             raise
+
+    def _learn_status(self) -> Status:
+        """Take the lease, unless nothing is to be written, and return what the server says of itself."""
+        if self._run.reads_only:
+            return self.client.status()
+        return fence.when_free(lambda: self.client.take_lease(self._run.name))
 
     def _note_quantization(self, manifest: Manifest) -> None:
         how = next(iter(manifest.quantized.values()), None)

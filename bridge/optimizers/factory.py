@@ -1,6 +1,6 @@
 """Make the optimizer that a run's configuration asks for, and the schedule of its learning rate."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ def choices(name: OptimizerName, lr: float, betas: tuple[float, float] | None) -
     Raises:
         UsageError: there is no such optimizer, or a number is out of range.
     """
+    if betas is not None and len(betas) != 2:
+        raise UsageError(f"betas is {betas!r}, expected two numbers", remedy="betas=(0.9, 0.999)")
     chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
     try:
         return OptimizerConfig.model_validate({"name": name, "lr": lr, **chosen})
@@ -84,3 +86,18 @@ def scaled_group(parameter: Tensor, factor: float, *, lr: float, weight_decay: f
         "eps": EPS / factor,
         "factor": factor,
     }
+
+
+def with_factors(groups: Iterable[dict[str, Any]], factors: Mapping[Tensor, float]) -> list[dict[str, Any]]:
+    """Return groups of a user's, cut by parameter where some are stored multiplied by a factor (`scaled_group`)."""
+    made: list[dict[str, Any]] = []
+    for group in groups:
+        scaled = [parameter for parameter in group["params"] if factors.get(parameter, 1.0) != 1.0]
+        plain = [parameter for parameter in group["params"] if factors.get(parameter, 1.0) == 1.0]
+        if plain or not scaled:
+            made.append({**group, "params": plain})
+        for parameter in scaled:
+            factor, rates = factors[parameter], {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+            eps = group.get("eps", EPS) / factor
+            made.append({**group, **scaled_group(parameter, factor, **rates), "eps": eps})
+    return made

@@ -194,6 +194,32 @@ class InPlaceOptimizer(torch.optim.Optimizer):
             self.put(parameters[index], {name: copy})
 
 
+def check_hyperparameters(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise UsageError unless those of all groups are numbers: inside the fence it would leave weights half-written."""
+    for group in groups:
+        given = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+        given |= {f"betas[{index}]": value for index, value in enumerate(group.get("betas", ()))}
+        for name, value in given.items():
+            if not math.isfinite(number(value)):
+                raise UsageError(
+                    f"{name} of the optimizer is {value!r}, expected a finite number",
+                    remedy="policy.optimizer('adamw', lr=1e-6, weight_decay=0.01)",
+                )
+
+
+def number(value: Any) -> float:
+    """Return a number, or a tensor or an array of a single one, as a float; NaN if it is anything else.
+
+    A tensor as a hyperparameter would differ from an equal one of another parameter, in the middle of an update.
+    """
+    if isinstance(value, bool | str | bytes):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan
+
+
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iterable[Tensor]) -> float:
     """Clip the gradients, unless `optimizer` clips them itself, and return the norm that they had before.
 
@@ -203,7 +229,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iter
         UsageError: it is not finite, `max_norm` is no positive number, or `optimizer` needs a closure or changes
             nothing of the server's.
     """
-    if not isinstance(max_norm, int | float) or not max_norm > 0:
+    if not number(max_norm) > 0:
         raise UsageError(
             f"max_norm is {max_norm!r}, expected a number above 0", remedy="leave max_norm out to clip nothing"
         )
@@ -213,6 +239,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iter
             f"{type(optimizer).__name__} needs a closure, and the gradients exist before the fence",
             remedy="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
         )
+    if isinstance(optimizer, InPlaceOptimizer):
+        check_hyperparameters(optimizer.param_groups)
     served_ids = {id(parameter) for parameter in served}
     changed = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if changed and not any(id(parameter) in served_ids for parameter in changed):
@@ -223,9 +251,12 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iter
     if isinstance(optimizer, InPlaceOptimizer):
         norm = optimizer.global_norm()
     else:
+        for parameter in changed:
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                parameter.grad = parameter.grad.to(parameter.dtype)  # a sum in float32; torch's own take no other dtype
         norm = norm_of((parameter.grad, 1.0) for parameter in changed)
         if math.isfinite(norm) and norm > max_norm:
-            torch._foreach_mul_([parameter.grad for parameter in changed], max_norm / norm)
+            torch._foreach_mul_([parameter.grad for parameter in changed], number(max_norm) / norm)
     if not math.isfinite(norm):
         raise GradientError(
             f"the gradient norm is {norm}, expected a finite number: no weight was changed",

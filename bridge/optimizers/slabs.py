@@ -206,4 +206,5 @@ def slabs(
 
 
 def hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:
-    return (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+    return tuple(map(float, values))  # equal tensors are not equal as members of a set

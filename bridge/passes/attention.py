@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import images, kernels, offload
+from bridge.passes import kernels
 
 NAME = "bridge_packed"
 """The name in transformers' registry. Masks have a registry of their own: a name that is not in it gets no mask."""
@@ -94,31 +94,8 @@ def chosen(model: PreTrainedModel) -> str:
     return str(model.get_decoder().config._attn_implementation)
 
 
-def packed_hidden(
-    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, slices: Any = None, packed: Any = None
-) -> Tensor:
-    """Return the last hidden states of packed sequences, or of a slice of them, whose `spans` are the whole pack's.
-
-    `slices` are those of `slices.py`, which imports this file, and `packed` are the images of the pack, if any.
-
-    Other attention functions find the sequences by their positions, from which transformers makes a mask; they cannot
-    share prompts, and compute no slice.
-
-    Shapes: [T], [T] -> [T, H].
-    """
-    with offload.keeping(model, len(tokens_T) * model.config.get_text_config().hidden_size):
-        taken = {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
-        if packed is not None:
-            taken = images.inputs(model, tokens_T, positions_T, packed)
-        output = model.get_decoder()(**taken, use_cache=False, **_boundaries(model, spans, slices))
-    hidden_1TH: Tensor = output.last_hidden_state
-    return hidden_1TH[0]
-
-
-def _boundaries(model: PreTrainedModel, spans: Spans, slices: Any) -> dict[str, Any]:
-    if chosen(model) != NAME:
-        assert (spans.seen, slices) == (None, None), "only Bridge's attention can share a prompt, or compute a slice"
-        return {}
+def boundaries(spans: Spans, slices: Any = None) -> dict[str, Any]:
+    """Return what a decoder hands on to `attend`: the spans of a whole pack, and how it is cut (`slices.py`)."""
     return {
         "cu_seq_lens_q": spans.starts_S1, "cu_seq_lens_k": spans.starts_S1,
         "max_length_q": spans.longest, "max_length_k": spans.longest, "seen": spans.seen, "slices": slices,

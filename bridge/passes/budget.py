@@ -8,7 +8,7 @@ The ranks of a pass decide together, by the one with the least memory. With cont
 the tokens of all slices, and the passes that measure it are cut as well.
 
 Not covered: the memory of a pass (`pass_cost.py`), packing (`packing.py`), retrying what did not fit
-(`bridge/learn/learner.py`).
+(`bridge/run/learner.py`).
 """
 
 import sys
@@ -21,13 +21,13 @@ from bridge.config import ComputeConfig, OptimizerConfig
 from bridge.config.optimizers import BF16_BYTES, FLOAT32_BYTES
 from bridge.core.memory import left_bytes
 from bridge.errors import UsageError, first_line
-from bridge.passes import attention, kernels, layers, slices
-from bridge.passes.image_proof import prove
+from bridge.passes import attention, kernels, layers
 from bridge.passes.layers import ALL, ATTENTION, HOST_ATTENTION, HOST_INPUTS, INPUTS, Kept
 from bridge.passes.packing import MicroBatch, Sample, num_tokens, packs
 from bridge.passes.packing_proof import Note
 from bridge.passes.pass_cost import free_memory, let_go, measure_cost
 from bridge.passes.preparation import recompute_activations
+from bridge.passes.prepared import PreparedModel
 from bridge.planning.memory import EXCHANGED, FEW, GIB, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import Ranks
 
@@ -60,7 +60,7 @@ class Budget:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        prepared: PreparedModel,
         compute: ComputeConfig,
         optimizer: OptimizerConfig,
         note: Note,
@@ -76,7 +76,8 @@ class Budget:
 
         `parts` are the ranks that decide together, and `neighbors` those that share this host's memory, with this one.
         """
-        self._model = model
+        self._prepared = prepared
+        self._model = prepared.model
         self._compute = compute
         self._optimizer = optimizer
         self._note = note
@@ -84,14 +85,13 @@ class Budget:
         self._num_groups = num_groups
         self._replicas = replicas
         self._parts = parts
-        self._num_slices = 1 if (cut := slices.of(model)) is None else cut.size
+        self._num_slices = 1 if prepared.slices is None else prepared.slices.size
         self._neighbors = neighbors
         self.share_prompts = share_prompts
         """Whether a micro-batch holds each prompt once."""
-        self._on_gpu = model.device.type == "cuda"
+        self._on_gpu = self._model.device.type == "cuda"
         self._share = SHARE if self._on_gpu else HOST_SHARE
         self._tokens = compute.micro_batch_tokens
-        self._kept = INPUTS if compute.gradient_checkpointing else ALL
         if compute.activation_offload and (not self._on_gpu or compute.gradient_checkpointing is False):
             raise UsageError(
                 "--activation-offload works only on a GPU, and with recomputed activations",
@@ -117,8 +117,7 @@ class Budget:
         """Pack samples into micro-batches within the budget for those that are `measured`; prove the first images."""
         if not samples:
             return []
-        if any(sample.images is not None for sample in samples):
-            prove(self._model, samples)
+        self._prepared.prove_images(samples)
         max_tokens = self.max_tokens(measured)
         return packs(samples, max_tokens=max_tokens, device=self._model.device, share_prompts=self.share_prompts)
 
@@ -138,6 +137,11 @@ class Budget:
         if self._total > FEW * self._tokens and self.sums_in_float32 is None:
             self.sums_in_float32 = self._widen(self._tokens)
         return self._tokens
+
+    def decide_on_sums(self) -> None:
+        """Decide whether gradients are summed in float32, for an update of several calls, each of a few passes."""
+        assert self._tokens is not None, "no budget was requested yet"
+        self.sums_in_float32 = self._widen(self._tokens)
 
     def shrink(self, error: torch.OutOfMemoryError) -> None:
         """Take less memory from now on; the caller retries from the first micro-batch on.
@@ -214,7 +218,7 @@ class Budget:
 
     def _less(self) -> list[Kept]:
         """Return the ways that take less memory than the present one; to the host only where nothing else is left."""
-        ways = [way for way in self._ways() if WAYS.index(way) > WAYS.index(self._kept)]
+        ways = [way for way in self._ways() if WAYS.index(way) > WAYS.index(self._prepared.kept)]
         assert self._tokens is not None, "no budget was requested yet"
         return [way for way in ways if not way.on_host or self._longest >= self._tokens]
 
@@ -227,13 +231,12 @@ class Budget:
         return int(PINNED * BF16_BYTES * num_tokens * num_layers * (config.hidden_size + width))
 
     def _keep(self, kept: Kept) -> None:
-        if kept not in (self._kept, ALL):
-            recompute_activations(self._model, self._note, kept)
-        self._kept = kept
+        if kept not in (self._prepared.kept, ALL):
+            recompute_activations(self._prepared, self._note, kept)
 
     def _measured(self) -> int:
         free, wanted, fitting = self._free(), self._wanted, -1
-        for way in self._ways() or [self._kept]:
+        for way in self._ways() or [self._prepared.kept]:
             if fitting >= (self._least if way.on_host else wanted):
                 break
             if fitting >= 0:
@@ -272,7 +275,7 @@ class Budget:
 
     def _fitting(self, free: float) -> int:
         try:
-            cost = measure_cost(self._model, self._temperature)
+            cost = measure_cost(self._prepared, self._temperature)
         except torch.OutOfMemoryError as error:
             if self._parts.world_size > 1:  # the others wait for this one in a pass, which cannot be retried
                 raise

@@ -60,11 +60,6 @@ def reduced(tensor: Tensor, operation: Literal["sum", "max"], group: str) -> Ten
     return done
 
 
-def vocabulary_of(module: nn.Module) -> VocabularyPart | None:
-    """Return which words an embedding or a head has; None: all."""
-    return getattr(module, "words", None)
-
-
 def enter(block: nn.Module, group: str, *, adds_up: bool) -> None:
     """Have the gradients of the block's inputs added up, and its output too with `adds_up`."""
     block.register_forward_pre_hook(partial(_on_entrance, group), with_kwargs=True)

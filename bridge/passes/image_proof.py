@@ -10,7 +10,6 @@ Shape suffixes: T tokens, I image tokens, H hidden size.
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +29,6 @@ Tiny models came to 0 on a CPU, and those of images in another order to 0.9 and 
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
 """What a family raises that must be called differently from the others."""
 
-_proved: WeakSet[Any] = WeakSet()
-"""Models of this process."""
-
 
 class _Called(Exception):  # noqa: N818  not an error
     """The decoder was called, with these names and values."""
@@ -40,14 +36,12 @@ class _Called(Exception):  # noqa: N818  not an error
 
 @torch.no_grad()
 def prove(model: PreTrainedModel, samples: Sequence[Sample]) -> None:
-    """Compare the shortest prompts with images, packed, with each alone; once for each model.
+    """Compare the shortest prompts of these samples, all of which have images, packed, with each alone.
 
     Raises:
         UnsupportedModelError: the model does something else with images.
     """
-    by_prompt = {sample.prompt: sample for sample in samples if sample.images is not None}
-    if not by_prompt or model in _proved:
-        return
+    by_prompt = {sample.prompt: sample for sample in samples}
     shortest = sorted(by_prompt.values(), key=lambda sample: len(sample.prompt_token_ids))[:NUM_PROMPTS]
     tried = [_prompt_of(sample, number) for number, sample in enumerate(shortest)]
     (batch,) = packs(tried, max_tokens=sum(sample.num_tokens for sample in tried), device=model.device)
@@ -56,7 +50,6 @@ def prove(model: PreTrainedModel, samples: Sequence[Sample]) -> None:
             f"{type(model).__name__} treats images in another way than Bridge: {fault}",
             remedy="use a model whose images are proved (docs/families.md), or report this one",
         )
-    _proved.add(model)
 
 
 def _prompt_of(sample: Sample, number: int) -> Sample:

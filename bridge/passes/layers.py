@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention import varlen as _varlen  # noqa: F401  defines torch_attn's operators
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -124,16 +125,18 @@ def _num_kinds(model: PreTrainedModel) -> int:
     )
 
 
-def let_inputs_need_gradients(model: PreTrainedModel) -> None:
+def let_inputs_need_gradients(model: PreTrainedModel) -> RemovableHandle:
     """Let the first layer's input need a gradient while gradients are computed, as those of all other layers do.
 
     Beneath an adapter it does not, and the compiler would make code for that layer alone: a third of what it makes.
+    Removing what is returned undoes it.
     """
 
     def need_gradient(_embeddings: nn.Module, _args: Any, embedded: Tensor) -> Tensor:
         return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
 
-    model.get_input_embeddings().register_forward_hook(need_gradient)
+    handle: RemovableHandle = model.get_input_embeddings().register_forward_hook(need_gradient)
+    return handle
 
 
 def _called_again(layer: nn.Module, *args: Any, **options: Any) -> Any:

@@ -27,9 +27,8 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import layers, slices
-from bridge.passes.cut_layers import VocabularyPart, reduced, vocabulary_of
-from bridge.passes.packing import Kept, MicroBatch
+from bridge.passes.cut_layers import VocabularyPart, reduced
+from bridge.passes.packing import Kept
 
 HEAD_TOLERANCE = 0.02
 """Largest difference of logits, relative to the largest logit, that bf16 explains."""
@@ -69,22 +68,6 @@ class LogitTransform:
         return gradient if divisor == 1 else gradient.div_(divisor)
 
 
-def model_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the model's log-probabilities of the sampled tokens and its entropies (without gradient), both in nats.
-
-    Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`.
-    """
-    head_VH, bias_V, transform = _head(model, temperature)
-    hidden_LH = slices.own_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
-    cut = slices.of(model)
-    rows = None if cut is None else slices.Rows(cut, batch)
-    own = batch if rows is None else rows.own
-    hidden_NH = hidden_LH.index_select(0, own.rows_N)
-    compiles, words = layers.are_compiled(model), vocabulary_of(model.get_output_embeddings())
-    computed = token_logprobs(hidden_NH, head_VH, bias_V, own.targets_N, transform, compiles, own.kept, words)
-    return computed if rows is None else rows.of_all(*computed)
-
-
 def token_logprobs(
     hidden_NH: Tensor,
     head_VH: Tensor,
@@ -110,18 +93,18 @@ def token_logprobs(
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel) -> None:
-    """Check that `model_logprobs` computes what the model's own forward pass does; each part checks its own words.
+def check_head(model: PreTrainedModel, words: VocabularyPart | None = None) -> None:
+    """Check that the head is multiplied here as in the model's own forward pass; each part checks its own `words`.
 
     UnsupportedModelError: it does something to its hidden states or logits that is not implemented here.
     """
-    head, bias_V, transform = _head(model, temperature=1.0)
+    head, bias_V, transform = head_of(model, temperature=1.0)
     tokens_1T = torch.arange(4, device=model.device).unsqueeze(0)
     own_V = model(input_ids=tokens_1T, use_cache=False).logits[0, -1].float()
     hidden_1H = model.get_decoder()(input_ids=tokens_1T, use_cache=False).last_hidden_state[0, -1:]
     ours_V = transform.apply(_multiply(_operand(hidden_1H), _operand(head).T), bias_V)[0]
     largest_2 = torch.stack([(ours_V - own_V).abs().max(), own_V.abs().max()])
-    if words := vocabulary_of(model.get_output_embeddings()):  # so that all parts decide the same
+    if words is not None:  # so that all parts decide the same
         largest_2 = reduced(largest_2.nan_to_num(torch.inf), "max", words.group)
     difference = float(largest_2[0] / largest_2[1])
     if not difference <= HEAD_TOLERANCE:
@@ -132,7 +115,11 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 
-def _head(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor | None, LogitTransform]:
+def head_of(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor | None, LogitTransform]:
+    """Return the head's weight and bias, and what is done to its logits: [V, H], [V].
+
+    UnsupportedModelError: the head is more than a weight and a bias.
+    """
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if "weight" not in head._parameters:  # its weight is that of a layer inside, and not all that it computes with
         raise UnsupportedModelError(

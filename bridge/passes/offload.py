@@ -7,9 +7,8 @@ the backward pass the tensors of the layer before are on their way back while a 
 Not covered: when it is worth it (`budget.py`).
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +18,9 @@ AHEAD = 2
 LEAST_SHARE = 0.5
 """A tensor is moved if it has at least this share of a layer's input; what is smaller, such as RoPE's, is shared."""
 
-_offloaded: WeakSet[nn.Module] = WeakSet()
-"""Models whose layers keep their tensors in host memory."""
 
-
-def use(model: nn.Module, *, on_host: bool) -> None:
-    """Keep in host memory what the layers of `model` keep for the backward pass, from now on, or no longer."""
-    (_offloaded.add if on_host else _offloaded.discard)(model)
-
-
-def keeping(model: nn.Module, num_elements: int) -> AbstractContextManager[None]:
+def on_host(model: nn.Module, num_elements: int) -> AbstractContextManager[Any]:
     """Run a forward pass whose layers have inputs of `num_elements`, and keep in host memory what they keep."""
-    if model not in _offloaded or not torch.is_grad_enabled():
-        return nullcontext()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = _Kept(weights, num_elements, next(model.parameters()).dtype)
     return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)

@@ -113,7 +113,8 @@ class MicroBatch:
     spans: Spans
     lengths: Sequence[Span]
     """On the host: of each span, its tokens and the keys that the last of them attends to."""
-    num_sequences: int
+    indices: Sequence[int]
+    """On the host: of each sequence, its index among the samples that were packed together."""
     rows_N: Tensor
     targets_N: Tensor
     sequences_N: Tensor
@@ -129,12 +130,16 @@ class MicroBatch:
     """The experts of each token, layer by layer, as in `routing.py`; None: the routers choose."""
     images: PackedImages | None = None
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self.indices)
+
 
 def num_tokens(samples: Iterable[Sample], *, share_prompts: bool) -> int:
     """Return how many tokens a single micro-batch of all samples would have."""
     bin_ = _Bin(share_prompts=share_prompts)
-    for sample in samples:
-        bin_.add(sample)
+    for index, sample in enumerate(samples):
+        bin_.add(index, sample)
     return bin_.num_tokens
 
 
@@ -147,21 +152,22 @@ def packs(
     layers then have one form. A sample longer than `max_tokens` gets its own micro-batch. The longest samples come
     first, so that what does not fit in memory fails at once. The result does not depend on the order of the samples.
     """
-    ordered = sorted(samples, key=_order, reverse=True)
+    ordered = sorted(range(len(samples)), key=lambda index: _order(samples[index]), reverse=True)
     if share_prompts:
-        by_prompt: dict[tuple[tuple[int, ...], str], list[Sample]] = {}
-        for sample in ordered:
-            by_prompt.setdefault(sample.prompt, []).append(sample)
+        by_prompt: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        for index in ordered:
+            by_prompt.setdefault(samples[index].prompt, []).append(index)
         ordered = list(chain.from_iterable(by_prompt.values()))
     bins: list[_Bin] = []
-    for sample in ordered:
+    for index in ordered:
+        sample = samples[index]
         chosen = next((pack for pack in bins if pack.num_tokens + pack.cost(sample) <= max_tokens), None)
         if chosen is None:
             chosen = _Bin(share_prompts=share_prompts)
             bins.append(chosen)
-        chosen.add(sample)
+        chosen.add(index, sample)
     shares = any(len(group) > 1 for pack in bins for group in pack.groups.values())
-    return _micro_batches([_Layout(list(pack.groups.values()), shares=shares) for pack in bins], device)
+    return _micro_batches([_Layout(samples, list(pack.groups.values()), shares=shares) for pack in bins], device)
 
 
 def _order(sample: Sample) -> tuple[object, ...]:
@@ -177,15 +183,16 @@ class _Bin:
 
     share_prompts: bool
     num_tokens: int = 0
-    groups: dict[object, list[Sample]] = field(default_factory=dict)
+    groups: dict[object, list[int]] = field(default_factory=dict)
+    """Indices of the samples."""
 
     def cost(self, sample: Sample) -> int:
         """Return how many tokens the sample would add."""
         return len(sample.token_ids) if self._key(sample) in self.groups else sample.num_tokens
 
-    def add(self, sample: Sample) -> None:
+    def add(self, index: int, sample: Sample) -> None:
         self.num_tokens += self.cost(sample)
-        self.groups.setdefault(self._key(sample), []).append(sample)
+        self.groups.setdefault(self._key(sample), []).append(index)
 
     def _key(self, sample: Sample) -> object:
         return sample.prompt if self.share_prompts else len(self.groups)
@@ -194,8 +201,11 @@ class _Bin:
 class _Layout:
     """One micro-batch on the host: where its tokens are, span after span, and its tensors."""
 
-    def __init__(self, groups: Sequence[Sequence[Sample]], *, shares: bool) -> None:
-        self.samples = [sample for group in groups for sample in group]
+    def __init__(self, samples: Sequence[Sample], indices: Sequence[Sequence[int]], *, shares: bool) -> None:
+        """Place the samples of these `indices`; those of a group share their prompt."""
+        self.indices = [*chain.from_iterable(indices)]
+        groups = [[samples[index] for index in group] for group in indices]
+        self.samples = [*chain.from_iterable(groups)]
         self._tokens = list[int]()
         self._positions = list[int]()
         self._keys = list[int]()
@@ -295,7 +305,7 @@ def _micro_batches(layouts: Sequence[_Layout], device: torch.device) -> list[Mic
                 positions_T=positions_T,
                 spans=Spans(starts_S1=starts_S1.int(), longest=layout.longest, seen=seen),
                 lengths=layout.lengths,
-                num_sequences=len(layout.samples),
+                indices=layout.indices,
                 rows_N=rows_N,
                 targets_N=targets_N,
                 sequences_N=sequences_N,

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import attention, routing, slices
+from bridge.passes import attention, routing
 from bridge.passes.packing import Sample, packs
+from bridge.passes.prepared import PreparedModel
 
 Note = Callable[[str], None]
 """Reports one line to the user."""
@@ -61,18 +62,20 @@ class Expected:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: PreTrainedModel, max_model_len: int | None = None) -> Self:
+    def of(cls, prepared: PreparedModel, max_model_len: int | None = None) -> Self:
         """Run the model on the sequences, each alone and all as one, with eager attention and with its own."""
+        model = prepared.model
         bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
         tokens_T, own_attention = example_tokens(model), attention.chosen(model)
         attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
         with _checking(model):
-            experts_TX = _own_experts(model, tokens_T)
-            alone_TH = _alone(model, tokens_T, experts_TX)
-            routing.choose(model, experts_TX, len(tokens_T))
+            experts_TX = _own_experts(prepared, tokens_T)
+            alone_TH = _alone(prepared, tokens_T, experts_TX)
+            if prepared.replay is not None:
+                prepared.replay.choose(experts_TX, len(tokens_T))
             mixed_up = difference(routing.plain_hidden(model, tokens_T), alone_TH)
             attention.choose(model, own_attention)
-            other_TH = _alone(model, tokens_T, experts_TX)
+            other_TH = _alone(prepared, tokens_T, experts_TX)
         explained = min(2 * difference(other_TH, alone_TH), ROUNDING_TOLERANCE * mixed_up)
         return cls(
             tokens_T=tokens_T,
@@ -83,26 +86,26 @@ class Expected:
             farthest=min((bound for bound in bounds if isinstance(bound, int)), default=0) - LENGTHS[0],
         )
 
-    def check(self, model: PreTrainedModel, note: Note, *, share_prompts: bool = False) -> None:
+    def check(self, prepared: PreparedModel, note: Note, *, share_prompts: bool = False) -> None:
         """Run the packed forward pass with the attention and layers that the model has by now, and compare.
 
         Do it again with the first sequence at the end of the longest possible one: the others must not depend on it.
         """
         tokens_T, experts_TX = self.tokens_T, self.experts_TX
-        with torch.no_grad(), _checking(model):
+        with torch.no_grad(), _checking(prepared.model):
             if share_prompts:
-                hidden_TH = packed_sharing(model, tokens_T, experts_TX)
+                hidden_TH = packed_sharing(prepared, tokens_T, experts_TX)
             else:
-                hidden_TH = packed(model, tokens_T, LENGTHS, experts_TX)
+                hidden_TH = packed(prepared, tokens_T, LENGTHS, experts_TX)
             differs = difference(hidden_TH, self.alone_TH)
             if self.farthest > 0 and not share_prompts:
-                beside_TH = packed(model, tokens_T, LENGTHS, experts_TX, begin=self.farthest)
+                beside_TH = packed(prepared, tokens_T, LENGTHS, experts_TX, begin=self.farthest)
                 beside = difference(beside_TH, self.alone_TH, first=1)
                 differs = float(torch.tensor([differs, beside]).max())  # NaN if either is
         line = f"hidden states differ by {differs:.1%} from those of each sequence alone, and by {self.mixed_up:.1%}"
         if not differs <= max(self.most, ROUNDINGS * torch.finfo(self.alone_TH.dtype).eps):
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not keep packed sequences apart: {line} if all are one sequence",
+                f"{type(prepared.model).__name__} does not keep packed sequences apart: {line} if all are one sequence",
                 remedy="train another model, or report this one",
             )
         if differs > self.most and not self.is_noted:
@@ -123,7 +126,7 @@ def difference(hidden_TH: Tensor, alone_TH: Tensor, *, first: int = 0) -> float:
 
 
 def packed(
-    model: PreTrainedModel,
+    prepared: PreparedModel,
     tokens_T: Tensor,
     lengths: Sequence[int],
     experts_TX: Tensor | None = None,
@@ -132,16 +135,16 @@ def packed(
 ) -> Tensor:
     """Return the last hidden states of packed sequences; the first one's positions count from `begin`.
 
-    Shapes: [T] -> [T, H]; `experts_TX` are those of `routing.choose`.
+    Shapes: [T] -> [T, H]; `experts_TX` are those of `RouterReplay.choose`.
     """
     positions_T = torch.cat([torch.arange(length, device=tokens_T.device) for length in lengths])
     positions_T[: lengths[0]] += begin
     starts_S1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens_T.device)
     spans = attention.Spans(starts_S1=starts_S1, longest=max(lengths))
-    return slices.whole_hidden(model, tokens_T, positions_T, spans, experts_TX)
+    return prepared.whole_hidden(tokens_T, positions_T, spans, experts_TX)
 
 
-def packed_sharing(model: PreTrainedModel, tokens_T: Tensor, experts_TX: Tensor | None = None) -> Tensor:
+def packed_sharing(prepared: PreparedModel, tokens_T: Tensor, experts_TX: Tensor | None = None) -> Tensor:
     """Return the last hidden states of the sequences of `LENGTHS`, packed with shared prompts: [T] -> [T, H]."""
     samples = []
     for part_T, prompt, part_TX in zip(tokens_T.split(LENGTHS), PROMPTS, _split(experts_TX), strict=True):
@@ -151,7 +154,7 @@ def packed_sharing(model: PreTrainedModel, tokens_T: Tensor, experts_TX: Tensor 
             tokens["experts"] = part_TX[:-1].cpu().numpy().astype("<i2").tobytes()
         samples.append(Sample(**tokens, sampled_logprobs=zeros, advantages=zeros, weight=0.0))
     (batch,) = packs(samples, max_tokens=sum(LENGTHS), device=tokens_T.device, share_prompts=True)
-    hidden_TH = slices.whole_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX)
+    hidden_TH = prepared.whole_hidden(batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX)
     seen = batch.spans.seen
     assert seen is not None
     sequences = [keys for keys in seen.keys_U.split(seen.starts_S1.diff().tolist()) if len(keys) in LENGTHS]
@@ -167,24 +170,27 @@ def example_tokens(model: PreTrainedModel) -> Tensor:
     return tokens_T
 
 
-def _own_experts(model: PreTrainedModel, tokens_T: Tensor) -> Tensor | None:
+def _own_experts(prepared: PreparedModel, tokens_T: Tensor) -> Tensor | None:
     """Return the experts that the routers choose for each sequence alone, and once for a shared prompt: [T, X].
 
     None: they choose in every pass.
     """
-    parts = [routing.watched(model, partial(routing.plain_hidden, model, part_T)) for part_T in tokens_T.split(LENGTHS)]
-    known = [part_TX for part_TX in parts if part_TX is not None]
-    for first, second in SHARING if known else ():
-        known[second][: PROMPTS[second]] = known[first][: PROMPTS[first]]
-    return torch.cat(known) if known else None
+    if prepared.replay is None:
+        return None
+    alone = [partial(routing.plain_hidden, prepared.model, part_T) for part_T in tokens_T.split(LENGTHS)]
+    parts = [prepared.replay.watched(compute) for compute in alone]
+    for first, second in SHARING:
+        parts[second][: PROMPTS[second]] = parts[first][: PROMPTS[first]]
+    return torch.cat(parts)
 
 
-def _alone(model: PreTrainedModel, tokens_T: Tensor, experts_TX: Tensor | None) -> Tensor:
+def _alone(prepared: PreparedModel, tokens_T: Tensor, experts_TX: Tensor | None) -> Tensor:
     """Return the last hidden states of each sequence of `LENGTHS` alone: [T] -> [T, H]."""
     parts = []
     for part_T, part_TX in zip(tokens_T.split(LENGTHS), _split(experts_TX), strict=True):
-        routing.choose(model, part_TX, len(part_T))
-        parts.append(routing.plain_hidden(model, part_T))
+        if prepared.replay is not None:
+            prepared.replay.choose(part_TX, len(part_T))
+        parts.append(routing.plain_hidden(prepared.model, part_T))
     return torch.cat(parts)
 
 

@@ -56,6 +56,8 @@ class Parallel:
     """In one order on every part; what no other part holds is left out."""
     whole: PreTrainedModel
     """The model as it was before, whole and in float32, without its weights."""
+    head_words: VocabularyPart | None
+    """The words of this part's head; None: it has all of them."""
 
     @torch.no_grad()
     def combine(self, gradients: Mapping[str, Tensor]) -> None:
@@ -99,8 +101,10 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
     axes = {parameter: _cut_axis(parameter, [of_part[parameter] for of_part in cuts]) for parameter in cuts[0]}
     kinds = _kinds(model, axes, cuts[part])
     blocks = _blocks(model, kinds)
-    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
-        _divide_vocabulary(model, embedding, axes, cuts, part, group_name)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding_words := _words(model, embedding, axes, cuts, part, group_name):
+        cut_layers.make_vocabulary(embedding, embedding_words)
+    head_words = _words(model, head, axes, cuts, part, group_name)
     for norm, outputs in _norms(model, axes, cuts, blocks, part, group_name):
         cut_layers.make_gathering(norm, outputs)
     rows = [owner for owner, kind in kinds.items() if kind == {ROW}]
@@ -113,7 +117,14 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
     behind = {f"{owner}.bias" for owner in rows}
     behind |= {f"{owner.replace('.lora_A.', '.lora_B.')}.weight" for owner in rows}
     inside = {name for name in axes if name not in behind and not blocks.isdisjoint(_above(name))}
-    return Parallel(cuts=cuts, part=part, group=group_name, shared=[*shared_elements(cuts, inside)], whole=whole)
+    return Parallel(
+        cuts=cuts,
+        part=part,
+        group=group_name,
+        shared=[*shared_elements(cuts, inside)],
+        whole=whole,
+        head_words=head_words,
+    )
 
 
 def _whole(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
@@ -203,21 +214,17 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
-def _divide_vocabulary(
+def _words(
     model: PreTrainedModel, module: nn.Module, axes: Axes, cuts: Sequence[Cuts], part: int, group: str
-) -> None:
-    """Let the embedding or the head compute with this part's words, if it has some."""
+) -> VocabularyPart | None:
+    """Return the words of the embedding or the head that this part holds; None: all of them."""
     name = next(parameter_name for parameter_name, parameter in model.named_parameters() if parameter is module.weight)
     if axes[name] is None:
-        return
+        return None
     runs = [of_part[name].runs[0] for of_part in cuts]
     if axes[name] != 0 or any(len(words) != 1 or not words[0][1] for words in runs):
         raise _refusal(name, "is cut, expected one run of words for each part")
-    words = VocabularyPart(start=runs[part][0][0], group=group)
-    if isinstance(module, nn.Embedding):
-        cut_layers.make_vocabulary(module, words)
-    else:
-        module.words = words  # type: ignore[assignment]
+    return VocabularyPart(start=runs[part][0][0], group=group)
 
 
 def _refusal(name: str, reason: str) -> UnsupportedModelError:

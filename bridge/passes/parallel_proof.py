@@ -28,6 +28,7 @@ from bridge.optimizers.gradient_hooks import each_gradient
 from bridge.passes import cut_layers, layers, routing, slices
 from bridge.passes.packing_proof import LENGTHS, packed
 from bridge.passes.parallel import ONE_PART, Parallel
+from bridge.passes.prepared import PreparedModel
 from bridge.passes.slices import Slices
 from bridge.types import Result
 
@@ -76,21 +77,22 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
         ) from error
 
 
-def check_slices(model: PreTrainedModel) -> None:
-    """Compare one layer of each kind on a slice with the one on the whole pack, if the packs of `model` are cut.
+def check_slices(prepared: PreparedModel) -> None:
+    """Compare one layer of each kind on a slice with the one on the whole pack, if the packs of the model are cut.
 
     Call it on every rank among which they are, once the model is prepared.
     """
-    if (cut := slices.of(model)) is None:
+    model, cut = prepared.model, prepared.slices
+    if cut is None:
         return
     names = _one_of_each(
         model, lambda layer, _: tuple((type(m), getattr(m, "sliding_window", None)) for m in layer.modules())
     )
     tokens_T = torch.arange(sum(LENGTHS), device=model.device) % model.config.get_text_config().vocab_size
     with _exact():
-        own = _calls(model, names, lambda: packed(model, tokens_T, LENGTHS))
-        with slices.uncut(model):
-            whole = _calls(model, names, lambda: packed(model, tokens_T, LENGTHS))
+        own = _calls(model, names, lambda: packed(prepared, tokens_T, LENGTHS))
+        with prepared.uncut():
+            whole = _calls(model, names, lambda: packed(prepared, tokens_T, LENGTHS))
         for name in names:
             layer = copy.deepcopy(model.get_submodule(name)).eval().requires_grad_()
             _fill(layer, whole[name].args[0])

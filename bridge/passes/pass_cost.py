@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from bridge.core.memory import left_bytes
 from bridge.passes import layers
-from bridge.passes.logprobs import BLOCK_ELEMENTS, model_logprobs
+from bridge.passes.logprobs import BLOCK_ELEMENTS
 from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.prepared import PreparedModel
 
 PROBES, PROBE_LENGTH = (1_024, 2_048), 512
 """Tokens of the two measured passes, and of each of their sequences."""
@@ -55,47 +56,53 @@ class Cost:
         return max(0, int((free_bytes - self.fixed_bytes) / self.token_bytes))
 
 
-def measure_cost(model: PreTrainedModel, temperature: float) -> Cost:
+def measure_cost(prepared: PreparedModel, temperature: float) -> Cost:
     """Run passes of two sizes, without leaving a gradient, and return their cost.
 
     The random state is restored afterwards: a resumed run measures at another time.
     """
-    on_cpu = model.device.type == "cpu"
-    with torch.random.fork_rng(devices=[] if on_cpu else [model.device]):
-        return _cost_on_cpu(model, temperature) if on_cpu else cost_on_gpu(model, temperature)
+    device = prepared.model.device
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            return _cost_on_cpu(prepared, temperature)
+    with torch.random.fork_rng(devices=[device]):
+        return cost_on_gpu(prepared, temperature)
 
 
-def cost_on_gpu(model: PreTrainedModel, temperature: float) -> Cost:
-    return Cost.of([(tokens, _peak_bytes(model, tokens, temperature)) for tokens in PROBES])
+def cost_on_gpu(prepared: PreparedModel, temperature: float) -> Cost:
+    return Cost.of([(tokens, _peak_bytes(prepared, tokens, temperature)) for tokens in PROBES])
 
 
-def _peak_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
+def _peak_bytes(prepared: PreparedModel, num_tokens: int, temperature: float) -> int:
+    model = prepared.model
     part = example(model, num_tokens, PROBE_LENGTH)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    logprobs_N, _ = model_logprobs(model, part, temperature)
+    logprobs_N, _ = prepared.logprobs(part, temperature)
     torch.autograd.grad(logprobs_N.sum(), layers.first_trained(model))
     return int(torch.cuda.max_memory_allocated(model.device) - before)
 
 
-def _cost_on_cpu(model: PreTrainedModel, temperature: float) -> Cost:
+def _cost_on_cpu(prepared: PreparedModel, temperature: float) -> Cost:
     """Count what autograd keeps, and the temporaries: some layers of what it would keep without recomputing."""
-    recomputed = [layer for layer in layers.decoder_layers(model) if getattr(layer, "gradient_checkpointing", False)]
-    kept = [_kept_bytes(model, tokens, temperature) for tokens in CPU_PROBES]
+    all_layers = layers.decoder_layers(prepared.model)
+    recomputed = [layer for layer in all_layers if getattr(layer, "gradient_checkpointing", False)]
+    kept = [_kept_bytes(prepared, tokens, temperature) for tokens in CPU_PROBES]
     for layer in recomputed:
         layer.gradient_checkpointing = False  # type: ignore[assignment]
-    plain = [_kept_bytes(model, tokens, temperature) for tokens in CPU_PROBES] if recomputed else kept
+    plain = [_kept_bytes(prepared, tokens, temperature) for tokens in CPU_PROBES] if recomputed else kept
     for layer in recomputed:
         layer.gradient_checkpointing = True  # type: ignore[assignment]
-    share = LIVE_LAYERS / max(len(layers.decoder_layers(model)), 1)
+    share = LIVE_LAYERS / max(len(all_layers), 1)
     totals = [some + int(share * all_) for some, all_ in zip(kept, plain, strict=True)]
     cost = Cost.of(list(zip(CPU_PROBES, totals, strict=True)))
     return Cost(fixed_bytes=cost.fixed_bytes + CPU_LOGITS_BYTES, token_bytes=cost.token_bytes)
 
 
-def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> int:
+def _kept_bytes(prepared: PreparedModel, num_tokens: int, temperature: float) -> int:
     """Return the bytes that a forward pass keeps for the backward pass, each storage once, without the weights."""
+    model = prepared.model
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -110,7 +117,7 @@ def _kept_bytes(model: PreTrainedModel, num_tokens: int, temperature: float) -> 
         torch.compiler.set_stance("force_eager"),  # a compiled layer would be compiled anew under the hooks
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        model_logprobs(model, part, temperature)
+        prepared.logprobs(part, temperature)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 

@@ -13,9 +13,14 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import UnsupportedModelError
-from bridge.passes import attention, kernels, layers, offload, packing_proof, recurrence, routing, slices
+from bridge.passes import attention, kernels, layers, packing_proof, recurrence, routing, slices
 from bridge.passes.logprobs import check_head
 from bridge.passes.packing_proof import Expected, Note
+from bridge.passes.parallel import Parallel
+from bridge.passes.parallel_proof import check_slices
+from bridge.passes.prepared import PreparedModel
+from bridge.passes.routing import RouterReplay
+from bridge.ranks.world import ALONE, Ranks
 
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
 """What torch raises when it cannot compile; anything else is a bug and is raised."""
@@ -27,60 +32,106 @@ def prepare(
     note: Note,
     *,
     max_model_len: int | None = None,
-    is_replayed: bool = False,
-) -> bool:
+    experts: tuple[int, int] | None = None,
+    parallel: Parallel | None = None,
+    ranks: Ranks = ALONE,
+) -> PreparedModel:
     """Give the model packed attention and, where requested, Liger kernels, compiled layers and recomputed activations.
 
-    Call it once per run, before the first micro-batch. No parameter is moved or replaced. Return whether completions of
-    one prompt may share it. `max_model_len` bounds the length of a sequence, where it is known. A model that is not
-    replayed computes with given experts here alone, so that all checks compare the same ones.
+    Call it once per run, before the first micro-batch. No parameter is moved or replaced. `max_model_len` bounds the
+    length of a sequence, where it is known. `experts` are the numbers of layers with experts and of experts of a token
+    that the server reports; None: the trainer's routers choose. With context parallelism each of the `ranks` of a pass
+    has a slice of it.
+
+    Raises:
+        UnsupportedModelError: packing changes what the model computes, or it cannot replay or be cut as configured. The
+            model is as it was before.
     """
+    prepared = PreparedModel(model, parallel)
+    try:
+        with ranks.in_pass():
+            if experts is not None:
+                prepared.replay = _replay(model, experts, compute, note)
+            if ranks.cp_size > 1:
+                prepared.slices = slices.cut(model, ranks.cp_group)
+            _prepare(prepared, compute, note, max_model_len, is_replayed=experts is not None)
+            check_slices(prepared)
+    except BaseException:
+        prepared.release()
+        raise
+    return prepared
+
+
+def _replay(
+    model: PreTrainedModel, experts: tuple[int, int], compute: ComputeConfig, note: Note
+) -> RouterReplay | None:
+    """Let the model compute with the server's experts; without a choice of the user's, only if it can."""
+    try:
+        return RouterReplay.of(model, experts)
+    except UnsupportedModelError as error:
+        if compute.router_replay:
+            raise
+        note(f"the trainer's routers choose the experts: {error.message}")
+        return None
+
+
+def _prepare(
+    prepared: PreparedModel, compute: ComputeConfig, note: Note, max_model_len: int | None, *, is_replayed: bool
+) -> None:
+    """Choose attention and layers, checking each.
+
+    A model that is not replayed computes with given experts here alone, so that all checks compare the same ones.
+    """
+    model = prepared.model
     if not is_replayed:
-        routing.use_if_known(model)
+        prepared.replay = RouterReplay.if_known(model)
     with routing.refusing_misfits(model, "train another model, of those in docs/families.md, or report this one"):
-        check_head(model)
-        expected = Expected.of(model, max_model_len)
+        check_head(model, None if prepared.parallel is None else prepared.parallel.head_words)
+        expected = Expected.of(prepared, max_model_len)
     compiles = compute.compiles_on(model.device.type)
     if model.device.type == "cpu" and not compiles and layers.bf16_is_emulated():
         layers.widen(model)  # not both: torch would compile every layer separately
     if compute.liger_kernel:
         layers.use_liger_kernel(model)
     recurrence.keep_apart(model)
-    _choose_attention(model, expected, compute.attention, note)
+    _choose_attention(prepared, expected, compute.attention, note)
     if compiles:
-        _compile(model, expected, note, recomputed=bool(compute.gradient_checkpointing or compute.activation_offload))
-    shares_prompts = _may_share_prompts(model, expected, note)
+        is_recomputed = bool(compute.gradient_checkpointing or compute.activation_offload)
+        _compile(prepared, expected, note, recomputed=is_recomputed)
+    prepared.shares_prompts = _may_share_prompts(prepared, expected, note)
     if compute.gradient_checkpointing:
-        _recompute(model, note)
-    if not is_replayed and not layers.are_compiled(model):  # compiled layers have it in their code, at no cost
-        routing.release(model)
-    return shares_prompts
+        _recompute(prepared, note)
+        prepared.kept = layers.INPUTS
+    if not is_replayed and prepared.replay is not None and not prepared.is_compiled:
+        prepared.replay.release()  # compiled layers have it in their code, at no cost
+        prepared.replay = None
 
 
-def recompute_activations(model: PreTrainedModel, note: Note, kept: layers.Kept = layers.INPUTS) -> None:
+def recompute_activations(prepared: PreparedModel, note: Note, kept: layers.Kept = layers.INPUTS) -> None:
     """Let each layer keep only its input for the backward pass, or what is `kept`, and compute the rest again there.
 
     The compiler does so where a layer is one graph without random numbers, which it would draw anew. Any other layer is
     called again, and not compiled: of several graphs, the second call might use others than the first.
     """
-    offload.use(model, on_host=kept.on_host)
-    if layers.are_compiled(model):
-        layers.compile_layers(model, recomputed=True, keeps_attention=kept.attention)
-    _recompute(model, note, keeps_attention=kept.attention)
+    prepared.kept = kept
+    if prepared.is_compiled:
+        layers.compile_layers(prepared.model, recomputed=True, keeps_attention=kept.attention)
+    _recompute(prepared, note, keeps_attention=kept.attention)
 
 
-def _choose_attention(model: PreTrainedModel, expected: Expected, kernel: str, note: Note) -> None:
+def _choose_attention(prepared: PreparedModel, expected: Expected, kernel: str, note: Note) -> None:
     """Use Bridge's attention where it is correct, else the model's own, which makes a mask from the positions."""
+    model = prepared.model
     kernel_note = kernels.choose(model, kernel)
     own = attention.chosen(model)
     try:
         attention.choose(model, attention.NAME)
-        expected.check(model, note)
+        expected.check(prepared, note)
     except UnsupportedModelError as error:
-        if slices.of(model) is not None:
+        if prepared.slices is not None:
             raise
         attention.choose(model, own)
-        expected.check(model, note)
+        expected.check(prepared, note)
         note(f"attention: the model's own ({own}), with a mask of tokens x tokens: {error.message}")
     else:
         if attention.chosen(model) != attention.NAME:
@@ -89,29 +140,30 @@ def _choose_attention(model: PreTrainedModel, expected: Expected, kernel: str, n
             note(kernel_note)
 
 
-def _may_share_prompts(model: PreTrainedModel, expected: Expected, note: Note) -> bool:
-    if attention.chosen(model) != attention.NAME:
+def _may_share_prompts(prepared: PreparedModel, expected: Expected, note: Note) -> bool:
+    if attention.chosen(prepared.model) != attention.NAME:
         return False
     try:
-        expected.check(model, note, share_prompts=True)
+        expected.check(prepared, note, share_prompts=True)
     except UnsupportedModelError as error:
         note(f"prompts are not shared: {error.message}")
         return False
     return True
 
 
-def _compile(model: PreTrainedModel, expected: Expected, note: Note, *, recomputed: bool) -> None:
+def _compile(prepared: PreparedModel, expected: Expected, note: Note, *, recomputed: bool) -> None:
     """Compile the layers; undo it where torch cannot, or the result is wrong.
 
     Compile the backward pass, too, unless activations are recomputed or offloaded: `_recompute` does it then.
     """
-    layers.let_inputs_need_gradients(model)
+    model = prepared.model
+    prepared.hooks.append(layers.let_inputs_need_gradients(model))
     layers.compile_layers(model, recomputed=recomputed)
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
-            expected.check(model, note)
+            expected.check(prepared, note)
             if not recomputed:
-                _run_all_forms(model)
+                _run_all_forms(prepared)
     except (*COMPILE_ERRORS, UnsupportedModelError) as error:
         layers.uncompile_layers(model)
         note(f"layers are not compiled: {' '.join(str(error).strip().splitlines()[:2])}")
@@ -119,28 +171,30 @@ def _compile(model: PreTrainedModel, expected: Expected, note: Note, *, recomput
         torch._dynamo.config.suppress_errors = True  # a form that comes later and fails runs uncompiled, with a warning
 
 
-def _recompute(model: PreTrainedModel, note: Note, *, keeps_attention: bool = False) -> None:
+def _recompute(prepared: PreparedModel, note: Note, *, keeps_attention: bool = False) -> None:
     """Leave recomputing to the compiled layers if they can, else to transformers."""
-    if layers.are_compiled(model):
-        reason = _against_recomputing(model)
+    if prepared.is_compiled:
+        reason = _against_recomputing(prepared)
         if reason is None:
             return
-        layers.uncompile_layers(model)
+        layers.uncompile_layers(prepared.model)
         note(f"layers are not compiled: they are recomputed, and {reason}")
-    layers.call_again(model, keeps_attention=keeps_attention)
+    layers.call_again(prepared.model, keeps_attention=keeps_attention)
+    prepared.hooks += getattr(prepared.model, "_require_grads_hooks", [])  # transformers' own, on the embeddings
 
 
-def _against_recomputing(model: PreTrainedModel) -> str | None:
+def _against_recomputing(prepared: PreparedModel) -> str | None:
     """Compile the layers and return why their code cannot run twice; None: it can."""
-    num_breaks, random_state = _num_breaks(), _random_state(model.device)
+    device = prepared.model.device
+    num_breaks, random_state = _num_breaks(), _random_state(device)
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
-            _run_all_forms(model)
+            _run_all_forms(prepared)
     except COMPILE_ERRORS as error:
         return f"torch cannot compile that: {' '.join(str(error).strip().splitlines()[:2])}"
     if _num_breaks() > num_breaks:
         return "torch makes several graphs of one"
-    return None if torch.equal(_random_state(model.device), random_state) else "draw random numbers"
+    return None if torch.equal(_random_state(device), random_state) else "draw random numbers"
 
 
 def _num_breaks() -> int:
@@ -151,18 +205,19 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _run_all_forms(model: PreTrainedModel) -> None:
+def _run_all_forms(prepared: PreparedModel) -> None:
     """Run forward and backward what a run needs: several sequences, other lengths, shared prompts.
 
     No gradient is left, and no hook on gradients is called.
     """
+    model = prepared.model
     tokens_T, trained = packing_proof.example_tokens(model), layers.first_trained(model)
     lengths = packing_proof.LENGTHS
     forms: list[Callable[[], Tensor]] = [
-        lambda: packing_proof.packed(model, tokens_T, lengths),
-        lambda: packing_proof.packed(model, tokens_T[lengths[0] :], lengths[1:]),
+        lambda: packing_proof.packed(prepared, tokens_T, lengths),
+        lambda: packing_proof.packed(prepared, tokens_T[lengths[0] :], lengths[1:]),
     ]
     if attention.chosen(model) == attention.NAME:
-        forms.append(lambda: packing_proof.packed_sharing(model, tokens_T))
+        forms.append(lambda: packing_proof.packed_sharing(prepared, tokens_T))
     for compute_hidden in forms if trained else ():
         torch.autograd.grad(compute_hidden().float().sum(), trained)

@@ -17,8 +17,7 @@ Shape suffixes: T tokens, L layers with experts, K experts of a token, E experts
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MethodType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,8 @@ SAME = 0.01
 """Largest difference with a router's own choice, as a share of that with another one."""
 REMEDY = "--no-router-replay"
 CHOICES = (torch.topk, torch.Tensor.topk)
+HELD = ("forward", "num_choices", "chosen_TK", "own_TK", "num_rerouted", "tokens_E")
+"""What a block holds while it takes given experts."""
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, NotImplementedError)
 """What a family raises that must be called differently from the others."""
 
@@ -56,9 +57,9 @@ class Replay(TorchFunctionMode):
         if scores_TE is None:
             return result
         if block.chosen_TK is None:
-            block.num_experts = scores_TE.shape[1]  # a router that first chooses among groups does this last
+            block.num_choices = scores_TE.shape[1]  # a router that first chooses among groups does this last
             block.own_TK = result.indices
-        elif block.num_experts == scores_TE.shape[1] and block.chosen_TK.shape == result.indices.shape:
+        elif block.num_choices == scores_TE.shape[1] and block.chosen_TK.shape == result.indices.shape:
             taken = _taken(block, scores_TE, result.values, result.indices, self._other_groups_T)
             return torch.return_types.topk(taken)
         elif _are_groups(block, scores_TE):
@@ -67,93 +68,114 @@ class Replay(TorchFunctionMode):
         return result
 
 
-def use(model: PreTrainedModel, shape: tuple[int, int] | None = None) -> None:
-    """Let `model` compute with given experts from now on; nothing happens to one without experts.
+class RouterReplay:
+    """The blocks of a model that take given experts, layer by layer; made by `of` and `if_known`.
 
-    `shape` is the server's number of layers with experts, and of experts of a token; None: it reports none.
-
-    Raises:
-        UnsupportedModelError: its routers choose in a way that is not known, or other numbers than the server's, or it
-            cannot be called like other language models.
+    Their `forward` is `_replayed` until `release`.
     """
-    routed = _blocks(model)
-    if shape is None and not routed:
-        return
-    for block in routed:
-        block.chosen_TK = None
-        block.own_TK = None
-        block.num_rerouted = torch.zeros(2, dtype=torch.int64, device=model.device)
-        block.forward = MethodType(_replayed, block)
-    try:
-        _prove(model, routed, shape)
-    except UnsupportedModelError:
-        release(model)
-        raise
 
+    def __init__(self, model: PreTrainedModel, shape: tuple[int, int] | None) -> None:
+        self._device = model.device
+        self._blocks = _blocks(model)
+        for block in self._blocks:
+            block.chosen_TK = None
+            block.own_TK = None
+            block.num_rerouted = torch.zeros(2, dtype=torch.int64, device=model.device)
+            block.forward = MethodType(_replayed, block)
+        try:
+            self._prove(model, shape)
+        except BaseException:
+            self.release()
+            raise
 
-def use_if_known(model: PreTrainedModel, shape: tuple[int, int] | None = None) -> None:
-    """Let `model` compute with given experts as by `use`, if the way in which its routers choose is known."""
-    with suppress(UnsupportedModelError):
-        use(model, shape)
+    @classmethod
+    def of(cls, model: PreTrainedModel, shape: tuple[int, int] | None = None) -> Self | None:
+        """Let `model` compute with given experts from now on; None: it has none.
 
+        `shape` is the server's number of layers with experts, and of experts of a token; None: it reports none.
 
-def release(model: PreTrainedModel) -> None:
-    """Undo `use`; nothing happens without it."""
-    _routed.pop(model, None)
-    for block in _blocks(model):
-        vars(block).pop("forward", None)
+        Raises:
+            UnsupportedModelError: its routers choose in a way that is not known, or other numbers than the server's, or
+                it cannot be called like other language models.
+        """
+        return None if shape is None and not _blocks(model) else cls(model, shape)
 
-
-def _prove(model: PreTrainedModel, routed: list[Any], shape: tuple[int, int] | None) -> None:
-    """Check on an example that the blocks choose as many experts as the server, and compute with given ones."""
-    name = type(model).__name__
-    with refusing_misfits(model, REMEDY):
-        plain_TH = _hidden(model)
-    own = [block.own_TK for block in routed if block.own_TK is not None]
-    sizes = sorted({own_TK.shape[1] for own_TK in own})
-    if len(own) != len(routed) or len(sizes) != 1 or shape not in {None, (len(own), *sizes)}:
-        of_server = f", and the server {shape[1]} in {shape[0]}" if shape else ""
-        raise UnsupportedModelError(
-            f"{name} chooses {sizes} experts of a token in {len(own)} of {len(routed)} layers with experts{of_server}",
-            remedy=REMEDY,
-        )
-    if len(counts := sorted({block.num_experts for block in routed})) > 1:
-        raise UnsupportedModelError(f"{name} has {counts} experts in a layer, expected one number", remedy=REMEDY)
-    _routed[model] = routed
-    for block in routed:
-        block.tokens_E = torch.zeros(block.num_experts, dtype=torch.int64, device=model.device)
-    own_TLK = torch.stack(own, dim=1)
-    choose(model, own_TLK, NUM_TOKENS)
-    same_TH = _hidden(model)
-    choose(model, (own_TLK + 1) % routed[0].num_experts, NUM_TOKENS)
-    other_TH = _hidden(model)
-    if not (same_TH - plain_TH).norm() < SAME * (other_TH - plain_TH).norm():
-        raise UnsupportedModelError(f"{name} does not compute with the experts that its routers choose", remedy=REMEDY)
-    choose(model, None, NUM_TOKENS)
-
-
-def choose(model: PreTrainedModel, experts_TX: Tensor | None, num_tokens: int) -> None:
-    """Have the next pass of `model`, and its backward pass, compute with these experts; None: its routers choose.
-
-    Nothing happens without `use`. Shape: [T, L, K] or [T, L * K] integers, `UNKNOWN` where unknown.
-    """
-    routed = _routed.get(model, [])
-    for number, block in enumerate(routed):
-        num_chosen = block.own_TK.shape[1]
-        if experts_TX is None:  # of the same form as a choice: compiled layers then have one
-            block.chosen_TK = block.num_rerouted.new_full((num_tokens, num_chosen), UNKNOWN, dtype=torch.int16)
-        else:
-            block.chosen_TK = experts_TX.view(num_tokens, len(routed), num_chosen)[:, number].short().contiguous()
-
-
-def watched(model: PreTrainedModel, compute: Callable[[], object]) -> Tensor | None:
-    """Return the experts that the routers choose in a pass, as `choose` takes them: [T, L * K]; None without `use`."""
-    if (routed := _routed.get(model)) is None:
+    @classmethod
+    def if_known(cls, model: PreTrainedModel, shape: tuple[int, int] | None = None) -> Self | None:
+        """Let `model` compute with given experts as by `of`; None, too, if the way of its routers is not known."""
+        with suppress(UnsupportedModelError):
+            return cls.of(model, shape)
         return None
-    for block in routed:
-        block.chosen_TK = None
-    compute()
-    return torch.cat([block.own_TK for block in routed], dim=1)
+
+    def release(self) -> None:
+        """Let the routers choose again."""
+        for block in self._blocks:
+            for name in HELD:
+                vars(block).pop(name, None)
+
+    def choose(self, experts_TX: Tensor | None, num_tokens: int) -> None:
+        """Have the next pass, and its backward pass, compute with these experts; None: the routers choose.
+
+        Shape: [T, L, K] or [T, L * K] integers, `UNKNOWN` where unknown.
+        """
+        for number, block in enumerate(self._blocks):
+            num_chosen = block.own_TK.shape[1]
+            if experts_TX is None:  # of the same form as a choice: compiled layers then have one
+                block.chosen_TK = block.num_rerouted.new_full((num_tokens, num_chosen), UNKNOWN, dtype=torch.int16)
+            else:
+                of_layers_TLK = experts_TX.view(num_tokens, len(self._blocks), num_chosen)
+                block.chosen_TK = of_layers_TLK[:, number].short().contiguous()
+
+    def watched(self, compute: Callable[[], object]) -> Tensor:
+        """Return the experts that the routers choose in a pass, as `choose` takes them: [T, L * K]."""
+        for block in self._blocks:
+            block.chosen_TK = None
+        compute()
+        return torch.cat([block.own_TK for block in self._blocks], dim=1)
+
+    def rerouted(self) -> Tensor:
+        """Return how many given choices were not the router's own since the last call, and of how many: [2] int64."""
+        total = torch.zeros(2, dtype=torch.int64, device=self._device)
+        for block in self._blocks:
+            total += block.num_rerouted
+            block.num_rerouted.zero_()
+        return total
+
+    def expert_tokens(self) -> Tensor:
+        """Return how many tokens were given to each expert since the last call: [L, E] int64."""
+        tokens_LE = torch.stack([block.tokens_E for block in self._blocks])
+        for block in self._blocks:
+            block.tokens_E.zero_()
+        return tokens_LE
+
+    def _prove(self, model: PreTrainedModel, shape: tuple[int, int] | None) -> None:
+        """Check on an example that the blocks choose as many experts as the server, and compute with given ones."""
+        name, blocks = type(model).__name__, self._blocks
+        with refusing_misfits(model, REMEDY):
+            plain_TH = _hidden(model)
+        own = [block.own_TK for block in blocks if block.own_TK is not None]
+        sizes = sorted({own_TK.shape[1] for own_TK in own})
+        if len(own) != len(blocks) or len(sizes) != 1 or shape not in {None, (len(own), *sizes)}:
+            of_server = f", and the server {shape[1]} in {shape[0]}" if shape else ""
+            raise UnsupportedModelError(
+                f"{name} chooses {sizes} experts of a token in {len(own)} of {len(blocks)} layers with experts"
+                f"{of_server}",
+                remedy=REMEDY,
+            )
+        if len(counts := sorted({block.num_choices for block in blocks})) > 1:
+            raise UnsupportedModelError(f"{name} has {counts} experts in a layer, expected one number", remedy=REMEDY)
+        for block in blocks:
+            block.tokens_E = torch.zeros(block.num_choices, dtype=torch.int64, device=model.device)
+        own_TLK = torch.stack(own, dim=1)
+        self.choose(own_TLK, NUM_TOKENS)
+        same_TH = _hidden(model)
+        self.choose((own_TLK + 1) % blocks[0].num_choices, NUM_TOKENS)
+        other_TH = _hidden(model)
+        if not (same_TH - plain_TH).norm() < SAME * (other_TH - plain_TH).norm():
+            raise UnsupportedModelError(
+                f"{name} does not compute with the experts that its routers choose", remedy=REMEDY
+            )
+        self.choose(None, NUM_TOKENS)
 
 
 def made_up_tokens(model: PreTrainedModel, num_tokens: int) -> Tensor:
@@ -194,24 +216,6 @@ def without_dropout(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def rerouted(model: PreTrainedModel) -> Tensor:
-    """Return how many given choices differed from the router's own since the last call, and of how many: [2] int64."""
-    total = torch.zeros(2, dtype=torch.int64, device=model.device)
-    for block in _routed.get(model, []):
-        total += block.num_rerouted
-        block.num_rerouted.zero_()
-    return total
-
-
-def expert_tokens(model: PreTrainedModel) -> Tensor:
-    """Return how many tokens were given to each expert since the last call: [L, E] int64; empty without `use`."""
-    routed = _routed.get(model, [])
-    tokens_LE = torch.stack([block.tokens_E for block in routed]) if routed else torch.zeros(0, 0, dtype=torch.int64)
-    for block in routed:
-        block.tokens_E.zero_()
-    return tokens_LE
-
-
 def balance(tokens_LE: Tensor) -> dict[str, float | None]:
     """Return, by name, the metrics of how evenly tokens are spread over experts; None if there are no experts.
 
@@ -222,10 +226,6 @@ def balance(tokens_LE: Tensor) -> dict[str, float | None]:
     loads_LE = tokens_LE / tokens_LE.mean(1, keepdim=True)
     is_dead_LE = tokens_LE == 0
     return {"max_vio": (loads_LE.amax(1) - 1).mean().item(), "dead_experts": is_dead_LE.double().mean().item()}
-
-
-_routed: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-"""The blocks of a model that take given experts, layer by layer."""
 
 
 def _blocks(model: PreTrainedModel) -> list[Any]:
@@ -247,7 +247,7 @@ def _are_groups(block: Any, scores_TG: Tensor) -> bool:
     """Return whether these are scores of groups, each of as many experts that follow one another."""
     num_tokens, num_groups = scores_TG.shape
     is_per_token = num_tokens == len(block.chosen_TK)
-    return is_per_token and num_groups < block.num_experts and block.num_experts % num_groups == 0
+    return is_per_token and num_groups < block.num_choices and block.num_choices % num_groups == 0
 
 
 def _groups_of_given(block: Any, scores_TG: Tensor, own_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,7 +255,7 @@ def _groups_of_given(block: Any, scores_TG: Tensor, own_TC: Tensor) -> tuple[Ten
     chosen_TK, num_groups = block.chosen_TK.long(), scores_TG.shape[1]
     is_known_T1 = chosen_TK[:, :1] != UNKNOWN
     none_TG = torch.zeros_like(scores_TG, dtype=torch.bool)
-    groups_TK = chosen_TK.clamp(min=0) // (block.num_experts // num_groups)
+    groups_TK = chosen_TK.clamp(min=0) // (block.num_choices // num_groups)
     is_given_TG = none_TG.scatter(1, groups_TK, is_known_T1.expand_as(groups_TK))
     is_own_TG = none_TG.scatter(1, own_TC, torch.ones_like(own_TC, dtype=torch.bool))
     num_returned = max(own_TC.shape[1], min(num_groups, chosen_TK.shape[1]))

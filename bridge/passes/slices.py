@@ -14,25 +14,20 @@ slice, A attention heads, K key-value heads, X either or anything, D size of a h
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from bridge.errors import UnsupportedModelError
-from bridge.passes import attention, routing
 from bridge.passes.attention import Attended, Spans
-from bridge.passes.images import PackedImages
 from bridge.passes.packing import Kept, MicroBatch
 from bridge.passes.recurrence import is_stateful
-from bridge.passes.routing import UNKNOWN
 from bridge.ranks.world import Ranks
 
 gather: Callable[..., Any] = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -113,10 +108,6 @@ class Slices(NamedTuple):
         return x_TXD.transpose(0, 1).unsqueeze(0)
 
 
-_slices: WeakKeyDictionary[nn.Module, Slices] = WeakKeyDictionary()
-"""How the packs of a model are cut."""
-
-
 class Rows:
     """The rows of a cut pack, positions that predict a sampled token, by the slice in which they are."""
 
@@ -148,47 +139,8 @@ class Rows:
         return both_N2[:, 0], both_N2[:, 1].detach()
 
 
-def own_hidden(
-    model: PreTrainedModel,
-    tokens_T: Tensor,
-    positions_T: Tensor,
-    spans: Spans,
-    experts_TX: Tensor | None = None,
-    images: PackedImages | None = None,
-) -> Tensor:
-    """Return the last hidden states of this rank's slice, or of the whole pack if it is not cut: [T] x 2 -> [L, H].
-
-    `experts_TX` are those of `routing.choose`. A pack with images is never cut (`bridge/agents/stream.py`).
-
-    Raises:
-        UnsupportedModelError: the pack is cut, and the model's attention is not Bridge's.
-    """
-    slices = of(model)
-    if slices is None:
-        routing.choose(model, experts_TX, len(tokens_T))
-        return attention.packed_hidden(model, tokens_T, positions_T, spans, packed=images)
-    assert images is None, "images cannot be cut"
-    if attention.chosen(model) != attention.NAME:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes attention in its own way, which --context-parallel-size cannot cut",
-            remedy=REMEDY,
-        )
-    spans = slices.padded(spans, len(tokens_T))
-    own_LX = None if experts_TX is None else slices.own(experts_TX - UNKNOWN) + UNKNOWN  # of the padding, too
-    routing.choose(model, own_LX, slices.length(len(tokens_T)))
-    return attention.packed_hidden(model, slices.own(tokens_T), slices.own(positions_T), spans, slices)
-
-
-def whole_hidden(
-    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, spans: Spans, experts_TX: Tensor | None
-) -> Tensor:
-    """Return the last hidden states of a pack on every rank, with arguments and raising as `own_hidden`: [T, H]."""
-    hidden_LH, slices = own_hidden(model, tokens_T, positions_T, spans, experts_TX), of(model)
-    return hidden_LH if slices is None else slices.joined(hidden_LH, len(tokens_T))
-
-
-def cut(model: PreTrainedModel, group: Ranks) -> None:
-    """Cut the packs of `model` among the ranks of `group` from now on; all of them compute the same packs.
+def cut(model: PreTrainedModel, group: Ranks) -> Slices:
+    """Return how the packs of `model` are cut among the ranks of `group`; all of them compute the same packs.
 
     Raises:
         UnsupportedModelError: its attention heads cannot be divided, or it carries a state from token to token.
@@ -204,22 +156,7 @@ def cut(model: PreTrainedModel, group: Ranks) -> None:
             f"{name} carries a state from token to token, which --context-parallel-size cannot cut", remedy=REMEDY
         )
     is_own = tuple(number == group.rank for number in range(group.world_size))
-    _slices[model] = Slices(group.process_group.group_name, is_own)
-
-
-@contextmanager
-def uncut(model: PreTrainedModel) -> Iterator[None]:
-    """Compute whole packs on every rank inside the block."""
-    slices = _slices.pop(model)
-    try:
-        yield
-    finally:
-        _slices[model] = slices
-
-
-def of(model: PreTrainedModel) -> Slices | None:
-    """Return how the packs of `model` are cut; None: they are not."""
-    return _slices.get(model)
+    return Slices(group.process_group.group_name, is_own)
 
 
 def _longer(starts_S1: Tensor, lacking: int) -> Tensor:

@@ -34,9 +34,12 @@ class EventLoop:
         """What the thread that waits does next; it looks whether it still has to wait after each of them."""
         self._is_waited_for = False
         self._waited_for: asyncio.Task[Any] | None = None
+        self._num_awaited = 0
+        """Coroutines that other event loops await."""
         self._limits: dict[asyncio.Timeout, float] = {}
         self._turn = threading.RLock()
         """Held by the thread that runs a coroutine; a call that it makes for the loop may run another one."""
+        self._starting = threading.Lock()
         self._pid = 0
         """The process that has the thread."""
 
@@ -53,6 +56,21 @@ class EventLoop:
         finally:
             if not is_begun:
                 coroutine.close()
+
+    async def run_async(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine beside others, and await it from another event loop, whose cancellation cancels it."""
+        self._start()
+        future = asyncio.run_coroutine_threadsafe(self._awaited(coroutine), self._loop)
+        return await asyncio.wrap_future(future)
+
+    async def _awaited(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        self._num_awaited += 1
+        self._count_time(True)
+        try:
+            return await coroutine
+        finally:
+            self._num_awaited -= 1
+            self._count_time(self._waited_for is not None)
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         task: Future[asyncio.Task[Result]] = Future()
@@ -87,10 +105,13 @@ class EventLoop:
             del self._limits[limit]
 
     def _count_time(self, is_waited_for: bool) -> None:
-        self._is_waited_for = is_waited_for
+        was_waited_for = self._is_waited_for
+        self._is_waited_for = is_waited_for or self._num_awaited > 0
+        if self._num_awaited and was_waited_for:  # the limits go on
+            return
         for limit, seconds in self._limits.items():
             with suppress(RuntimeError):  # it has expired
-                limit.reschedule(self._loop.time() + seconds if is_waited_for else None)
+                limit.reschedule(self._loop.time() + seconds if self._is_waited_for else None)
 
     async def call_here(self, call: Callable[[], Any]) -> Any:
         """Return `call()`, made in the thread that waits for a coroutine."""
@@ -164,12 +185,18 @@ class EventLoop:
             self._waited_for = None
             self._calls.put(_wake)
 
-        if self._thread is None:
-            self._loop = asyncio.new_event_loop()
-            self._pid = os.getpid()
-            self._thread = threading.Thread(target=self._run_forever, name="rollouts", daemon=True)
-            self._thread.start()
+        self._start()
         self._loop.call_soon_threadsafe(begin)
+
+    @deferred_interrupt()
+    def _start(self) -> None:
+        """Start the thread, once."""
+        with self._starting:
+            if self._thread is None:
+                self._loop = asyncio.new_event_loop()
+                self._pid = os.getpid()
+                self._thread = threading.Thread(target=self._run_forever, name="rollouts", daemon=True)
+                self._thread.start()
 
     def _wait(self, task: "Future[asyncio.Task[Any]]") -> None:
         """Run the calls that the loop requests, until a task is done.

@@ -163,26 +163,28 @@ class Sampler(AbstractContextManager["Sampler"]):
         seed: int,
         index: int = 0,
         is_chat: bool = False,
+        config: SamplingConfig | None = None,
         **other: Any,
     ) -> tuple[Completion, ...]:
         """Return `num_samples` completions of the prompt that has this index among those that share a seed.
 
-        With `is_chat` they end at the end of a turn, too. `other` are sampling parameters in place of the run's; a
-        `stop` is added to the run's.
+        With `is_chat` they end at the end of a turn, too. `config` takes the place of the run's for this request.
+        `other` are sampling parameters in place of its; a `stop` is added to its.
 
         Raises:
             RejectedRequestError: a server rejects the prompt, or the model has no embedding of one of its tokens.
         """
+        config = config or self.config
         self.vocabulary.check_ids(prompt, lambda: "the prompt")
         first = seed * CALL_SEEDS + index * num_samples  # vLLM gives the i-th completion of a request its seed + i
         stop = {
-            "stop": [*dict.fromkeys((*self.config.stop, *other.pop("stop", ())))],
+            "stop": [*dict.fromkeys((*config.stop, *other.pop("stop", ())))],
             "stop_token_ids": [*(self.vocabulary.end_ids if is_chat else ())],
         }
         body = {"prompt": prompt, "n": num_samples, "seed": first % 2**62, **other}
         body |= {name: values for name, values in stop.items() if values}
         async with self._ahead:
-            return await self._completions(servers, body)
+            return await self._completions(servers, body, config)
 
     async def longest(self, server: Server) -> int | None:
         """Return a server's longest sequence in tokens; None if it reports none, or does not answer."""
@@ -193,7 +195,9 @@ class Sampler(AbstractContextManager["Sampler"]):
             return None
         return next((model.max_model_len for model in models if model.max_model_len), None)
 
-    async def _completions(self, servers: Sequence[Server], body: dict[str, Any]) -> tuple[Completion, ...]:
+    async def _completions(
+        self, servers: Sequence[Server], body: dict[str, Any], config: SamplingConfig
+    ) -> tuple[Completion, ...]:
         """Return the completions of one prompt, with retries."""
         left = list(servers)
         """Without those that took too long for this request, and would again."""
@@ -202,36 +206,36 @@ class Sampler(AbstractContextManager["Sampler"]):
             try:
                 async with self._turns:
                     server = next_of(left)
-                    return await self._try(server, body)
+                    return await self._try(server, body, config)
             except RequestFailed as failure:
                 num_failed += 1
                 num_unusable += failure.retry == "once"
                 others = [candidate for candidate in left if candidate is not server]
                 left = others if failure.retry == "elsewhere" else left
-                is_used_up = num_failed > self.config.max_retries or num_unusable > 1 or not left
+                is_used_up = num_failed > config.max_retries or num_unusable > 1 or not left
                 if failure.retry == "never" or is_used_up:
                     raise failure.final(server.endpoint.url, num_failed) from failure
                 requested_s = 0.0 if any(other.health.is_well() for other in others) else failure.retry_after_s
             await self._sleep(requested_s + wait_s(num_failed))
             self.num_retries += 1
 
-    async def _try(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
-        limit_s = self.config.answer_limit_s
+    async def _try(self, server: Server, body: dict[str, Any], config: SamplingConfig) -> tuple[Completion, ...]:
+        limit_s = config.answer_limit_s
         with server.health.watched():
             try:
                 async with self.loop.timeout(limit_s):
-                    return await self._request(server, body)
+                    return await self._request(server, body, config)
             except TimeoutError as error:
                 raise RequestFailed(f"no answer within {limit_s:g} s", "elsewhere") from error
 
-    async def _request(self, server: Server, body: dict[str, Any]) -> tuple[Completion, ...]:
+    async def _request(self, server: Server, body: dict[str, Any], config: SamplingConfig) -> tuple[Completion, ...]:
         models = await server.list_models(self._connections)
         if server.dialect != "bridge" and "images" in body:
             raise UsageError(
                 f"images need a vLLM with Bridge in it, and {server.endpoint.url} is none",
                 remedy="sample from a server that Bridge started with shared weights (bridge run, bridge serve-vllm)",
             )
-        if server.dialect != "bridge" and (chosen := filters(self.config)):
+        if server.dialect != "bridge" and (chosen := filters(config)):
             given = " ".join(f"{flag(name)} {value:g}" for name, value in chosen.items())
             raise UsageError(
                 f"{given} needs a server that reports which tokens were kept, and {server.endpoint.url} does not",
@@ -239,7 +243,7 @@ class Sampler(AbstractContextManager["Sampler"]):
                 " out",
             )
         body = self._ended(server.dialect, body)
-        fields = openai_api.request(server.dialect, self.config, has_stop="stop" in body)
+        fields = openai_api.request(server.dialect, config, has_stop="stop" in body)
         if server.endpoint.reports_experts:
             fields["experts"] = 0
         name = server.endpoint.model or models[0].id

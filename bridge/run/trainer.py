@@ -24,16 +24,16 @@ from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.config.rollouts import SOURCES
 from bridge.core.interrupt import deferred_interrupt
+from bridge.engine import measuring, provenance
+from bridge.engine.measuring import Alarms
+from bridge.engine.policy import Policy
 from bridge.errors import RewardError, ServerUnreachableError
-from bridge.learn.opening import learner_of
 from bridge.learn.policy_loss import LOSS_PARTS
-from bridge.modes import WAYS
 from bridge.modes.mode import PausePolicy, RunContext, ServerProcess
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.groups import Stream
-from bridge.rollouts.sampler import fit_completions
-from bridge.run import measuring, provenance, resuming
-from bridge.run.measuring import Alarms
+from bridge.run import resuming
+from bridge.run.learner import Learner
 from bridge.run.reporting import Reporter
 from bridge.run.saving import Checkpoints
 from bridge.server.fence import Update
@@ -113,7 +113,7 @@ class Run:
             checkpoint, last = self._save(), self._checkpoints.step
             self._directory.record(f"done after step {last}; checkpoint {checkpoint}")
             return measuring.summary(
-                self._steps, self._opened, last=last, version=self._mode.version, checkpoint=checkpoint,
+                self._steps, self._opened, last=last, version=self._policy.version, checkpoint=checkpoint,
                 before=before, after=after,
             )  # fmt: skip
 
@@ -163,10 +163,10 @@ class Run:
     @restarting_the_server
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
         """Update the weights inside the fence, publish them, and return and append the metrics."""
-        served = self._mode.version
+        served = self._policy.version
         repair, sleeps = self._checkpoints.last, bool(self._pauses.kv_sleeps)
         update = Update(sleep=sleeps, last_checkpoint=repair, is_last=self._is_last(step))
-        with self._mode.publish(update) as window:
+        with self._policy.fence(update) as window:
             if self._checkpoints.step != step:  # else the server died after the write
                 if self._pauses.computes_inside:
                     with window.preparing():
@@ -192,23 +192,23 @@ class Run:
 
     @restarting_the_server
     def _catch_up(self) -> None:
-        self._mode.catch_up()
+        self._policy.mode.catch_up()
         self._announce_version()
 
     @restarting_the_server
     def _evaluate(self) -> float | None:
         """Return the held-out reward of what is served now; it is measured once."""
         last = self._evaluated
-        if last and (last.step, last.weight_version) == (self._checkpoints.step, self._mode.version):
+        if last and (last.step, last.weight_version) == (self._checkpoints.step, self._policy.version):
             return float(last.reward_mean)
         self._reporter.phase("evaluation")
         start = time.perf_counter()
         groups = self._stream.evaluate(step=self._checkpoints.step)
         if groups is None:
             return None
-        self._mode.check_served()
+        self._policy.mode.check_served()
         evaluation = measuring.evaluation(
-            groups, step=self._checkpoints.step, version=self._mode.version, seconds=time.perf_counter() - start,
+            groups, step=self._checkpoints.step, version=self._policy.version, seconds=time.perf_counter() - start,
             pass_reward=self._config.evaluation.pass_reward,
         )  # fmt: skip
         self._evaluated = evaluation
@@ -227,10 +227,9 @@ class Run:
             resumes=self._resume is not None, process=self._process, ranks=ranks,
         )  # fmt: skip
         self._owns_server = any(ranks.all_gather_object(self._process is not None))
-        self._mode = ranks.run_on_all(lambda: WAYS[self._config.way](self._config, context))
-        opened.callback(self._mode.close)
-        lengths = [length for length in ranks.all_gather_object(self._mode.max_model_len) if length is not None]
-        self._config = fit_completions(self._config, min(lengths, default=None), directory.note)
+        self._policy = Policy(self._config, context)
+        opened.callback(self._policy.close)
+        self._config = self._policy.config
         self._stream = opened.enter_context(closing(self._open_stream()))
         with ranks.raise_on_all():
             self._open_learner()
@@ -264,14 +263,11 @@ class Run:
         config, note = self._config, self._directory.note
         if left_out := model_files.source_files(config.model_name, download=True).note():  # checkpoints need them
             note(left_out)
-        self._opened = self._mode.open()
-        longest, experts = self._mode.max_model_len, self._mode.replayed_experts
-        self._learner = learner_of(config, self._opened, note, longest, experts, ranks=self._ranks)
-        self._checkpoints = Checkpoints(
-            config.checkpoints, self._directory, self._mode, self._opened, self._learner.optimizer, self._ranks
-        )
+        self._opened = self._policy.open().opened
+        self._learner = Learner.of(config, self._policy.trainable, note)
+        self._checkpoints = Checkpoints(config.checkpoints, self._directory, self._policy)
         self._pauses = PausePolicy.of(
-            config.publishing, max_staleness=config.rollouts.max_staleness, can_sleep=self._mode.can_sleep,
+            config.publishing, max_staleness=config.rollouts.max_staleness, can_sleep=self._policy.mode.can_sleep,
             shares_gpu=config.mode != "none" and self._opened.device.type == "cuda",
         )  # fmt: skip
         if self._pauses.stops_sampling and config.publishing.pause_while_training is None:
@@ -291,8 +287,8 @@ class Run:
             self._checkpoints.load(self._resume)
             self._stream.resume(self._checkpoints.trained)
             self._begun_at = self._checkpoints.step
-        elif self._config.mode == "shared_vllm" and self._mode.version:  # the other modes bring their own weights
-            model, version = self._config.model_name, self._mode.version
+        elif self._config.mode == "shared_vllm" and self._policy.version:  # the other modes bring their own weights
+            model, version = self._config.model_name, self._policy.version
             self._directory.note(
                 f"the server was trained before: step 1 starts from its weights, version {version}, not from those of"
                 f" {model} (bridge restore {shlex.quote(model)} loads these)"
@@ -320,7 +316,7 @@ class Run:
             self._directory.note(f"--stop-at {self._config.stop_at}: reached after step {record.step}")
 
     def _announce_version(self) -> None:
-        self._stream.served(self._mode.endpoint, self._mode.version)
+        self._stream.served(self._policy.endpoint, self._policy.version)
 
     def _save(self) -> Path:
         self._reporter.phase("save")
@@ -339,6 +335,6 @@ class Run:
             self._learner.forget()  # the new server needs its memory for the KV cache
         if self._opened.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM refuses to start if less memory is free than it is to take
-        self._mode.revive(newest)
+        self._policy.mode.revive(newest)
         self._announce_version()
         self._directory.note(f"the server was started again with the weights of step {self._checkpoints.step}")

@@ -59,6 +59,8 @@ class Update:
     """Publish as this version, or as the next one if that is later; None: as the next one."""
     takeover: bool = False
     """Everything is written, so that a torn server may be repaired."""
+    in_flight: InFlight | None = None
+    """What becomes of requests in flight; None: the run's choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,8 @@ class Window:
     def __init__(self, paused: float, server: Pausable | None, ranks: Ranks) -> None:
         self.paused = paused
         self.prepared = paused
+        self.is_resumed = False
+        """Whether an error came before anything was written, and the server serves the same weights again."""
         self._server = server
         self._ranks = ranks
 
@@ -104,6 +108,7 @@ class Window:
                 yield
             self._ranks.run_on_all(lambda: None)
         except BaseException as error:
+            self.is_resumed = True
             if self._server is not None:
                 self._server.resume(error)
             raise

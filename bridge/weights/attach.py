@@ -59,6 +59,11 @@ class AttachedModel:
     attach_s: float  # seconds to open the handles and make the views; building the model is not included
     allocated_bytes: int  # growth of the GPU allocator during it; always 0 on the CPU
 
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the model's parameters by the names that they had when it was attached, without an adapter's."""
+        parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in self.model.named_parameters()}
+        return {name: parameter for name, parameter in parameters.items() if name in self.parameters}
+
     def unshared_parameters(self) -> list[str]:
         """Return the parameters outside the server's storages; normally none."""
         storages = [tensor.untyped_storage() for tensor in self.server_tensors.values()]
@@ -66,7 +71,8 @@ class AttachedModel:
         return [
             name
             for name, parameter in self.model.named_parameters()
-            if not any(start <= parameter.data_ptr() < end for start, end in spans)
+            if name.partition(".lora_")[0] not in self.shard.lora_slots  # an adapter is in a slot
+            and not any(start <= parameter.data_ptr() < end for start, end in spans)
         ]
 
     def weight_bytes(self) -> int:

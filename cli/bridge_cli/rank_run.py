@@ -142,7 +142,7 @@ def _compiling_ahead(
         return contextlib.nullcontext()
     import torch
 
-    from bridge.learn.opening import compiling_ahead
+    from bridge.engine.compile_ahead import compiling_ahead
     from bridge.weights.attach import leave_core_to_server, stand_in
 
     device = leave_core_to_server() if device_type == "cpu" else torch.device("cuda", 0)

@@ -24,7 +24,7 @@ def open_run(
     Return the configuration with the folder of the checkpoints, the run directory, and what the run resumes from.
     """
     from bridge.checkpoints import metrics
-    from bridge.learn import reference
+    from bridge.engine import reference
     from bridge.learn.policy_loss import LossSpec
     from bridge.modes import WAYS
     from bridge.run import reporting, resuming

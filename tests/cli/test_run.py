@@ -323,7 +323,7 @@ def test_layers_are_compiled_while_vllm_starts(
         calls.append(args)
         return nullcontext()
 
-    monkeypatch.setattr("bridge.learn.opening.compiling_ahead", compiling_ahead)
+    monkeypatch.setattr("bridge.engine.compile_ahead.compiling_ahead", compiling_ahead)
     monkeypatch.setattr(accelerator, "choose", lambda _: (vllm_device, "a test"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     train = TrainConfig.of(model_name="m").changed(**choices)

@@ -76,14 +76,14 @@ COMPILES_IN_C = """
 import sys, time
 from contextlib import ExitStack
 from types import SimpleNamespace
-from bridge.learn import opening
+from bridge.engine import compile_ahead
 from bridge_cli import main
 from bridge_cli.verify import discovery
 
 def find(given):
     with ExitStack() as server:
         server.callback(print, "the server was stopped", flush=True)
-        with opening.compiling_ahead(lambda: time.sleep(600), SimpleNamespace(mode="shared_vllm"), print):
+        with compile_ahead.compiling_ahead(lambda: time.sleep(600), SimpleNamespace(mode="shared_vllm"), print):
             pass
 
 discovery.find = find

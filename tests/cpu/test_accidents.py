@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from bridge.checks.verify import logprob_diffs
 from bridge.errors import AttachError
+from bridge.passes.prepared import PreparedModel
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
@@ -60,7 +61,7 @@ class Accident:
 
 HUNG_UP_WHILE_IT_WRITES = f"""
 import os, signal
-from bridge.learn.learner import Learner
+from bridge.run.learner import Learner
 
 write, written = Learner.write, 0
 
@@ -156,7 +157,7 @@ def check_served(server: LiveServer, saved: PreTrainedModel, version: int) -> No
     served = attach(server.manifest).model
     for name, parameter in saved.named_parameters():
         assert torch.equal(parameter, served.get_parameter(name)), name
-    difference = logprob_diffs(served, server.sample()).mean().item()
+    difference = logprob_diffs(PreparedModel(served), server.sample()).mean().item()
     assert difference < scenarios.PARITY_LIMIT
 
 

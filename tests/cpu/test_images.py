@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 
 from bridge.config import ComputeConfig, SamplingConfig
 from bridge.passes import preparation
-from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
+from bridge.passes.prepared import PreparedModel
 from bridge.planning.model_size import SEEING
 from bridge.rollouts import openai_api
 from bridge.rollouts.images import Encoded, Prompts
@@ -27,7 +27,7 @@ from bridge.server.endpoint import Endpoint
 from bridge.server.protocol import COMPLETIONS
 from bridge.types import Completion
 from bridge.weights import skeleton
-from bridge.weights.attach import AttachedModel, attach
+from bridge.weights.attach import attach
 from tests import family_proof, scenarios
 from tests.cpu import test_gpus
 from tests.models import colors, tiny
@@ -93,12 +93,12 @@ def sees_the_same(server: LiveServer, data: Path, marker: str = MARKER) -> None:
     prompts = encoded(server, data, marker)
     completions, attached = sampled(server, prompts), attach(server.manifest)
     assert attached.weight_bytes() == 0
-    preparation.prepare(attached.model, ComputeConfig(compile_layers=False), lambda _: None)
-    own = [mismatch(attached, *pair) for pair in zip(prompts, completions, strict=True)]
+    prepared = preparation.prepare(attached.model, ComputeConfig(compile_layers=False), lambda _: None)
+    own = [mismatch(prepared, *pair) for pair in zip(prompts, completions, strict=True)]
     assert max(own) < scenarios.FAMILY_PARITY_LIMIT, own
     first, second, *_ = prompts
     exchanged = [replace_images(first, second), replace_images(second, first)]
-    swapped = [mismatch(attached, *pair) for pair in zip(exchanged, completions, strict=False)]
+    swapped = [mismatch(prepared, *pair) for pair in zip(exchanged, completions, strict=False)]
     assert min(swapped) > SWAPPED_AT_LEAST * max(own[:2]), (own, swapped)
 
 
@@ -143,7 +143,7 @@ def sampled(server: LiveServer, prompts: Sequence[Encoded]) -> list[tuple[Comple
 
 
 @torch.no_grad()
-def mismatch(attached: AttachedModel, prompt: Encoded, completions: Sequence[Completion]) -> float:
+def mismatch(prepared: PreparedModel, prompt: Encoded, completions: Sequence[Completion]) -> float:
     """Return the mean log-prob difference between the server and the trainer, in nats."""
     samples = [
         Sample(
@@ -152,8 +152,8 @@ def mismatch(attached: AttachedModel, prompt: Encoded, completions: Sequence[Com
         )
         for completion in completions
     ]  # fmt: skip
-    (batch,) = packs(samples, max_tokens=10_000, device=attached.device)
-    logprobs_N, _ = model_logprobs(attached.model, batch, 1.0)
+    (batch,) = packs(samples, max_tokens=10_000, device=prepared.model.device)
+    logprobs_N, _ = prepared.logprobs(batch, 1.0)
     return float((logprobs_N - batch.sampled_logprobs_N).abs().mean())
 
 

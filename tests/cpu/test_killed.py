@@ -7,6 +7,7 @@ trainers killed inside the fence (`test_restore.py`).
 from pathlib import Path
 
 from bridge.checks.verify import logprob_diffs
+from bridge.passes.prepared import PreparedModel
 from tests import scenarios
 from tests.cli.test_killed import LAST, STEPS, WHILE_IT_SAVES, Run, undisturbed
 from tests.scenarios import LiveServer
@@ -22,5 +23,5 @@ def test_a_trainer_killed_while_it_saves_resumes_without_a_gap_or_a_repeat(llama
     assert run.lost() == [5, 6]
     assert run.problems() == problems
     run.check_whole()
-    saved = scenarios.loaded(run.saved / f"step_{STEPS}")
+    saved = PreparedModel(scenarios.loaded(run.saved / f"step_{STEPS}"))
     assert logprob_diffs(saved, llama.sample()).mean().item() < scenarios.PARITY_LIMIT

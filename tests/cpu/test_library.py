@@ -1,23 +1,30 @@
 """`import bridge` on the real vLLM on the CPU: every example as a user runs it, and what the examples leave out."""
 
+import asyncio
 import json
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import bridge
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.checks.verify import logprob_diffs
-from bridge.errors import AttachError, UsageError
+from bridge.errors import AttachError, RejectedRequestError, UsageError
+from bridge.passes.prepared import PreparedModel
 from tests import forked, scenarios
 from tests.cpu.conftest import Servers
+from tests.cpu.test_tensor_parallel import experts
 from tests.models import tiny
 from tests.scenarios import LiveServer, different
+from tests.unit.engine.test_policy import manifest_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = bridge.SamplingConfig(max_new_tokens=8, group_size=4)
@@ -69,7 +76,7 @@ def test_every_example_is_run_and_short() -> None:
         (Path(__file__).parent / name).read_text() for name in ("test_library.py", "test_losses.py", "test_trl.py")
     )
     files = sorted(EXAMPLES.glob("*.py"))
-    assert len(files) == 8
+    assert len(files) == 9
     for file in files:
         assert file.stem in here, f"no test runs {file.name}"
         assert len(file.read_text().splitlines()) <= 40, file.name
@@ -105,7 +112,7 @@ def test_a_policy_is_one_copy_and_equals_its_checkpoint(llama: LiveServer, tmp_p
         groups = policy.sample(["say 1:", "say 2:"])
     assert checks
     assert all(check.status == "PASS" for check in checks), checks
-    saved = logprob_diffs(scenarios.loaded(folder), groups)
+    saved = logprob_diffs(PreparedModel(scenarios.loaded(folder)), groups)
     assert saved.mean() < scenarios.PARITY_LIMIT
 
 
@@ -167,8 +174,115 @@ def test_serve_starts_a_server_and_stops_it(tmp_path: Path) -> None:
     model = tiny.write(tiny.llama(), tmp_path / "model")
     with bridge.serve(model, *scenarios.EAGER, sampling=SHORT, device="cpu", max_model_len=256) as policy:
         (group,) = policy.sample([{"prompt": "say 1:", "answer": "x"}])
-        server = policy._manifest.server
+        server = manifest_of(policy).server
         assert server.is_alive()
     assert len(group.completions) == SHORT.group_size
     assert replace(group, completions=()).rewards == (0.0,) * SHORT.group_size
     assert not server.is_alive()
+
+
+ATTENTION = bridge.LoraConfig(r=scenarios.LORA_RANK, target_modules="q_proj,k_proj,v_proj,o_proj")
+
+
+def test_a_policy_trains_an_adapter_in_the_servers_slot(lora_llama: LiveServer, tmp_path: Path) -> None:
+    optimizer = bridge.OptimizerConfig(lr=1e-2)
+    base = PreparedModel(scenarios.loaded(Path(lora_llama.manifest.model)))
+    with bridge.attach(lora_llama.path, lora=ATTENTION, sampling=SHORT, optimizer=optimizer) as policy:
+        names = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
+        assert names
+        assert all(".lora_" in name for name in names)
+        for _ in range(STEPS):
+            groups = policy.sample(["say 1:", "say 2:"], lambda _, text: sum(map(ord, text)) % 7 + 0.0, seed=3)
+            passes, stepped = policy.train_step(bridge.samples(groups))
+            assert passes.metrics["logprob_diff_mean"] < scenarios.PARITY_LIMIT
+            assert stepped.version == policy.version
+        groups = policy.sample(["say 1:", "say 2:"])
+        checks = policy.verify()
+        folder = policy.save(tmp_path / "adapter")
+    assert {check.status for check in checks} <= {"PASS", "SKIP"}, checks
+    adapted = scenarios.loaded(folder)
+    assert logprob_diffs(PreparedModel(adapted), groups).mean() < scenarios.PARITY_LIMIT
+    assert logprob_diffs(base, groups).mean() > 3 * scenarios.PARITY_LIMIT
+
+
+def test_threads_and_tasks_share_a_policy(llama: LiveServer) -> None:
+    """Six threads sample three times each while the main thread steps; every call returns, or raises one clear line."""
+    with bridge.attach(llama.path, sampling=SHORT, optimizer=bridge.OptimizerConfig(lr=1e-6)) as policy:
+        samples = bridge.samples(policy.sample(["say 1:"] * 4, lambda _, text: float(len(text))))
+        with ThreadPoolExecutor(6) as pool:
+            calls = [pool.submit(policy.sample, [f"say {number}:"]) for number in range(18)]
+            versions = [policy.train_step(samples)[1].version for _ in range(3)]
+            sampled = [call.result(timeout=120) for call in calls]
+        assert len(sampled) == 18
+        assert versions == [*range(versions[0], versions[0] + 3)]
+
+        async def several() -> list[list[bridge.Group]]:
+            cut = asyncio.ensure_future(policy.sample_async(["say a lot:"] * 8, max_tokens=200))
+            await asyncio.sleep(0.2)
+            cut.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cut
+            return await asyncio.gather(*(policy.sample_async([f"say {number}:"], n=2) for number in range(4)))
+
+        groups = asyncio.run(asyncio.wait_for(several(), 120))
+        assert [len(group.completions) for (group,) in groups] == [2] * 4
+        assert len(policy.sample(["say 1:"])) == 1
+
+        def nested() -> None:
+            with pytest.raises(UsageError, match=r"policy\.sample was called inside policy\.publish"):
+                policy.sample(["say 1:"])
+            with pytest.raises(UsageError, match=r"policy\.train_step|policy\.forward_backward"):
+                policy.train_step(samples)
+
+        policy.publish(nested)
+
+
+def test_parameters_of_one_call_replace_those_of_the_policy(llama: LiveServer) -> None:
+    with bridge.attach(llama.path, sampling=SHORT) as policy:
+        ids = [*policy.tokenizer("say 1:")["input_ids"]]
+        (group, *_), (text, *_) = policy.sample([ids], n=2, max_tokens=3, seed=1), policy.sample(["say 1:"], seed=1)
+        assert group.prompt_token_ids == text.prompt_token_ids == tuple(ids)
+        assert [len(completion.token_ids) for completion in group.completions] == [3, 3]
+        greedy = [policy.sample([ids], n=1, temperature=0.0)[0].completions[0].token_ids for _ in range(2)]
+        assert greedy[0] == greedy[1]
+        wrong: dict[str, dict[str, Any]] = {
+            "has no parameter 'max_tokns'": {"max_tokns": 3}, "temperature": {"temperature": -1}, "group": {"n": 0},
+        }  # fmt: skip
+        for words, parameters in wrong.items():
+            with pytest.raises(UsageError, match=words):
+                policy.sample([ids], **parameters)
+        with pytest.raises(UsageError, match="one prompt"):
+            policy.sample(ids)
+        with pytest.raises(RejectedRequestError, match="embedding"):
+            policy.sample([[10**6]])
+
+
+@pytest.mark.slow
+@pytest.mark.several
+def test_ranks_train_an_adapter_and_resume_to_the_digit(tmp_path: Path) -> None:
+    """A mixture of experts in two parts, with replay; two processes of torchrun that are killed after three steps."""
+    model = tiny.write(experts(), tmp_path / "model", std=0.06)
+    lines = list[list[dict[str, Any]]]()
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        with scenarios.served(model, tmp_path / name / "server", max_lora_rank=8, num_parts=2) as server:
+            run_dir = tmp_path / name / "run"
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+            command += [str(EXAMPLES / "ranks.py"), str(server.path), "4", str(run_dir)]
+            with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as started:
+                assert started.stdout is not None
+                if name == "killed":
+                    for _ in range(3):
+                        started.stdout.readline()
+                    for process in psutil.Process(started.pid).children(recursive=True):
+                        process.kill()
+                    started.kill()
+            if name == "killed":
+                done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+                assert "FAIL" not in done.stdout
+                assert "one copy: PASS" in done.stdout
+        lines.append([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
+    whole, killed = lines
+    assert [line["step"] for line in killed] == [1, 2, 3, 4]
+    for metric in ("loss", "grad_norm", "reward_mean", "logprob_diff_mean"):
+        assert [line[metric] for line in whole] == [line[metric] for line in killed], metric

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from bridge.checks.verify import NUM_SAMPLES, logprob_diffs, verify
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
+from bridge.passes.prepared import PreparedModel
 from bridge.rollouts.sampler import Sampler
 from bridge.server import api_key, fence
 from bridge.server.client import BridgeClient
@@ -111,7 +112,7 @@ def sampled_long(server: LiveServer, name: str) -> list[Group]:
 
 
 def largest_difference(model: Any, groups: list[Group]) -> float:
-    return logprob_diffs(model.get_base_model(), groups).max().item()
+    return logprob_diffs(PreparedModel(model.get_base_model()), groups).max().item()
 
 
 def assert_verified(server: LiveServer) -> None:

@@ -14,6 +14,7 @@ import torch
 from bridge.checks.verify import NUM_SAMPLES, logprob_diffs
 from bridge.config import SamplingConfig
 from bridge.errors import AttachError
+from bridge.passes.prepared import PreparedModel
 from bridge.rollouts.sampler import Sampler
 from bridge.server import fence
 from bridge.server.client import BridgeClient
@@ -59,7 +60,7 @@ def test_a_cached_prefix_is_dropped_by_the_fence(llama: LiveServer) -> None:
         with Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=60)) as sampler:
             (completions,) = sampler.sample([endpoint], [prompt], num_samples=NUM_SAMPLES, seed=1)
         group = Group(problem={"prompt": ""}, prompt_token_ids=prompt, completions=completions, rewards=(0.0,) * 4)
-        return logprob_diffs(attached.model, [group]).max().item()
+        return logprob_diffs(PreparedModel(attached.model), [group]).max().item()
 
     assert largest_difference() < scenarios.PARITY_LIMIT
     values.neg_()  # without telling the server, which keeps using its cached keys and values

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from bridge.agents.stream import open_stream
 from bridge.checks.verify import logprob_diffs
 from bridge.config import TrainConfig
+from bridge.passes.prepared import PreparedModel
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group
 from bridge.weights import skeleton
@@ -81,22 +82,23 @@ def turns(group: Group) -> Iterator[Group]:
 
 @pytest.mark.slow
 def test_100_000_tokens_are_those_that_vllm_sampled_and_read(server: LiveServer, tmp_path: Path) -> None:
-    model, num_tokens = loaded(Path(server.manifest.model)).float(), 0
+    prepared, num_tokens = PreparedModel(loaded(Path(server.manifest.model)).float()), 0
     for template in TEMPLATES:
         groups = recorded(server, tmp_path / template, template)
         all_turns = [turn for group in groups for turn in turns(group)]
         assert len(all_turns) >= NUM_GROUPS * GROUP_SIZE * 2
-        assert logprob_diffs(model, all_turns).max() < RIGHT_LIMIT, template
+        assert logprob_diffs(prepared, all_turns).max() < RIGHT_LIMIT, template
         num_tokens += sum(len(one.token_ids) for group in groups for run in group.completions for one in run.sequences)
     assert num_tokens > ENOUGH_TOKENS
 
 
 @pytest.mark.slow
 def test_turns_that_a_stop_ended_keep_its_tokens(server: LiveServer, tmp_path: Path) -> None:
-    model, groups = loaded(Path(server.manifest.model)).float(), recorded(server, tmp_path, "qwen2_5", "Stopping")
+    prepared = PreparedModel(loaded(Path(server.manifest.model)).float())
+    groups = recorded(server, tmp_path, "qwen2_5", "Stopping")
     all_turns = [turn for group in groups for turn in turns(group)]
     assert len(all_turns) == 3 * NUM_GROUPS * GROUP_SIZE, "each run is one sequence, and each turn continues it"
-    assert logprob_diffs(model, all_turns).max() < RIGHT_LIMIT
+    assert logprob_diffs(prepared, all_turns).max() < RIGHT_LIMIT
     tokenizer = skeleton.tokenizer(str(tmp_path))
     texts = [tokenizer.decode(turn.completions[0].token_ids) for turn in all_turns]
     assert sum("e" in text[-3:] or " t" in text[-3:] for text in texts) > len(texts) / 2, "a stop is in the last token"
@@ -104,11 +106,11 @@ def test_turns_that_a_stop_ended_keep_its_tokens(server: LiveServer, tmp_path: P
 
 @pytest.mark.slow
 def test_a_wrong_token_would_be_seen(server: LiveServer, tmp_path: Path) -> None:
-    model = loaded(Path(server.manifest.model)).float()
+    prepared = PreparedModel(loaded(Path(server.manifest.model)).float())
     later = [turn for group in recorded(server, tmp_path, "qwen2_5") for turn in turns(group)][2::3]
     differences = []
     for turn in later[:16]:
         middle = len(turn.prompt_token_ids) // 2
         wrong = (*turn.prompt_token_ids[:middle], 7, *turn.prompt_token_ids[middle + 1 :])
-        differences.append(logprob_diffs(model, [replace(turn, prompt_token_ids=wrong)]).max().item())
+        differences.append(logprob_diffs(prepared, [replace(turn, prompt_token_ids=wrong)]).max().item())
     assert min(differences) > WRONG_LIMIT

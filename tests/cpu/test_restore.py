@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from bridge.checks.verify import logprob_diffs
+from bridge.passes.prepared import PreparedModel
 from bridge.server.protocol import Status
 from bridge.types import Group
 from tests import disturbed, scenarios
@@ -96,7 +97,7 @@ def check_served(torn: Torn, checkpoint: Path, version: int) -> None:
 
 def mean_difference(checkpoint: Path, answers: list[Group]) -> float:
     """Return the mean log-prob difference between plain transformers and the server's answers, in nats."""
-    return logprob_diffs(loaded(checkpoint), answers).mean().item()
+    return logprob_diffs(PreparedModel(loaded(checkpoint)), answers).mean().item()
 
 
 def check_named(torn: Torn) -> None:

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeConfig
 from bridge.checkpoints import checkpoint
 from bridge.checks.verify import logprob_diffs, verify
 from bridge.config import TrainConfig
-from bridge.learn.opening import learner_of
 from bridge.modes import WAYS
 from bridge.modes.mode import RunContext
+from bridge.passes.prepared import PreparedModel
 from bridge.processes import children
 from bridge.processes.children import Child
 from bridge.ranks.world import Ranks
@@ -34,6 +34,7 @@ from bridge.weights.parts import digest
 from tests import scenarios
 from tests.cpu import test_gpus
 from tests.models import tiny
+from tests.unit import learners
 from tests.unit.several_ranks import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -100,13 +101,15 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
     mode: Any = WAYS[config.way](config, context)
     opened = mode.open()
     replayed = mode.replayed_experts
-    learner = learner_of(config, opened, lambda _: None, mode.max_model_len, replayed, ranks=ranks)
+    learner = learners.made(
+        config, opened, lambda _: None, max_model_len=mode.max_model_len, experts=replayed, ranks=ranks
+    )
 
     def sampled() -> list[Group]:
         url, name = mode.endpoint.url, mode.endpoint.model
         return ranks.run_on_rank_zero(lambda: scored(scenarios.sampled(url, name, experts=replayed is not None)))
 
-    before = logprob_diffs(opened.model, sampled()).mean().item()
+    before = logprob_diffs(learner.trainable.prepared, sampled()).mean().item()
     figures, learnt = [], list[dict[str, Any]]()
     for step in range(1, STEPS + 1):
         learner.take(sampled(), step=step)
@@ -115,7 +118,7 @@ def trained(ranks: Ranks, model: Path, manifest: Path, folder: Path, choices: di
             learner.write()
         learnt.append(learner.learnt())
         figures.append((learnt[-1]["grad_norm"], learner.optimizer.changed_weight_share, mode.version))
-    after = logprob_diffs(opened.model, sampled()).mean().item()
+    after = logprob_diffs(learner.trainable.prepared, sampled()).mean().item()
     if ranks.is_rank_zero:
         (folder / "saved").mkdir()
         mode.save(folder / "saved")
@@ -178,8 +181,8 @@ def test_parts_train_in_place_and_equal_the_server_and_the_saved_model(family: s
         tmp_path / "saved", dtype=torch.bfloat16, output_loading_info=True
     )
     assert not any(report.values()), report
-    assert logprob_diffs(saved, groups).mean().item() < limit
-    assert logprob_diffs(first, groups).mean().item() > 3 * limit
+    assert logprob_diffs(PreparedModel(saved), groups).mean().item() < limit
+    assert logprob_diffs(PreparedModel(first), groups).mean().item() > 3 * limit
     given, written = (json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "saved"))
     assert written == given | {name: written[name] for name in FORM_OF_TRANSFORMERS_4 & written.keys()}
 

@@ -19,7 +19,7 @@ from tests import forked
 from tests.cpu import demo_server
 from tests.cpu.demo_server import DemoServer
 from tests.cpu.test_library import EXAMPLES
-from tests.scenarios import LiveServer, different
+from tests.scenarios import LORA_RANK, LiveServer, different
 
 EXAMPLE = (EXAMPLES / "trl_grpo.py").read_text()
 STEPS = 60
@@ -83,6 +83,17 @@ def test_trl_steps_in_the_servers_memory(llama: LiveServer, tmp_path: Path) -> N
     with bridge.attach(llama.path) as policy:
         checks = policy.verify()
     assert all(check.status == "PASS" for check in checks), checks
+
+
+@pytest.mark.slow
+def test_trl_trains_an_adapter_in_the_servers_slot(lora_llama: LiveServer, tmp_path: Path) -> None:
+    before = lora_llama.status().version
+    settings = f"LoraConfig(r={LORA_RANK}, lora_alpha=16, target_modules=['q_proj', 'v_proj'])"
+    script = EXAMPLE.replace("attach()", f"attach({str(lora_llama.path)!r}, lora=settings)")
+    script = script.replace("for_trl(policy, args)", "for_trl(policy, args, peft_config=settings)")
+    script = script.replace("import bridge", f"import bridge\nfrom peft import LoraConfig\nsettings = {settings}")
+    assert len(rewards(script, tmp_path, "3")) == 3
+    assert lora_llama.status().version == before + 1 + 3, "the slot, and three steps"
 
 
 @pytest.mark.slow

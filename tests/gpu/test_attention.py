@@ -9,13 +9,13 @@ import itertools
 import pytest
 import torch
 from torch.nn.functional import cosine_similarity
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM
 
 from bridge.config import TrainConfig
 from bridge.passes import attention, kernels
-from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
 from bridge.passes.preparation import prepare
+from bridge.passes.prepared import PreparedModel
 from tests.models.families import SMALL
 from tests.scenarios import PARITY_LIMIT
 
@@ -43,11 +43,11 @@ def samples() -> list[Sample]:
     ]
 
 
-def computed(model: PreTrainedModel, *, share_prompts: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def computed(prepared: PreparedModel, *, share_prompts: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities and the gradients of all parameters."""
-    (batch,) = packs(samples(), max_tokens=10_000, device=model.device, share_prompts=share_prompts)
-    logprobs_N, _ = model_logprobs(model, batch, 1.0)
-    gradients = torch.autograd.grad(logprobs_N.sum(), list(model.parameters()))
+    (batch,) = packs(samples(), max_tokens=10_000, device=prepared.model.device, share_prompts=share_prompts)
+    logprobs_N, _ = prepared.logprobs(batch, 1.0)
+    gradients = torch.autograd.grad(logprobs_N.sum(), list(prepared.model.parameters()))
     return logprobs_N.detach(), torch.cat([gradient.float().flatten() for gradient in gradients])
 
 
@@ -60,12 +60,14 @@ def test_completions_see_the_prompt_that_they_share(window: int | None) -> None:
     model = copy.deepcopy(exact).bfloat16()
     attention.choose(exact, attention.NAME)  # in float32, which the kernel does not support
     notes = list[str]()
-    assert prepare(model, TrainConfig.of(model_name="m", compile_layers=False).compute, notes.append)
+    prepared = prepare(model, TrainConfig.of(model_name="m", compile_layers=False).compute, notes.append)
+    assert prepared.shares_prompts
     assert [note for note in notes if not note.startswith("attention: ")] == []
-    ours, expected = computed(model, share_prompts=True), computed(exact, share_prompts=True)
+    in_float32 = PreparedModel(exact)
+    ours, expected = computed(prepared, share_prompts=True), computed(in_float32, share_prompts=True)
     assert (ours[0] - expected[0]).abs().mean() < PARITY_LIMIT
     assert cosine_similarity(ours[1], expected[1], dim=0) > 0.99
-    apart = computed(exact, share_prompts=False)
+    apart = computed(in_float32, share_prompts=False)
     assert cosine_similarity(expected[1], apart[1], dim=0) > 0.9999
 
 

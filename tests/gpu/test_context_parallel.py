@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bridge.passes import attention, slices
-from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Sample, packs
+from bridge.passes.prepared import PreparedModel
 from bridge.ranks.world import Ranks
 from tests import scenarios
 from tests.cpu import test_gpus
@@ -38,6 +38,7 @@ def compared(ranks: Ranks) -> tuple[float, float]:
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(LONG, dtype=torch.bfloat16).eval()
     attention.choose(model, attention.NAME)
+    prepared = PreparedModel(model)
     ids = tuple(torch.randint(0, LONG.vocab_size, (TOKENS - 3,)).tolist())
     zeros = (0.0,) * (len(ids) - 8)
     sample = Sample(prompt_token_ids=ids[:8], token_ids=ids[8:], sampled_logprobs=zeros, advantages=zeros, weight=1.0)
@@ -45,10 +46,10 @@ def compared(ranks: Ranks) -> tuple[float, float]:
     results = []
     for is_cut in (False, True):
         if is_cut:
-            slices.cut(model, ranks.cp_group)
+            prepared.slices = slices.cut(model, ranks.cp_group)
         model.zero_grad()
         with ranks.in_pass():
-            logprobs_N, _ = model_logprobs(model, pack, 1.0)
+            logprobs_N, _ = prepared.logprobs(pack, 1.0)
             (logprobs_N * torch.linspace(-1, 1, len(logprobs_N), device="cuda")).sum().backward()
         gradients = [p.grad.float() for p in model.parameters()]
         results.append((logprobs_N.detach(), [ranks.all_reduce(x) for x in gradients] if is_cut else gradients))

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.learn.test_first_ratios import Still, groups, model
-from tests.unit.learn.test_learner import updated
+from tests.unit.run.test_first_ratios import Still, groups, model
+from tests.unit.run.test_learner import updated
 
 LENGTHS = (300, 340, 380, 400)
 """Lengths at which differently compiled code pushed 59 % of the completions out of the clip."""

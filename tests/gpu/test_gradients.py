@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from tests.unit.learn.test_learner import base, distance, gradient, made_by, naive_gradient, prepared, weights
+from tests.unit.run.test_learner import base, distance, gradient, made_by, naive_gradient, prepared, weights
 
 
 def test_many_micro_batches_are_as_exact_as_one_and_their_gradient_is_stepped() -> None:

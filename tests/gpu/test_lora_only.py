@@ -17,7 +17,8 @@ from bridge.checks.verify import logprob_diffs
 from bridge.config import TrainConfig
 from bridge.modes.lora import LoraMemory
 from bridge.modes.mode import RunContext
-from bridge.passes import routing
+from bridge.passes.prepared import PreparedModel
+from bridge.passes.routing import RouterReplay
 from bridge.server import fence
 from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
@@ -107,16 +108,17 @@ def test_routed_experts_are_adapted_in_their_slots(mixture: LiveServer, tmp_path
     after = scenarios.sampled(url, scenarios.adapter_name(url), experts=True)
     plain = scenarios.loaded(Path(mixture.manifest.model)).to("cuda")
     assert plain.num_parameters() > LEAST_PARAMETERS
-    routing.use(plain, (CONFIG.num_hidden_layers, CONFIG.num_experts_per_tok))
-    base, moved = (logprob_diffs(plain, samples).mean().item() for samples in (before, after))
+    prepared = PreparedModel(plain)
+    prepared.replay = RouterReplay.of(plain, (CONFIG.num_hidden_layers, CONFIG.num_experts_per_tok))
+    base, moved = (logprob_diffs(prepared, samples).mean().item() for samples in (before, after))
     folder = tmp_path / "saved" / "adapter_step_3"
-    adapted = PeftModel.from_pretrained(plain, str(folder), autocast_adapter_dtype=False)
-    parity = logprob_diffs(adapted.get_base_model(), after).mean().item()
+    adapted = PeftModel.from_pretrained(plain, str(folder), autocast_adapter_dtype=False)  # into `plain` itself
+    parity = logprob_diffs(prepared, after).mean().item()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if ".experts." in name and "lora_B" in name:
                 parameter.zero_()
-    without_experts = logprob_diffs(adapted.get_base_model(), after).mean().item()
+    without_experts = logprob_diffs(prepared, after).mean().item()
     measures = {"base": base, "parity": parity, "without experts": without_experts, "moved": moved}
     assert max(base, parity) < scenarios.FAMILY_PARITY_LIMIT, measures
     assert moved > APART * parity, measures

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bridge.config import TrainConfig
 from bridge.passes import layers
-from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.preparation import prepare, recompute_activations
+from bridge.passes.prepared import PreparedModel
 
 TOKENS = 12_000
 WAYS = {
@@ -41,14 +41,14 @@ def batch() -> MicroBatch:
     return made
 
 
-def computed(trained: PreTrainedModel) -> tuple[torch.Tensor, int]:
+def computed(trained: PreparedModel) -> tuple[torch.Tensor, int]:
     """Return all gradients, and the bytes that the second pass took: the first one compiles."""
-    parameters = list(trained.parameters())
+    parameters = list(trained.model.parameters())
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()["active_bytes.all.current"]
-        logprobs_N, _ = model_logprobs(trained, batch(), 1.0)
+        logprobs_N, _ = trained.logprobs(batch(), 1.0)
         gradients = torch.autograd.grad(logprobs_N.sum(), parameters)
         # active: with what was freed, but is not yet free for another stream
         peak = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
@@ -57,13 +57,12 @@ def computed(trained: PreTrainedModel) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_layers_that_keep_less_have_the_same_gradients_in_less_memory(compiles: bool) -> None:
-    trained = model()
-    prepare(trained, TrainConfig.of(model_name="m", compile_layers=compiles).compute, lambda _: None)
+    trained = prepare(model(), TrainConfig.of(model_name="m", compile_layers=compiles).compute, lambda _: None)
     expected, most = computed(trained)
     peaks = dict[str, int]()
     for name, kept in WAYS.items():
         recompute_activations(trained, pytest.fail, kept)
-        assert layers.are_compiled(trained) == compiles
+        assert trained.is_compiled == compiles
         own, peaks[name] = computed(trained)
         assert cosine_similarity(own, expected, dim=0) > 0.999, name
     assert most > peaks["attention"] > peaks["inputs"] > peaks["inputs on the host"]

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from benchmarks import replicas
 from bridge.checks.verify import logprob_diffs
+from bridge.passes.prepared import PreparedModel
 from tests import scenarios
 from tests.cpu import test_gpus
 from tests.models import tiny
@@ -79,7 +80,7 @@ def test_parts_equal_their_checkpoint_in_plain_transformers(tmp_path: Path, way:
     with scenarios.served(model, tmp_path / "server", num_parts=2, max_lora_rank=rank) as server:
         before = server.sample()
         plain = scenarios.loaded(model).to("cuda")
-        assert logprob_diffs(plain, before).mean().item() < scenarios.PARITY_LIMIT
+        assert logprob_diffs(PreparedModel(plain), before).mean().item() < scenarios.PARITY_LIMIT
         scenarios.trained(server, tmp_path, *way)
         if way:
             scenarios.serves_the_adapter(server, tmp_path / "saved" / "adapter_step_3", before)

@@ -16,22 +16,21 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, TrainerCallback, TrainingArguments
 
 import bridge
-from bridge import served, trl
+from bridge import trl
 from bridge.errors import GradientError, UsageError
+from bridge.modes import shared_vllm
 from bridge.optimizers.in_place import InPlaceOptimizer
 from tests.models import tiny
 from tests.unit import toy_server
-from tests.unit.test_policy import FenceClient, calls
+from tests.unit.engine.test_policy import FenceClient, calls
 
 
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
-    monkeypatch.setattr(served, "BridgeClient", FenceClient)
+    monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     monkeypatch.setattr(trl, "check_version", lambda: None)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
-    with bridge.Policy(
-        toy.manifest, sampling=bridge.SamplingConfig(), compute=bridge.ComputeConfig(), reads_only=False
-    ) as made:
+    with toy_server.attach(toy.manifest, tmp_path) as made:
         yield made
 
 
@@ -266,7 +265,7 @@ def test_a_trainer_with_other_args_is_refused(policy: bridge.Policy) -> None:
 
 
 def test_filters_are_refused_with_trl(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_p=0.9))
+    monkeypatch.setattr(policy, "config", policy.config.changed(top_p=0.9))
     with pytest.raises(UsageError, match="samples with top_p, and TRL computes its loss over the whole vocabulary"):
         bridge.for_trl(policy, choices())
 

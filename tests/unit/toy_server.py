@@ -10,7 +10,8 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from bridge.server.manifest import LoraSlot, Manifest, Shard, SharedMemoryHandle, View
+import bridge
+from bridge.server.manifest import MANIFEST_NAME, LoraSlot, Manifest, Shard, SharedMemoryHandle, View
 from bridge.weights import shared_memory
 from tests.models import tiny, vllm_cuts
 from tests.unit.checks_sample import edited, manifest
@@ -62,6 +63,14 @@ def serve(config: PretrainedConfig, folder: Path) -> ToyServer:
         num_params=sum(parameter.numel() for parameter in reference.parameters()), param_names=tuple(sorted(views)),
     )  # fmt: skip
     return ToyServer(exported, tensors, reference.eval())
+
+
+def attach(exported: Manifest, folder: Path, **choices: Any) -> bridge.Policy:
+    """Attach to it as a program does, by a file in `folder`."""
+    path = folder / MANIFEST_NAME
+    path.write_text(exported.model_dump_json())
+    path.chmod(0o600)
+    return bridge.attach(path, **choices)
 
 
 def in_parts(server: ToyServer, num_parts: int) -> Manifest:

@@ -19,9 +19,11 @@ from bridge.checkpoints import checkpoint
 from bridge.checkpoints.metrics import StepMetrics, Summary
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
+from bridge.engine import policy
 from bridge.errors import ServerUnreachableError
 from bridge.modes.mode import RunContext, ServerProcess
 from bridge.passes import preparation
+from bridge.passes.prepared import PreparedModel
 from bridge.ranks.world import ALONE
 from bridge.rollouts.problems import WINDOW
 from bridge.run import trainer
@@ -109,6 +111,8 @@ class FakeMode:
     process: ServerProcess | None = None
     _num_published: int = 0
     checkpoint_prefix = "step_"
+    is_half_written = False
+    is_paused_by_us = False
 
     @property
     def endpoint(self) -> Endpoint:
@@ -271,9 +275,9 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
                 mode.process = context.process
                 return mode
 
-            monkeypatch.setattr(trainer, "WAYS", defaultdict(lambda: made))
+            monkeypatch.setattr(policy, "WAYS", defaultdict(lambda: made))
             if mode.dropout:  # so that two passes differ
-                monkeypatch.setattr(preparation, "prepare", lambda *_, **__: None)
+                monkeypatch.setattr(preparation, "prepare", lambda model, *_, **__: PreparedModel(model))
             yield Run(tmp_path / folder, mode, server.requests)
 
     return start

@@ -19,12 +19,12 @@ import pytest
 from bridge.agents import agent_runs
 from bridge.agents.recording import Recording, Turn, TurnRequest
 from bridge.checkpoints.run_directory import RunDirectory
+from bridge.engine import measuring
 from bridge.errors import ServerUnreachableError
 from bridge.learn import samples
 from bridge.learn.policy_loss import LossSpec
 from bridge.ranks.world import Ranks
 from bridge.rollouts.sampler import CALL_SEEDS
-from bridge.run import measuring
 from bridge.types import Completion, Group
 from tests.models import chat
 from tests.unit import agents_sample

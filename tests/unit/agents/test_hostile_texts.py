@@ -28,9 +28,10 @@ from bridge.agents.recording import Recording
 from bridge.agents.tool_calls import FORMATS, parsed
 from bridge.agents.tools import Agent, Tools
 from bridge.checkpoints.run_directory import RunDirectory
+from bridge.engine import measuring
 from bridge.errors import UsageError
 from bridge.learn.samples import with_advantages
-from bridge.run import measuring, reporting
+from bridge.run import reporting
 from bridge.scoring.inside_worker import read, written
 from bridge.scoring.score import FailedScore, Host, Reply, Score
 from bridge.scoring.scorer import Scorer, Trajectory

@@ -27,13 +27,13 @@ from bridge.agents.tool_calls import Call
 from bridge.agents.trajectories import DEEPEST, as_turn
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
+from bridge.engine import measuring
 from bridge.learn import samples
 from bridge.learn.policy_loss import LossSpec
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts.problems import endless
 from bridge.rollouts.sampler import CALL_SEEDS
 from bridge.rollouts.stream import EnvironmentStream
-from bridge.run import measuring
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group, TrainedProblems
 from bridge_environments import registry

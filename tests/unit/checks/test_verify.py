@@ -17,7 +17,8 @@ from bridge.checks import Check, quantized, verify
 from bridge.checks.verify import Served
 from bridge.config import SamplingConfig
 from bridge.core.process import ProcessIdentity
-from bridge.passes import routing
+from bridge.passes.prepared import PreparedModel
+from bridge.passes.routing import RouterReplay
 from bridge.rollouts.sampler import Sampler
 from bridge.server import manifest as manifests
 from bridge.server.client import BridgeClient
@@ -195,7 +196,7 @@ def test_log_probabilities_pass_up_to_the_limit(attached: AttachedModel, shift: 
 
     with serving(openai(bend)) as http, Sampler(SamplingConfig(max_new_tokens=8, request_timeout_s=20)) as sampler:
         groups = verify.sample(sampler, Endpoint(url=http.url), attached.model.config.vocab_size)
-        check = verify.logprobs(verify.logprob_diffs(attached.model, groups))
+        check = verify.logprobs(verify.logprob_diffs(PreparedModel(attached.model), groups))
     assert check.status == status, check.found
     assert check.found.startswith(f"{3 * verify.NUM_PROMPTS * verify.NUM_SAMPLES} tokens")
     assert len(answers) == verify.NUM_PROMPTS
@@ -215,12 +216,13 @@ def mixture(tmp_path: Path) -> ToyServer:
 def url_of_other_experts(mixture: ToyServer) -> Iterator[str]:
     """A server of the mixture, which computes with the experts 2 and 3 of 4 in every layer, whatever routers choose."""
     reference, token_ids = mixture.reference, [5, 9, 2]
-    routing.use(reference, EXPERTS)
+    replay = RouterReplay.of(reference, EXPERTS)
+    assert replay is not None
 
     def bend(document: dict[str, Any], request: Any) -> dict[str, Any]:
         prompt = request.body["prompt"]
         given = torch.tensor([2, 3]).repeat(len(prompt) + len(token_ids), EXPERTS[0], 1)
-        routing.choose(reference, given, len(given))
+        replay.choose(given, len(given))
         logprobs = truth(cast(AttachedModel, SimpleNamespace(model=reference)), prompt, token_ids)
         content = base64.b64encode(given[:-1].byte().numpy().tobytes()).decode()
         choices = [choice(index, *token_ids) for index in range(request.body["n"])]
@@ -261,7 +263,7 @@ def test_a_mixture_is_verified_with_the_servers_experts(
     monkeypatch.setattr(verify, "BridgeClient", lambda *_, **__: closing(client))
     monkeypatch.setattr("bridge.server.fence.frozen", lambda _: nullcontext(True))
     if not is_replayed:
-        monkeypatch.setattr(routing, "use_if_known", lambda *_: None)
+        monkeypatch.setattr(RouterReplay, "if_known", lambda *_: None)
     manifests.write(mixture.manifest, tmp_path / "m.json")
     *weights, logprobs = verify.verify(tmp_path / "m.json", timeout_s=20)
     assert {check.status for check in weights} == {"PASS"}

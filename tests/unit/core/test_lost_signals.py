@@ -20,7 +20,7 @@ from bridge.checks import child, verify
 from bridge.core import hub
 from bridge.core.concurrency import result_of
 from bridge.core.interrupt import next_item, taken, wait_until
-from bridge.learn import opening
+from bridge.engine.compile_ahead import compiling_ahead
 from bridge.modes import transfer
 from bridge.rollouts.event_loop import EventLoop
 
@@ -90,7 +90,7 @@ def compile_ahead(done: threading.Event) -> None:
         while not done.wait(0.01):
             pass
 
-    with opening.compiling_ahead(stand_in, SimpleNamespace(mode="shared_vllm"), print):  # type: ignore[arg-type]
+    with compiling_ahead(stand_in, SimpleNamespace(mode="shared_vllm"), print):  # type: ignore[arg-type]
         pass
 
 

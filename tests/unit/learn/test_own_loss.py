@@ -20,9 +20,9 @@ from bridge.passes.packing import packs
 from bridge.ranks.world import Ranks
 from bridge.types import Group
 from bridge_cli import main
-from tests.unit.learn import test_learner
-from tests.unit.learn.test_learner import base, learner_of, updated, weights
 from tests.unit.learn.test_policy_loss import doubled, group_of
+from tests.unit.run import test_learner
+from tests.unit.run.test_learner import base, learner_of, updated, weights
 from tests.unit.several_ranks import on_ranks
 from tests.unit.trainer_runs import Running, runner
 

@@ -35,6 +35,7 @@ from bridge.errors import UnsupportedModelError, UsageError
 from bridge.passes import attention, kernels, layers
 from bridge.passes.packing import Sample, packs
 from bridge.passes.packing_proof import packed
+from bridge.passes.prepared import PreparedModel
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 
 SIZES = {
@@ -140,7 +141,7 @@ def test_packed_sequences_equal_each_sequence_alone(family: str) -> None:
     model = tiny(FAMILIES[family])
     expected = alone(model)
     model.set_attn_implementation(attention.NAME)
-    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+    assert_same(packed(PreparedModel(model), tokens(), LENGTHS), expected, model)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral, by a window", "gemma 3", "mixtral"])
@@ -148,7 +149,7 @@ def test_transformers_attention_separates_by_positions(family: str) -> None:
     model = tiny(FAMILIES[family])
     expected = alone(model)
     model.set_attn_implementation("sdpa")
-    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+    assert_same(packed(PreparedModel(model), tokens(), LENGTHS), expected, model)
 
 
 def test_no_mask_of_tokens_by_tokens_is_ever_made() -> None:
@@ -166,7 +167,7 @@ def test_no_mask_of_tokens_by_tokens_is_ever_made() -> None:
     model.set_attn_implementation(attention.NAME)
     lengths = (8,) * 250
     with Watch():  # type: ignore[no-untyped-call]
-        packed(model, torch.arange(2000) % 97, lengths).sum().backward()
+        packed(PreparedModel(model), torch.arange(2000) % 97, lengths).sum().backward()
     assert largest < 2000 * 2000 / 10
 
 
@@ -244,7 +245,7 @@ def shared(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
             expected.append((positions, whole))
     assert len(expected) == len(samples)
     model.set_attn_implementation(attention.NAME)
-    hidden = attention.packed_hidden(model, batch.tokens_T, batch.positions_T, batch.spans)
+    hidden = PreparedModel(model).own_hidden(batch.tokens_T, batch.positions_T, batch.spans)
     return torch.cat([hidden[positions] for positions, _ in expected]), torch.cat([whole for _, whole in expected])
 
 
@@ -295,7 +296,7 @@ def test_the_kernel_gets_boundaries_window_scale_and_groups(family: str, monkeyp
     model = tiny(FAMILIES[family])
     expected = alone(model)
     model.set_attn_implementation(attention.NAME)
-    assert_same(packed(model, tokens(), LENGTHS), expected, model)
+    assert_same(packed(PreparedModel(model), tokens(), LENGTHS), expected, model)
     assert calls == 2  # one per layer
 
 
@@ -314,11 +315,11 @@ def test_one_long_sequence_goes_to_cudnn_where_no_window_is_shorter(
     model.set_attn_implementation(attention.NAME)
     with kernel_on_the_cpu():
         for ids, hidden in zip(several, expected, strict=True):
-            assert_same(packed(model, ids, (len(ids),)), hidden, model)
+            assert_same(packed(PreparedModel(model), ids, (len(ids),)), hidden, model)
     assert compiles or long_lengths == [19] * num_full + [12] * num_full
     if not compiles:
         with kernel_on_the_cpu():
-            packed(model, tokens(), LENGTHS)  # several sequences
+            packed(PreparedModel(model), tokens(), LENGTHS)  # several sequences
         assert len(long_lengths) == 2 * num_full
 
 
@@ -401,6 +402,6 @@ def test_compiled_layers_call_the_kernel_with_any_boundaries(monkeypatch: pytest
     expected = alone(model)
     model.set_attn_implementation(attention.NAME)
     layers.compile_layers(model)
-    assert_same(packed(model, tokens(), LENGTHS), expected, model)
-    shorter = packed(model, tokens()[LENGTHS[0] :], LENGTHS[1:])
+    assert_same(packed(PreparedModel(model), tokens(), LENGTHS), expected, model)
+    shorter = packed(PreparedModel(model), tokens()[LENGTHS[0] :], LENGTHS[1:])
     torch.testing.assert_close(shorter, expected[LENGTHS[0] :], rtol=1e-4, atol=1e-4)

@@ -17,6 +17,7 @@ from bridge.passes.packing import Sample
 from bridge.passes.packing_proof import Note
 from bridge.passes.pass_cost import CPU_LOGITS_BYTES, PROBES, Cost, cost_on_gpu, free_memory, measure_cost
 from bridge.passes.preparation import recompute_activations
+from bridge.passes.prepared import PreparedModel
 from bridge.planning.memory import FEW, HOST_SHARE, MOST_TOKENS, PINNED
 from bridge.ranks.world import ALONE, Ranks
 
@@ -47,10 +48,10 @@ class Memory:
     def __init__(self, free: float, *, plain: float | None, recomputed: float | None = None) -> None:
         self.free, self.plain, self.recomputed, self.measured = free, plain, recomputed, 0
 
-    def measure(self, model: PreTrainedModel, temperature: float) -> Cost:
+    def measure(self, prepared: PreparedModel, temperature: float) -> Cost:
         assert temperature == 0.7
         self.measured += 1
-        per_token = self.recomputed if model.is_gradient_checkpointing else self.plain
+        per_token = self.recomputed if prepared.model.is_gradient_checkpointing else self.plain
         if per_token is None:
             raise torch.OutOfMemoryError("out of memory")
         return Cost(fixed_bytes=100 * MIB, token_bytes=per_token * MIB)
@@ -71,9 +72,9 @@ class OnGpu(LlamaForCausalLM):
 def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Query the memory of an `OnGpu` model instead of CUDA."""
 
-    def cost(model: PreTrainedModel, temperature: float) -> Cost:
-        measure = model.memory.measure if isinstance(model, OnGpu) else measure_cost
-        return measure(model, temperature)
+    def cost(prepared: PreparedModel, temperature: float) -> Cost:
+        measure = prepared.model.memory.measure if isinstance(prepared.model, OnGpu) else measure_cost
+        return measure(prepared, temperature)
 
     def free(model: PreTrainedModel) -> float:
         return model.memory.free_bytes(model) if isinstance(model, OnGpu) else free_memory(model)
@@ -104,8 +105,10 @@ def budget(
 
 def budget_of(trained: PreTrainedModel, config: TrainConfig, note: Note, parts: Ranks = ALONE) -> Budget:
     num_groups = config.rollouts.batch_size // config.sampling.group_size
+    prepared = PreparedModel(trained)
+    prepared.kept = INPUTS if config.compute.gradient_checkpointing else ALL  # as `prepare` leaves it
     return Budget(
-        trained,
+        prepared,
         config.compute,
         config.optimizer,
         note,
@@ -304,8 +307,8 @@ def test_layers_keep_as_much_as_lets_the_longest_sample_fit(
     pass_budget = budget(Memory(10_100, plain=1), [], **choices)
 
     def fitting(free: float) -> int:
-        measured.append(pass_budget._kept)
-        return 10_000 if pass_budget._kept == fits else 1_000
+        measured.append(pass_budget._prepared.kept)
+        return 10_000 if pass_budget._prepared.kept == fits else 1_000
 
     monkeypatch.setattr(pass_budget, "_fitting", fitting)
     assert pass_budget.max_tokens(samples(longest)) == (10_000 if fits else longest)
@@ -319,10 +322,10 @@ def test_what_is_kept_goes_to_the_host_only_if_the_longest_does_not_fit_and_the_
 ) -> None:
     few, long = budget(Memory(1_100, plain=1, recomputed=0.7), []), budget(Memory(1_100, plain=1, recomputed=0.7), [])
     assert few.max_tokens(samples(900, 900, 900)) == 1_428  # fewer than keep a GPU busy
-    assert few._kept == INPUTS
+    assert few._prepared.kept == INPUTS
     monkeypatch.setattr(module, "left_bytes", lambda: 10_000)
     long.max_tokens(samples(5_000))
-    assert long._kept == INPUTS
+    assert long._prepared.kept == INPUTS
 
 
 @pytest.mark.parametrize(("fits", "kept"), [(INPUTS, INPUTS), (HOST_INPUTS, HOST_INPUTS), (None, HOST_INPUTS)])
@@ -330,9 +333,9 @@ def test_layers_keep_less_until_an_update_in_a_single_pass_fits(
     fits: Kept | None, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pass_budget = budget(Memory(10_100, plain=1), [], gradient_release=True)
-    monkeypatch.setattr(pass_budget, "_fitting", lambda _: 20_000 if pass_budget._kept == fits else 10_000)
+    monkeypatch.setattr(pass_budget, "_fitting", lambda _: 20_000 if pass_budget._prepared.kept == fits else 10_000)
     assert pass_budget.max_tokens(samples(*(3_000,) * 5)) == (20_000 if fits else 10_000)
-    assert pass_budget._kept == kept
+    assert pass_budget._prepared.kept == kept
 
 
 def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +345,7 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "left_bytes", lambda: 2 * int(PINNED * 2 * 5_000 * (32 + 32) / HOST_SHARE))
     for pass_budget, kept in ((alone, HOST_INPUTS), (one_of_four, INPUTS)):
         pass_budget.max_tokens(samples(5_000))
-        assert pass_budget._kept == kept
+        assert pass_budget._prepared.kept == kept
 
 
 @pytest.mark.parametrize("offloads", [None, False])
@@ -353,7 +356,7 @@ def test_a_run_of_chosen_size_keeps_what_its_longest_sample_wants(offloads: bool
     for longest, kept in ((5_000, ATTENTION), (3_000, INPUTS)):
         pass_budget = budget(Memory(1, plain=1), [], **choices)
         pass_budget.max_tokens(samples(longest))
-        assert pass_budget._kept == kept
+        assert pass_budget._prepared.kept == kept
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -403,7 +406,7 @@ def test_the_cpu_budget_respects_the_containers_limit(
 ) -> None:
     notes: list[str] = []
     max_tokens = on_the_cpu(monkeypatch, available, limit, notes, gradient_checkpointing=False).max_tokens(samples(300))
-    cost = measure_cost(model(), 0.7)
+    cost = measure_cost(PreparedModel(model()), 0.7)
     assert cost is not None
     assert max_tokens == cost.tokens_in(HOST_SHARE * 400 * MIB)
     assert 2_000 < max_tokens < MOST_TOKENS
@@ -426,7 +429,7 @@ def test_the_cost_on_the_cpu_is_what_autograd_keeps() -> None:
         return LlamaForCausalLM(config).eval()
 
     def token_bytes(model: PreTrainedModel) -> float:
-        cost = measure_cost(model, 0.7)
+        cost = measure_cost(PreparedModel(model), 0.7)
         assert cost is not None
         assert cost.fixed_bytes >= CPU_LOGITS_BYTES
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -435,7 +438,7 @@ def test_the_cost_on_the_cpu_is_what_autograd_keeps() -> None:
     few, many = layered(8), layered(16)
     layer = (token_bytes(many) - token_bytes(few)) / 8
     assert layer > 4 * (4 * 512 + 4 * 64)  # gate, activated gate, up and their product, and some of width 64
-    recompute_activations(many, pytest.fail)
+    recompute_activations(PreparedModel(many), pytest.fail)
     assert many.is_gradient_checkpointing
     assert token_bytes(many) < token_bytes(layered(16)) - 10 * layer
     assert many.is_gradient_checkpointing, "it must not change"
@@ -453,7 +456,7 @@ def test_out_of_memory_halves_then_recomputes_then_ends() -> None:
         (16_384, False), (8_192, False), (4_096, False), (2_048, False), (2_048, True), (1_500, True),
         (1_500, True),
     ]  # fmt: skip
-    assert pass_budget._kept == HOST_INPUTS
+    assert pass_budget._prepared.kept == HOST_INPUTS
     assert [note.partition(":")[0] for note in notes] == ["out of memory"] * 6
     with pytest.raises(UsageError, match=r"a sequence of 1,500 tokens does not fit"):
         pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory"))
@@ -510,7 +513,7 @@ def test_the_probe_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1007 + 3 * probed[-1])
-    assert cost_on_gpu(trained, 0.7) == Cost(fixed_bytes=7, token_bytes=3)
+    assert cost_on_gpu(PreparedModel(trained), 0.7) == Cost(fixed_bytes=7, token_bytes=3)
     assert tuple(probed) == PROBES
     assert all(parameter.grad is None for parameter in trained.parameters())
 

@@ -3,7 +3,7 @@
 Not covered: the processor (`tests/unit/rollouts/test_images.py`), vLLM (`tests/cpu/test_images.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig
 from bridge.errors import UnsupportedModelError
-from bridge.passes import image_proof, images, preparation
-from bridge.passes.logprobs import model_logprobs
+from bridge.passes import images, preparation
 from bridge.passes.packing import MicroBatch, Sample, packs
-from bridge.passes.slices import own_hidden
+from bridge.passes.prepared import PreparedModel
 from bridge.planning.model_size import SEEING
 from bridge.types import Images
 from bridge.weights import skeleton
@@ -40,19 +39,16 @@ def model_of(family: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+def prepared(request: pytest.FixtureRequest) -> PreparedModel:
     made = model_of(request.param)
     made.requires_grad_(False)
     made.get_decoder().requires_grad_(True)
-    preparation.prepare(made, ComputeConfig(compile_layers=False), lambda _: None)
-    return made
+    return preparation.prepare(made, ComputeConfig(compile_layers=False), lambda _: None)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_proved() -> Iterator[None]:
-    image_proof._proved.clear()
-    yield
-    image_proof._proved.clear()
+@pytest.fixture(scope="module")
+def model(prepared: PreparedModel) -> PreTrainedModel:
+    return prepared.model
 
 
 def samples_of(model: PreTrainedModel) -> list[Sample]:
@@ -94,12 +90,13 @@ def pack(samples: list[Sample], *, share_prompts: bool = False) -> MicroBatch:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @torch.no_grad()
-def test_a_pack_equals_each_sequence_alone(model: PreTrainedModel, *, share_prompts: bool) -> None:
+def test_a_pack_equals_each_sequence_alone(prepared: PreparedModel, *, share_prompts: bool) -> None:
+    model = prepared.model
     if share_prompts and model.config.model_type not in ("mistral3", "qwen3_vl"):
         pytest.skip("layers with a state share no prompts")
     samples = {sample.weight: sample for sample in samples_of(model)}
     batch = pack([*samples.values()], share_prompts=share_prompts)
-    hidden = own_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, images=batch.images)
+    hidden = prepared.own_hidden(batch.tokens_T, batch.positions_T, batch.spans, packed_images=batch.images)
     for number in range(len(samples)):
         is_own = batch.sequences_N == number
         expected = alone(model, samples[float(batch.weights_N[is_own][0])])
@@ -116,9 +113,10 @@ def test_prompts_of_equal_tokens_and_other_images_are_not_shared(model: PreTrain
 
 
 def test_the_tower_gets_the_image_of_several_sequences_once(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
+    model = prepared.model
     original = model.get_image_features
 
     def counted(*, pixel_values: torch.Tensor, **others: Any) -> Any:
@@ -127,7 +125,7 @@ def test_the_tower_gets_the_image_of_several_sequences_once(
 
     monkeypatch.setattr(model, "get_image_features", counted)
     batch = pack(samples_of(model)[:4])
-    model_logprobs(model, batch, 1.0)
+    prepared.logprobs(batch, 1.0)
     assert batch.images is not None
     in_time = getattr(model.config.vision_config, "temporal_patch_size", 1)
     of_image = 6 * (8 * 8) * 3 * in_time
@@ -149,8 +147,9 @@ def test_positions_are_those_of_transformers(model: PreTrainedModel) -> None:
         assert images.positions(len(ids), sample.images).tolist() == expected[:, 0].tolist()
 
 
-def test_gradients_reach_the_text_and_not_the_tower(model: PreTrainedModel) -> None:
-    logprobs_N, _ = model_logprobs(model, pack(samples_of(model)), 1.0)
+def test_gradients_reach_the_text_and_not_the_tower(prepared: PreparedModel) -> None:
+    model = prepared.model
+    logprobs_N, _ = prepared.logprobs(pack(samples_of(model)), 1.0)
     logprobs_N.sum().backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert "model.language_model.embed_tokens.weight" in trained
@@ -158,30 +157,35 @@ def test_gradients_reach_the_text_and_not_the_tower(model: PreTrainedModel) -> N
     model.zero_grad()
 
 
-def test_without_an_image_the_tower_is_not_called(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "get_image_features", None)
-    batch = pack(samples_of(model)[-2:])
+def test_without_an_image_the_tower_is_not_called(prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared.model, "get_image_features", None)
+    batch = pack(samples_of(prepared.model)[-2:])
     assert batch.images is None
-    model_logprobs(model, batch, 1.0)
+    prepared.logprobs(batch, 1.0)
 
 
 def test_the_proof_passes_and_is_not_repeated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    image_proof.prove(model, samples_of(model)[-2:])
-    assert model not in image_proof._proved
-    image_proof.prove(model, samples_of(model))
+    unproved = PreparedModel(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "get_image_features", None)
+        unproved.prove_images(samples_of(model)[-2:])
+        with pytest.raises(UnsupportedModelError):
+            unproved.prove_images(samples_of(model))  # the texts proved nothing
+    unproved.prove_images(samples_of(model))
     monkeypatch.setattr(model, "get_image_features", None)
-    image_proof.prove(model, samples_of(model))
+    unproved.prove_images(samples_of(model))
 
 
 @torch.no_grad()
-def test_an_image_token_that_was_sampled_is_text(model: PreTrainedModel) -> None:
+def test_an_image_token_that_was_sampled_is_text(prepared: PreparedModel) -> None:
     """In vLLM it has the embedding of the word, since no image belongs to it."""
+    model = prepared.model
     first, second, *_ = samples_of(model)
     with_token = replace(first, token_ids=(model.config.image_token_id, *first.token_ids[1:]))
     batch = pack([with_token, second])
     assert batch.images is not None
     assert len(batch.images.indices_I) == 2 * 6
-    hidden = own_hidden(model, batch.tokens_T, batch.positions_T, batch.spans, images=batch.images)
+    hidden = prepared.own_hidden(batch.tokens_T, batch.positions_T, batch.spans, packed_images=batch.images)
     is_second = batch.sequences_N == 1
     assert (hidden[batch.rows_N[is_second]] - alone(model, second)).abs().max() < EQUAL
 
@@ -214,9 +218,10 @@ def test_the_proof_refuses(fault: str, model: PreTrainedModel, monkeypatch: pyte
         pytest.skip("its tokens count")
     name, replacement, words = FAULTS[fault]
     monkeypatch.setattr(images, name, replacement)
-    with pytest.raises(UnsupportedModelError, match=words):
-        image_proof.prove(model, samples_of(model)[:4])
-    assert model not in image_proof._proved
+    unproved = PreparedModel(model)
+    for _ in range(2):  # nothing is proved by the first
+        with pytest.raises(UnsupportedModelError, match=words):
+            unproved.prove_images(samples_of(model)[:4])
 
 
 def test_too_little_memory_says_nothing_about_the_family(
@@ -228,9 +233,10 @@ def test_too_little_memory_says_nothing_about_the_family(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(images, "features", too_large)
-    with pytest.raises(torch.OutOfMemoryError):
-        image_proof.prove(model, samples_of(model))
-    assert model not in image_proof._proved
+    unproved = PreparedModel(model)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            unproved.prove_images(samples_of(model))
 
 
 def test_the_proof_refuses_a_family_that_is_called_otherwise() -> None:
@@ -243,4 +249,4 @@ def test_the_proof_refuses_a_family_that_is_called_otherwise() -> None:
         prompt_token_ids=ids, token_ids=(7,), images=shown, sampled_logprobs=zero, advantages=zero, weight=1.0
     )
     with pytest.raises(UnsupportedModelError, match="Mistral3ForConditionalGeneration treats images in another way"):
-        image_proof.prove(made, [sample])
+        PreparedModel(made).prove_images([sample])

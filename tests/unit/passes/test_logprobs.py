@@ -25,8 +25,9 @@ from transformers import (
 from bridge.errors import UnsupportedModelError
 from bridge.passes import layers
 from bridge.passes import logprobs as blocks
-from bridge.passes.logprobs import LogitTransform, check_head, model_logprobs, token_logprobs
+from bridge.passes.logprobs import LogitTransform, check_head, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
+from bridge.passes.prepared import PreparedModel
 from tests.models import tiny
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -315,7 +316,7 @@ def test_log_probs_equal_those_of_the_models_own_logits(index: int) -> None:
     torch.manual_seed(0)
     model = models()[index].eval()
     batch = micro_batch([(3, 5), (1, 2), (4, 4)])
-    ours, entropies = model_logprobs(model, batch, 0.8)
+    ours, entropies = PreparedModel(model).logprobs(batch, 0.8)
     parts = torch.tensor_split(batch.tokens_T, batch.spans.starts_S1[1:-1].tolist())
     whole = torch.cat([model(input_ids=part.unsqueeze(0)).logits[0] for part in parts]).float() / 0.8
     every = whole.log_softmax(-1)[batch.rows_N]
@@ -381,7 +382,7 @@ def test_a_wrapped_head_is_refused(wrap: Callable[[PreTrainedModel], None]) -> N
         prompt_token_ids=(1, 2), token_ids=(3, 4), sampled_logprobs=(0.0, 0.0), advantages=(1.0, 1.0), weight=1.0
     )
     (batch,) = packs([sample], max_tokens=8, device=torch.device("cpu"))
-    for compute in (lambda: check_head(model), lambda: model_logprobs(model, batch, 1.0)):
+    for compute in (lambda: check_head(model), lambda: PreparedModel(model).logprobs(batch, 1.0)):
         with pytest.raises(UnsupportedModelError, match="the head of LlamaForCausalLM is wrapped"):
             compute()
 

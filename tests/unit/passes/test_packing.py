@@ -43,6 +43,11 @@ def values(batch: MicroBatch) -> dict[str, object]:
     return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in fields_by_name.items()}
 
 
+def of_samples(batch: MicroBatch, samples: list[Sample]) -> dict[str, object]:
+    """Return its values, with the samples themselves in place of their indices."""
+    return values(batch) | {"indices": [samples[index] for index in batch.indices]}
+
+
 def lengths_of(batch: MicroBatch) -> list[int]:
     lengths: list[int] = batch.spans.starts_S1.diff().tolist()
     return lengths
@@ -57,7 +62,7 @@ def test_position_t_predicts_token_t_plus_one() -> None:
         "longest": 5,
         "seen": None,
         "lengths": [(5, 5), (2, 2)],
-        "num_sequences": 2,
+        "indices": [1, 0],
         "rows_N": [2, 3, 5],
         "targets_N": [4, 5, 7],
         "sequences_N": [0, 0, 1],
@@ -82,7 +87,7 @@ def test_a_shared_prompt_is_packed_once() -> None:
         "longest": 3,
         "seen": [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7], [0, 3, 8, 12, 14], 5],
         "lengths": [(3, 3), (2, 5), (1, 4), (2, 2)],
-        "num_sequences": 3,
+        "indices": [0, 2, 1],
         "rows_N": [2, 3, 2, 6],
         "targets_N": [4, 5, 8, 7],
         "sequences_N": [0, 0, 1, 2],
@@ -172,10 +177,10 @@ def test_unknown_log_probs_keep_the_order_fixed() -> None:
         for number in (1.0, -1.0)
         for logprobs in [(math.nan, -0.5), (-0.5, math.nan), (math.nan, math.nan)]
     ]
-    expected = [str(values(batch)) for batch in pack(given, max_tokens=6)]
+    expected = [str(of_samples(batch, given)) for batch in pack(given, max_tokens=6)]
     for seed in range(5):
         random.Random(seed).shuffle(given)
-        assert [str(values(batch)) for batch in pack(given, max_tokens=6)] == expected
+        assert [str(of_samples(batch, given)) for batch in pack(given, max_tokens=6)] == expected
 
 
 def test_types_hold_even_if_all_numbers_are_integers() -> None:
@@ -214,9 +219,10 @@ def test_the_result_does_not_depend_on_the_order_of_arrival(share_prompts: bool)
         for advantage in (1.0, -1.0)
         for weight in (0.5, 0.25)
     ]
-    expected = [values(batch) for batch in pack(samples, max_tokens=9, share_prompts=share_prompts)]
+    expected = [of_samples(batch, samples) for batch in pack(samples, max_tokens=9, share_prompts=share_prompts)]
     random.Random(0).shuffle(samples)
-    assert [values(batch) for batch in pack(samples, max_tokens=9, share_prompts=share_prompts)] == expected
+    packed = pack(samples, max_tokens=9, share_prompts=share_prompts)
+    assert [of_samples(batch, samples) for batch in packed] == expected
 
 
 def test_no_samples_give_no_micro_batches() -> None:

@@ -16,11 +16,12 @@ from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, cut_layers, layers, logprobs, parallel, recurrence
 from bridge.passes.cut_layers import VocabularyPart
-from bridge.passes.logprobs import LogitTransform, model_logprobs, token_logprobs
+from bridge.passes.logprobs import LogitTransform, token_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
 from bridge.passes.parallel import Parallel, divide
 from bridge.passes.parallel_proof import check_layers
 from bridge.passes.preparation import prepare
+from bridge.passes.prepared import PreparedModel
 from bridge.ranks.world import Ranks
 from bridge.weights import skeleton
 from bridge.weights.model_folder import stored_buffers
@@ -84,10 +85,10 @@ def batch() -> MicroBatch:
     return packed
 
 
-def computed(model: PreTrainedModel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return log-probabilities, entropies and gradients."""
+def computed(model: PreTrainedModel, divided: Parallel | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return log-probabilities, entropies and gradients of a whole model, or of a part."""
     attention.choose(model, attention.NAME)
-    logprobs_T, entropies = model_logprobs(model, batch(), 0.9)
+    logprobs_T, entropies = PreparedModel(model, divided).logprobs(batch(), 0.9)
     (logprobs_T * torch.linspace(-1, 1, len(logprobs_T))).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return logprobs_T.detach(), entropies, gradients
@@ -101,7 +102,7 @@ def in_parts(config: PretrainedConfig, ranks: Ranks) -> dict[str, float]:
     whole = whole_model(config)
     model, divided = part_of(whole, ranks.rank, ranks.world_size)
     check_layers(model, divided)
-    logprobs_T, entropies, gradients = computed(model)
+    logprobs_T, entropies, gradients = computed(model, divided)
     expected, expected_entropies, expected_gradients = computed(whole)
     divided.combine(gradients)
     cuts = divided.cuts[divided.part]
@@ -131,7 +132,7 @@ def spoiled(ranks: Ranks, family: str, owner: Any, name: str, spoil: Any) -> tup
     with pytest.raises(UnsupportedModelError) as refusal:
         check_layers(model, divided)
     try:
-        away = difference(computed(model)[0], computed(whole)[0])
+        away = difference(computed(model, divided)[0], computed(whole)[0])
     except ArithmeticError:
         away = math.inf
     return refusal.value.message, away
@@ -228,12 +229,12 @@ def in_other_forms(ranks: Ranks, family: str) -> list[float]:
     layers.COMPILER = "aot_eager"
     whole = whole_model(FAMILIES[family]())
     away = []
-    expected = computed(part_of(whole, ranks.rank, ranks.world_size)[0])
+    expected = computed(*part_of(whole, ranks.rank, ranks.world_size))
     for form in (layers.call_again, partial(layers.compile_layers, recomputed=True)):
-        model, _ = part_of(whole, ranks.rank, ranks.world_size)
+        model, divided = part_of(whole, ranks.rank, ranks.world_size)
         model = copy.deepcopy(model)
         form(model)
-        logprobs_T, _, gradients = computed(model)
+        logprobs_T, _, gradients = computed(model, divided)
         assert gradients.keys() == expected[2].keys()
         away += [
             difference(logprobs_T, expected[0]),
@@ -252,13 +253,12 @@ def prepared_in_bf16(ranks: Ranks, family: str) -> tuple[bool, float, float]:
     layers.bf16_is_emulated = lambda: True  # type: ignore[assignment]
     whole = whole_model(FAMILIES[family]())
     model, divided = part_of(whole, ranks.rank, ranks.world_size)
-    expected = model_logprobs(whole, batch(), 1.0)[0]
+    expected = PreparedModel(whole).logprobs(batch(), 1.0)[0]
+    check_layers(model.bfloat16(), divided)
     of_both = []
-    for prepared_model in (model.bfloat16(), whole.bfloat16()):
-        if prepared_model is model:
-            check_layers(model, divided)
-        prepare(prepared_model, TrainConfig.of(model_name="m").compute, lambda _: None)
-        of_both.append(model_logprobs(prepared_model, batch(), 1.0)[0])
+    for narrow, part in ((model, divided), (whole.bfloat16(), None)):
+        prepared = prepare(narrow, TrainConfig.of(model_name="m").compute, lambda _: None, parallel=part)
+        of_both.append(prepared.logprobs(batch(), 1.0)[0])
     are_equal = all(torch.equal(of_both[0], other) for other in ranks.all_gather_object(of_both[0].detach()))
     in_parts, of_whole = (float((logprobs_T - expected).detach().abs().mean()) for logprobs_T in of_both)
     return are_equal, in_parts, of_whole

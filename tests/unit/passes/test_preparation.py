@@ -40,6 +40,8 @@ from bridge.passes import attention, layers, routing
 from bridge.passes.packing_proof import LENGTHS as CHECKED_LENGTHS
 from bridge.passes.packing_proof import Expected, difference, example_tokens, packed
 from bridge.passes.preparation import prepare, recompute_activations
+from bridge.passes.prepared import PreparedModel
+from bridge.passes.routing import RouterReplay
 from bridge.weights import skeleton
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
@@ -59,15 +61,20 @@ def llama(num_layers: int = 2) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**(SIZES | {"num_hidden_layers": num_layers}))).eval()
 
 
-def prepared(model: PreTrainedModel, **choices: Any) -> list[str]:
+def noted(model: PreTrainedModel, **choices: Any) -> tuple[PreparedModel, list[str]]:
+    """Prepare a model, and return what was reported, too."""
     notes: list[str] = []
-    prepare(model, TrainConfig.of(model_name="m", **choices).compute, notes.append)
-    return notes
+    return prepare(model, TrainConfig.of(model_name="m", **choices).compute, notes.append), notes
 
 
-def gradients(model: PreTrainedModel) -> list[Tensor]:
-    trained = [parameter for parameter in model.get_decoder().parameters() if parameter.requires_grad]
-    hidden = packed(model, TOKENS, LENGTHS)
+def quietly(model: PreTrainedModel, **choices: Any) -> PreparedModel:
+    """Prepare a model about which nothing is reported."""
+    return prepare(model, TrainConfig.of(model_name="m", **choices).compute, pytest.fail)
+
+
+def gradients(prepared: PreparedModel) -> list[Tensor]:
+    trained = [parameter for parameter in prepared.model.get_decoder().parameters() if parameter.requires_grad]
+    hidden = packed(prepared, TOKENS, LENGTHS)
     return list(torch.autograd.grad((hidden * torch.linspace(-1, 1, hidden.shape[1])).sum(), trained))
 
 
@@ -78,15 +85,16 @@ def assert_close(ours: list[Tensor], expected: list[Tensor]) -> None:
 
 def test_a_model_without_experts_is_not_called_for_them() -> None:
     model, calls = llama(), list[None]()
-    routing.use_if_known(model)
+    prepared = PreparedModel(model)
+    prepared.replay = RouterReplay.if_known(model)
     model.get_decoder().register_forward_pre_hook(lambda *_: calls.append(None))
-    Expected.of(model)
+    Expected.of(prepared)
     assert len(calls) == 2 * len(CHECKED_LENGTHS) + 1, "alone with two kinds of attention, and all as one"
 
 
 def test_packed_attention_is_chosen_without_a_word() -> None:
     model = llama()
-    assert prepared(model) == []
+    quietly(model)
     assert model.config._attn_implementation == attention.NAME
     assert attention.NAME not in model.config.to_json_string()  # a checkpoint's config.json must not mention it
 
@@ -96,19 +104,19 @@ def test_a_model_with_an_embedding_of_zeros_is_prepared() -> None:
     first = example_tokens(model)[0]  # its hidden state is 0, too
     with torch.no_grad():
         model.get_input_embeddings().weight[first] = 0
-    assert prepared(model) == []
+    quietly(model)
 
 
 def test_prompts_are_shared_only_if_completions_see_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = TrainConfig.of(model_name="m").compute
-    assert prepare(llama(), config, pytest.fail)
-    boundaries = attention._boundaries
-    monkeypatch.setattr(attention, "_boundaries", lambda *given: {**boundaries(*given), "seen": None})
+    assert prepare(llama(), config, pytest.fail).shares_prompts
+    boundaries = attention.boundaries
+    monkeypatch.setattr(attention, "boundaries", lambda *given: {**boundaries(*given), "seen": None})
     notes: list[str] = []
     model = llama()
-    assert not prepare(model, config, notes.append)
+    assert not prepare(model, config, notes.append).shares_prompts
     assert model.config._attn_implementation == attention.NAME
     (note,) = notes
     assert note.startswith("prompts are not shared: LlamaForCausalLM does not keep packed sequences apart")
@@ -118,7 +126,7 @@ def test_prompts_are_not_shared_with_the_models_own_attention() -> None:
     config = Gemma2Config(**SIZES, head_dim=8)
     model = Gemma2ForCausalLM(config).eval()
     model.model._can_set_attn_implementation = lambda: False
-    assert not prepare(model, TrainConfig.of(model_name="m").compute, lambda _: None)
+    assert not prepare(model, TrainConfig.of(model_name="m").compute, lambda _: None).shares_prompts
 
 
 def mixture() -> PreTrainedModel:
@@ -143,33 +151,34 @@ def test_experts_are_watched_after_the_check_only_if_replayed(is_replayed: bool)
     sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, head_dim=8)).eval()
     model.set_experts_implementation("batched_mm")
-    if is_replayed:
-        routing.use(model)
-    prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail, is_replayed=is_replayed)
+    compute, experts = TrainConfig.of(model_name="m").compute, (2, 2) if is_replayed else None
+    prepared = prepare(model, compute, pytest.fail, experts=experts)
     watched = [layer.mlp for layer in model.get_decoder().layers if "forward" in vars(layer.mlp)]
     assert len(watched) == (2 if is_replayed else 0)
-    experts = routing.watched(model, lambda: routing.plain_hidden(model, TOKENS))
-    assert (experts is not None) == is_replayed
+    assert (prepared.replay is not None) == is_replayed
+    if prepared.replay is not None:
+        assert prepared.replay.watched(lambda: routing.plain_hidden(model, TOKENS)).shape == (len(TOKENS), 2 * 2)
 
 
 def test_experts_that_rounding_exchanges_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many layers that changes hidden states as much as other sequences do, unless each choice is made once."""
-    assert prepared(mixture()) == []
-    monkeypatch.setattr(routing, "use_if_known", lambda _: None)
+    quietly(mixture())
+    monkeypatch.setattr(RouterReplay, "if_known", lambda _: None)
     with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
-        prepared(mixture())
+        noted(mixture())
 
 
 def test_experts_that_are_given_hide_no_mixed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mixture()
 
-    def as_one(model: PreTrainedModel, tokens_T: Tensor, *_: Any, **__: Any) -> Tensor:
-        hidden_TH: Tensor = model.get_decoder()(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state[0]
-        return hidden_TH
+    def as_one(prepared: PreparedModel, tokens_T: Tensor, _: Tensor, __: Any, experts_TX: Tensor) -> Tensor:
+        assert prepared.replay is not None
+        prepared.replay.choose(experts_TX, len(tokens_T))
+        return routing.plain_hidden(prepared.model, tokens_T)
 
-    monkeypatch.setattr(attention, "packed_hidden", as_one)
+    monkeypatch.setattr(PreparedModel, "own_hidden", as_one)
     with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
-        prepared(model)
+        noted(model)
 
 
 def test_weights_that_hardly_attend_are_not_refused() -> None:
@@ -180,7 +189,7 @@ def test_weights_that_hardly_attend_are_not_refused() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-1e-3, 1e-3, generator=generator)
-    (note,) = prepared(model)
+    _, (note,) = noted(model)
     assert note.startswith("attention hardly matters with these weights: packed, hidden states differ by ")
     assert model.config._attn_implementation == attention.NAME
 
@@ -191,7 +200,7 @@ def test_a_family_that_mixes_sequences_is_refused_by_name() -> None:
     mamba = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)).eval()
     for model in (bloom, mamba):
         with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} does not keep packed sequences"):
-            prepared(model)
+            noted(model)
 
 
 def test_a_family_with_another_signature_is_refused() -> None:
@@ -202,7 +211,7 @@ def test_a_family_with_another_signature_is_refused() -> None:
     model = Odd(LlamaConfig(**SIZES)).eval()
     model.model.forward = lambda tokens: tokens
     with pytest.raises(UnsupportedModelError, match="Odd cannot be called like other language models: TypeError: "):
-        prepared(model)
+        noted(model)
 
 
 def test_positions_that_do_not_restart_are_refused() -> None:
@@ -213,14 +222,14 @@ def test_positions_that_do_not_restart_are_refused() -> None:
     counts = model.transformer.forward
     model.transformer.forward = lambda *args, **inputs: counts(*args, **{**inputs, "position_ids": None})
     with pytest.raises(UnsupportedModelError, match=r"Counting does not keep packed sequences apart"):
-        prepared(model)
+        noted(model)
 
 
 @pytest.mark.parametrize("family", sorted(INSIDE))
 def test_language_model_inside_another_is_prepared_alone(family: str) -> None:
     config = FAMILIES[family]()
     model = skeleton.auto_class(config).from_config(config).eval()
-    prepared(model)
+    noted(model)
     assert attention.chosen(model) == attention.NAME
     assert model.config.vision_config._attn_implementation != attention.NAME
 
@@ -231,7 +240,7 @@ def test_a_lost_window_leaves_the_models_own_attention() -> None:
     for layer in model.model.layers:
         call = layer.self_attn.forward
         layer.self_attn.forward = lambda *args, call=call, **inputs: without_window(call, *args, **inputs)
-    (note,) = prepared(model)
+    _, (note,) = noted(model)
     assert note.startswith("attention: the model's own (sdpa), with a mask of tokens x tokens: MistralForCausalLM")
     assert model.config._attn_implementation == "sdpa"
     assert model.config.sliding_window == 4096
@@ -251,7 +260,7 @@ def test_windows_that_layers_hold_are_put_back_too() -> None:
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=48)).eval()
     held = [layer.self_attn.sliding_window for layer in model.model.layers]
-    prepared(model)
+    noted(model)
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == held
     assert 48 in held
 
@@ -260,7 +269,7 @@ def test_capped_scores_are_compared_with_eager_attention() -> None:
     torch.manual_seed(0)
     config = Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=0.01, initializer_range=0.5)
     model = Gemma2ForCausalLM(config).eval()
-    assert prepared(model) == []
+    quietly(model)
     assert model.config._attn_implementation == attention.NAME
 
 
@@ -269,7 +278,7 @@ def test_checking_puts_windows_and_dropout_back() -> None:
     model = Starcoder2ForCausalLM(Starcoder2Config(**SIZES, sliding_window=48)).eval()
     dropout = model.model.layers[1].dropout = nn.Dropout(0.5)
     assert dropout.training
-    prepared(model)
+    noted(model)
     assert dropout.training
     assert [module for module in model.modules() if module.training] == [dropout]
     assert model.config.sliding_window == 48
@@ -282,11 +291,11 @@ def test_recomputed_activations_give_the_same_gradients(frozen: bool) -> None:
         model.requires_grad_(False)
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.requires_grad_()
-    prepared(model)
-    expected = gradients(model)
+    prepared, _ = noted(model)
+    expected = gradients(prepared)
     calls = count_calls(model.model.layers[0].self_attn)
-    recompute_activations(model, pytest.fail)
-    assert_close(gradients(model), expected)
+    recompute_activations(prepared, pytest.fail)
+    assert_close(gradients(prepared), expected)
     assert len(calls) == 2  # forward, and once more
 
 
@@ -300,10 +309,10 @@ def test_recomputing_switches_no_dropout_on() -> None:
     torch.manual_seed(0)
     config = Starcoder2Config(**SIZES, residual_dropout=0.5, embedding_dropout=0.5, attention_dropout=0.5)
     model = Starcoder2ForCausalLM(config).eval()
-    prepared(model)
-    expected = gradients(model)
-    recompute_activations(model, pytest.fail)
-    assert_close(gradients(model), expected)
+    prepared, _ = noted(model)
+    expected = gradients(prepared)
+    recompute_activations(prepared, pytest.fail)
+    assert_close(gradients(prepared), expected)
 
 
 def test_gradient_hooks_run_once_per_parameter(
@@ -314,10 +323,10 @@ def test_gradient_hooks_run_once_per_parameter(
     hooked: list[int] = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: hooked.append(id(parameter)))
-    prepared(model, compile_layers=True, gradient_checkpointing=True)
+    prepared, _ = noted(model, compile_layers=True, gradient_checkpointing=True)
     assert hooked == []
     assert all(parameter.grad is None for parameter in model.parameters())
-    packed(model, TOKENS, LENGTHS).sum().backward()
+    packed(prepared, TOKENS, LENGTHS).sum().backward()
     assert sorted(hooked) == sorted(id(parameter) for parameter in model.get_decoder().parameters())
 
 
@@ -333,7 +342,7 @@ def test_no_backward_pass_is_compiled_before_it_is_known_what_offloaded_layers_k
         return graph.forward
 
     monkeypatch.setattr(layers, "COMPILER", compiled)
-    prepared(llama(), compile_layers=True, activation_offload=offloads)
+    noted(llama(), compile_layers=True, activation_offload=offloads)
     assert differentiated
     assert any(differentiated) == (offloads is None)
 
@@ -342,8 +351,8 @@ def test_no_parameter_is_moved_or_replaced(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(layers, "COMPILER", "eager")
     model = llama()
     before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    prepared(model, compile_layers=True, gradient_checkpointing=True)
-    gradients(model)
+    prepared, _ = noted(model, compile_layers=True, gradient_checkpointing=True)
+    gradients(prepared)
     assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
 
 
@@ -368,11 +377,11 @@ def test_compiled_layers_give_the_same_gradients(recomputed: bool, monkeypatch: 
     for num_layers in (1, 3):
         torch._dynamo.reset()
         graphs.clear()
-        expected, model = gradients(llama(num_layers)), llama(num_layers)
-        assert prepared(model, compile_layers=True, gradient_checkpointing=recomputed) == []
-        assert_close(gradients(model), expected)
+        expected, model = gradients(PreparedModel(llama(num_layers))), llama(num_layers)
+        prepared = quietly(model, compile_layers=True, gradient_checkpointing=recomputed)
+        assert_close(gradients(prepared), expected)
         numbers.append(len(graphs))
-        packed(model, TOKENS[:9], (5, 4)).sum().backward()
+        packed(prepared, TOKENS[:9], (5, 4)).sum().backward()
         assert len(graphs) == numbers[-1] > 0  # no recompilation, whatever the lengths
     assert numbers[0] == numbers[1]  # nor does the number of layers matter
 
@@ -387,7 +396,7 @@ def test_beneath_an_adapter_the_first_layer_runs_the_code_of_all(monkeypatch: py
         model = llama(3)
         if has_adapter:
             Adapter(model, LoraConfig(r=2), seed=0, base_name="m")
-        assert prepared(model, compile_layers=True, gradient_checkpointing=False) == []
+        quietly(model, compile_layers=True, gradient_checkpointing=False)
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert counts[0] == counts[1]
 
@@ -406,15 +415,15 @@ def test_recomputed_layers_are_compiled_only_for_that(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(layers, "compile_layers", noting)
     model = llama()
-    assert prepared(model, compile_layers=True, gradient_checkpointing=True) == []
+    prepared = quietly(model, compile_layers=True, gradient_checkpointing=True)
     assert recomputed_flags == [True]
     assert layers.are_compiled(model)
-    kept = kept_bytes(model)
-    recompute_activations(model, pytest.fail)
-    assert kept_bytes(model) == kept
+    kept = kept_bytes(prepared)
+    recompute_activations(prepared, pytest.fail)
+    assert kept_bytes(prepared) == kept
 
 
-def kept_bytes(model: PreTrainedModel) -> int:
+def kept_bytes(prepared: PreparedModel) -> int:
     """Return the bytes that the backward pass keeps, besides the parameters."""
     kept: dict[int, int] = {}
 
@@ -423,8 +432,8 @@ def kept_bytes(model: PreTrainedModel) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = packed(model, TOKENS, LENGTHS)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        hidden = packed(prepared, TOKENS, LENGTHS)
+    own = {parameter.untyped_storage().data_ptr() for parameter in prepared.model.parameters()}
     assert hidden.requires_grad
     return sum(size for address, size in kept.items() if address not in own)
 
@@ -434,13 +443,13 @@ def kept_bytes(model: PreTrainedModel) -> int:
 def test_compiled_recomputed_layers_keep_only_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     torch._dynamo.reset()
-    expected, model = gradients(llama()), llama()
-    assert prepared(model, compile_layers=True) == []
-    before = kept_bytes(model)
-    recompute_activations(model, pytest.fail)
-    assert kept_bytes(model) < before / 2
+    expected, model = gradients(PreparedModel(llama())), llama()
+    prepared = quietly(model, compile_layers=True)
+    before = kept_bytes(prepared)
+    recompute_activations(prepared, pytest.fail)
+    assert kept_bytes(prepared) < before / 2
     assert not model.is_gradient_checkpointing
-    assert_close(gradients(model), expected)
+    assert_close(gradients(prepared), expected)
 
 
 @pytest.mark.slow
@@ -448,7 +457,7 @@ def test_compiled_recomputed_layers_keep_only_inputs(monkeypatch: pytest.MonkeyP
 def test_a_layer_that_is_no_single_graph_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "eager")
     torch._dynamo.reset()
-    expected, model = gradients(llama()), llama()
+    expected, model = gradients(PreparedModel(llama())), llama()
     calls: list[None] = []
 
     class Uncompiled(nn.Module):
@@ -459,11 +468,11 @@ def test_a_layer_that_is_no_single_graph_is_called_again(monkeypatch: pytest.Mon
 
     for layer in model.model.layers:
         layer.mlp.act_fn = Uncompiled()
-    (note,) = prepared(model, compile_layers=True, gradient_checkpointing=True)
+    prepared, (note,) = noted(model, compile_layers=True, gradient_checkpointing=True)
     assert note == "layers are not compiled: they are recomputed, and torch makes several graphs of one"
     assert model.is_gradient_checkpointing
     calls.clear()
-    assert_close(gradients(model), expected)
+    assert_close(gradients(prepared), expected)
     assert len(calls) == 2 * len(model.model.layers)
 
 
@@ -474,18 +483,18 @@ def test_a_recomputed_layer_draws_the_same_numbers(monkeypatch: pytest.MonkeyPat
     model, notes = llama(1), list[str]()
     dropout = nn.Dropout(0.5).eval()
     model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), dropout)
-    assert prepared(model) == []
+    prepared = quietly(model)
     dropout.train()
-    expected = seeded_gradients(model)
+    expected = seeded_gradients(prepared)
     layers.compile_layers(model)
-    recompute_activations(model, notes.append)
+    recompute_activations(prepared, notes.append)
     assert notes == ["layers are not compiled: they are recomputed, and draw random numbers"]
-    assert_close(seeded_gradients(model), expected)
+    assert_close(seeded_gradients(prepared), expected)
 
 
-def seeded_gradients(model: PreTrainedModel) -> list[Tensor]:
+def seeded_gradients(prepared: PreparedModel) -> list[Tensor]:
     torch.manual_seed(2)
-    return gradients(model)
+    return gradients(prepared)
 
 
 @pytest.mark.usefixtures("_kernel")
@@ -496,12 +505,12 @@ def test_layers_are_called_again_if_not_compilable(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(layers, "COMPILER", "eager")
     monkeypatch.setattr(layers, "_keeping_inputs", broken)
     torch._dynamo.reset()
-    expected, model = gradients(llama()), llama()
-    (note,) = prepared(model, compile_layers=True, gradient_checkpointing=True)
+    expected, model = gradients(PreparedModel(llama())), llama()
+    prepared, (note,) = noted(model, compile_layers=True, gradient_checkpointing=True)
     assert note.startswith("layers are not compiled: ")
     assert "not without what it made" in note
     assert model.is_gradient_checkpointing
-    assert_close(gradients(model), expected)
+    assert_close(gradients(prepared), expected)
 
 
 def test_each_form_of_a_layer_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +520,7 @@ def test_each_form_of_a_layer_is_traced_once(monkeypatch: pytest.MonkeyPatch) ->
     torch.compiler.reset()
     counters.clear()
     with kernel_on_the_cpu():
-        assert prepared(llama().bfloat16(), compile_layers=True, gradient_checkpointing=False) == []
+        quietly(llama().bfloat16(), compile_layers=True, gradient_checkpointing=False)
     traced = counters["aot_autograd"]
     assert traced["total"] == traced["ok"] == 4, "packed and with shared prompts, with and without gradients"
 
@@ -524,7 +533,7 @@ def test_layers_with_numbers_of_their_own_share_their_code(monkeypatch: pytest.M
     counters.clear()
     model = DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES)).bfloat16().eval()
     with kernel_on_the_cpu():
-        assert prepared(model, compile_layers=True, gradient_checkpointing=False) == []
+        quietly(model, compile_layers=True, gradient_checkpointing=False)
     assert counters["frames"] == {"total": 4, "ok": 4}, "packed and with shared prompts, with and without gradients"
 
 
@@ -534,11 +543,11 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_note(monkeypatch: pytest
 
     monkeypatch.setattr(layers, "COMPILER", broken)
     torch._dynamo.reset()
-    expected, model = gradients(llama()), llama()
-    (note,) = prepared(model, compile_layers=True)
+    expected, model = gradients(PreparedModel(llama())), llama()
+    prepared, (note,) = noted(model, compile_layers=True)
     assert note.startswith("layers are not compiled: ")
     assert "no compiler here" in note
-    assert_close(gradients(model), expected)
+    assert_close(gradients(prepared), expected)
 
 
 def test_compiled_layers_with_other_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,10 +556,10 @@ def test_compiled_layers_with_other_results_are_not_used(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(layers, "COMPILER", wrong)
     torch._dynamo.reset()
-    expected, model = gradients(llama()), llama()
-    (note,) = prepared(model, compile_layers=True)
+    expected, model = gradients(PreparedModel(llama())), llama()
+    prepared, (note,) = noted(model, compile_layers=True)
     assert note.startswith("layers are not compiled: LlamaForCausalLM does not keep packed sequences apart")
-    assert_close(gradients(model), expected)
+    assert_close(gradients(prepared), expected)
 
 
 def on_a_gpu(model_type: str) -> Any:
@@ -585,7 +594,7 @@ def test_liger_kernel_is_applied_without_its_losses(
 @pytest.mark.parametrize("sequence", range(len(CHECKED_LENGTHS)))
 def test_hidden_states_that_are_nan_fail_the_check(sequence: int) -> None:
     model = AutoModelForCausalLM.from_config(tiny.llama()).eval()
-    alone_TH = Expected.of(model).alone_TH
+    alone_TH = Expected.of(PreparedModel(model)).alone_TH
     broken_TH = alone_TH.clone()
     broken_TH.split(CHECKED_LENGTHS)[sequence].fill_(math.nan)
     assert math.isnan(difference(broken_TH, alone_TH))

@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from bridge.passes import attention, layers, offload
+from bridge.passes.layers import HOST_INPUTS, Kept
 from bridge.passes.packing_proof import packed
+from bridge.passes.prepared import PreparedModel
 from tests.unit.passes.test_attention import FAMILIES, LENGTHS, gradients, tiny, tokens
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 
@@ -46,11 +48,11 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def computed(model: PreTrainedModel) -> tuple[list[Tensor], int]:
+def computed(prepared: PreparedModel) -> tuple[list[Tensor], int]:
     """Return the gradients, and how often the backward pass called attention."""
-    hidden = packed(model, tokens(), LENGTHS)
+    hidden = packed(prepared, tokens(), LENGTHS)
     with Forward() as counted:
-        own = gradients(model, hidden)
+        own = gradients(prepared.model, hidden)
     return own, counted.calls
 
 
@@ -59,11 +61,12 @@ def computed(model: PreTrainedModel) -> tuple[list[Tensor], int]:
 def test_gradients_are_those_of_kept_activations(family: str, way: str) -> None:
     model = tiny(FAMILIES[family])
     model.set_attn_implementation(attention.NAME)
-    expected, _ = computed(model)
+    prepared = PreparedModel(model)
+    expected, _ = computed(prepared)
     recompute, on_host = WAYS[way]
     recompute(model)
-    offload.use(model, on_host=on_host)
-    own, _ = computed(model)
+    prepared.kept = Kept(on_host=on_host)
+    own, _ = computed(prepared)
     assert all(torch.equal(one, other) for one, other in zip(own, expected, strict=True))
 
 
@@ -71,11 +74,12 @@ def test_attention_is_computed_once_where_it_is_kept(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
     model = tiny(FAMILIES["qwen3"])
     model.set_attn_implementation(attention.NAME)
+    prepared = PreparedModel(model)
     with kernel_on_the_cpu():
         layers.call_again(model)
-        assert computed(model)[1] == len(layers.decoder_layers(model))
+        assert computed(prepared)[1] == len(layers.decoder_layers(model))
         layers.call_again(model, keeps_attention=True)
-        assert computed(model)[1] == 0
+        assert computed(prepared)[1] == 0
 
 
 @pytest.mark.slow
@@ -86,12 +90,13 @@ def test_compiled_layers_that_recompute_have_the_same_gradients(kept: str, monke
     model = tiny(FAMILIES["qwen3"])
     model.set_attn_implementation(attention.NAME)
     options, on_host = COMPILED[kept]
+    prepared = PreparedModel(model)
     with kernel_on_the_cpu():
-        expected, _ = computed(model)
+        expected, _ = computed(prepared)
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
         layers.compile_layers(model, **options)
-        offload.use(model, on_host=on_host)
-        own, calls = computed(model)
+        prepared.kept = Kept(on_host=on_host)
+        own, calls = computed(prepared)
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) == breaks
     assert calls == (0 if "keeps_attention" in options else len(layers.decoder_layers(model)))
     for one, other in zip(own, expected, strict=True):
@@ -109,11 +114,12 @@ def test_inputs_of_layers_are_moved_and_nothing_else(monkeypatch: pytest.MonkeyP
     model = tiny(FAMILIES["qwen3"])
     model.set_attn_implementation(attention.NAME)
     layers.call_again(model)
-    offload.use(model, on_host=True)
+    prepared = PreparedModel(model)
+    prepared.kept = HOST_INPUTS
     with torch.no_grad():
-        packed(model, tokens(), LENGTHS)
+        packed(prepared, tokens(), LENGTHS)
     assert moved == []
-    computed(model)
+    computed(prepared)
     hidden = torch.Size([1, sum(LENGTHS), model.config.hidden_size])
     assert set(moved) == {hidden}
     assert len(moved) <= len(layers.decoder_layers(model)) + 4  # and of the last norm, here in float32

@@ -13,6 +13,7 @@ from bridge.errors import UnsupportedModelError
 from bridge.passes import attention, layers, recurrence
 from bridge.passes.packing_proof import Expected, packed
 from bridge.passes.preparation import prepare
+from bridge.passes.prepared import PreparedModel
 from tests.models.families import FAMILIES
 
 HYBRIDS = ("Qwen3.5 (text)", "Qwen3-Next")
@@ -60,7 +61,7 @@ def test_packed_states_are_those_of_each_sequence(family: str, form: Callable[[P
     attention.choose(model, attention.NAME)
     recurrence.keep_apart(model)
     form(model)
-    hidden = packed(model, TOKENS, LENGTHS)
+    hidden = packed(PreparedModel(model), TOKENS, LENGTHS)
     torch.testing.assert_close(hidden, expected, rtol=TOLERANCE, atol=TOLERANCE)
     for name, gradient in gradients(model, hidden).items():
         difference = (gradient - expected_gradients[name]).norm() / expected_gradients[name].norm()
@@ -74,16 +75,17 @@ def test_state_that_leaks_is_noticed(family: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(recurrence, "_each_sequence", leaking)
     model = hybrid(family)
-    expected = Expected.of(model)
+    prepared = PreparedModel(model)
+    expected = Expected.of(prepared)
     attention.choose(model, attention.NAME)
     recurrence.keep_apart(model)
     with pytest.raises(UnsupportedModelError, match="does not keep packed sequences apart"):
-        expected.check(model, lambda _: None)
+        expected.check(prepared, lambda _: None)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_prompts_are_not_shared_by_states(family: str) -> None:
     notes: list[str] = []
-    assert not prepare(hybrid(family), TrainConfig.of(model_name="m").compute, notes.append)
+    assert not prepare(hybrid(family), TrainConfig.of(model_name="m").compute, notes.append).shares_prompts
     (note,) = notes
     assert "GatedDeltaNet carries a state from token to token" in note

@@ -32,11 +32,12 @@ from transformers import (
 
 from bridge.config import TrainConfig
 from bridge.errors import UnsupportedModelError
-from bridge.learn.replica_batch import Batch, Computed
 from bridge.passes import attention, layers, routing, slices
-from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.prepared import PreparedModel
+from bridge.passes.routing import RouterReplay
 from bridge.ranks.world import Ranks
+from bridge.run.step_batch import Batch, Computed
 from bridge.weights.adapter import Adapter
 from tests.unit.passes.test_attention import SIZES
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
@@ -89,6 +90,13 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
+def replaying(model: PreTrainedModel, num_layers: int = 2) -> tuple[PreparedModel, RouterReplay]:
+    prepared, replay = PreparedModel(model), RouterReplay.of(model, (num_layers, NUM_CHOSEN))
+    assert replay is not None
+    prepared.replay = replay
+    return prepared, replay
+
+
 def num_layers(config: PreTrainedConfig) -> int:
     return 2 - (getattr(config, "first_k_dense_replace", None) or 0)
 
@@ -128,11 +136,12 @@ def pack_of(made: list[Sample], *, share_prompts: bool = False) -> MicroBatch:
     return pack
 
 
-def computed(model: PreTrainedModel, pack: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    logprobs_N, _ = model_logprobs(model, pack, 1.0)
+def computed(prepared: PreparedModel, pack: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    prepared.model.zero_grad()
+    logprobs_N, _ = prepared.logprobs(pack, 1.0)
     (logprobs_N * torch.linspace(-1, 1, len(logprobs_N)).add(0.3)).sum().backward()
-    return logprobs_N.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    named = prepared.model.named_parameters()
+    return logprobs_N.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def without_groups(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -188,19 +197,19 @@ def test_experts_of_other_groups_count_by_the_formula(family: str) -> None:
     config = copy.deepcopy(FAMILIES[family])
     config.topk_group = config.num_hidden_layers = 1
     model, taken = model_of(config), list[tuple[Tensor, Tensor, Tensor]]()
-    routing.use(model, (1, NUM_CHOSEN))
+    _, replay = replaying(model, 1)
     block = model.get_decoder().layers[0].mlp
-    routing.watched(model, lambda: model(torch.arange(12).unsqueeze(0), use_cache=False))
+    replay.watched(lambda: model(torch.arange(12).unsqueeze(0), use_cache=False))
     size = NUM_EXPERTS // config.n_group
     other_groups_T1 = (block.own_TK[:, :1] // size + 1) % config.n_group
     given_TK = other_groups_T1 * size + torch.arange(size)
     block.experts.register_forward_pre_hook(lambda _, inputs: taken.append(inputs))
-    routing.choose(model, given_TK, 12)
+    replay.choose(given_TK, 12)
     model(torch.arange(12).unsqueeze(0), use_cache=False)
     ((hidden_TH, experts_TK, weights_TK),) = taken
     assert experts_TK.equal(given_TK)
     torch.testing.assert_close(weights_TK, weight_of_given(block.gate, config, hidden_TH, given_TK))
-    assert routing.rerouted(model).tolist() == [12, 12], "each choice differs from the router's own"
+    assert replay.rerouted().tolist() == [12, 12], "each choice differs from the router's own"
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -208,11 +217,10 @@ def test_experts_of_other_groups_count_by_the_formula(family: str) -> None:
 def test_given_experts_are_computed_with(family: str, share_prompts: bool) -> None:
     """In packs, against each sequence alone with a replaced torch.topk."""
     config = FAMILIES[family]
-    experts, model = chosen(config), model_of(config)
-    routing.use(model, (num_layers(config), NUM_CHOSEN))
+    experts, (prepared, replay) = chosen(config), replaying(model_of(config), num_layers(config))
     made = samples(experts)
     pack = pack_of(made, share_prompts=share_prompts)
-    logprobs_N, gradients = computed(model, pack)
+    logprobs_N, gradients = computed(prepared, pack)
     numbers = {sample.token_ids: number for number, sample in enumerate(made)}
     expected = {sample.token_ids: in_words(config, sample, experts[numbers[sample.token_ids]]) for sample in made}
     targets = pack.targets_N.split(pack.sequences_N.bincount().tolist())
@@ -220,24 +228,24 @@ def test_given_experts_are_computed_with(family: str, share_prompts: bool) -> No
     for tokens, own in zip(targets, ours, strict=True):
         assert torch.allclose(own, expected[tuple(tokens.tolist())], atol=1e-5)
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
-    rerouted, known = routing.rerouted(model).tolist()
+    rerouted, known = replay.rerouted().tolist()
     assert known == num_layers(config) * (len(pack.tokens_T) - len(made))
     assert 0 < rerouted < known
-    assert routing.rerouted(model).tolist() == [0, 0]
-    tokens_LE = routing.expert_tokens(model)
+    assert replay.rerouted().tolist() == [0, 0]
+    tokens_LE = replay.expert_tokens()
     assert tokens_LE.shape == (num_layers(config), NUM_EXPERTS)
     assert tokens_LE.sum() == NUM_CHOSEN * known
-    assert not routing.expert_tokens(model).any()
+    assert not replay.expert_tokens().any()
 
 
 def test_without_given_experts_nothing_changes() -> None:
     model, pack = model_of(FAMILIES["qwen 3 moe"]), pack_of(samples())
-    plain_N, plain = computed(model, pack)
-    routing.use(model, (2, NUM_CHOSEN))
-    same_N, same = computed(model, pack)
+    plain_N, plain = computed(PreparedModel(model), pack)
+    prepared, replay = replaying(model)
+    same_N, same = computed(prepared, pack)
     assert same_N.equal(plain_N)
     assert all(same[name].equal(gradient) for name, gradient in plain.items())
-    assert routing.rerouted(model).tolist() == [0, 0]
+    assert replay.rerouted().tolist() == [0, 0]
 
 
 def test_balance_shows_the_busiest_expert_and_dead_ones() -> None:
@@ -250,12 +258,12 @@ def test_samples_with_and_without_experts_share_a_pack() -> None:
     config = FAMILIES["mixtral"]
     experts, model = chosen(config), model_of(config)
     with_experts, without = samples(experts), samples()
-    plain_N, _ = computed(model, pack_of(without[2:3]))
-    routing.use(model, (2, NUM_CHOSEN))
+    plain_N, _ = computed(PreparedModel(model), pack_of(without[2:3]))
+    prepared, _ = replaying(model)
     pack = pack_of([with_experts[0], without[2]])
-    logprobs_N, _ = computed(model, pack)
+    logprobs_N, _ = computed(prepared, pack)
     assert torch.allclose(logprobs_N[pack.sequences_N == 1], plain_N, atol=1e-6)
-    assert not torch.allclose(logprobs_N[pack.sequences_N == 0], computed(model, pack_of(without[:1]))[0], atol=1e-4)
+    assert not torch.allclose(logprobs_N[pack.sequences_N == 0], computed(prepared, pack_of(without[:1]))[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen 3 moe", "dots 1, of groups"])
@@ -266,35 +274,33 @@ def test_the_choice_lasts_for_the_backward_pass(how: str, family: str, monkeypat
     monkeypatch.setattr(attention, "_fits_kernel", lambda *_: True)
     monkeypatch.setattr(layers, "COMPILER", "aot_eager")
     with kernel_on_the_cpu():
-        plain = model_of(config)
-        routing.use(plain, (2, NUM_CHOSEN))
+        plain, own = replaying(model_of(config))
         expected_N, expected = computed(plain, pack)
-        model = model_of(config)
-        routing.use(model, (2, NUM_CHOSEN))
+        prepared, replay = replaying(model_of(config))
         torch._dynamo.utils.counters.clear()
         if how == "called again":
-            layers.call_again(model)
+            layers.call_again(prepared.model)
         else:
-            layers.compile_layers(model, recomputed=how != "compiled")
+            layers.compile_layers(prepared.model, recomputed=how != "compiled")
         for _ in range(2):
-            logprobs_N, gradients = computed(model, pack)
-        computed(model, pack_of(samples(chosen(config), num=2)))
+            logprobs_N, gradients = computed(prepared, pack)
+        computed(prepared, pack_of(samples(chosen(config), num=2)))
     assert torch.allclose(logprobs_N, expected_N, atol=1e-5)
     assert all(torch.allclose(gradients[name], gradient, atol=1e-5) for name, gradient in expected.items())
     assert not sum(torch._dynamo.utils.counters["graph_break"].values())
-    rerouted, known = routing.rerouted(model).tolist()
-    assert rerouted / known == pytest.approx(np.divide(*routing.rerouted(plain).tolist()), abs=0.05)
+    rerouted, known = replay.rerouted().tolist()
+    assert rerouted / known == pytest.approx(np.divide(*own.rerouted().tolist()), abs=0.05)
 
 
 def test_layers_with_given_experts_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "eager")
     model = model_of(Qwen3MoeConfig(**EXPERTS | {"num_hidden_layers": 3}, head_dim=8))
-    routing.use(model, (3, NUM_CHOSEN))
+    _, replay = replaying(model, 3)
     layers.compile_layers(model)
     torch._dynamo.utils.counters.clear()
     with torch.no_grad():
         for num_tokens in (9, 12):
-            routing.choose(model, torch.zeros(num_tokens, 3, NUM_CHOSEN, dtype=torch.int16), num_tokens)
+            replay.choose(torch.zeros(num_tokens, 3, NUM_CHOSEN, dtype=torch.int16), num_tokens)
             model.get_decoder()(input_ids=torch.arange(num_tokens).unsqueeze(0), use_cache=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -319,7 +325,7 @@ def test_a_choice_is_what_topk_returns_however_it_is_written(way: str, compiles:
 
     given = torch.tensor([[0, 5], [3, 1], [2, 4], [5, 3]], dtype=torch.int16)
     none = {"num_rerouted": torch.zeros(2, dtype=torch.int64), "tokens_E": torch.zeros(NUM_EXPERTS, dtype=torch.int64)}
-    block = SimpleNamespace(num_experts=NUM_EXPERTS, chosen_TK=given, **none)
+    block = SimpleNamespace(num_choices=NUM_EXPERTS, chosen_TK=given, **none)
     scores = torch.rand(4, NUM_EXPERTS, generator=torch.Generator().manual_seed(5))
     run = torch.compile(both, backend="eager", fullgraph=True) if compiles else both
     with torch.no_grad():
@@ -334,11 +340,11 @@ def test_routers_that_read_a_choice_by_name_take_given_experts() -> None:
     latent = {"q_lora_rank": 16, "head_dim": 16, "partial_rotary_factor": 0.5, "o_groups": 2, "o_lora_rank": 8}
     kinds = {"mlp_layer_types": ["moe", "moe"], "layer_types": ["sliding_attention", "sliding_attention"]}
     config = DeepseekV4Config(**ROUTED | latent | kinds | {"num_key_value_heads": 1})
-    routing.use(model_of(config), (2, NUM_CHOSEN))
+    replaying(model_of(config))
     config.mlp_layer_types = ["hash_moe", "moe"]
     model = model_of(config)
     with pytest.raises(UnsupportedModelError, match=r"chooses \[2\] experts of a token in 1 of 2 layers with experts"):
-        routing.use(model)
+        RouterReplay.of(model)
     assert "forward" not in vars(model.get_decoder().layers[1].mlp)
 
 
@@ -346,7 +352,20 @@ def test_a_model_that_is_called_otherwise_is_refused(monkeypatch: pytest.MonkeyP
     model = model_of(FAMILIES["mixtral"])
     monkeypatch.setattr(model, "get_decoder", lambda: model)  # as Llama 4 does: it returns no hidden states
     with pytest.raises(UnsupportedModelError, match="cannot be called like other language models: AttributeError"):
-        routing.use(model)
+        RouterReplay.of(model)
+
+
+def test_a_replay_that_could_not_be_tried_leaves_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is short, say, and the caller tries again."""
+
+    def too_large(_: PreTrainedModel) -> Tensor:
+        raise torch.OutOfMemoryError("made up")
+
+    model = model_of(FAMILIES["mixtral"])
+    monkeypatch.setattr(routing, "_hidden", too_large)
+    with pytest.raises(torch.OutOfMemoryError):
+        RouterReplay.of(model)
+    assert all("forward" not in vars(layer.mlp) for layer in model.get_decoder().layers)
 
 
 def test_dropout_neither_hides_the_experts_nor_draws_numbers() -> None:
@@ -357,7 +376,7 @@ def test_dropout_neither_hides_the_experts_nor_draws_numbers() -> None:
         for matrices in adapter.modules.values():
             matrices.lora_b.fill_(0.1)
     before = torch.get_rng_state()
-    routing.use(model, (2, NUM_CHOSEN))
+    replaying(model)
     assert torch.get_rng_state().equal(before), "dropout's masks are those of a run without replay"
     assert any(module.training for module in model.modules())
 
@@ -365,13 +384,12 @@ def test_dropout_neither_hides_the_experts_nor_draws_numbers() -> None:
 def sliced(ranks: Ranks) -> tuple[float, float, float]:
     """Return how far log-probabilities are from those of a whole pack, and the share of rerouted tokens of both."""
     config = FAMILIES["mixtral"]
-    pack, model = pack_of(samples(chosen(config)), share_prompts=True), model_of(config)
-    routing.use(model, (2, NUM_CHOSEN))
-    whole_N, _ = computed(model, pack)
-    rerouted, known = routing.rerouted(model).tolist()
-    slices.cut(model, ranks.cp_group)
-    own_N, _ = computed(model, pack)
-    figures = Computed.nothing(CPU, 0).figures(Batch(), ranks, 0.0, [], model)
+    pack, (prepared, replay) = pack_of(samples(chosen(config)), share_prompts=True), replaying(model_of(config))
+    whole_N, _ = computed(prepared, pack)
+    rerouted, known = replay.rerouted().tolist()
+    prepared.slices = slices.cut(prepared.model, ranks.cp_group)
+    own_N, _ = computed(prepared, pack)
+    figures = Computed.nothing(CPU, 0).figures(Batch(), ranks, 0.0, [], prepared)
     return float((own_N - whole_N).abs().max()), figures["rerouted_share"], rerouted / known
 
 
@@ -386,24 +404,26 @@ def test_layers_with_different_numbers_of_experts_are_refused() -> None:
     wider.num_local_experts = NUM_EXPERTS + 2
     model.get_decoder().layers[1] = model_of(wider).get_decoder().layers[1]
     pack = pack_of(samples(chosen(config)))
-    before_N, _ = model_logprobs(model, pack, 1.0)
+    prepared = PreparedModel(model)
+    before_N, _ = prepared.logprobs(pack, 1.0)
     with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM has \[6, 8\] experts in a layer") as caught:
-        routing.use(model, (2, NUM_CHOSEN))
+        RouterReplay.of(model, (2, NUM_CHOSEN))
     assert caught.value.remedy == "--no-router-replay"
-    routing.use_if_known(model)
-    assert model_logprobs(model, pack, 1.0)[0].equal(before_N), "its own routers choose"
+    assert RouterReplay.if_known(model) is None
+    assert prepared.logprobs(pack, 1.0)[0].equal(before_N), "its own routers choose"
 
 
 def test_other_routers_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="in 0 of 0 layers with experts, and the server 2 in 2"):
-        routing.use(model_of(LlamaConfig(**SIZES)), (2, 2))
+        RouterReplay.of(model_of(LlamaConfig(**SIZES)), (2, 2))
     with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM chooses \[2\] experts of a token in 2 of 2"):
-        routing.use(model_of(FAMILIES["mixtral"]), (2, 4))
+        RouterReplay.of(model_of(FAMILIES["mixtral"]), (2, 4))
     model = model_of(FAMILIES["mixtral"])
     for layer in model.get_decoder().layers:
         layer.mlp.experts.forward = lambda hidden_states, *_: hidden_states
     pack = pack_of(samples(chosen(FAMILIES["mixtral"])))
-    before_N, _ = model_logprobs(model, pack, 1.0)
+    prepared = PreparedModel(model)
+    before_N, _ = prepared.logprobs(pack, 1.0)
     with pytest.raises(UnsupportedModelError, match="does not compute with the experts"):
-        routing.use(model, (2, NUM_CHOSEN))
-    assert model_logprobs(model, pack, 1.0)[0].equal(before_N), "its own routers choose"
+        RouterReplay.of(model, (2, NUM_CHOSEN))
+    assert prepared.logprobs(pack, 1.0)[0].equal(before_N), "its own routers choose"

@@ -6,6 +6,7 @@ shows in the first digits.
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +16,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bridge.errors import RankError, UnsupportedModelError
 from bridge.passes import attention, layers, slices
-from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.parallel_proof import check_slices
 from bridge.passes.preparation import prepare
+from bridge.passes.prepared import PreparedModel
 from bridge.passes.slices import Slices
 from bridge.ranks.world import ALONE, Ranks
-from tests.unit.learn.test_learner import base, config_of, learner_of, made_by
+from tests.models import tiny
 from tests.unit.passes.test_attention import FAMILIES, SIZES
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
+from tests.unit.run.test_learner import base, config_of, learner_of, made_by
 from tests.unit.several_ranks import on_ranks
 
 TOLERANCE = 1e-3
@@ -72,28 +74,31 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def computed(model: PreTrainedModel, pack: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def cut_model_of(config: PreTrainedConfig, ranks: Ranks) -> PreparedModel:
+    prepared = PreparedModel(model_of(config))
+    prepared.slices = slices.cut(prepared.model, ranks.cp_group)
+    return prepared
+
+
+def computed(prepared: PreparedModel, pack: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return log-probabilities, entropies, and the gradients of a loss that weighs each row differently."""
-    model.zero_grad()
-    logprobs_N, entropies_N = model_logprobs(model, pack, 0.7)
+    prepared.model.zero_grad()
+    logprobs_N, entropies_N = prepared.logprobs(pack, 0.7)
     (logprobs_N * torch.linspace(-1, 1, len(logprobs_N)).add(0.3)).sum().backward()
-    named = model.named_parameters()
+    named = prepared.model.named_parameters()
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
     return logprobs_N.detach(), entropies_N, gradients
 
 
 def compared(ranks: Ranks, config: PreTrainedConfig) -> dict[str, float]:
     """Return the largest difference between cut packs and whole ones, by pack."""
-    model, worst = model_of(config), dict[str, float]()
+    prepared, worst = cut_model_of(config, ranks), dict[str, float]()
     for name, lengths in LENGTHS.items():
         for share_prompts in (False, True):
             pack = pack_of(lengths, share_prompts=share_prompts, is_filtered=share_prompts)
-            logprobs_N, entropies_N, gradients = computed(model, pack)
-            slices.cut(model, ranks.cp_group)
-            own_logprobs_N, own_entropies_N, own_gradients = computed(model, pack)
-            with slices.uncut(model):
-                assert slices.of(model) is None
-            slices._slices.pop(model)
+            with prepared.uncut():
+                logprobs_N, entropies_N, gradients = computed(prepared, pack)
+            own_logprobs_N, own_entropies_N, own_gradients = computed(prepared, pack)
             least = FLOOR * max(gradient.norm() for gradient in gradients.values())
             both = (own_logprobs_N, logprobs_N), (own_entropies_N, entropies_N)
             differences = [(own - whole).abs().max() / whole.abs().max().clamp(min=1) for own, whole in both]
@@ -128,32 +133,31 @@ def test_slices_cover_a_pack(num_tokens: int) -> None:
     assert not whole[num_tokens:].any()
 
 
-def prepared(ranks: Ranks) -> list[str]:
+def reported(ranks: Ranks) -> list[str]:
     """Prepare and prove a cut model, and return what was reported."""
     model, notes = model_of(FAMILIES["qwen3"]), list[str]()
     attention.choose(model, "sdpa")
-    slices.cut(model, ranks.cp_group)
-    with ranks.in_pass():
-        assert prepare(model, config_of().compute, notes.append)
-        check_slices(model)
+    prepared = prepare(model, config_of().compute, notes.append, ranks=ranks)
+    assert prepared.slices is not None
+    assert prepared.shares_prompts
     return notes
 
 
 def test_a_cut_model_is_prepared_and_proved() -> None:
-    assert on_ranks(2, prepared, cp_size=2, limit_s=LIMIT_S) == [[], []]
+    assert on_ranks(2, reported, cp_size=2, limit_s=LIMIT_S) == [[], []]
 
 
 def compiled(ranks: Ranks) -> tuple[int, float]:
     """Compile the layers of a cut model with the kernel for variable lengths; return breaks, and how far it is off."""
-    model, pack = model_of(FAMILIES["qwen3"]), pack_of(LENGTHS["one long sequence"], share_prompts=False)
-    slices.cut(model, ranks.cp_group)
+    prepared = cut_model_of(FAMILIES["qwen3"], ranks)
+    pack = pack_of(LENGTHS["one long sequence"], share_prompts=False)
     attention._fits_kernel = lambda *_: True
     with kernel_on_the_cpu():
-        logprobs_N, _, _ = computed(model, pack)
+        logprobs_N, _, _ = computed(prepared, pack)
         layers.COMPILER = "aot_eager"
         torch._dynamo.utils.counters.clear()  # of tests before this one
-        layers.compile_layers(model)
-        own_logprobs_N, _, _ = computed(model, pack)
+        layers.compile_layers(prepared.model)
+        own_logprobs_N, _, _ = computed(prepared, pack)
     return sum(torch._dynamo.utils.counters["graph_break"].values()), float((own_logprobs_N - logprobs_N).abs().max())
 
 
@@ -171,9 +175,7 @@ def spoiled(ranks: Ranks, fault: str) -> None:
         Slices.to_heads = lambda self, query, key, value: to_heads(self, query, key.detach(), value)  # type: ignore[method-assign]
     else:
         Slices.own_heads = lambda self, x: own_heads(self, x.flip(0))  # type: ignore[method-assign,assignment]
-    model = model_of(FAMILIES["gpt-oss, with sinks"])
-    slices.cut(model, ranks.cp_group)
-    check_slices(model)
+    check_slices(cut_model_of(FAMILIES["gpt-oss, with sinks"], ranks))
 
 
 @pytest.mark.parametrize("fault", ["a gradient that is lost", "sinks of other heads"])
@@ -184,7 +186,7 @@ def test_a_wrong_exchange_is_refused(fault: str) -> None:
 
 
 def refused(ranks: Ranks, config: PreTrainedConfig) -> None:
-    slices.cut(model_of(config), ranks.cp_group)
+    cut_model_of(config, ranks)
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
@@ -196,10 +198,9 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 
 
 def own_attention(ranks: Ranks) -> None:
-    model = model_of(FAMILIES["llama"])
-    slices.cut(model, ranks.cp_group)
-    attention.choose(model, "sdpa")
-    computed(model, pack_of((5,), share_prompts=False))
+    prepared = cut_model_of(FAMILIES["llama"], ranks)
+    attention.choose(prepared.model, "sdpa")
+    computed(prepared, pack_of((5,), share_prompts=False))
 
 
 def test_attention_that_is_not_ours_is_refused() -> None:
@@ -246,10 +247,21 @@ def test_groups_of_ranks_learn_as_one_process(choices: str, world_size: int, cp_
             assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-4)
 
 
+def test_a_reference_of_its_own_is_cut_and_proved_as_the_trained_model(tmp_path: Path) -> None:
+    folder = tiny.write(tiny.llama(), tmp_path / "model", seed=3)
+    groups, choices = made_by(base(seed=8)), {"kl_coef": 0.5, "reference_model": str(folder)}
+    alone = learnt(ALONE, groups, choices)
+    for mine in on_ranks(2, learnt, groups, choices, cp_size=2, limit_s=LIMIT_S):
+        assert not isinstance(mine, BaseException), mine
+        for one, other in zip(mine["figures"], alone["figures"], strict=True):
+            assert other["kl"] > 0.01
+            assert one["kl"] == pytest.approx(other["kl"], rel=1e-3)
+            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
 def lost_inside(ranks: Ranks) -> None:
     """Compute two passes, of which one rank leaves the second between the exchanges of its layers."""
-    model, pack = model_of(FAMILIES["llama"]), pack_of((31,), share_prompts=False)
-    slices.cut(model, ranks.cp_group)
+    prepared, pack = cut_model_of(FAMILIES["llama"], ranks), pack_of((31,), share_prompts=False)
 
     def leave(*_: object) -> None:
         if ranks.rank == 1:
@@ -257,10 +269,10 @@ def lost_inside(ranks: Ranks) -> None:
 
     def compute() -> None:
         with ranks.in_pass():
-            computed(model, pack)
-            second: nn.Module = layers.decoder_layers(model)[1]
+            computed(prepared, pack)
+            second: nn.Module = layers.decoder_layers(prepared.model)[1]
             second.register_forward_pre_hook(leave)
-            computed(model, pack)
+            computed(prepared, pack)
 
     ranks.run_on_all(compute)
 

@@ -26,9 +26,8 @@ from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.checkpoints.metrics import Evaluation, Summary
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.core import mark
+from bridge.engine.sharing import busiest, distribute
 from bridge.errors import BridgeError, RankError, UsageError
-from bridge.learn.learner import Learner
-from bridge.learn.replica_batch import busiest, distribute
 from bridge.optimizers import offload, slabs
 from bridge.optimizers.offload import OffloadedAdamW
 from bridge.optimizers.sharded import ShardedOptimizer
@@ -38,13 +37,14 @@ from bridge.passes.packing import Sample
 from bridge.ranks import groups as groups_of_torch
 from bridge.ranks import world
 from bridge.ranks.world import ALONE, Ranks
+from bridge.run.learner import Learner
 from bridge.run.reporting import Phase, Reporter
 from bridge.run.saving import Checkpoints
 from bridge.run.trainer import Run
 from bridge.server.fence import Update, Window
 from bridge.types import Group
 from tests.models import tiny
-from tests.unit.learn.test_learner import (
+from tests.unit.run.test_learner import (
     FAR,
     Descent,
     base,
@@ -634,7 +634,9 @@ def runs_out(ranks: Ranks, groups: Sequence[Group], who: int) -> list[str]:
     learner.take(groups)
     with pytest.raises(UsageError, match="does not fit into the free memory"):
         learner.prepare()
-    return [name for name, parameter in learner._model.named_parameters() if parameter.grad is not None]
+    return [
+        name for name, parameter in learner.trainable.prepared.model.named_parameters() if parameter.grad is not None
+    ]
 
 
 def out_of_memory(_: object) -> None:

@@ -180,9 +180,7 @@ def test_in_messages_images_come_first_or_where_they_stand(model: Path, tmp_path
     ]
 
 
-def test_image_in_a_text_stands_where_other_systems_write_it(
-    model: Path, tmp_path: Path, processor: Processor
-) -> None:
+def test_image_in_a_text_stands_where_other_systems_write_it(model: Path, tmp_path: Path, processor: Processor) -> None:
     """verl, ms-swift and LLaMA-Factory write <image> into the text of a message."""
     processor.chat_template = TEMPLATE
     paths, tokenizer = [file(tmp_path, name) for name in ("a.png", "b.png")], AutoTokenizer.from_pretrained(model)

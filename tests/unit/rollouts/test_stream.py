@@ -19,11 +19,11 @@ import pytest
 
 from bridge.agents.stream import open_stream
 from bridge.config import TrainConfig
+from bridge.engine import measuring
 from bridge.errors import RewardError, ServerUnreachableError
 from bridge.learn.samples import with_advantages
 from bridge.rollouts.problems import endless
 from bridge.rollouts.stream import EnvironmentStream
-from bridge.run import measuring
 from bridge.scoring.score import Scores
 from bridge.server.endpoint import Endpoint
 from bridge.types import Group, Problem, TrainedProblems

@@ -18,14 +18,15 @@ from bridge.checkpoints.metrics import RECORDED
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
 from bridge.core import json_lines
+from bridge.engine import measuring
 from bridge.errors import AttachError, BridgeError, RewardError, ServerUnreachableError, UsageError
-from bridge.learn import learner, policy_loss
-from bridge.learn.learner import Learner
+from bridge.learn import policy_loss
 from bridge.learn.policy_loss import Sums
 from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import packing
 from bridge.passes.budget import Budget
-from bridge.run import measuring
+from bridge.run import learner
+from bridge.run.learner import Learner
 from bridge.types import Completion, Problem
 from tests.cli import report_runs
 from tests.unit.http_server import HttpRequest, as_json

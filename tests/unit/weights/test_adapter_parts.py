@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from bridge.errors import RankError, UsageError
-from bridge.learn.opening import learner_of
 from bridge.passes import layers
 from bridge.passes.parallel import divide
 from bridge.passes.parallel_proof import check_layers
@@ -28,9 +27,10 @@ from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Parts
 from tests.models import tiny, vllm_cuts
 from tests.models.families import FAMILIES
+from tests.unit import learners
 from tests.unit.checks_sample import shared_memory_handle
-from tests.unit.learn.test_learner import base, config_of, made_by, same
 from tests.unit.passes.test_parallel import TOLERANCE, computed, difference, whole_model
+from tests.unit.run.test_learner import base, config_of, made_by, same
 from tests.unit.several_ranks import on_ranks
 
 LIMIT_S = 240.0
@@ -81,7 +81,7 @@ def in_parts(ranks: Ranks, config: PretrainedConfig) -> dict[str, float]:
     divided = divide(model, adapter.cuts, ranks.tp_group.process_group)
     check_layers(model, divided)
     model.eval()
-    logprobs_T, entropies, gradients = computed(model)
+    logprobs_T, entropies, gradients = computed(model, divided)
     expected, expected_entropies, expected_gradients = computed(whole)
     divided.combine(gradients)
     assert gradients.keys() == expected_gradients.keys() == adapter.lr_factors().keys()
@@ -119,9 +119,9 @@ def in_other_forms(ranks: Ranks) -> list[float]:
     forms: Sequence[Callable[[PreTrainedModel], None]] = (lambda _: None, layers.call_again, layers.compile_layers)
     for form in forms:
         model = whole_model(tiny.qwen2())
-        divide(model, filled(model, ranks).cuts, ranks.tp_group.process_group)
+        divided = divide(model, filled(model, ranks).cuts, ranks.tp_group.process_group)
         form(model)
-        gradients_by_form.append(computed(model)[2])
+        gradients_by_form.append(computed(model, divided)[2])
     plain, *others = gradients_by_form
     return [difference(gradients[name], plain[name]) for gradients in others for name in plain]
 
@@ -141,7 +141,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group]) -> dict[str, Any]:
         model=model, device=torch.device("cpu"), lr_factors=adapter.lr_factors(), cuts=adapter.cuts, open_s=0,
         weight_bytes=0,
     )  # fmt: skip
-    learner = learner_of(config_of(**CHOICES, kl_coef=0.1), opened, lambda _: None, ranks=ranks)
+    learner = learners.made(config_of(**CHOICES, kl_coef=0.1), opened, lambda _: None, ranks=ranks)
     figures = []
     for step in (1, 2):
         learner.take(groups, step=step)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from bridge.engine.reference import adapter_off
 from bridge.errors import UsageError
-from bridge.learn.reference import adapter_off
-from bridge.passes import routing
+from bridge.passes.routing import RouterReplay
 from tests.models.families import FAMILIES
 from tests.unit.weights.test_adapter import equal, fill, plain_peft, put_in, saved, values
 
@@ -150,21 +150,22 @@ def test_experts_are_replayed_beneath_an_adapter() -> None:
     adapter = put_in(model, lora_target_modules=BOTH)
     fill(adapter)
     own = model(IDS[:1]).logits
-    routing.use(model, (NUM_LAYERS, 2))
-    routing.choose(model, None, IDS.shape[1])
+    replay = RouterReplay.of(model, (NUM_LAYERS, 2))
+    assert replay is not None
+    replay.choose(None, IDS.shape[1])
     assert torch.allclose(model(IDS[:1]).logits, own, atol=1e-5)
     chosen = torch.zeros(IDS.shape[1], NUM_LAYERS, 2, dtype=torch.int16)
     chosen[..., 1] = 3
-    routing.choose(model, chosen, IDS.shape[1])
+    replay.choose(chosen, IDS.shape[1])
     assert (model(IDS[:1]).logits - own).abs().max() > 1e-2
-    routing.expert_tokens(model)
+    replay.expert_tokens()
     model(IDS[:1]).logits.sum().backward()
     gradients = [matrices.lora_b.grad for name, matrices in adapter.modules.items() if ".experts." in name]
     assert len(gradients) == NUM_LAYERS * len(PROJECTIONS)
     for gradient in gradients:
         assert gradient is not None
         assert gradient.flatten(1).any(1).tolist() == [True, False, False, True]
-    routing.choose(model, None, IDS.shape[1])
+    replay.choose(None, IDS.shape[1])
 
 
 @pytest.mark.parametrize(("family", "kind"), [("Qwen3", "qwen3"), ("Mixtral", "mixtral")])

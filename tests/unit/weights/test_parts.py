@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from bridge.checkpoints.optimizer_state import WholeState
 from bridge.errors import RankError, UsageError
-from bridge.learn.opening import learner_of
 from bridge.optimizers import slabs
 from bridge.optimizers.gradient_hooks import counted
 from bridge.optimizers.offload import OffloadedAdamW
@@ -31,7 +30,8 @@ from bridge.weights.attach import OpenedModel
 from bridge.weights.parts import Cut, Parts
 from tests.models import tiny, vllm_cuts
 from tests.models.families import FAMILIES
-from tests.unit.learn.test_learner import base, config_of, made_by, same
+from tests.unit import learners
+from tests.unit.run.test_learner import base, config_of, made_by, same
 from tests.unit.several_ranks import on_ranks
 
 NUM_PARTS, STEPS = 2, 3
@@ -233,7 +233,7 @@ def learnt(ranks: Ranks, groups: Sequence[Group], choices: Mapping[str, Any]) ->
         model=model, device=torch.device("cpu"), lr_factors={name: 1.0 for name, _ in model.named_parameters()},
         cuts=() if parts is None else parts.cuts, open_s=0, weight_bytes=0,
     )  # fmt: skip
-    learner = learner_of(config_of(**choices), opened, lambda _: None, ranks=ranks)
+    learner = learners.made(config_of(**choices), opened, lambda _: None, ranks=ranks)
     figures = []
     for step in (1, 2):
         learner.take(groups, step=step)

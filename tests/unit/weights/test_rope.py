@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeConfig, PretrainedConfig, PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.engine.reference import open_reference
 from bridge.errors import BridgeError, UnsupportedModelError, UsageError
-from bridge.learn.reference import open_reference
 from bridge.passes.packing_proof import packed
 from bridge.passes.preparation import prepare
+from bridge.passes.prepared import PreparedModel
 from bridge.weights import loaded, rope
 from bridge.weights.attach import attach, reattach
 from tests.models import tiny
@@ -61,21 +62,22 @@ def of_factors(name: str, position: int, scaling: float = 1.0) -> Tensor:
 
 
 @torch.no_grad()
-def hidden(model: PreTrainedModel, *lengths: int) -> Tensor:
+def hidden(prepared: PreparedModel, *lengths: int) -> Tensor:
     """Return the hidden states of the first of several sequences of these lengths."""
     tokens = torch.arange(sum(lengths)) * 7 % 301
-    return packed(model, tokens, lengths)[: lengths[0]]
+    return packed(prepared, tokens, lengths)[: lengths[0]]
 
 
 @pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST])
 def test_a_short_sequence_beside_a_long_one_is_what_it_is_alone(max_model_len: int) -> None:
     model = made(llama(LONG))
-    beside = hidden(model, SHORT_SEQUENCE, LONG_SEQUENCE)
-    assert (beside - hidden(model, SHORT_SEQUENCE)).abs().max() > 0.1  # as in transformers
+    plain = PreparedModel(model)
+    beside = hidden(plain, SHORT_SEQUENCE, LONG_SEQUENCE)
+    assert (beside - hidden(plain, SHORT_SEQUENCE)).abs().max() > 0.1  # as in transformers
     rope.follow_server(model, max_model_len)
-    prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail)
-    beside = hidden(model, SHORT_SEQUENCE, LONG_SEQUENCE)
-    torch.testing.assert_close(beside, hidden(model, SHORT_SEQUENCE), rtol=1e-4, atol=1e-4)
+    prepared = prepare(model, TrainConfig.of(model_name="m").compute, pytest.fail)
+    beside = hidden(prepared, SHORT_SEQUENCE, LONG_SEQUENCE)
+    torch.testing.assert_close(beside, hidden(prepared, SHORT_SEQUENCE), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("max_model_len", "factors"), [(ORIGINAL, "short"), (ORIGINAL + 1, "long"), (200, "long")])
@@ -95,8 +97,9 @@ def test_a_phi_with_partly_turned_heads_follows_too() -> None:
     factors = {name: parameters[name][:8] for name in ("short_factor", "long_factor")}
     model = made(Phi3Config(**SIZES, original_max_position_embeddings=ORIGINAL, rope_parameters=parameters | factors))
     rope.follow_server(model, LONGEST)
-    beside = hidden(model, SHORT_SEQUENCE, LONG_SEQUENCE)
-    torch.testing.assert_close(beside, hidden(model, SHORT_SEQUENCE), rtol=1e-4, atol=1e-4)
+    plain = PreparedModel(model)
+    beside = hidden(plain, SHORT_SEQUENCE, LONG_SEQUENCE)
+    torch.testing.assert_close(beside, hidden(plain, SHORT_SEQUENCE), rtol=1e-4, atol=1e-4)
 
 
 def test_scaling_independent_of_length_is_left_alone() -> None:
@@ -186,14 +189,14 @@ def test_a_loaded_model_and_a_reference_follow_the_server_too(server: ToyServer)
     reference = open_reference(
         config.loss,
         config.compute,
-        own.model,
+        PreparedModel(own.model),
         own.device,
         pytest.fail,
         has_adapter=False,
         max_model_len=LONGEST,
     )
     assert reference is not None
-    torch.testing.assert_close(turned(reference.model, 5), of_factors("long", 5, 1.4142135))
+    torch.testing.assert_close(turned(reference.prepared.model, 5), of_factors("long", 5, 1.4142135))
 
 
 def test_a_width_that_transformers_does_not_read_is_refused() -> None:

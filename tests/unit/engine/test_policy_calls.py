@@ -25,6 +25,7 @@ from bridge.server.client import BridgeClient
 from bridge.server.fence import frozen
 from tests.models import tiny
 from tests.unit import patched_server
+from tests.unit.engine.test_policy import client_of, manifest_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("policy_calls")]
 SAMPLING = bridge.SamplingConfig(group_size=2, max_new_tokens=4, request_timeout_s=60)
@@ -81,7 +82,7 @@ def test_a_call_inside_another_is_refused_at_once(policy: bridge.Policy, tmp_pat
 
     def write(*_: object) -> None:
         found.append(outcome(call, policy, tmp_path))
-        assert policy._client.status().state == "paused"
+        assert client_of(policy).status().state == "paused"
 
     if outer == "publish":
         policy.publish(write)
@@ -90,7 +91,7 @@ def test_a_call_inside_another_is_refused_at_once(policy: bridge.Policy, tmp_pat
         stepped.register_step_pre_hook(write)
         policy.update(stepped)
     assert found == [f"UsageError: policy.{call} was called inside policy.{outer} of the same policy"]
-    assert policy.version == policy._client.status().version == version + 1
+    assert policy.version == client_of(policy).status().version == version + 1
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -110,7 +111,7 @@ def test_after_an_error_inside_the_fence_nothing_waits(
         assert found.startswith(refused)
     state = {"publish": "serving"}.get(call, "paused")
     with bridge.attach(path, sampling=SAMPLING) as other:
-        assert other._client.status().state == state
+        assert client_of(other).status().state == state
         if state == "paused" and call == "close":
             with pytest.raises(AttachError, match="an error inside an earlier policy of this process may have left"):
                 other.sample(["2+2="])
@@ -127,14 +128,14 @@ def test_two_policies_of_a_process_do_not_share_the_fence(policy: bridge.Policy,
                 other.publish(lambda: None)
             with pytest.raises(AttachError, match=refused):
                 other.verify()
-            assert policy._client.status().state == "paused"
+            assert client_of(policy).status().state == "paused"
 
         policy.publish(write)
-    assert policy._client.status().lease is not None, "the first one has it still"
+    assert client_of(policy).status().lease is not None, "the first one has it still"
     policy.publish(lambda: None)
     policy.close()
     with bridge.attach(path, reads_only=True) as looking:
-        assert looking._client.status().lease is None
+        assert client_of(looking).status().lease is None
 
 
 @pytest.mark.parametrize("call", sorted({*CALLS} - {"close"}))
@@ -187,7 +188,7 @@ def test_a_forked_process_that_leaves_the_blocks_ends_nothing(path: Path, tmp_pa
 
         assert in_fork(leave) == 0
         assert child.is_alive()
-        assert policy._client.status().lease is not None
+        assert client_of(policy).status().lease is not None
         assert len(policy.sample(["2+2="])) == 1
         policy.publish(lambda: None)
     children.stop(child)
@@ -219,9 +220,9 @@ def test_threads_that_publish_wait_for_each_other(policy: bridge.Policy) -> None
         for _ in range(3):
 
             def write() -> None:
-                states.append(policy._client.status().state)
+                states.append(client_of(policy).status().state)
                 time.sleep(0.05)
-                states.append(policy._client.status().state)
+                states.append(client_of(policy).status().state)
 
             versions.append(policy.publish(write).version)
 
@@ -282,7 +283,7 @@ def test_a_sample_ends_when_another_thread_closes_the_policy(policy: bridge.Poli
         time.sleep(0.5)
         policy.close()
 
-    with BridgeClient(policy._manifest, timeout_s=60) as reader, frozen(reader):
+    with BridgeClient(manifest_of(policy), timeout_s=60) as reader, frozen(reader):
         (refused,) = in_threads(2, act)
     assert str(refused).startswith("policy.sample: the policy is closed")
 

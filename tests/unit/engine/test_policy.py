@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 import bridge
-from bridge import served
+from bridge.engine import policy as module
 from bridge.errors import RewardError, UsageError
+from bridge.modes import shared_vllm
 from bridge.rollouts.vocabulary import Vocabulary
 from bridge.server.client import BridgeClient
+from bridge.server.manifest import Manifest
 from bridge.server.protocol import Status
 from tests.models import chat, tiny
 from tests.unit import toy_server
@@ -44,6 +46,9 @@ class FenceClient(BridgeClient):
     def pause(self, *_: Any, **__: Any) -> Status:
         return self._called("pause")
 
+    def resume(self) -> Status:
+        return self._called("resume")
+
     def publish(self, version: int | None = None) -> Status:
         self._version += 1
         return self._called("publish")
@@ -55,17 +60,26 @@ class FenceClient(BridgeClient):
 
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
-    monkeypatch.setattr(served, "BridgeClient", FenceClient)
+    monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
-    with bridge.Policy(
-        toy.manifest, sampling=bridge.SamplingConfig(), compute=bridge.ComputeConfig(), reads_only=False
-    ) as made:
+    with toy_server.attach(toy.manifest, tmp_path) as made:
         yield made
 
 
 def calls(policy: bridge.Policy) -> list[str]:
-    assert isinstance(policy._client, FenceClient)
-    return policy._client.calls
+    client = client_of(policy)
+    assert isinstance(client, FenceClient)
+    return client.calls
+
+
+def client_of(policy: bridge.Policy) -> BridgeClient:
+    assert isinstance(policy.mode, shared_vllm.PatchedServer)
+    return policy.mode.client
+
+
+def manifest_of(policy: bridge.Policy) -> Manifest:
+    assert isinstance(policy.mode, shared_vllm.PatchedServer)
+    return policy.mode.manifest
 
 
 def with_gradients(policy: bridge.Policy) -> bridge.Policy:
@@ -86,7 +100,7 @@ def test_only_a_filtered_policy_computes_over_kept_words(
     filtered = replace(sample, kept=((1e9, 1),) * len(sample.token_ids))
     ours, plain = (policy.logprobs(batch)[0] for group in (filtered, sample) for batch in policy.pack([group]))
     assert torch.equal(ours, plain)
-    monkeypatch.setattr(policy, "_sampling", bridge.SamplingConfig(top_k=1))
+    monkeypatch.setattr(policy, "config", policy.config.changed(top_k=1))
     (batch,) = policy.pack([filtered])
     assert not torch.equal(policy.logprobs(batch)[0], plain)
 
@@ -185,12 +199,12 @@ def test_a_problem_without_a_prompt_is_refused_with_what_it_has(policy: bridge.P
 @pytest.mark.parametrize("reward", [None, [1.0], "good", "1.0", float("nan"), torch.zeros(2)])
 def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
     with pytest.raises(RewardError, match="the reward of 'text' is"):
-        served._reward(lambda *_: reward, {"prompt": ""}, "text")
+        module._reward(lambda *_: reward, {"prompt": ""}, "text")
 
 
 @pytest.mark.parametrize("reward", [True, 1, torch.tensor(1.0), np.float32(1)])
 def test_anything_that_is_a_number_is_a_reward(reward: Any) -> None:
-    assert served._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
+    assert module._reward(lambda *_: reward, {"prompt": ""}, "text") == 1.0
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -208,11 +222,11 @@ def test_closing_inside_the_block_is_no_error_at_its_end(policy: bridge.Policy) 
 
 def test_completions_fit_the_servers_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the default of 256 tokens, a server of that length would reject every prompt."""
-    monkeypatch.setattr(served, "BridgeClient", FenceClient)
+    monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     whole = toy_server.serve(tiny.llama(), tmp_path / "model").manifest
     short = whole.model_copy(update={"max_model_len": 256})
     sampling = bridge.SamplingConfig(group_size=4)
-    with bridge.Policy(short, sampling=sampling, compute=bridge.ComputeConfig(), reads_only=False) as made:
+    with toy_server.attach(short, tmp_path, sampling=sampling) as made:
         assert made.sampling == bridge.SamplingConfig(group_size=4, max_new_tokens=128)
 
 

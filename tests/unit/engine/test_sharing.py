@@ -18,14 +18,14 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from bridge.agents.stream import open_stream
 from bridge.config import TrainConfig
-from bridge.learn.learner import Learner
 from bridge.learn.policy_loss import LossSpec
-from bridge.learn.replica_batch import Batch
 from bridge.passes.packing import Sample
 from bridge.ranks import messages
 from bridge.ranks.tensors import Tensors
 from bridge.ranks.world import ALONE, Ranks
 from bridge.rollouts import images
+from bridge.run.learner import Learner
+from bridge.run.step_batch import Batch
 from bridge.server.endpoint import Endpoint
 from bridge.types import Completion, Group, Problem
 from bridge.weights import skeleton
@@ -33,9 +33,9 @@ from tests.models import pictures, tiny
 from tests.models.families import FAMILIES
 from tests.models.processors import END, IMAGE, START
 from tests.unit.http_server import serving
-from tests.unit.learn.test_learner import learner_of
 from tests.unit.openai_server import openai
 from tests.unit.rollouts.test_images import Processor
+from tests.unit.run.test_learner import learner_of
 from tests.unit.several_ranks import on_ranks
 
 NUM_RANKS = 2

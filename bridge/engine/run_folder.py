@@ -2,7 +2,7 @@
 
 The files have the format of `bridge train`: `bridge report`, `export` and `restore` read them.
 
-Not covered: loading weights into the server (`bridge/policy.py`).
+Not covered: loading weights into the server (`policy.py`).
 """
 
 import math
@@ -21,22 +21,22 @@ from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.checkpoints.run_directory import RunDirectory, write_json
 from bridge.config import SamplingConfig
 from bridge.core import json_lines
+from bridge.engine import measuring, provenance
 from bridge.errors import UsageError
 from bridge.learn.mismatch import share
 from bridge.learn.samples import has_signal
 from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.run import measuring, provenance
 from bridge.server.fence import FenceTimes
 from bridge.types import Group
 
 KIND: Final = "loop"
-PREFIX = "step_"
-"""Name of a checkpoint's folder without the number of its step, as in mode `shared_vllm`."""
+PREFIXES = "step_", "adapter_step_"
+"""Names of checkpoints' folders without the number of their step, as the modes have them."""
 NOTHING = -1
 """Stands for the step before any that a loop may log."""
 
 
-class Loop:
+class RunFolder:
     """The run directory of one loop; it is made when the first thing is written, or opened again by `newest`."""
 
     def __init__(self, given: Path | None, model: str, sampling: SamplingConfig, note: Callable[[str], None]) -> None:
@@ -61,7 +61,8 @@ class Loop:
         if self._run is None:
             given = self._given
             if given is not None and (
-                RunDirectory(given).metrics.exists() or checkpoint.numbered(_save_path(given), PREFIX)
+                RunDirectory(given).metrics.exists()
+                or any(checkpoint.numbered(_save_path(given), prefix) for prefix in PREFIXES)
             ):
                 raise UsageError(
                     f"{given} holds another run",
@@ -103,36 +104,45 @@ class Loop:
         self._sampled_s = 0.0
         self._fences = []
 
+    def about_to_save(self, given: Path | None, step: int, prefix: str) -> tuple[Path, Path]:
+        """Make the lines durable that a checkpoint stands for, and return its folder and the run directory."""
+        json_lines.fsync(self.run.metrics)
+        return given or self.run.checkpoints / f"{prefix}{step}", self.run.path.absolute()
+
     def save(
         self,
-        folder: Path | None,
-        step: int,
+        folder: Path,
+        optimizer: torch.optim.Optimizer,
         write: Callable[[Path], None],
         *,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        version: int,
-        calls: int,
+        progress: Progress,
     ) -> Path:
-        """Save a checkpoint of `step`, with the weights that `write` puts into a folder, and return its folder.
+        """Save a checkpoint with the weights that `write` puts into a folder, and any optimizer; return its folder.
 
         Raises:
             UsageError: the disk refuses, something else is at `folder`, or the optimizer's state cannot be saved.
         """
-        run = self.run
-        json_lines.fsync(run.metrics)
-        progress = Progress(
-            step=step, weight_version=version, problems_drawn=0, samples_drawn=calls, run_dir=run.path.absolute()
-        )
 
         def fill(scratch: Path) -> None:
             write(scratch)
-            if optimizer is not None:
-                _write_state(scratch, model, optimizer)
+            _write_state(scratch, model, optimizer)
 
-        return checkpoint.save(folder or run.checkpoints / f"{PREFIX}{step}", fill, progress)
+        return checkpoint.save(folder, fill, progress)
 
-    def newest(self) -> SavedCheckpoint | None:
+    def load(self, source: SavedCheckpoint, optimizer: torch.optim.Optimizer, *, model: nn.Module) -> None:
+        """Load any optimizer's state and torch's random state from a checkpoint; hyperparameters stay the optimizer's.
+
+        Raises:
+            CheckpointError: the checkpoint has no state, or that of another kind of optimizer.
+            UsageError: it is of other parameters; nothing was loaded.
+        """
+        if isinstance(optimizer, InPlaceOptimizer):
+            optimizer_state.read(source.folder, _trained(model, optimizer), optimizer)
+        else:
+            optimizer_state.read_foreign(source.folder, model, optimizer)
+
+    def newest(self, prefix: str) -> SavedCheckpoint | None:
         """Open the run directory again, and return its newest whole checkpoint; lines of later steps are moved aside.
 
         Raises:
@@ -144,7 +154,7 @@ class Loop:
             raise UsageError(
                 "this run has begun already", remedy="call policy.resume before policy.log and policy.save"
             )
-        newest, passed_over = checkpoint.newest(_save_path(self._given), PREFIX)
+        newest, passed_over = checkpoint.newest(_save_path(self._given), prefix)
         for line in passed_over:
             self._note(f"passed over: {line}")
         if newest is None and not RunDirectory(self._given).metrics.exists():
@@ -177,19 +187,6 @@ class Loop:
         return {"rollout_s": self._sampled_s, "train_s": max(0.0, others), **times}
 
 
-def load_state(source: SavedCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the optimizer's state and torch's random state from a checkpoint; hyperparameters stay the optimizer's own.
-
-    Raises:
-        CheckpointError: the checkpoint has no state, or that of another kind of optimizer.
-        UsageError: it is of other parameters; nothing was loaded.
-    """
-    if isinstance(optimizer, InPlaceOptimizer):
-        optimizer_state.read(source.folder, _trained(model, optimizer), optimizer)
-    else:
-        optimizer_state.read_foreign(source.folder, model, optimizer)
-
-
 def _write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, InPlaceOptimizer):
         optimizer_state.write(folder, _trained(model, optimizer), optimizer)
@@ -217,7 +214,9 @@ def _measured(step: int, groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return a metric as JSON holds it: a number, or numbers by name; a tensor of one element is one."""
+    """Return a metric as JSON holds it: a number, numbers by name or in a row; a tensor of one element is one."""
+    if isinstance(value, list | tuple):
+        return [_number(f"{name}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
         return {str(key): _number(f"{name}[{key!r}]", item) for key, item in value.items()}
     try:

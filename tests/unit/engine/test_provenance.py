@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import bridge
-from bridge.run import provenance
+from bridge.engine import provenance
 
 
 def test_a_start_has_versions_device_and_command(monkeypatch: pytest.MonkeyPatch) -> None:

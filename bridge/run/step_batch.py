@@ -1,35 +1,27 @@
 """What one replica trains on in a step: its samples of the batch, what is computed for them, and the step's figures.
 
-Several replicas distribute the samples of an update so that each has about the same number of tokens. A rank has the
-bytes of the images that it sampled with, and gets those that it trains on.
-
 Shape suffixes: N rows (positions that predict a sampled token).
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from io import BytesIO
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from bridge.config import OptimizerConfig
-from bridge.core.interrupt import deferred_interrupt
+from bridge.engine.sharing import busiest, distribute, exchanged_images, with_images
 from bridge.learn import samples
 from bridge.learn.mismatch import Tally
 from bridge.learn.policy_loss import LossSpec, means
 from bridge.passes import routing
 from bridge.passes.flops import Flops
 from bridge.passes.packing import MicroBatch, Sample
+from bridge.passes.prepared import PreparedModel
 from bridge.ranks.world import Ranks
-from bridge.types import Array, Group, Images
-
-BALANCE_TOLERANCE = 1.05
-"""Tokens of the busiest replica over the mean above which completions, not whole groups, are distributed."""
+from bridge.types import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +53,7 @@ class Batch:
         own = [shares[ranks.share] for shares in distributed]
         if ranks.world_size > 1:
             arrays = exchanged_images(groups, distributed, ranks)
-            own = [[_with_images(sample, arrays) for sample in mini_batch] for mini_batch in own]
+            own = [[with_images(sample, arrays) for sample in mini_batch] for mini_batch in own]
         return cls(
             mini_batches=own[::2],
             only_ranked=own[1::2],
@@ -116,14 +108,16 @@ class Computed:
         return cls(entropy=zero, loss_sums=loss_sums, tally=Tally.zero(device))
 
     def figures(
-        self, batch: Batch, ranks: Ranks, lr: float, loss_metrics: Sequence[str], model: PreTrainedModel
+        self, batch: Batch, ranks: Ranks, lr: float, loss_metrics: Sequence[str], prepared: PreparedModel
     ) -> dict[str, Any]:
         """Wait for the device, and return the step's metrics over all ranks; the loss has metrics of these names.
 
         Those of the policy and of the mismatch are from before the first update.
         """
-        num_rerouted, num_replayed = ranks.all_reduce(routing.rerouted(model).double()).tolist()  # also of slices
-        tokens_LE = routing.expert_tokens(model).double()
+        model, replay = prepared.model, prepared.replay
+        rerouted_2 = torch.zeros(2, dtype=torch.int64, device=model.device) if replay is None else replay.rerouted()
+        num_rerouted, num_replayed = ranks.all_reduce(rerouted_2.double()).tolist()  # also of slices
+        tokens_LE = torch.zeros(0, 0).double() if replay is None else replay.expert_tokens().double()
         num_taken = self.num_updates or len(self.norms)  # if the first was skipped: the figures that show why
         losses = ranks.all_reduce_shares(torch.stack(self.losses[:num_taken] or [torch.zeros(())]))
         of_ranks = ranks.all_gather_object((self.tally.cpu(), self._flops(Flops.of(model, ranks.tp_size))))
@@ -149,109 +143,3 @@ class Computed:
         """Return the operations of this rank's forward and backward passes of every update."""
         of_updates = [sum(flops.of_batch(model_pass.batch) for model_pass in passes) for passes in self.passes]
         return sum(of_updates[number % len(of_updates)] for number in range(len(self.norms)))
-
-
-def distribute(mini_batch: list[Sample], size: int) -> list[list[Sample]]:
-    """Return the samples of each of `size` shares, in their order; every rank computes the same.
-
-    The samples of one prompt, which follow each other, stay together if the shares' tokens then differ little: their
-    prompt is computed once.
-    """
-    if size == 1:
-        return [mini_batch]
-    return [[mini_batch[index] for index in sorted(indices)] for indices in _shares(mini_batch, size)]
-
-
-def exchanged_images(
-    groups: Sequence[Group], shares_of_updates: Sequence[list[list[Sample]]], ranks: Ranks
-) -> dict[str, tuple[Array, ...]]:
-    """Return, by digest, the images of this rank and those that it trains on: another rank that has one sends it.
-
-    Where they are in a prompt is each sample's own: prompts with other texts have the same images.
-
-    Ranks of a pass that is cut have no images, so a share is a rank's. All ranks derive the same routes.
-    """
-    here = {group.images.digest: group.images.arrays for group in groups if group.images and group.images.is_here}
-    needed = [
-        {
-            sample.images.digest: sample.images
-            for shares in shares_of_updates
-            for sample in shares[number]
-            if sample.images
-        }
-        for number in range(ranks.num_shares)
-    ]
-    if not any(needed):
-        return here
-    with deferred_interrupt():  # in the midst of an exchange the other ranks would wait for this one
-        held = ranks.all_gather_object([*here])
-        senders = {digest: rank for rank, digests in reversed([*enumerate(held)]) for digest in digests}
-        routes = [
-            (senders[digest], receiver, images)
-            for receiver, of_share in enumerate(needed)
-            for digest, images in of_share.items()
-            if digest not in held[receiver]
-        ]
-        return here | (_sent_along(routes, here, ranks) if routes else {})
-
-
-def _sent_along(
-    routes: Sequence[tuple[int, int, Images]], here: Mapping[str, tuple[Array, ...]], ranks: Ranks
-) -> dict[str, tuple[Array, ...]]:
-    """Send images from rank to rank, and return those that came to this one."""
-    sent, lengths = [bytearray() for _ in range(ranks.world_size)], [0] * ranks.world_size
-    for sender, receiver, images in routes:
-        if sender == ranks.rank:
-            sent[receiver] += b"".join(array.content for array in here[images.digest])
-        if receiver == ranks.rank:
-            lengths[sender] += sum(map(_num_bytes, images.arrays))
-    received = [*map(BytesIO, ranks.all_to_all(sent, lengths))]
-    return {
-        images.digest: tuple(
-            replace(array, content=received[sender].read(_num_bytes(array))) for array in images.arrays
-        )
-        for sender, receiver, images in routes
-        if receiver == ranks.rank
-    }
-
-
-def _num_bytes(array: Array) -> int:
-    itemsize: int = getattr(torch, array.dtype).itemsize
-    return itemsize * math.prod(array.shape)
-
-
-def _with_images(sample: Sample, arrays: Mapping[str, tuple[Array, ...]]) -> Sample:
-    images = sample.images
-    return sample if images is None else replace(sample, images=replace(images, arrays=arrays[images.digest]))
-
-
-def busiest(shares_of_updates: Sequence[Sequence[Sequence[Sample]]]) -> float:
-    """Return the tokens of the largest share over the mean, in every mini-batch; NaN for one share."""
-    loads = [[sum(sample.num_tokens for sample in share) for share in shares] for shares in shares_of_updates]
-    size = max(map(len, loads), default=1)
-    return math.nan if size == 1 else size * sum(map(max, loads)) / sum(map(sum, loads))
-
-
-def _shares(mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
-    """Return the indices of each share's samples."""
-    runs = groupby(range(len(mini_batch)), key=lambda index: mini_batch[index].prompt)
-    shares = _longest_first([[*run] for _, run in runs], mini_batch, size)
-    loads = [_load(indices, mini_batch) for indices in shares]
-    if max(loads) * size > BALANCE_TOLERANCE * sum(loads):
-        return _longest_first([[index] for index in range(len(mini_batch))], mini_batch, size)
-    return shares
-
-
-def _load(indices: Sequence[int], mini_batch: Sequence[Sample]) -> int:
-    return sum(mini_batch[index].num_tokens for index in indices)
-
-
-def _longest_first(units: Sequence[list[int]], mini_batch: Sequence[Sample], size: int) -> list[list[int]]:
-    """Assign each unit, longest first, to the share with the fewest tokens so far."""
-    tokens = [_load(unit, mini_batch) for unit in units]
-    loads, shares = [0] * size, [list[int]() for _ in range(size)]
-    for number in sorted(range(len(units)), key=lambda number: (-tokens[number], number)):
-        least = min(range(size), key=lambda number: (loads[number], number))
-        loads[least] += tokens[number]
-        shares[least] += units[number]
-    return shares

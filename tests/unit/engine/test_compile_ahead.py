@@ -22,16 +22,17 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from bridge.config import TrainConfig
-from bridge.learn import opening
+from bridge.engine import compile_ahead
 from bridge.optimizers import factory, split_master
 from bridge.optimizers.split_adamw import SplitMasterAdamW
-from bridge.passes import attention, layers, logprobs
+from bridge.passes import attention, layers, logprobs, preparation
 from bridge.types import Completion, Group
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import stand_in
 from tests.models import tiny
 from tests.models.families import FAMILIES
+from tests.unit import learners
 from tests.unit.passes.varlen_kernel import kernel_on_the_cpu
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ def train_real(config: TrainConfig, *, replays: bool = False) -> None:
         opened = replace(opened, lr_factors=adapter.lr_factors())
     model = opened.model
     experts = (model.config.num_hidden_layers, model.config.num_experts_per_tok) if replays else None
-    learner = opening.learner_of(config, opened, notes.append, 64, experts)
+    learner = learners.made(config, opened, notes.append, max_model_len=64, experts=experts)
     assert layers.are_compiled(model)
     learner.take([group_of(experts)])
     learner.prepare()
@@ -126,7 +127,7 @@ def test_the_first_step_finds_everything_compiled(
     tmp_path: Path, family: str, choices: dict[str, Any], replays: bool
 ) -> None:
     config, notes = config_of(write_model(tmp_path / "model", family), **choices), list[str]()
-    with opening.compiling_ahead(maker(config.model_name), config, notes.append):
+    with compile_ahead.compiling_ahead(maker(config.model_name), config, notes.append):
         pass
     assert notes == ["waiting for the trainer's code, which is still being compiled"]
     assert num_traced() >= 6
@@ -144,7 +145,7 @@ def test_random_numbers_of_a_run_stay_the_same(tmp_path: Path) -> None:
         torch.manual_seed(5)
         before = random.getstate(), torch.get_rng_state().tolist()
         if compiles_ahead:
-            with opening.compiling_ahead(maker(config.model_name), config, lambda _: None):
+            with compile_ahead.compiling_ahead(maker(config.model_name), config, lambda _: None):
                 pass
             assert (random.getstate(), torch.get_rng_state().tolist()) == before
         train_real(config)
@@ -176,18 +177,18 @@ def test_without_room_beside_vllm_nothing_is_compiled(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=whole))
     model = stand_in(write_model(tmp_path / "model"), torch.bfloat16, torch.device("cuda", 0), share=share)
     assert model is None
-    with opening.compiling_ahead(lambda: model, TrainConfig.of(model_name="m"), pytest.fail):
+    with compile_ahead.compiling_ahead(lambda: model, TrainConfig.of(model_name="m"), pytest.fail):
         pass
 
 
-@pytest.mark.parametrize("failing", ["stand_in", "_prepared"])
+@pytest.mark.parametrize("failing", ["stand_in", "prepare"])
 def test_an_error_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     def fail(*_: object) -> bool:
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")
 
-    monkeypatch.setattr(opening, "_prepared", fail)
-    notes, make = list[str](), maker(write_model(tmp_path / "model")) if failing == "_prepared" else fail
-    with opening.compiling_ahead(make, TrainConfig.of(model_name="m"), notes.append):
+    monkeypatch.setattr(preparation, "prepare", fail)
+    notes, make = list[str](), maker(write_model(tmp_path / "model")) if failing == "prepare" else fail
+    with compile_ahead.compiling_ahead(make, TrainConfig.of(model_name="m"), notes.append):
         pass
     assert "the trainer's code is compiled when training begins: OutOfMemoryError: CUDA out of memory" in notes
 
@@ -199,9 +200,9 @@ def _run_forever() -> NoReturn:
 
 def test_a_stand_in_is_freed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models, config = list["weakref.ref[PreTrainedModel]"](), TrainConfig.of(model_name="m")
-    monkeypatch.setattr(opening, "_prepared", lambda model, *_: models.append(weakref.ref(model)))
-    monkeypatch.setattr(opening, "_compile_step", lambda *_: None)
-    with opening.compiling_ahead(maker(write_model(tmp_path / "model")), config, lambda _: None):
+    monkeypatch.setattr(preparation, "prepare", lambda model, *_: models.append(weakref.ref(model)))
+    monkeypatch.setattr(compile_ahead, "_compile_step", lambda *_: None)
+    with compile_ahead.compiling_ahead(maker(write_model(tmp_path / "model")), config, lambda _: None):
         pass
     assert [model() for model in models] == [None]
 
@@ -220,9 +221,9 @@ def test_ctrl_c_ends_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             _run_forever()
         _run_forever()
 
-    monkeypatch.setattr(opening, "_prepared", compile_forever)
+    monkeypatch.setattr(preparation, "prepare", compile_forever)
     config = TrainConfig.of(model_name="m")
-    compiling = opening.compiling_ahead(maker(write_model(tmp_path / "model")), config, lambda _: None)
+    compiling = compile_ahead.compiling_ahead(maker(write_model(tmp_path / "model")), config, lambda _: None)
     with pytest.raises(KeyboardInterrupt), compiling:
         time.sleep(0 if is_vllm_ready else 60)
     assert numbers

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from bridge.config import ComputeConfig, LossConfig
 from bridge.errors import UsageError
-from bridge.passes import preparation, slices
-from bridge.passes.logprobs import model_logprobs
+from bridge.passes import preparation
 from bridge.passes.packing import MicroBatch
 from bridge.passes.packing_proof import Note
+from bridge.passes.prepared import PreparedModel
 from bridge.ranks.world import ALONE, Ranks
 from bridge.weights import loaded, skeleton
 
@@ -29,12 +29,15 @@ from bridge.weights import loaded, skeleton
 class Reference:
     """A frozen model, or one whose adapter is switched off while it computes."""
 
-    model: PreTrainedModel
+    prepared: PreparedModel
     frozen: Callable[[], AbstractContextManager[None]] = nullcontext
-    shares_prompts: bool = True
-    """Whether this model lets completions of one prompt share it."""
     takes_experts: bool = True
     """Whether it computes with the experts of the trained model, as that model does without its adapter."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether this model lets completions of one prompt share it."""
+        return self.prepared.shares_prompts
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
@@ -48,7 +51,7 @@ class Reference:
         if not self.takes_experts:
             batch = replace(batch, experts_TX=None)
         with self.frozen():
-            logprobs_N, _ = model_logprobs(self.model, batch, temperature)
+            logprobs_N, _ = self.prepared.logprobs(batch, temperature)
         return logprobs_N
 
 
@@ -75,18 +78,18 @@ def check(model: str, reference: str | None) -> None:
 def open_reference(
     loss: LossConfig,
     compute: ComputeConfig,
-    model: PreTrainedModel,
+    prepared: PreparedModel,
     device: torch.device,
     note: Note,
     *,
     has_adapter: bool,
     max_model_len: int | None = None,
-    cp_group: Ranks = ALONE,
+    ranks: Ranks = ALONE,
 ) -> Reference | None:
-    """Return the reference of `model`; None without a KL divergence.
+    """Return the reference of the `prepared` model; None without a KL divergence.
 
     Call it after `check`, once the model is open. A second model is prepared like the trained one, so that both round
-    equally, and its packs are cut among the ranks of `cp_group`, too. `max_model_len` is the server's, on which
+    equally, and its packs are cut among the ranks of a pass, too. `max_model_len` is the server's, on which
     positions may depend.
 
     UsageError: it cannot be loaded, or does not fit. UnsupportedModelError: it is not a plain causal language model of
@@ -95,18 +98,16 @@ def open_reference(
     if loss.kl_coef == 0:
         return None
     if has_adapter:
-        return Reference(model=model, frozen=lambda: adapter_off(model))
+        return Reference(prepared=prepared, frozen=lambda: adapter_off(prepared.model))
     name = loss.reference_model
     assert name is not None, "refused by the configuration"
     own = loaded.load(
-        name, device=str(device), dtype=model.dtype, max_model_len=max_model_len,
+        name, device=str(device), dtype=prepared.model.dtype, max_model_len=max_model_len,
         remedy="lower --gpu-memory-utilization, or --mode lora_only, whose base is the reference at no cost",
     ).model  # fmt: skip
-    if cp_group.world_size > 1:
-        slices.cut(own, cp_group)
     without_gradients = compute.model_copy(update={"gradient_checkpointing": False})
-    shares_prompts = preparation.prepare(own, without_gradients, note, max_model_len=max_model_len)
-    return Reference(model=own, shares_prompts=shares_prompts, takes_experts=False)
+    of_own = preparation.prepare(own, without_gradients, note, max_model_len=max_model_len, ranks=ranks)
+    return Reference(prepared=of_own, takes_experts=False)
 
 
 @contextmanager

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 import bridge
-from bridge import served
 from bridge.checkpoints import checkpoint, export, optimizer_state
 from bridge.core import claim
 from bridge.errors import CheckpointError, UsageError
+from bridge.modes import shared_vllm
 from bridge.types import Completion, Group
 from bridge_cli.report import page, record
 from tests.models import tiny
 from tests.unit import toy_server
-from tests.unit.test_policy import FenceClient, calls
+from tests.unit.engine.test_policy import FenceClient, calls
 
 Attach = Callable[..., bridge.Policy]
 
@@ -31,16 +31,12 @@ Attach = Callable[..., bridge.Policy]
 @pytest.fixture
 def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
     """Attach to one toy server as often as wanted, with the run directory `run` by default."""
-    monkeypatch.setattr(served, "BridgeClient", FenceClient)
+    monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
     toy = toy_server.serve(tiny.llama(), tmp_path / "model")
     with ExitStack() as stack:
 
         def attached(run_dir: Path | None = tmp_path / "run") -> bridge.Policy:
-            made = bridge.Policy(
-                toy.manifest, sampling=bridge.SamplingConfig(), compute=bridge.ComputeConfig(), reads_only=False,
-                run_dir=run_dir,
-            )  # fmt: skip
-            return stack.enter_context(made)
+            return stack.enter_context(toy_server.attach(toy.manifest, tmp_path, run_dir=run_dir))
 
         yield attached
 
@@ -105,12 +101,12 @@ def test_a_resumed_loop_repeats_its_steps_to_the_digit(attach: Attach, tmp_path:
 def test_the_seeds_of_sampling_continue_after_a_resume(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
-    def sample(*_: Any, seed: int, **__: Any) -> list[tuple[Completion, ...]]:
+    async def one(*_: Any, seed: int, **__: Any) -> tuple[Completion, ...]:
         seeds.append(seed)
-        return [group(0.0).completions]
+        return group(0.0).completions
 
     policy, resumed = attach(), None
-    monkeypatch.setattr(policy._sampler, "sample", sample)
+    monkeypatch.setattr(policy._sampler, "one", one)
     for _ in range(3):
         policy.sample(["a"])
     optimizer = policy.optimizer(lr=1e-3)
@@ -119,7 +115,7 @@ def test_the_seeds_of_sampling_continue_after_a_resume(attach: Attach, monkeypat
     policy.close()
     resumed = attach()
     assert resumed.resume(resumed.optimizer(lr=1e-3)) == 1
-    monkeypatch.setattr(resumed._sampler, "sample", sample)
+    monkeypatch.setattr(resumed._sampler, "one", one)
     resumed.sample(["a"])
     assert seeds[4] == seeds[3]
     assert len({*seeds}) == 4

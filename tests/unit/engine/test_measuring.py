@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bridge.run import measuring
+from bridge.engine import measuring
 from bridge.types import Completion
 
 TIMES = {"train_s": 1.5, "fence_write_s": 0.5}

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from bridge.learn import learner, policy_loss
+from bridge.learn import policy_loss
 from bridge.learn.policy_loss import LOSSES
 from bridge.passes import layers, logprobs
 from bridge.passes.packing import MicroBatch
+from bridge.passes.prepared import PreparedModel
+from bridge.run import learner
 from bridge.types import Completion, Group
 from tests.models import tiny
-from tests.unit.learn.test_learner import Descent, updated
+from tests.unit.run.test_learner import Descent, updated
 
 LENGTHS = (60, 52, 71, 66)
 
@@ -104,16 +106,16 @@ def test_weights_that_do_not_change_have_ratios_of_exactly_1(monkeypatch: pytest
 
 def test_the_first_update_needs_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ratios are 1 whatever the kernels do: the same numbers are on both sides."""
-    original, calls = logprobs.model_logprobs, [0]
+    original, calls = PreparedModel.logprobs, [0]
 
     def noisy(*given: Any) -> tuple[Tensor, Tensor]:
         calls[0] += 1
         logprobs_N, entropies_N = original(*given)
         return logprobs_N + torch.randn_like(logprobs_N), entropies_N
 
-    monkeypatch.setattr(learner, "model_logprobs", noisy)
+    monkeypatch.setattr(PreparedModel, "logprobs", noisy)
     ratios = log_ratios(monkeypatch)
-    learnt(loss="gspo", updates_per_batch=2)
+    learnt(loss="gspo", updates_per_batch=2, micro_batch_tokens=10_000)  # a budget that needs no probes
     assert calls == [3]
     assert not ratios[0].any()
 

@@ -16,66 +16,60 @@ Shape suffixes: N rows (positions that predict a sampled token).
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from bridge.config import OptimizerConfig, SamplingConfig
-from bridge.core.interrupt import acting_interrupt, deferred_interrupt
-from bridge.errors import RewardError, UsageError, first_line
+from bridge.config import SamplingConfig, TrainConfig
+from bridge.core.interrupt import deferred_interrupt
+from bridge.engine.trainable import Trainable
+from bridge.errors import RewardError, UsageError
 from bridge.learn.mismatch import measure
 from bridge.learn.policy_loss import LossSpec, least_entropy, policy_loss
-from bridge.learn.reference import Reference
-from bridge.learn.replica_batch import Batch, Computed, Pass
-from bridge.optimizers.gradient_hooks import added_in_float32
-from bridge.optimizers.in_place import InPlaceOptimizer
-from bridge.passes.budget import Budget
-from bridge.passes.logprobs import model_logprobs
-from bridge.passes.parallel import Parallel
-from bridge.ranks.world import Ranks
+from bridge.optimizers import factory
+from bridge.passes.packing_proof import Note
+from bridge.run.step_batch import Batch, Computed, Pass
 from bridge.types import Group, Result
 
 
 class Learner:
-    """A model that is trained in place, batch by batch."""
+    """The algorithm of a run: which updates a batch becomes, and what is measured of them."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        optimizer: InPlaceOptimizer,
-        choices: OptimizerConfig,
+        trainable: Trainable,
+        spec: LossSpec,
         *,
         lr: float,
         schedule: Callable[[int], float],
-        spec: LossSpec,
         sampling: SamplingConfig,
-        budget: Budget,
-        reference: Reference | None,
-        ranks: Ranks,
-        parallel: Parallel | None,
     ) -> None:
         """`schedule` returns the factor of the learning rate, given the number of planned updates before."""
-        self._model = model
-        self.optimizer = optimizer
-        self._choices = choices
+        self.trainable = trainable
+        self.optimizer = trainable.optimizer
+        self._choices = trainable.choices
+        self._budget = trainable.budget
+        self._ranks = trainable.ranks
         self._lr = lr
         self._schedule = schedule
         self.spec = spec
         self._sampling = sampling
-        self._budget = budget
-        self._reference = reference
-        self._ranks = ranks
-        self._parallel = parallel
         self._thresholds = list[Tensor]()
         """For each update, the least entropy of the tokens that are trained on; empty: all are."""
         self._refusal: UsageError | None = None
         """Why no batch can follow: an update can never fit, or the user's loss failed. The weights are whole."""
         self._start(Batch())
+
+    @classmethod
+    def of(cls, config: TrainConfig, trainable: Trainable, note: Note) -> Self:
+        """Return the learner of a run."""
+        _note_uncorrected(config, note)
+        schedule = factory.schedule(config.optimizer, config.training_steps)
+        spec = LossSpec.of(config.loss)
+        return cls(trainable, spec, lr=config.learning_rate, schedule=schedule, sampling=config.sampling)
 
     def take(self, groups: Sequence[Group], *, step: int = 1) -> None:
         """Start the step of this number with this batch; UsageError: given advantages are invalid."""
@@ -136,11 +130,11 @@ class Learner:
     def learnt(self) -> dict[str, Any]:
         """Wait for the device, and return the step's metrics, by their names in `metrics.jsonl`."""
         lr = self._lr * self._schedule(self._batch.num_before)
-        return self._computed.figures(self._batch, self._ranks, lr, self.spec.metrics, self._model)
+        return self._computed.figures(self._batch, self._ranks, lr, self.spec.metrics, self.trainable.prepared)
 
     def _start(self, batch: Batch) -> None:
         self._batch = batch
-        self._computed = Computed.nothing(self._model.device, len(self.spec.metrics))
+        self._computed = Computed.nothing(self.trainable.device, len(self.spec.metrics))
 
     def _least_entropies(self) -> list[Tensor]:
         """Return, for each update, the entropy from which on its tokens are trained on, of all ranks' tokens."""
@@ -154,33 +148,21 @@ class Learner:
 
         of_shares = self._ranks.one_per_share(self._ranks.run_and_gather(own))  # whose ranks have the same tokens
         whole = (torch.cat(of_update) for of_update in zip(*of_shares, strict=True))
-        return [least_entropy(whole_N, self.spec.top_entropy).to(self._model.device) for whole_N in whole]
+        return [least_entropy(whole_N, self.spec.top_entropy).to(self.trainable.device) for whole_N in whole]
 
     def _other_entropies(self) -> list[list[Tensor]]:
         """Return, for each update, the entropies of the samples that are only ranked."""
-        entropies, temperature = [list[Tensor]() for _ in self._batch.only_ranked], self._sampling.temperature
+        entropies = [list[Tensor]() for _ in self._batch.only_ranked]
         updates = zip(entropies, self._batch.only_ranked, self._batch.mini_batches, strict=True)
         for of_update, samples, trained in updates:
             for micro_batch in self._budget.packs(samples, [*trained, *samples]):
                 with torch.enable_grad():  # as in `_look_ahead`
-                    of_update.append(model_logprobs(self._model, micro_batch, temperature)[1].cpu())
+                    of_update.append(self.trainable.logprobs(micro_batch)[1].cpu())
         return entropies
 
     def _within_memory(self, act: Callable[[], Result]) -> Result:
-        """Compute this rank's share of the batch, in smaller passes if memory runs out.
-
-        Ranks of one pass communicate in every layer: one that fails ends with a RankError, so that none waits.
-        """
-        if self._ranks.pass_size > 1:
-            with self._ranks.in_pass():
-                return act()
-        while True:
-            try:
-                with acting_interrupt():
-                    return act()
-            except torch.OutOfMemoryError as error:
-                self.forget()
-                self._budget.shrink(error)
+        """Compute this rank's share of the batch, in smaller passes if memory runs out."""
+        return self.trainable.within_memory(act, self.forget)
 
     def _prepare(self) -> None:
         if not self._computed.passes:
@@ -209,7 +191,7 @@ class Learner:
             # With gradients enabled, as in training: without, compiled layers are another graph, which rounds
             # differently. In bf16 the two differ by 0.01 nats a token, and GSPO clips at 0.0003.
             with torch.enable_grad():
-                logprobs_N, entropies_N = model_logprobs(self._model, model_pass.batch, self._sampling.temperature)
+                logprobs_N, entropies_N = self.trainable.logprobs(model_pass.batch)
             self._remember(model_pass, logprobs_N.detach(), entropies_N)
             model_pass.entropies_N = entropies_N if chooses else None
 
@@ -221,7 +203,7 @@ class Learner:
             return False
         if not math.isfinite(self._computed.norms[-1]):
             return False
-        self.optimizer.step(grad_norm=self._computed.norms[-1], max_norm=self._choices.max_grad_norm)
+        self.trainable.step(self._computed.norms[-1])
         self._computed.num_updates += 1
         return True
 
@@ -244,62 +226,38 @@ class Learner:
         return fits
 
     def _differentiate(self, passes: Sequence[Pass]) -> None:
-        """Compute the gradients of one update, and their norm."""
-        self._model.zero_grad(set_to_none=True)
-        self._computed.losses.append(torch.zeros((), dtype=torch.float64, device=self._model.device))
-        with ExitStack() as gradients:
-            if self._choices.gradient_release:
-                gradients.enter_context(self.optimizer.releasing())
-            elif len(passes) > 1 and self._budget.sums_in_float32:
-                gradients.enter_context(added_in_float32(p for p in self._model.parameters() if p.requires_grad))
-            for model_pass in passes:
-                self._loss(model_pass).backward()
-        if self._ranks.world_size == 1:
-            self._computed.norms.append(self.optimizer.global_norm())
+        """Compute the gradients of one update."""
+        self._begin_update()
+        self.trainable.add_gradients(passes, self._loss, widens=len(passes) > 1)
 
     def _update_in_backward(self, passes: Sequence[Pass]) -> None:
-        """Update each parameter in the one backward pass of an update, and compute the norm of the gradients.
+        """Take an update in its one backward pass; an own loss that fails skips it, and ends training."""
 
-        No rank begins that pass unless every loss is finite. UsageError: memory ran out, or a gradient is not finite.
-        """
-        self._model.zero_grad(set_to_none=True)
-        self._computed.losses.append(torch.zeros((), dtype=torch.float64, device=self._model.device))
-        try:
-            losses = list[Tensor]()  # stays empty if the whole update is other ranks'
+        def losses() -> list[Tensor] | None:
             try:
-                losses += [self._loss(model_pass) for model_pass in passes]
+                return [self._loss(model_pass) for model_pass in passes]  # none if the update is other ranks'
             except RewardError as error:
                 self._refusal = error
-            is_usable = self._refusal is None and all(math.isfinite(loss.item()) for loss in losses)
-            is_finite = all(self._ranks.all_gather_object(is_usable))
-            if is_finite:
-                with self.optimizer.releasing(max_norm=self._choices.max_grad_norm):
-                    for loss in losses:
-                        loss.backward()
-        except torch.OutOfMemoryError as error:
-            raise UsageError(
-                f"out of memory in the middle of an update: {first_line(error)}",
-                remedy="resume from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
-                " --kv-sleep always",
-            ) from error
-        self._computed.norms.append(self.optimizer.global_norm() if is_finite else math.nan)
+                return None
+
+        self._begin_update()
+        self._computed.norms.append(self.trainable.step_in_backward(losses))
+
+    def _begin_update(self) -> None:
+        self.trainable.drop_gradients()
+        self._computed.losses.append(torch.zeros((), dtype=torch.float64, device=self.trainable.device))
 
     def _exchange(self) -> None:
         """Add up the gradients of several ranks, and compute their norm."""
-        if self._parallel is not None:
-            gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
-            self._parallel.combine(gradients)
-        if self._ranks.world_size > 1:
-            self.optimizer.exchange()
-            self._computed.norms.append(self.optimizer.global_norm())
+        self._computed.norms.append(self.trainable.exchange())
 
     def _loss(self, model_pass: Pass) -> Tensor:
         """Return the loss of one pass, and add it to that of its update."""
-        logprobs_N, entropies_N = model_logprobs(self._model, model_pass.batch, self._sampling.temperature)
+        logprobs_N, entropies_N = self.trainable.logprobs(model_pass.batch)
         if model_pass.old_logprobs_N is None:
             self._remember(model_pass, logprobs_N.detach(), entropies_N)
-        if self._reference is not None and model_pass.reference_logprobs_N is None:
-            model_pass.reference_logprobs_N = self._reference.logprobs(model_pass.batch, self._sampling.temperature)
+        if self.trainable.reference is not None and model_pass.reference_logprobs_N is None:
+            model_pass.reference_logprobs_N = self.trainable.reference_logprobs(model_pass.batch)
         assert model_pass.old_logprobs_N is not None
         loss, sums = policy_loss(
             logprobs_N, model_pass.old_logprobs_N, model_pass.batch, self.spec, model_pass.reference_logprobs_N
@@ -314,4 +272,16 @@ class Learner:
         batch, spec = model_pass.batch, self.spec
         self._computed.tally += measure(
             logprobs_N, batch.sampled_logprobs_N, spec.correction, spec.weighted_sequences(batch)
+        )
+
+
+def _note_uncorrected(config: TrainConfig, note: Note) -> None:
+    """Log that completions of older weights are trained on as if the newest had sampled them, if that was chosen."""
+    interval = config.publishing.restart_interval
+    causes = [f"--max-staleness {config.rollouts.max_staleness}"] if config.rollouts.max_staleness else []
+    causes += [f"--vllm-restart-interval {interval}"] if interval > 1 else []
+    if causes and config.loss.mismatch == "none":
+        note(
+            f"--mismatch none: with {' and '.join(causes)} completions of older weights are trained on, and nothing"
+            " corrects for the difference"
         )

@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import OptimizerConfig, TrainConfig
+from bridge.engine import reference
 from bridge.errors import UsageError
-from bridge.learn import learner as module
-from bridge.learn import opening, policy_loss, reference
-from bridge.learn.learner import Learner
+from bridge.learn import policy_loss
 from bridge.learn.policy_loss import Sums
 from bridge.optimizers import factory
 from bridge.optimizers.in_place import InPlaceOptimizer
@@ -26,10 +25,13 @@ from bridge.optimizers.split_adamw import SplitMasterAdamW
 from bridge.passes import budget
 from bridge.passes.flops import Flops
 from bridge.ranks.world import ALONE, Ranks
+from bridge.run import learner as module
+from bridge.run.learner import Learner
 from bridge.types import Completion, Group
 from bridge.weights.adapter import Adapter
 from bridge.weights.attach import OpenedModel
 from tests.models import tiny
+from tests.unit import learners
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -94,7 +96,7 @@ def learner_of(
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
     notes = [] if log is None else log
     with mock.patch.object(factory, "make", make_optimizer):
-        return opening.learner_of(config_of(**choices), opened, notes.append, ranks=ranks)
+        return learners.made(config_of(**choices), opened, notes.append, ranks=ranks)
 
 
 def prepared(model: PreTrainedModel, groups: Sequence[Group], **choices: Any) -> Learner:
@@ -878,7 +880,7 @@ def notes_of(**choices: Any) -> list[str]:
     config = TrainConfig.model_validate({"model_name": "tiny"} | choices)
     factors = {name: 4.0 for name, _ in model.named_parameters()}
     opened = OpenedModel(model=model, device=CPU, lr_factors=factors, open_s=0, weight_bytes=0)
-    made = opening.learner_of(config, opened, notes.append)
+    made = learners.made(config, opened, notes.append)
     assert {group["lr"] for group in made.optimizer.param_groups} == {config.learning_rate * 4}
     return notes
 

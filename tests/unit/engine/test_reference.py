@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bridge.config import TrainConfig
+from bridge.engine.reference import Reference, adapter_off, check, open_reference
 from bridge.errors import UnsupportedModelError, UsageError
-from bridge.learn.reference import Reference, adapter_off, check, open_reference
 from bridge.passes import preparation
-from bridge.passes.logprobs import model_logprobs
 from bridge.passes.packing import Kept, MicroBatch, Sample, packs
+from bridge.passes.prepared import PreparedModel
 from bridge.weights import loaded
 from bridge.weights.adapter import Adapter
 from tests.models import tiny
@@ -33,9 +33,9 @@ def check_of(config: TrainConfig) -> None:
     check(config.model_name, config.loss.reference_model)
 
 
-def opened(config: TrainConfig, *model: Any, **server: Any) -> Reference | None:
+def opened(config: TrainConfig, model: PreTrainedModel) -> Reference | None:
     has_adapter = config.mode == "lora_only"
-    return open_reference(config.loss, config.compute, *model, has_adapter=has_adapter, **server)
+    return open_reference(config.loss, config.compute, PreparedModel(model), CPU, note, has_adapter=has_adapter)
 
 
 def base(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -94,7 +94,7 @@ def micro_batch() -> MicroBatch:
 
 
 def logprobs(model: PreTrainedModel) -> Tensor:
-    return model_logprobs(model, micro_batch(), 0.7)[0].detach()
+    return PreparedModel(model).logprobs(micro_batch(), 0.7)[0].detach()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,7 +112,7 @@ def test_switched_off_an_adapter_leaves_the_base_bit_for_bit(dtype: torch.dtype)
 def test_a_reference_is_not_filtered() -> None:
     batch = micro_batch()
     kept = Kept(torch.full((len(batch.rows_N),), 1e9), torch.ones(len(batch.rows_N)))
-    reference = Reference(model=base())
+    reference = Reference(prepared=PreparedModel(base()))
     assert torch.equal(reference.logprobs(replace(batch, kept=kept), 0.7), reference.logprobs(batch, 0.7))
 
 
@@ -189,9 +189,9 @@ def test_an_adapters_reference_is_its_base() -> None:
     model = base()
     alone = logprobs(model)
     filled(model)
-    reference = opened(config_of(mode="lora_only", kl_coef=0.1), model, CPU, note)
+    reference = opened(config_of(mode="lora_only", kl_coef=0.1), model)
     assert isinstance(reference, Reference)
-    assert reference.model is model
+    assert reference.prepared.model is model
     of_base = reference.logprobs(micro_batch(), 0.7)
     assert not of_base.requires_grad
     assert torch.equal(of_base, alone)
@@ -206,9 +206,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    reference = opened(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
+    reference = opened(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model)
     assert reference is not None
-    assert {parameter.dtype for parameter in reference.model.parameters()} == {model.dtype}
+    assert {parameter.dtype for parameter in reference.prepared.model.parameters()} == {model.dtype}
     preparation.prepare(model, config_of().compute, note)
     before = logprobs(model)
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_a_mixture_of_strong_experts_can_be_a_reference(tmp_path: Path) -> None:
     """It is checked with experts that are chosen once, and trained batches bring those of another model."""
     mixture().save_pretrained(tmp_path)
     config = config_of(model_name=str(tmp_path), kl_coef=0.1, reference_model=str(tmp_path))
-    reference = opened(config, base(torch.bfloat16), CPU, note)
+    reference = opened(config, base(torch.bfloat16))
     assert reference is not None
     plain = micro_batch()
     experts_TX = torch.zeros(len(plain.tokens_T), 2, dtype=torch.int16)
@@ -234,16 +234,16 @@ def test_a_mixture_of_strong_experts_can_be_a_reference(tmp_path: Path) -> None:
 
 def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    reference = opened(config_of(kl_coef=0.1, reference_model=str(folder)), model, CPU, note)
+    reference = opened(config_of(kl_coef=0.1, reference_model=str(folder)), model)
     assert reference is not None
-    assert {parameter.dtype for parameter in reference.model.parameters()} == {model.dtype}
+    assert {parameter.dtype for parameter in reference.prepared.model.parameters()} == {model.dtype}
     assert all(parameter.requires_grad for parameter in model.parameters())  # this one is unchanged
 
 
 def test_without_a_divergence_there_is_no_reference() -> None:
     for mode in ("shared_vllm", "lora_only", "none"):
         check_of(config_of(mode=mode))
-        assert opened(config_of(mode=mode), base(), CPU, note) is None
+        assert opened(config_of(mode=mode), base()) is None
 
 
 def test_an_adapter_needs_no_other_reference() -> None:
@@ -318,6 +318,6 @@ def test_a_reference_too_large_is_refused_before_loading(folder: Path, monkeypat
     monkeypatch.setattr(loaded, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(loaded, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(UsageError, match="GiB are free") as caught:
-        opened(config_of(kl_coef=0.1, reference_model=str(folder)), base(), CPU, note)
+        opened(config_of(kl_coef=0.1, reference_model=str(folder)), base())
     assert str(folder) in caught.value.message
     assert "--mode lora_only" in caught.value.remedy

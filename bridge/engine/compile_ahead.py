@@ -1,0 +1,75 @@
+"""Compile the training step while vLLM starts, on a stand-in with random weights."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from bridge.config import OptimizerConfig, TrainConfig
+from bridge.core.concurrency import end_thread
+from bridge.core.interrupt import COMPILER, deferred_interrupt, wait_until
+from bridge.errors import with_class
+from bridge.optimizers import factory
+from bridge.passes import layers, pass_cost, preparation
+from bridge.passes.packing_proof import Note
+from bridge.passes.prepared import PreparedModel
+from bridge.ranks.world import ALONE, Ranks
+from bridge.weights.adapter import Adapter
+
+
+@contextmanager
+def compiling_ahead(
+    stand_in: Callable[[], PreTrainedModel | None], config: TrainConfig, note: Note, ranks: Ranks = ALONE
+) -> Iterator[None]:
+    """Compile the training step on a stand-in while the block waits for vLLM; the learner finds the code in memory.
+
+    vLLM compares what is free when it starts and when it has loaded: a stand-in takes its memory before the block, and
+    torch's allocator keeps it until the end. An error costs only time.
+    """
+    has_memory, is_over = threading.Event(), threading.Event()
+
+    def compile_all() -> None:
+        try:
+            model = stand_in()
+            has_memory.set()
+            if model is None:
+                return
+            with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+                if config.mode == "lora_only":
+                    Adapter(model, config.lora, seed=0, base_name="")
+                prepared = preparation.prepare(model, config.compute, lambda _: None)
+                _compile_step(prepared, config.optimizer, config.sampling.temperature, ranks)
+        except Exception as error:  # noqa: BLE001  the real model raises it again, if it is not the stand-in's
+            note(f"the trainer's code is compiled when training begins: {with_class(error)}")
+        finally:
+            has_memory.set()
+            is_over.set()
+
+    thread = threading.Thread(target=compile_all, name=COMPILER, daemon=True)
+    try:
+        with deferred_interrupt():  # a thread that started half cannot be ended
+            thread.start()
+        wait_until(has_memory.wait)
+        yield
+        if thread.is_alive():
+            note("waiting for the trainer's code, which is still being compiled")
+        wait_until(is_over.wait)
+        thread.join()
+    except BaseException:
+        with deferred_interrupt():  # a process that ends while torch compiles in a thread crashes
+            end_thread(thread)
+        raise
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _compile_step(prepared: PreparedModel, choices: OptimizerConfig, temperature: float, ranks: Ranks) -> None:
+    """Compile what a step runs besides the layers: the log-probabilities, and the update of any parameter."""
+    micro_batch, trained = pass_cost.example(prepared.model, 64, 32), layers.first_trained(prepared.model)
+    logprobs_N, _ = prepared.logprobs(micro_batch, temperature)
+    torch.autograd.grad(logprobs_N.sum(), trained)
+    smallest = factory.scaled_group(min(trained, key=torch.numel), 1.0, lr=0.0, weight_decay=0.0)
+    factory.make(choices, [smallest], ranks=ranks).allocate()

@@ -1,0 +1,258 @@
+"""One call of `forward_backward`: samples become passes, their gradients add up, and log-probs come back in order.
+
+Shape suffixes: N rows (positions that predict a sampled token), of a micro-batch or of one sample.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bridge.config import LossConfig
+from bridge.core.foreign_code import described
+from bridge.engine.trainable import Trainable
+from bridge.errors import UsageError
+from bridge.learn.mismatch import Tally, measure
+from bridge.learn.policy_loss import LossSpec, means, policy_loss
+from bridge.passes.packing import MicroBatch, Sample
+from bridge.rollouts.distribution import filters
+
+Loss = Callable[[Tensor, MicroBatch], Tensor]
+"""Returns a micro-batch's part of an update's loss, given its log-probabilities: [N] float32 -> []."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """What `forward_backward` computed."""
+
+    logprobs: Sequence[Tensor]
+    """For each sample, in the order of the call: its sampled tokens' log-probabilities in nats, [N] float32."""
+    entropies: Sequence[Tensor]
+    """The same of the entropies."""
+    metrics: Mapping[str, float]
+    """Over all ranks, by their names in `metrics.jsonl`: `loss`, `entropy`, `tokens_trained`, the mismatch with the
+    server, and those of the loss."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A sample of this rank's, as the caller gave it."""
+
+    index: int
+    """Its place in the order of the call."""
+    sample: Sample
+    old_logprobs_N: Tensor | None
+    """Its log-probabilities from before the first update of the batch; None: this is the first."""
+
+
+class Gradients:
+    """What one call computes on this rank."""
+
+    def __init__(self, trainable: Trainable, loss: Loss | LossConfig | None, given: Sequence[Given]) -> None:
+        """Take this rank's samples; UsageError if the loss needs what a call does not have."""
+        self._trainable = trainable
+        self.given = given
+        self._samples = [one.sample for one in given]
+        self._loss: Loss | None = loss if callable(loss) else None
+        self._spec = LossSpec.of(LossConfig() if loss is None or callable(loss) else loss)
+        if self._spec.top_entropy < 1:
+            raise UsageError(
+                f"top_entropy is {self._spec.top_entropy:g}: one pass does not know the entropies of the others",
+                remedy="give the other tokens an advantage of 0, or train with bridge run --top-entropy",
+            )
+        if self._loss is None and self._spec.kl_coef > 0 and trainable.reference is None:
+            raise UsageError(
+                f"kl_coef is {self._spec.kl_coef:g}, and no reference is loaded",
+                remedy="attach with it: bridge.attach(loss=bridge.LossConfig(kl_coef=..., reference_model=...))",
+            )
+        self._start()
+
+    def _start(self) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=self._trainable.device)
+        self._logprobs: dict[int, Tensor] = {}
+        self._entropies: dict[int, Tensor] = {}
+        self._total = zero.clone()
+        self._entropy = zero.clone()
+        self._num_tokens = 0
+        self._tally = Tally.zero(self._trainable.device)
+        self._sums = {name: torch.zeros(2, dtype=torch.float64, device=zero.device) for name in self._spec.metrics}
+
+    def add(self, *, is_first: bool) -> None:
+        """Add the gradients; `is_first`: no earlier call of this update has added any."""
+        self._start()
+        batches = self._trainable.budget.packs(self._samples, self._samples)
+        if batches and not is_first:
+            self._trainable.widen_gradients()
+        self._trainable.add_gradients(batches, self._loss_of, widens=len(batches) > 1 or not is_first)
+        release = self._trainable.choices.gradient_release
+        if batches and not release and all(parameter.grad is None for parameter in self._trainable.parameters):
+            raise _not_a_loss("depends on no parameter of the model")
+
+    def pack_for_one_pass(self) -> None:
+        """Pack the samples; UsageError if they need several passes."""
+        budget = self._trainable.budget
+        self._batches = budget.packs(self._samples, self._samples)
+        if len(self._batches) > 1:
+            raise budget.too_few_for_one_pass(self._samples, len(self._batches), num_updates=1)
+
+    def losses(self) -> list[Tensor]:
+        """Run the forward passes of `pack_for_one_pass`."""
+        self._start()
+        return [self._loss_of(batch) for batch in self._batches]
+
+    def _loss_of(self, batch: MicroBatch) -> Tensor:
+        if not filters(self._trainable.sampling):  # a teacher, say, of a student that is filtered
+            batch = replace(batch, kept=None)
+        logprobs_N, entropies_N = self._trainable.logprobs(batch)
+        self._keep(batch, logprobs_N.detach(), entropies_N)
+        if self._loss is not None:
+            loss = _one_number(self._loss(logprobs_N, batch))
+        else:
+            reference_N = self._trainable.reference_logprobs(batch) if self._spec.kl_coef > 0 else None
+            old_N = self._old_logprobs(batch, logprobs_N)
+            loss, sums = policy_loss(logprobs_N, old_N, batch, self._spec, reference_N)
+            for name, pair in sums.items():
+                self._sums[name] += pair
+        self._total += loss.detach()
+        return loss
+
+    def _old_logprobs(self, batch: MicroBatch, logprobs_N: Tensor) -> Tensor:
+        old = [self.given[index].old_logprobs_N for index in batch.indices]
+        known = [of_sample_N.detach().to(logprobs_N.device) for of_sample_N in old if of_sample_N is not None]
+        return torch.cat(known).float() if known else logprobs_N.detach()
+
+    def _keep(self, batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor) -> None:
+        sizes = [self._samples[index].num_trained for index in batch.indices]
+        for kept, values_N in ((self._logprobs, logprobs_N), (self._entropies, entropies_N)):
+            kept.update(zip(batch.indices, values_N.split(sizes), strict=True))
+        self._entropy += entropies_N.sum(dtype=torch.float64)
+        self._num_tokens += len(logprobs_N)
+        sequences_N = self._spec.weighted_sequences(batch)
+        self._tally += measure(logprobs_N, batch.sampled_logprobs_N, self._spec.correction, sequences_N)
+
+    def passes(self, *, are_own: bool) -> Passes:
+        """Wait for the device, and return what all ranks computed; with `are_own`, log-probs of this rank's samples.
+
+        Several ranks call it together.
+        """
+        ranks = self._trainable.ranks
+        own = {one.index: (self._logprobs[number], self._entropies[number]) for number, one in enumerate(self.given)}
+        if ranks.num_shares > 1 and not are_own:
+            on_host = {index: (pair[0].cpu(), pair[1].cpu()) for index, pair in own.items()}
+            of_shares = ranks.one_per_share(ranks.all_gather_object(on_host))
+            own = {index: pair for of_share in of_shares for index, pair in of_share.items()}
+        in_order = [own[index] for index in sorted(own)]
+        return Passes(
+            logprobs=[logprobs_N for logprobs_N, _ in in_order],
+            entropies=[entropies_N for _, entropies_N in in_order],
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        ranks = self._trainable.ranks
+        numbers = torch.stack([self._total, self._entropy, torch.full_like(self._total, self._num_tokens)])
+        total, entropy, num_tokens = ranks.all_reduce_shares(numbers).tolist()
+        tallies = ranks.one_per_share(ranks.all_gather_object(self._tally.cpu()))
+        metrics = {"loss": total, "tokens_trained": num_tokens}
+        if num_tokens:
+            metrics["entropy"] = entropy / num_tokens
+        metrics |= sum(tallies, Tally.zero(torch.device("cpu"))).metrics()
+        if self._loss is None:
+            summed = ranks.all_reduce_shares(torch.stack([*self._sums.values()]))
+            metrics |= means(dict(zip(self._sums, summed, strict=True)))
+        return metrics
+
+
+def checked(samples: Any, embedding: nn.Module) -> list[Sample]:
+    """Return the samples of one call; UsageError about the first that cannot be trained on."""
+    if not isinstance(samples, Iterable):
+        raise UsageError(
+            f"samples is {described(samples)}, expected a list of bridge.Sample", remedy="bridge.samples(groups)"
+        )
+    taken = [*samples]
+    num_words: int = getattr(embedding, "num_embeddings", 2**31)
+    for index, sample in enumerate(taken):
+        try:
+            fault = _fault(sample, num_words) if isinstance(sample, Sample) else f"is {described(sample)}"
+        except TypeError as error:  # an entry that is no number
+            fault = f"cannot be used: {error}"
+        if fault:
+            raise UsageError(
+                f"sample {index} {fault}", remedy="bridge.samples(groups) and policy.encode(prompt, text) make samples"
+            )
+    return taken
+
+
+def _fault(sample: Sample, num_words: int) -> str:
+    """Return what is wrong with a sample; empty: nothing. Lengths that fit together by chance would train others."""
+    tuples = ("prompt_token_ids", "token_ids", "sampled_logprobs", "advantages", "kept")
+    other = next((name for name in tuples if not isinstance(getattr(sample, name), tuple)), None)
+    if other is not None:
+        return f"has {described(getattr(sample, other))} as {other}, expected a tuple"
+    if not sample.prompt_token_ids or not sample.token_ids:
+        return "has no prompt" if sample.token_ids else "has no tokens"
+    if sample.sampled is not None and len(sample.sampled) != len(sample.token_ids):
+        return f"has {len(sample.token_ids)} tokens and {len(sample.sampled)} flags in sampled"
+    num_sampled = len(sample.token_ids) if sample.sampled is None else sum(sample.sampled)
+    if not num_sampled:
+        return "has no sampled token"
+    for name in ("sampled_logprobs", "advantages", "kept"):
+        if (length := len(getattr(sample, name))) != num_sampled and (length or name != "kept"):
+            return f"has {num_sampled} sampled tokens and {length} {name}"
+    if wrong := next((value for value in sample.advantages if not math.isfinite(value)), None):
+        return f"has an advantage of {wrong}, expected a finite number"
+    weight: Any = sample.weight
+    if not isinstance(weight, Real) or math.isnan(weight):
+        return f"has {described(weight)} as weight, expected a number"
+    ids = *sample.prompt_token_ids, *sample.token_ids
+    if min(ids) < 0 or max(ids) >= num_words:
+        wrong_id = min(ids) if min(ids) < 0 else max(ids)
+        return f"has the token id {wrong_id}, and the model has {num_words:,} embeddings"
+    if len(sample.experts) % (2 * (sample.num_tokens - 1)):
+        return f"has {len(sample.experts)} bytes of experts for {sample.num_tokens} tokens"
+    return ""
+
+
+def refuse_other_logprobs(old: Sequence[Any], samples: Sequence[Sample], *, is_function: bool) -> None:
+    """Raise UsageError unless there is a log-probability of every sampled token, and the loss uses them."""
+    remedy = "pass those of an earlier forward_backward with the same samples"
+    if is_function:
+        raise UsageError(
+            "old_logprobs are for the ratios of a LossConfig, and loss is a function, which does not get them",
+            remedy="let the function read them: batch.indices are the places of its samples",
+        )
+    if len(old) != len(samples):
+        raise UsageError(f"old_logprobs are of {len(old)} samples, expected {len(samples)}", remedy=remedy)
+    for index, (logprobs_N, sample) in enumerate(zip(old, samples, strict=True)):
+        shape = tuple(logprobs_N.shape) if isinstance(logprobs_N, Tensor) else described(logprobs_N)
+        if shape != (sample.num_trained,) or not logprobs_N.is_floating_point():
+            raise UsageError(
+                f"old_logprobs of sample {index}: {shape}, expected a tensor of floats of shape"
+                f" ({sample.num_trained},)",
+                remedy=remedy,
+            )
+    if samples and any(logprobs_N.isnan().any() for logprobs_N in old):
+        raise UsageError("old_logprobs are NaN: these log-probabilities are not known", remedy=remedy)
+
+
+def _one_number(loss: Any) -> Tensor:
+    """Return what a function returned as a scalar; UsageError if it cannot be a loss."""
+    if not isinstance(loss, Tensor):
+        raise _not_a_loss(f"is {described(loss)}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise _not_a_loss(f"is a tensor of shape {tuple(loss.shape)}, {loss.dtype}")
+    if not loss.requires_grad:
+        raise _not_a_loss("has no gradient")
+    return loss.reshape(())
+
+
+def _not_a_loss(what: str) -> UsageError:
+    return UsageError(
+        f"the loss {what}, expected one number that depends on the log-probabilities",
+        remedy="return a scalar tensor, such as -(logprobs * batch.advantages_N * batch.weights_N).sum(); of a"
+        " micro-batch without a term, logprobs.sum() * 0",
+    )

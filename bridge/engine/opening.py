@@ -1,0 +1,171 @@
+"""Make a model trainable: prepare it, make its optimizer, and allocate all memory that does not depend on a batch."""
+
+import shlex
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bridge.checkpoints.optimizer_state import WholeState
+from bridge.config import OptimizerConfig, TrainConfig
+from bridge.engine.reference import open_reference
+from bridge.engine.trainable import Trainable
+from bridge.errors import AttachError, UsageError, first_line
+from bridge.optimizers import factory
+from bridge.optimizers.gradient_hooks import NOTHING, Replicated
+from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.optimizers.sharded import ShardedOptimizer
+from bridge.passes import preparation
+from bridge.passes.budget import Budget
+from bridge.passes.packing_proof import Note
+from bridge.passes.parallel import Parallel, divide
+from bridge.passes.parallel_proof import check_layers
+from bridge.passes.prepared import PreparedModel
+from bridge.ranks.world import ALONE, Ranks
+from bridge.weights.attach import OpenedModel
+from bridge.weights.parts import Parts
+
+
+def prepared_of(
+    config: TrainConfig,
+    opened: OpenedModel,
+    note: Note,
+    *,
+    max_model_len: int | None = None,
+    experts: tuple[int, int] | None = None,
+    ranks: Ranks = ALONE,
+) -> PreparedModel:
+    """Prepare a model for training passes, in parts if the server holds it in parts.
+
+    `max_model_len` is the length of the server's longest sequence; None: unknown. `experts` are the numbers of layers
+    with experts and of experts of a token that the server reports; None: the trainer's routers choose.
+
+    Raises:
+        AttachError: parts of the server's weights differ that should be the same.
+        UnsupportedModelError: the model cannot be trained as configured.
+    """
+    parallel = _divided(opened, ranks)
+    return preparation.prepare(
+        opened.model, config.compute, note,
+        max_model_len=max_model_len, experts=experts, parallel=parallel, ranks=ranks,
+    )  # fmt: skip
+
+
+def trainable_of(
+    config: TrainConfig,
+    opened: OpenedModel,
+    prepared: PreparedModel,
+    note: Note,
+    *,
+    max_model_len: int | None = None,
+    ranks: Ranks = ALONE,
+) -> Trainable:
+    """Return a prepared model with its optimizer, its budget and the reference that the loss needs.
+
+    Raises:
+        UsageError: it does not fit.
+        UnsupportedModelError: the reference cannot be prepared like the model.
+    """
+    model, lr, has_adapter = opened.model, config.learning_rate, config.mode == "lora_only"
+    weights = {name: model.get_parameter(name) for name in opened.lr_factors}
+    _note_rates(config.optimizer, lr, "an adapter" if has_adapter else "all weights", note)
+    groups = [
+        factory.scaled_group(weights[name], factor, lr=lr, weight_decay=config.optimizer.weight_decay)
+        for name, factor in opened.lr_factors.items()
+    ]
+    replicated = NOTHING if prepared.parallel is None else _replicated(model, prepared.parallel)
+    optimizer = factory.make(config.optimizer, groups, seed=config.seed, ranks=ranks, replicated=replicated)
+    try:
+        optimizer.allocate()
+        reference = open_reference(
+            config.loss, config.compute, prepared, opened.device, note,
+            has_adapter=has_adapter, max_model_len=max_model_len, ranks=ranks,
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"the optimizer's state does not fit beside the server: {first_line(error)}",
+            remedy=f"bridge plan --model {shlex.quote(config.model_name)} shows what fits: a lower"
+            " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
+        ) from error
+    budget = Budget(
+        prepared, config.compute, config.optimizer, note,
+        temperature=config.sampling.temperature,
+        num_groups=config.rollouts.batch_size // config.sampling.group_size,
+        replicas=config.replicas,
+        share_prompts=prepared.shares_prompts and (reference is None or reference.shares_prompts),
+        parts=ranks.pass_group,
+        neighbors=ranks.world_size // config.hosts,
+    )  # fmt: skip
+    return Trainable(
+        prepared,
+        optimizer,
+        config.optimizer,
+        budget,
+        lr=lr,
+        weights=weights,
+        state=_state(opened, optimizer, weights, note, ranks),
+        sampling=config.sampling,
+        ranks=ranks,
+        reference=reference,
+    )
+
+
+def _state(
+    opened: OpenedModel,
+    optimizer: InPlaceOptimizer,
+    weights: Mapping[str, nn.Parameter],
+    note: Note,
+    ranks: Ranks,
+) -> InPlaceOptimizer | WholeState:
+    """Return what a checkpoint holds of the optimizer: parts of several ranks are put together."""
+    if not opened.cuts:
+        return optimizer
+    assert isinstance(optimizer, ShardedOptimizer), "an optimizer of the user's has no parts"
+    whole = WholeState(optimizer, weights, Parts(cuts=opened.cuts, tp_group=ranks.tp_group))
+    if whole.codes is not None:
+        note(
+            "checkpoints hold the optimizer's codes as a single process has them: those of tensor-parallel ranks are"
+            " decoded and coded again, which rounds where their blocks differ"
+        )
+    return whole
+
+
+def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
+    """Let the model compute with this rank's part of the weights, and check the result; None: it has all of them."""
+    if not opened.cuts:
+        return None
+    differing = [*Parts(cuts=opened.cuts, tp_group=ranks.tp_group).differing(dict(opened.model.named_parameters()))]
+    if differing:
+        more = f", and of {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise AttachError(
+            f"the server's ranks hold different values of {differing[0]}{more}, which they share",
+            remedy="restart the server, or restore a checkpoint: bridge restore",
+        )
+    parallel = divide(opened.model, opened.cuts, ranks.tp_group.process_group)
+    check_layers(opened.model, parallel)
+    return parallel
+
+
+def _note_rates(choices: OptimizerConfig, lr: float, trained: str, note: Note) -> None:
+    """Log a learning rate that was not chosen, and a weight decay without effect."""
+    if choices.lr is None:
+        note(f"learning rate {lr:g}, the default for {trained}; set it with --lr")
+    if choices.weight_decay and lr * choices.weight_decay <= factory.LEAST_DECAY:
+        note(
+            f"weight decay has no effect: 1 - {lr:g} x {choices.weight_decay:g} is 1 in float32, as in torch's AdamW;"
+            f" at this learning rate it takes at least --weight-decay {2 * factory.LEAST_DECAY / lr:.2g}"
+        )
+
+
+def _replicated(model: PreTrainedModel, parallel: Parallel) -> Replicated:
+    """Return each parameter of which several ranks hold the same elements, and those that another rank counts."""
+    counted_elsewhere: dict[Tensor, list[range]] = {}
+    for shared in parallel.shared:
+        parameter = model.get_parameter(shared.name)
+        others = counted_elsewhere.setdefault(parameter, [])
+        if parallel.part in shared.parts[1:]:
+            own = shared.of(parameter.detach(), parallel.cuts[parallel.part][shared.name])
+            start = int(own.storage_offset() - parameter.storage_offset())
+            others.append(range(start, start + own.numel()))  # rows, which the layout checks
+    return counted_elsewhere

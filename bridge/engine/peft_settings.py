@@ -1,0 +1,44 @@
+"""PEFT's `LoraConfig` as Bridge's: the adapter that it describes, or one line about what Bridge does not train."""
+
+from typing import Any
+
+from bridge.config import LoraConfig
+from bridge.errors import UsageError
+
+DESCRIPTIVE = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"}
+"""Fields that do not change what is trained."""
+TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules"}
+
+
+def lora_of(settings: Any) -> LoraConfig:
+    """Return the choices of an adapter; those of Bridge's own `LoraConfig` are returned as they are.
+
+    Raises:
+        UsageError: the settings are not those of a LoRA, or have a part that Bridge does not train.
+    """
+    if isinstance(settings, LoraConfig):
+        return settings
+    import peft
+
+    if not isinstance(settings, peft.LoraConfig):
+        raise UsageError(
+            f"lora is a {type(settings).__name__}, expected a bridge.LoraConfig or a peft.LoraConfig",
+            remedy="bridge.LoraConfig(r=16)",
+        )
+    plain = peft.LoraConfig(target_modules=settings.target_modules)
+    theirs, defaults = settings.to_dict(), plain.to_dict()
+    odd = {name: value for name, value in theirs.items() if name not in TAKEN | DESCRIPTIVE and value != defaults[name]}
+    if odd:
+        raise UsageError(
+            f"peft.LoraConfig has {', '.join(f'{name}={value!r}' for name, value in odd.items())}, which Bridge does"
+            " not train",
+            remedy="leave it out, or train with PEFT and without Bridge",
+        )
+    targets = settings.target_modules
+    if targets is None or (isinstance(targets, str) and targets != "all-linear"):
+        raise UsageError(
+            f"peft.LoraConfig has target_modules={targets!r}, expected a list of names or 'all-linear'",
+            remedy="target_modules=['q_proj', 'v_proj']",
+        )
+    names = targets if isinstance(targets, str) else ",".join(sorted(targets))
+    return LoraConfig(r=settings.r, alpha=settings.lora_alpha, dropout=settings.lora_dropout, target_modules=names)

@@ -1,0 +1,1140 @@
+"""The model of a live server, and everything that trains it: sample, forward and backward, step, save and load.
+
+    policy.sample(prompts)                       completions, with log-probabilities and versions
+    policy.forward_backward(samples, loss)       gradients, any number of times; log-probs in the caller's order
+    policy.optim_step()                          the fence: pause, write, publish
+    policy.save_state(folder), load_state        weights, optimizer and random state
+
+Its parameters are the server's memory: nothing is copied, and the server generates with the new weights from the next
+token on. `bridge run` is a loop over a policy; `bridge.attach` and `bridge.serve` return one. With several ranks, each
+has a policy, and they call its methods together.
+
+Threads may share one: calls that compute with, change or copy the weights wait for each other, and so do calls of
+`sample`. Inside such a call no other is possible, neither from a hook of an optimizer nor from a callback.
+
+Not covered: how weights reach the server (`bridge/modes`), passes (`bridge/passes`), losses (`bridge/learn`).
+"""
+
+import asyncio
+import difflib
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bridge.checkpoints import checkpoint, optimizer_state
+from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
+from bridge.checks import Check, verify
+from bridge.config import LossConfig, SamplingConfig, TrainConfig
+from bridge.config.optimizers import OptimizerName
+from bridge.core import atomic_folder, paths
+from bridge.core.concurrency import gather_or_cancel
+from bridge.core.foreign_code import described
+from bridge.core.interrupt import deferred_interrupt, taken
+from bridge.engine.gradients import Given, Gradients, Loss, Passes, checked, refuse_other_logprobs
+from bridge.engine.opening import prepared_of, trainable_of
+from bridge.engine.run_folder import RunFolder
+from bridge.engine.sharing import shares_of
+from bridge.engine.trainable import Trainable
+from bridge.errors import AttachError, GradientError, RewardError, UsageError
+from bridge.modes import WAYS
+from bridge.modes.mode import RunContext
+from bridge.modes.shared_vllm import PatchedServer
+from bridge.optimizers import factory
+from bridge.optimizers.in_place import EPS, InPlaceOptimizer, check_hyperparameters, clip_gradients
+from bridge.passes.packing import MicroBatch, Sample, packs
+from bridge.passes.prepared import PreparedModel
+from bridge.rollouts import problems
+from bridge.rollouts.distribution import filters
+from bridge.rollouts.images import Encoded, Prompts
+from bridge.rollouts.sampler import Sampler, fit_completions, seed_of
+from bridge.rollouts.servers import Server
+from bridge.rollouts.vocabulary import Vocabulary
+from bridge.scoring.score import as_reward, limit_note
+from bridge.server.endpoint import Endpoint
+from bridge.server.fence import FenceTimes, Update, Window
+from bridge.server.protocol import InFlight
+from bridge.types import Completion, Group, Message, Problem
+from bridge.weights import skeleton
+from bridge.weights.attach import OpenedModel
+
+Score = Callable[[Problem, str], float]
+"""Returns the reward of a completion's text."""
+Prompt = str | Sequence[Message] | Sequence[int] | Problem
+"""Text, chat messages, token ids, or a dictionary with text or messages as `prompt`."""
+note, warning = logging.getLogger("bridge").info, logging.getLogger("bridge").warning
+CHANGEABLE = {"group_size", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop"}
+"""Choices of `SamplingConfig` that a call of `sample` may replace."""
+BEYOND_TRAINING = {"group_size": 1, "temperature": 0}
+"""What a single call may sample with, and no run trains on: one completion, and the likeliest tokens."""
+PER_CALL = {"n": "group_size", "max_tokens": "max_new_tokens"}
+"""vLLM's names of these; all others have one name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What `optim_step` did."""
+
+    times: FenceTimes
+    grad_norm: float
+    """Before clipping."""
+    changed_weight_share: float
+    """Share of the trained weights whose stored word changed."""
+
+    @property
+    def version(self) -> int:
+        """The version that was published."""
+        return self.times.version
+
+
+@dataclass
+class _Sleep:
+    """A fence that is open because passes compute in the memory of the server's KV cache."""
+
+    fence: ExitStack
+    preparing: ExitStack
+    window: Window
+
+
+class Policy:
+    """The model of a live server, attached to this process: one copy of the weights. Made by `attach` and `serve`.
+
+    A context manager; leaving it returns the server to others, with the weights that were published last.
+    """
+
+    model: PreTrainedModel
+    """The transformers model, in evaluation mode. Its parameters are the server's: change them inside the fence only.
+
+    The first pass gives it attention for packed sequences; from then on it takes no padding."""
+
+    def __init__(
+        self, config: TrainConfig, context: RunContext, *, run_dir: Path | None = None, held: ExitStack | None = None
+    ) -> None:
+        """Connect to the server that `config` names; `open` follows. What is `held` is closed with the policy."""
+        self._held = held or ExitStack()
+        self._note = context.note
+        self._reads_only = context.reads_only
+        self._run_dir = run_dir
+        self.ranks = context.ranks
+        self._num_calls = 0
+        """Calls of `sample` that drew their own seed."""
+        self._num_passes = 0
+        """Calls of `forward_backward` since the last step."""
+        self._closed = False
+        self._pid = os.getpid()
+        self._turn = threading.Lock()
+        """Held by a call that computes with, changes or copies the weights."""
+        self._current: tuple[int, str] | None = None
+        """The thread and the name of that call."""
+        self._failed = ""
+        """What failed inside the fence, which left the server paused; empty: nothing did."""
+        self._sleep: _Sleep | None = None
+        """None: no fence is open between two calls."""
+        self._opened: OpenedModel | None = None
+        self.mode = self.ranks.run_on_all(lambda: WAYS[config.way](config, context))
+        """How weights reach the server."""
+        try:
+            lengths = [length for length in self.ranks.all_gather_object(self.mode.max_model_len) if length is not None]
+            self.config = fit_completions(config, min(lengths, default=None), self._note)
+            """The choices, with completions that fit the server's sequences."""
+        except BaseException:
+            self.mode.close()
+            raise
+        if not self._reads_only and self.mode.is_paused_by_us:
+            self._failed = "an earlier policy of this process"
+
+    def open(self) -> Self:
+        """Attach to the server's weights, once; nothing is copied.
+
+        Raises:
+            AttachError: the weights are half-written.
+            UnsupportedModelError: the model cannot be trained in place.
+        """
+        try:
+            self._opened = self.mode.open()
+            self.model = self._opened.model
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None and self._pid == os.getpid() and self.ranks.is_rank_zero:
+                self._run_folder.end()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Return the server to other trainers, and close the connections; a second time does nothing.
+
+        A call of another thread that computes with the weights is waited for, one of `sample` is cancelled. In a
+        process that was forked from this one, only that process's copies of the connections are closed.
+        """
+        if self._closed:
+            return
+        if self._pid == os.getpid():
+            with self._alone("close"):
+                self._wake(UsageError("the policy was closed before optim_step", remedy="call optim_step, or drop"))
+                self._closed = True
+        self._closed = True
+        try:
+            if "_sampler" in vars(self):
+                self._sampler.close()
+        finally:
+            self.mode.close()
+            if self._pid == os.getpid():
+                self._held.close()
+
+    # What it is.
+
+    @property
+    def opened(self) -> OpenedModel:
+        """The model to train, and where its weights are."""
+        assert self._opened is not None, "open comes first"
+        return self._opened
+
+    @property
+    def device(self) -> torch.device:
+        return self.opened.device
+
+    @property
+    def version(self) -> int:
+        """Number of updates that were published since the server loaded its weights."""
+        return self.mode.version
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How `sample` samples by default: `group_size`, `max_new_tokens`, `temperature` and so on."""
+        return self.config.sampling
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where completions are sampled now."""
+        return self.mode.endpoint
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self.endpoint.url
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return skeleton.tokenizer(self.config.model_name)
+
+    def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Encode and end completions with another tokenizer of the same tokens, such as one with another template."""
+        self.tokenizer = tokenizer
+        if "_sampler" in vars(self):
+            self._sampler.close()
+        for name in ("_vocabulary", "_sampler"):
+            vars(self).pop(name, None)
+
+    @cached_property
+    def prepared(self) -> PreparedModel:
+        """The model as passes compute with it; made at the first use, which checks what packing changes.
+
+        Raises:
+            UnsupportedModelError: the model cannot be trained as configured; it is as it was.
+        """
+        made = prepared_of(
+            self.config, self.opened, self._note,
+            max_model_len=self.mode.max_model_len, experts=self.mode.replayed_experts, ranks=self.ranks,
+        )  # fmt: skip
+        made.hooks.append(self.model.register_forward_pre_hook(_refuse_padding, with_kwargs=True))
+        return made
+
+    @cached_property
+    def trainable(self) -> Trainable:
+        """The model with the optimizer of `config` and the memory of its passes, made at the first use.
+
+        Raises:
+            UsageError: it does not fit, or the policy only reads.
+            UnsupportedModelError: as `prepared`.
+        """
+        self._refuse_to_write()
+        return trainable_of(
+            self.config, self.opened, self.prepared, self._note, max_model_len=self.mode.max_model_len, ranks=self.ranks
+        )
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return the trained parameters, for an optimizer: a tied parameter once."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    # Sampling.
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        score: Score | None = None,
+        *,
+        seed: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        **parameters: Any,
+    ) -> list[Group]:
+        """Sample completions of each prompt, with log-probabilities and versions.
+
+        A prompt is text, chat messages, token ids, or a dictionary with text or messages as `prompt` and what `score`
+        needs beside it. `score(problem, text)` returns a completion's reward, in this process; without it rewards are
+        0. The same `seed` samples the same completions from the same weights; by default each call has another one. The
+        model's chat template gets `chat_template_kwargs`. `parameters` replace those of `sampling` in this call, by its
+        names or vLLM's: `n`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `stop`.
+
+        Raises:
+            UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, a parameter is unknown, or the
+                server rejects a request, for example because a prompt is too long; or the call is inside one that
+                changes the weights.
+            AttachError: the weights are half-written.
+            RewardError: a prompt cannot be encoded, or a reward is not a finite number.
+            ServerUnreachableError: the server does not answer.
+        """
+        request = self._request(prompts, seed, chat_template_kwargs, parameters)
+        with self._run_folder.sampling():
+            return request.joined(self.ranks.run_and_gather(lambda: self._sampled(request, score)))
+
+    def _sampled(self, request: "_Request", score: Score | None) -> dict[int, Group]:
+        """Sample and score this replica's prompts, and return their groups by their places in the call."""
+        try:
+            sampled = self._sampler.loop.run(request.sampled(self._sampler))
+        except asyncio.CancelledError:
+            self._refuse_misplaced("sample")  # another thread closed it
+            self._refuse_half_written("sample")  # or failed inside the fence
+            raise
+        return request.scored(sampled, score)
+
+    async def sample_async(
+        self,
+        prompts: Sequence[Prompt],
+        score: Score | None = None,
+        *,
+        seed: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        **parameters: Any,
+    ) -> list[Group]:
+        """Sample as `sample` does, without blocking the event loop; several calls sample at the same time.
+
+        Cancelling it cancels its requests. `score` is called in the event loop's thread. It samples for one rank.
+        """
+        self._refuse_several_ranks("sample_async", "policy.sample")
+        request = await asyncio.to_thread(self._request, prompts, seed, chat_template_kwargs, parameters)
+        try:
+            sampled = await self._sampler.loop.run_async(request.sampled(self._sampler))
+        except asyncio.CancelledError:
+            if not self._closed and not self._failed:
+                raise
+            self._refuse_misplaced("sample_async")
+            self._refuse_half_written("sample_async")
+            raise
+        return request.joined([request.scored(sampled, score)])
+
+    def _request(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int | None,
+        chat_template_kwargs: Mapping[str, Any],
+        parameters: Mapping[str, Any],
+    ) -> "_Request":
+        problems.check_prompts(prompts)
+        if any(isinstance(prompt, int) for prompt in prompts):
+            raise UsageError(
+                f"prompts is one prompt of token ids, {str(prompts)[:80]}, expected a list of prompts",
+                remedy="policy.sample([ids])",
+            )
+        whole = [self._problem(prompt) for prompt in prompts]
+        encoder = Prompts(self.config.model_name, self.tokenizer, chat_template_kwargs, pass_size=self.ranks.pass_size)
+        encoded = [
+            Encoded(tuple(problem["prompt_token_ids"]), None)
+            if "prompt_token_ids" in problem
+            else encoder.encode(problem)
+            for problem in whole
+        ]
+        sampling = _changed(self.sampling, parameters)
+        self._vocabulary.check_stop(sampling.stop)
+        self._refuse_to_sample()
+        first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(seed + 1, 0)
+        self._num_calls += seed is None
+        own = range(self.ranks.dp_rank, len(whole), self.ranks.dp_size) if self.ranks.is_tp_rank_zero else range(0)
+        return _Request(whole, encoded, sampling, first_seed, self.endpoint, own)
+
+    def _problem(self, prompt: Prompt) -> Problem:
+        if isinstance(prompt, dict):
+            return prompt
+        if not isinstance(prompt, str) and all(isinstance(entry, int) for entry in prompt):
+            ids = [entry for entry in prompt if isinstance(entry, int)]
+            if not ids:
+                raise UsageError("a prompt has no token ids", remedy="give it at least one")
+            return {"prompt": self.tokenizer.decode(ids), "prompt_token_ids": ids}
+        return {"prompt": prompt}  # type: ignore[typeddict-item]  # encoding refuses what it cannot be
+
+    def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
+        """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
+
+        The completion ends as a sampled one does: after chat messages by the token that ends a turn in the model's chat
+        template, else by the end-of-sequence token. Its log-probabilities are unknown (NaN).
+        """
+        ids = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"]]
+        end = self.tokenizer.eos_token_id
+        if not isinstance(prompt, str) and self._vocabulary.end_id is not None:
+            end = self._vocabulary.end_id
+        ids += [end] if end is not None else []
+        if not ids:
+            raise UsageError(f"the completion {completion!r} has no tokens", remedy="leave it out")
+        return Sample(
+            prompt_token_ids=problems.encode(self.tokenizer, {"prompt": prompt}),
+            token_ids=tuple(ids),
+            sampled_logprobs=(math.nan,) * len(ids),
+            advantages=(1.0,) * len(ids),
+            weight=weight,
+        )
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self.tokenizer, self.config.model_name)
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        return Sampler(self.sampling, vocabulary=self._vocabulary)
+
+    @cached_property
+    def _run_folder(self) -> RunFolder:
+        return RunFolder(self._run_dir, self.config.model_name, self.sampling, self._note)
+
+    # Passes.
+
+    def pack(self, samples: Sequence[Sample], *, max_tokens: int = 16_384) -> list[MicroBatch]:
+        """Pack samples into micro-batches of at most `max_tokens`, without padding, with shared prompts if possible.
+
+        A longer sample gets its own micro-batch. The first call checks that packing does not change what the model
+        computes.
+
+        Raises:
+            UsageError: a sample is invalid.
+            UnsupportedModelError: packing does change it.
+        """
+        samples = checked(samples, self.opened.model.get_input_embeddings())
+        self.prepared.prove_images(samples)
+        return packs(samples, max_tokens=max_tokens, device=self.device, share_prompts=self.prepared.shares_prompts)
+
+    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return this process's log-probabilities of the sampled tokens at the sampling temperature, and the entropies.
+
+        Only the first have a gradient; both are in nats, and aligned with `batch.sampled_logprobs_N`. If this policy's
+        `sampling` has a `top_k`, `top_p` or `min_p`, both are of the distribution over the tokens that these kept.
+
+        Shapes: -> [N] float32, [N] float32.
+        """
+        if not filters(self.sampling):  # a teacher, say, of a student that is filtered
+            batch = replace(batch, kept=None)
+        return self.prepared.logprobs(batch, self.sampling.temperature)
+
+    def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        loss: Loss | LossConfig | None = None,
+        *,
+        old_logprobs: Sequence[Tensor] | None = None,
+        are_own: bool = False,
+    ) -> Passes:
+        """Add the gradients of a loss over these samples; `optim_step` takes the step.
+
+        Passes are as large as memory allows, and gradients of many of them add up in float32. The losses of all passes
+        add up, too: `samples` has weights with which that is an average. `loss` is a function of the log-probabilities
+        and their micro-batch; or a `LossConfig`, by default DAPO's, whose probability ratios are to `old_logprobs`, one
+        tensor for each sample in the order of `samples`; None: this is the first update of the batch, and all are 1.
+
+        Several ranks call it together, with the same samples, which they share out; or each with its own (`are_own`).
+
+        Raises:
+            UsageError: a sample is invalid, they do not fit into memory, the loss is not one number with a gradient, or
+                the policy only reads. A loss that is not finite is found by `optim_step`.
+            UnsupportedModelError: the model cannot be trained as configured.
+        """
+        self._refuse_to_write()
+        with self._alone("forward_backward"):
+            self._refuse_half_written("forward_backward")
+            if self.trainable.choices.steps_in_backward:
+                raise UsageError(
+                    "with gradient_release each parameter is stepped in the backward pass",
+                    remedy="policy.train_step(samples, loss), or leave gradient_release out",
+                )
+            return self._add_gradients(self._gradients(samples, loss, old_logprobs, are_own=are_own), are_own=are_own)
+
+    def _add_gradients(self, call: Gradients, *, are_own: bool) -> Passes:
+        if self._num_passes and self.trainable.choices.gradient_release:
+            raise UsageError(
+                "with gradient_release the gradients of an update come from one call of forward_backward",
+                remedy="pass all samples in one call, or leave gradient_release out",
+            )
+        if self.trainable.choices.gradient_release:
+            self._refuse_gradients_beside_release()
+        try:
+            with deferred_interrupt():
+                self._sleep_if_short([one.sample for one in call.given])
+                is_first = not self._num_passes
+                self.trainable.within_memory(lambda: call.add(is_first=is_first), self._forget)
+                self._num_passes += 1
+                return call.passes(are_own=are_own)
+        except BaseException as error:
+            self._drop_gradients()
+            self._wake(error)
+            raise
+
+    def optim_step(
+        self, *, lr: float | None = None, max_norm: float | None = None, in_flight: InFlight | None = None
+    ) -> Step:
+        """Step the policy's optimizer with the gradients, inside the fence, publish the result, and drop the gradients.
+
+        `lr` and `max_norm`, to which gradients are clipped before it, default to those of the policy's
+        `OptimizerConfig`. Requests in flight are kept, drained or aborted. Ctrl-C is deferred to the end of the step.
+        An error drops the gradients, too, unless it is about an argument: repeat the passes.
+
+        Raises:
+            GradientError: the gradients' norm is not finite; nothing was changed.
+            UsageError: there are no gradients, a number is out of range, or the policy only reads.
+            AttachError: the server refuses the fence, or the weights are half-written.
+            ServerUnreachableError: the server is gone.
+        """
+        self._refuse_to_write()
+        with self._alone("optim_step"):
+            self._refuse_half_written("optim_step")
+            if not self._num_passes:
+                raise UsageError(
+                    "policy.optim_step: there are no gradients",
+                    remedy="call policy.forward_backward(samples) before it",
+                )
+            self.trainable.set_step(lr, max_norm)
+            return self._take_step("optim_step", in_flight)
+
+    def _take_step(self, call: str, in_flight: InFlight | None) -> Step:
+        with deferred_interrupt():  # else a loop that goes on after Ctrl-C would add to gradients that were applied
+            try:
+                norm = self.trainable.exchange()
+                self._refuse_infinite(norm)
+                with self._window(call, Update(in_flight=in_flight)) as window:
+                    self.trainable.step(norm)
+            except BaseException as error:  # who repeats the passes would add the same gradients again
+                self._drop_gradients()
+                self._wake(error)
+                raise
+            return self._stepped(window, norm)
+
+    def train_step(
+        self,
+        samples: Sequence[Sample],
+        loss: Loss | LossConfig | None = None,
+        *,
+        old_logprobs: Sequence[Tensor] | None = None,
+        are_own: bool = False,
+        lr: float | None = None,
+        max_norm: float | None = None,
+        in_flight: InFlight | None = None,
+    ) -> tuple[Passes, Step]:
+        """Do `forward_backward` and `optim_step` at once: with gradient release, in one backward pass in the fence.
+
+        No other thread's call comes between the two. Arguments and errors are theirs.
+        """
+        self._refuse_to_write()
+        with self._alone("train_step"):
+            self._refuse_half_written("train_step")
+            trainable = self.trainable
+            trainable.set_step(lr, max_norm)
+            call = self._gradients(samples, loss, old_logprobs, are_own=are_own)
+            if not trainable.choices.steps_in_backward:
+                return self._add_gradients(call, are_own=are_own), self._take_step("train_step", in_flight)
+            with deferred_interrupt():
+                self._refuse_gradients_beside_release()
+                self.ranks.run_on_all(call.pack_for_one_pass)
+                with self._window("train_step", Update(in_flight=in_flight)) as window:
+                    with window.preparing():  # an error of the loss comes before anything is written
+                        losses = call.losses()
+                    norm = trainable.step_in_backward(lambda: losses)
+                    if math.isfinite(norm):
+                        trainable.step(norm)
+                self._drop_gradients()
+                self._refuse_infinite(norm)
+                return call.passes(are_own=are_own), self._stepped(window, norm)
+
+    def optimizer(
+        self,
+        name: OptimizerName = "adamw",
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] | None = None,
+        eps: float = EPS,
+        seed: int = 0,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+    ) -> InPlaceOptimizer:
+        """Return Bridge's AdamW for `update`: it updates bf16 weights in place, and loses no update to rounding.
+
+        `adamw` keeps the bits that a float32 master would have. torch's optimizers lose updates smaller than half a
+        bf16 step, which are most of them at learning rates of reinforcement learning. The state is allocated
+        in the first `update`, before the fence. `params` are those to train, as torch's optimizers take them, such as
+        groups with a `weight_decay` of their own; by default all.
+
+        Raises:
+            UsageError: there is no such optimizer, or a number is out of range.
+        """
+        given = [*(self.parameters() if params is None else params)]
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        defaults = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+        whole = [{**defaults, **group, "params": _parameters(group["params"])} for group in groups]
+        chosen = factory.choices(name, lr, betas)
+        if not any(group["params"] for group in whole):
+            raise UsageError("the optimizer has no parameters", remedy="params=policy.parameters(), or leave it out")
+        check_hyperparameters(whole)
+        return factory.make(chosen, factory.with_factors(whole, self._factors()), seed=seed)
+
+    def update(
+        self, optimizer: torch.optim.Optimizer, *, max_norm: float = math.inf, in_flight: InFlight = "keep"
+    ) -> FenceTimes:
+        """Step an optimizer of your own with the gradients inside the fence, publish, and drop the gradients.
+
+        Gradients are clipped to a global norm of `max_norm` before it. Requests in flight are kept, drained or
+        aborted. Ctrl-C is deferred to the end of the update. If the step raises, the weights may be half-written: the
+        server stops serving them, and this policy samples, updates and saves no more until `resume` or `publish` has
+        written all of them. `bridge restore` loads a checkpoint once this process has ended.
+
+        Raises:
+            UsageError: the norm is not finite, `max_norm` is no positive number, the optimizer needs a closure or
+                changes nothing of the server's, the policy only reads, or the call is inside another one that changes
+                the weights; nothing was changed.
+            AttachError: the server refuses the fence, or the weights are half-written.
+            ServerUnreachableError: the server is gone.
+        """
+        self._refuse_to_write()
+        with self._alone("update"):
+            self._refuse_half_written("update")
+            self._refuse_several_ranks("update", "policy.optim_step")
+            norm = clip_gradients(optimizer, max_norm, self.parameters())
+            if isinstance(optimizer, InPlaceOptimizer):
+                optimizer.allocate()  # running out of memory inside the fence would leave the weights half-written
+            with deferred_interrupt():  # else a loop that goes on after Ctrl-C would add to gradients that were applied
+                with self._window("update", Update(in_flight=in_flight)) as window:
+                    if isinstance(optimizer, InPlaceOptimizer):
+                        optimizer.step(grad_norm=norm, max_norm=max_norm)
+                    else:
+                        optimizer.step()
+                optimizer.zero_grad()
+                self._num_passes = 0
+            return window.times
+
+    def publish(self, write: Callable[[], object], *, in_flight: InFlight = "keep") -> FenceTimes:
+        """Call `write` inside the fence and publish what it wrote into the parameters, whatever that is.
+
+        Raises:
+            UsageError: the policy only reads, or the call is inside another one that changes the weights.
+            AttachError: the server refuses the fence.
+            ServerUnreachableError: the server is gone.
+        """
+        self._refuse_to_write()
+        if not callable(write):
+            raise UsageError(
+                f"policy.publish: write is {described(write)}, expected a function",
+                remedy="policy.publish(lambda: None) publishes what is in the parameters",
+            )
+        with self._alone("publish"), self._window("publish", Update(in_flight=in_flight)) as window:
+            write()
+        return window.times
+
+    @contextmanager
+    def fence(self, update: Update) -> Iterator[Window]:
+        """Let the block write the parameters, and publish the result: what `bridge run` takes several updates in."""
+        with self._alone("fence"), self._window("fence", update) as window:
+            yield window
+
+    @contextmanager
+    def _window(self, call: str, update: Update) -> Iterator[Window]:
+        """Open the fence, unless passes opened it for their memory; an error may leave the weights half-written."""
+        with deferred_interrupt():  # the new version is known before an interrupt acts
+            sleep, self._sleep = self._sleep, None
+            try:
+                if sleep is None:
+                    with self.mode.publish(update) as window:
+                        yield window
+                else:
+                    window = sleep.window
+                    with sleep.fence:
+                        sleep.preparing.close()
+                        yield window
+            except BaseException:
+                if self.mode.is_half_written:
+                    self._failed = f"policy.{call}"
+                    self._cancel_sampling()  # of another thread: no server would answer it
+                raise
+            if self._failed:
+                self._drop_gradients()  # of the update that failed
+            self._failed = ""
+            self._run_folder.add_fence(window.times)
+
+    # Saving and loading.
+
+    def save_state(self, folder: str | Path, *, step: int = 0, has_optimizer: bool = True) -> Path:
+        """Write weights, tokenizer, the policy's optimizer and torch's random state to a new folder, atomically.
+
+        It is a checkpoint as `bridge run` writes it: `bridge export`, `restore` and `serve-vllm` read it. An adapter is
+        saved as PEFT's. Without `has_optimizer` it has the weights alone. Several ranks call it together; the first one
+        writes.
+
+        Raises:
+            UsageError: there is something else at `folder`, or the disk refuses.
+        """
+        target = paths.expanded(folder)
+        progress = self._progress(step, target.parent)
+        with self._alone("save_state"):
+            self._refuse_half_written("save_state")
+            self.ranks.run_and_gather(lambda: self.write_state(target, progress, has_optimizer=has_optimizer))
+        return target
+
+    def load_state(self, folder: str | Path, *, has_optimizer: bool = True) -> SavedCheckpoint:
+        """Load what `save_state` wrote, or a checkpoint of `bridge run`, into the server's memory, inside the fence.
+
+        Every byte is checked before it. Gradients are dropped; seeds of `sample` continue. Without `has_optimizer` the
+        weights alone are loaded. It repairs half-written weights.
+
+        Raises:
+            CheckpointError: it is damaged, or has no state of such an optimizer; nothing was loaded.
+            UsageError: it is of another model or of another optimizer, or the policy only reads.
+        """
+        source = checkpoint.read(paths.expanded(folder))
+        with self._alone("load_state"):
+            self.read_state(source, has_optimizer=has_optimizer)
+        return source
+
+    def write_state(self, folder: Path, progress: Progress, *, has_optimizer: bool) -> Path | None:
+        """Save a checkpoint on the first rank, and return its folder; the others send their parts, and get None."""
+        to_send: list[Callable[[], None]] = [self._send_weights]
+        if has_optimizer:
+            to_send.append(lambda: self._write_optimizer(None))
+
+        def fill(scratch: Path) -> None:
+            del to_send[0]
+            self.mode.save(scratch)
+            to_send.clear()
+            if has_optimizer:
+                self._write_optimizer(scratch)
+
+        try:
+            return checkpoint.save(folder, fill, progress) if self.ranks.is_rank_zero else None
+        finally:
+            for send in to_send:  # on other ranks, and here after an error: the others wait for it
+                send()
+
+    def read_state(self, source: SavedCheckpoint, *, has_optimizer: bool) -> None:
+        """Load a checkpoint whose bytes are checked: `load_state` and `bridge run --resume`."""
+        self._refuse_to_write()
+        if has_optimizer:
+            optimizer_state.read(source.folder, self.trainable.weights, self.trainable.state)
+        self._restore("load_state", source)
+        self._num_calls = source.progress.samples_drawn
+
+    def _restore(self, call: str, source: SavedCheckpoint) -> None:
+        self._wake(UsageError("other weights are loaded before optim_step", remedy="repeat the passes"))
+        self._drop_gradients()  # they are of other weights
+        try:
+            self.mode.restore(source.folder, version=source.progress.weight_version)
+        except BaseException:
+            if self.mode.is_half_written:
+                self._failed = f"policy.{call}"
+            raise
+        self._failed = ""
+
+    def _send_weights(self) -> None:
+        """Send this part of the first replica's weights to the rank that saves them."""
+        if self.ranks.tp_size > 1 and self.ranks.dp_rank == 0:
+            self.mode.send_parts()
+
+    def _write_optimizer(self, folder: Path | None) -> None:
+        if folder is not None or self.ranks.world_size > 1:
+            optimizer_state.write(folder, self.trainable.weights, self.trainable.state)
+
+    def _progress(self, step: int, run_dir: Path) -> Progress:
+        return Progress(
+            step=step, weight_version=self.version, problems_drawn=0, samples_drawn=self._num_calls,
+            run_dir=run_dir.absolute(),
+        )  # fmt: skip
+
+    def save(
+        self,
+        folder: str | Path | None = None,
+        *,
+        step: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Path:
+        """Write the weights and the tokenizer to a folder atomically, as transformers loads them; return the folder.
+
+        With a `step` it is a checkpoint: with the state of `optimizer`, by default the policy's own if it has stepped,
+        torch's random state and a checksum of every file, in `checkpoints/step_N` of the run directory by default.
+        `resume` loads it.
+
+        Raises:
+            UsageError: there is something at `folder`, neither a folder nor a step was given, or the disk refuses.
+        """
+        target = None if folder is None else paths.expanded(folder)
+        if step is None and (target is None or optimizer is not None):
+            raise UsageError(
+                "policy.save has neither a folder nor a step"
+                if optimizer is None
+                else "policy.save has an optimizer, but no step",
+                remedy="policy.save(FOLDER), or policy.save(step=STEP, optimizer=...)",
+            )
+        with self._alone("save"):
+            self._refuse_half_written("save")
+            if step is None:
+                assert target is not None
+                self._save_model(target)
+                return target
+            run, prefix = self._run_folder, self.mode.checkpoint_prefix
+            whole, run_dir = self.ranks.run_on_rank_zero(lambda: run.about_to_save(target, step, prefix))
+            progress = self._progress(step, run_dir)
+            if optimizer is not None:
+                self._refuse_several_ranks("save(optimizer=...)", "policy.save(step=STEP)")
+                return run.save(whole, optimizer, self.mode.save, model=self.model, progress=progress)
+            has_own = "trainable" in vars(self)
+            self.ranks.run_and_gather(lambda: self.write_state(whole, progress, has_optimizer=has_own))
+            return whole.resolve()
+
+    def _save_model(self, target: Path) -> None:
+        def save() -> None:
+            if not self.ranks.is_rank_zero:
+                self._send_weights()
+                return
+            is_begun = False
+            try:
+                with atomic_folder.write(target, replaceable=lambda _: False, flag="policy.save(FOLDER)") as scratch:
+                    is_begun = True
+                    self.mode.save(scratch)
+            finally:
+                if not is_begun:  # the others wait for it
+                    self._send_weights()
+
+        self.ranks.run_and_gather(save)
+
+    def resume(self, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Load the newest checkpoint of the run directory, and return its step; 0 if there is none.
+
+        The weights are loaded into the server's memory inside the fence, and the optimizer, by default the policy's
+        own, and torch continue as they were; so do the seeds of `sample`. Lines of later steps are moved aside. Call it
+        before the first step.
+
+        Raises:
+            UsageError: no `run_dir` was given, it is in use, or the checkpoint is of another model.
+            CheckpointError: it has no state of such an optimizer.
+        """
+        self._refuse_to_write()
+        with self._alone("resume"):
+            prefix = self.mode.checkpoint_prefix
+            newest = self.ranks.run_on_rank_zero(lambda: self._run_folder.newest(prefix))
+            if newest is None:
+                return 0
+            if optimizer is None:
+                self.read_state(newest, has_optimizer=True)
+            else:
+                self._refuse_several_ranks("resume(OPTIMIZER)", "policy.resume()")
+                self._run_folder.load(newest, optimizer, model=self.model)
+                self._restore("resume", newest)
+                self._num_calls = newest.progress.samples_drawn
+            return newest.progress.step
+
+    def log(self, step: int, groups: Sequence[Group] = (), **metrics: float | Tensor | Mapping[str, float]) -> None:
+        """Write a line of metrics into the run directory; `bridge report` makes a page of it.
+
+        `groups` are those of the step: their rewards, lengths and texts are written, too. `metrics` are numbers, or
+        numbers by name. A name of `metrics.jsonl`, such as `loss` or `grad_norm`, appears in its chart, any other in a
+        chart of its own. The times of rollouts, fences and the rest of the step are measured. Of several ranks the
+        first one writes.
+
+        Raises:
+            UsageError: a value is no number, the step is not after the last one, or the run directory cannot be used.
+        """
+        if self.ranks.is_rank_zero:
+            self._run_folder.log(step, groups, metrics, version=self.version, device=self.device.type)
+
+    def verify(self) -> list[Check]:
+        """Prove that there is one copy of the weights, from both processes; a failed check has the status FAIL.
+
+        Raises:
+            UsageError: this way of publishing has a second copy.
+        """
+        with self._alone("verify"):
+            self._refuse_half_written("verify")  # it would let the server serve them
+            return self.ranks.tp_group.run_on_rank_zero(self._checks)
+
+    def _checks(self) -> list[Check]:
+        mode, limit_s = self.mode, self.sampling.request_timeout_s
+        if not isinstance(mode, PatchedServer):
+            raise UsageError(
+                f"mode {self.config.mode} has a second copy of the weights: there is nothing to prove",
+                remedy="train in the server's memory: shared_vllm, or lora_only with a handover by memory",
+            )
+        if self.ranks.tp_size > 1:
+            return [*verify.verify(self.config.server.config_path, timeout_s=limit_s)]
+        prepared = self.prepared if "prepared" in vars(self) else PreparedModel(self.model)
+        return [*verify.proofs([mode.attached], mode.client, prepared, timeout_s=limit_s, adapter=mode.endpoint.model)]
+
+    # Whose turn it is.
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """Let no other call compute with, change or copy the weights inside the block; UsageError if `call` may not."""
+        self._refuse_misplaced(call)
+        with taken(self._turn):
+            self._refuse_misplaced(call)
+            self._current = threading.get_ident(), call
+            try:
+                yield
+            finally:
+                self._current = None
+
+    def _refuse_misplaced(self, call: str) -> None:
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"policy.{call}: process {self._pid} made this policy, and process {os.getpid()} was forked from it",
+                remedy=f"call it in process {self._pid}, or attach in this one: bridge.attach(reads_only=True)",
+            )
+        if self._closed:
+            raise UsageError(f"policy.{call}: the policy is closed", remedy="attach again: bridge.attach()")
+        if self._current is not None and self._current[0] == threading.get_ident():
+            raise UsageError(
+                f"policy.{call} was called inside policy.{self._current[1]} of the same policy",
+                remedy=f"call it before or after policy.{self._current[1]}",
+            )
+
+    def _refuse_to_sample(self) -> None:
+        """Raise unless the server may generate for this thread: a request to a paused server would wait for its limit.
+
+        Raises:
+            UsageError: this is inside a call that changes the weights, or the policy is closed or was forked.
+            AttachError: the weights are half-written.
+            ServerUnreachableError: the server does not answer.
+        """
+        self._refuse_misplaced("sample")
+        self._refuse_half_written("sample")
+        if self._sleep is not None:
+            raise UsageError(
+                "policy.sample: the server's KV cache sleeps until policy.optim_step",
+                remedy="sample before policy.forward_backward, or serve with more memory to spare",
+            )
+        self.mode.refuse_torn()
+
+    def _refuse_half_written(self, call: str) -> None:
+        if self._failed:
+            raise AttachError(
+                f"policy.{call}: an error inside {self._failed} may have left the weights half-written, so they are"
+                " not served",
+                remedy="policy.resume(OPTIMIZER) loads the newest checkpoint of the run_dir; policy.publish(WRITE)"
+                " publishes weights that WRITE has written, all of them",
+            )
+
+    def _refuse_to_write(self) -> None:
+        if self._reads_only:
+            raise UsageError("this policy only reads", remedy="attach without reads_only=True to update it")
+
+    def _refuse_several_ranks(self, call: str, instead: str) -> None:
+        if self.ranks.world_size > 1:
+            raise UsageError(
+                f"policy.{call}: {self.ranks.world_size} ranks train together, and their gradients add up in the"
+                " policy's own optimizer",
+                remedy=instead,
+            )
+
+    # Parts of the calls above.
+
+    def _gradients(
+        self,
+        samples: Sequence[Sample],
+        loss: Loss | LossConfig | None,
+        old_logprobs: Sequence[Tensor] | None,
+        *,
+        are_own: bool,
+    ) -> Gradients:
+        """Return a call with this rank's share of the samples."""
+        self._refuse_to_write()
+        samples = checked(samples, self.opened.model.get_input_embeddings())
+        loss = self.config.loss if loss is None else loss
+        if not (callable(loss) or isinstance(loss, LossConfig)):
+            raise UsageError(
+                f"loss is {described(loss)}, expected a function or a bridge.LossConfig",
+                remedy='bridge.LossConfig(name="grpo")',
+            )
+        if old_logprobs is not None:
+            refuse_other_logprobs(old_logprobs, samples, is_function=callable(loss))
+        indices = [*range(len(samples))] if are_own else shares_of(samples, self.ranks.num_shares)[self.ranks.share]
+        old = [None] * len(samples) if old_logprobs is None else old_logprobs
+        given = [Given(index, samples[index], old[index]) for index in indices]
+        return Gradients(self.trainable, loss, given)
+
+    def _sleep_if_short(self, samples: Sequence[Sample]) -> None:
+        """Open the fence if these passes need the memory of the server's KV cache, unless it is open."""
+        if self._sleep is not None or not self.mode.can_sleep or self.config.publishing.kv_sleep == "never":
+            return
+        budget = self.trainable.budget
+        always = self.config.publishing.kv_sleep == "always"
+        if not any(self.ranks.run_and_gather(lambda: always or (bool(samples) and budget.is_short(samples)))):
+            return
+        opened = ExitStack()
+        window = opened.enter_context(self.mode.publish(Update(sleep=True)))
+        preparing = ExitStack()
+        preparing.enter_context(window.preparing())
+        self._sleep = _Sleep(opened, preparing, window)
+
+    def _wake(self, error: BaseException) -> None:
+        """Let the server serve the same weights again if the fence is open for passes, of which no step came."""
+        sleep, self._sleep = self._sleep, None
+        if sleep is None:
+            return
+        self._drop_gradients()
+        with suppress(type(error)), sleep.fence, sleep.preparing:
+            raise error
+
+    def _forget(self) -> None:
+        """Drop the gradients of this update; UsageError if earlier calls computed some of them."""
+        self.trainable.drop_gradients()
+        if self._num_passes:
+            calls, self._num_passes = self._num_passes, 0
+            raise UsageError(
+                f"out of memory in call {calls + 1} of forward_backward since the last step: all gradients are dropped",
+                remedy="repeat the update: passes are smaller from now on; or pass all samples in one call",
+            )
+
+    def _refuse_infinite(self, norm: float) -> None:
+        if math.isfinite(norm):
+            return
+        error = GradientError(
+            f"the gradient norm is {norm}, expected a finite number: no weight was changed, the gradients are dropped",
+            remedy="continue with the next batch; if it happens again, lower the learning rate",
+        )
+        raise error
+
+    def _refuse_gradients_beside_release(self) -> None:
+        """Refuse gradients of a backward pass of the caller's: those of this call are taken away one by one."""
+        if any(parameter.grad is not None for parameter in self.trainable.parameters):
+            raise UsageError(
+                "there are gradients of another backward pass: with gradient_release all come from one call",
+                remedy="policy.model.zero_grad() before it, or leave gradient_release out",
+            )
+
+    def _drop_gradients(self) -> None:
+        if "trainable" in vars(self):
+            self.trainable.drop_gradients()
+        self._num_passes = 0
+
+    def _stepped(self, window: Window, norm: float) -> Step:
+        self._drop_gradients()
+        return Step(
+            times=window.times, grad_norm=norm, changed_weight_share=self.trainable.optimizer.changed_weight_share
+        )
+
+    def _cancel_sampling(self) -> None:
+        if "_sampler" in vars(self):
+            self._sampler.loop.cancel()
+
+    def _factors(self) -> Mapping[Tensor, float]:
+        """Return what trained parameters are stored multiplied by."""
+        return {self.model.get_parameter(name): factor for name, factor in self.opened.lr_factors.items()}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What one call samples: the same on every rank, each of which samples some of it."""
+
+    problems: Sequence[Problem]
+    prompts: Sequence[Encoded]
+    sampling: SamplingConfig
+    seed: int
+    endpoint: Endpoint
+    own: Sequence[int]
+    """Places of this rank's prompts among those of the call."""
+
+    async def sampled(self, sampler: Sampler) -> list[tuple[Completion, ...]]:
+        servers = sampler.servers_at([self.endpoint])
+        return await gather_or_cancel(self._one(sampler, servers, index) for index in self.own)
+
+    def _one(
+        self, sampler: Sampler, servers: Sequence[Server], index: int
+    ) -> Coroutine[Any, Any, tuple[Completion, ...]]:
+        prompt, images = self.prompts[index]
+        other: dict[str, Any] = {} if images is None else {"images": images}
+        return sampler.one(
+            servers, prompt, num_samples=self.sampling.group_size, seed=self.seed, index=index,
+            is_chat=not isinstance(self.problems[index]["prompt"], str), config=self.sampling, **other,
+        )  # fmt: skip
+
+    def scored(self, sampled: Sequence[tuple[Completion, ...]], score: Score | None) -> dict[int, Group]:
+        return {
+            index: Group(
+                problem=self.problems[index],
+                prompt_token_ids=self.prompts[index].prompt,
+                completions=completions,
+                rewards=tuple(_reward(score, self.problems[index], completion.text) for completion in completions),
+            )
+            for index, completions in zip(self.own, sampled, strict=True)
+        }
+
+    def joined(self, of_ranks: Sequence[Mapping[int, Group]]) -> list[Group]:
+        """Return the groups of all ranks in the order of the call, with the images that each has of its own."""
+        groups = {index: group for of_rank in of_ranks for index, group in of_rank.items()}
+        return [replace(groups[index], images=encoded.images) for index, encoded in enumerate(self.prompts)]
+
+
+def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> SamplingConfig:
+    """Return `sampling` with the parameters of one call; UsageError if one is unknown or out of range."""
+    named = {PER_CALL.get(name, name): value for name, value in parameters.items()}
+    if unknown := sorted(named.keys() - CHANGEABLE):
+        near = difflib.get_close_matches(unknown[0], [*CHANGEABLE, *PER_CALL], n=1)
+        raise UsageError(
+            f"policy.sample has no parameter {unknown[0]!r}",
+            remedy=f"did you mean {near[0]}?" if near else f"one of {', '.join(sorted({*CHANGEABLE, *PER_CALL}))}",
+        )
+    if not named:
+        return sampling
+    alone = {name: value for name, value in BEYOND_TRAINING.items() if named.get(name) == value}
+    checked = {name: value for name, value in named.items() if name not in alone}
+    try:
+        return SamplingConfig.model_validate(sampling.model_dump() | checked).model_copy(update=alone)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(
+            f"policy.sample: {first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
+            remedy="policy.sample(prompts, n=8, max_tokens=256, temperature=1.0)",
+        ) from error
+
+
+def _parameters(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [given] if isinstance(given, Tensor) else [*given]
+
+
+def _reward(score: Score | None, problem: Problem, text: str) -> float:
+    value = 0.0 if score is None else score(problem, text)
+    reward = as_reward(value)
+    if reward is None:
+        raise RewardError(
+            f"the reward of {text[:80]!r} is {described(value)}, expected a finite number{limit_note(value)}",
+            remedy="return a finite number from score",
+        )
+    return reward
+
+
+def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuse a padded batch: attention for packed sequences has no mask, and would attend to the padding."""
+    mask = given.get("attention_mask", positional[1] if len(positional) > 1 else None)  # the second one in transformers
+    if mask is not None and not bool(mask.all()):
+        raise UsageError(
+            "the batch has padding, and this model's attention is the one for packed sequences",
+            remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
+        )

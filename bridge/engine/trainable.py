@@ -1,0 +1,193 @@
+"""What is trained: a prepared model, its optimizer and the memory of its passes, without a server.
+
+    add_gradients    run the passes of an update forward and backward
+    exchange         add up the gradients of several ranks, and return their norm
+    step             write the update into the parameters
+
+With gradient release, `step_in_backward` does all three: each parameter is written in the middle of the one backward
+pass of an update, once its gradient is complete. Whoever calls it writes inside the fence (`policy.py`).
+
+Not covered: the loss, and which samples are in an update.
+Shape suffixes: N rows (positions that predict a sampled token).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bridge.checkpoints.optimizer_state import WholeState
+from bridge.config import OptimizerConfig, SamplingConfig
+from bridge.core.interrupt import acting_interrupt
+from bridge.engine.reference import Reference
+from bridge.errors import UsageError, first_line
+from bridge.optimizers.gradient_hooks import added_in_float32
+from bridge.optimizers.in_place import InPlaceOptimizer, number
+from bridge.passes.budget import Budget
+from bridge.passes.packing import MicroBatch
+from bridge.passes.prepared import PreparedModel
+from bridge.ranks.world import Ranks
+from bridge.types import Result
+
+Pass = TypeVar("Pass")
+
+
+class Trainable:
+    """A model that is trained in place, by any loss. Several ranks call its methods together."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        optimizer: InPlaceOptimizer,
+        choices: OptimizerConfig,
+        budget: Budget,
+        *,
+        lr: float,
+        weights: Mapping[str, nn.Parameter],
+        state: InPlaceOptimizer | WholeState,
+        sampling: SamplingConfig,
+        ranks: Ranks,
+        reference: Reference | None = None,
+    ) -> None:
+        """Take what trains it; log-probabilities are taken at the temperature of `sampling`."""
+        self.prepared = prepared
+        self.optimizer = optimizer
+        self.choices = choices
+        self.budget = budget
+        self._lr = lr
+        self._max_norm = choices.max_grad_norm
+        self.weights = weights
+        """The trained parameters, by name."""
+        self.state = state
+        """What a checkpoint holds of the optimizer: as a single process has it."""
+        self.sampling = sampling
+        self.ranks = ranks
+        self.reference = reference
+        """The frozen model of a KL divergence; None: there is none."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        return [parameter for parameter in self.prepared.model.parameters() if parameter.requires_grad]
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.prepared.model.device
+        return device
+
+    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the sampled tokens, and the entropies, as `PreparedModel.logprobs`.
+
+        Shapes: -> [N] float32, [N] float32.
+        """
+        return self.prepared.logprobs(batch, self.sampling.temperature)
+
+    def reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        """Return the reference's log-probabilities of the sampled tokens, without gradient: [N] float32."""
+        assert self.reference is not None, "there is no KL divergence"
+        return self.reference.logprobs(batch, self.sampling.temperature)
+
+    def within_memory(self, compute: Callable[[], Result], forget: Callable[[], None]) -> Result:
+        """Compute this rank's share of a batch, in smaller passes if memory runs out, after `forget`.
+
+        Ranks of one pass communicate in every layer: one that fails ends with a RankError, so that none waits.
+
+        Raises:
+            UsageError: a single sequence does not fit.
+        """
+        if self.ranks.pass_size > 1:
+            with self.ranks.in_pass():
+                return compute()
+        while True:
+            try:
+                with acting_interrupt():
+                    return compute()
+            except torch.OutOfMemoryError as error:
+                forget()
+                self.budget.shrink(error)
+
+    def drop_gradients(self) -> None:
+        self.prepared.model.zero_grad(set_to_none=True)
+
+    def add_gradients(self, passes: Sequence[Pass], loss: Callable[[Pass], Tensor], *, widens: bool) -> None:
+        """Add the gradients of the losses of some passes, in float32 if the budget has room and this `widens` them.
+
+        With an optimizer in host memory they go there as soon as they are complete.
+        """
+        with ExitStack() as gradients:
+            if self.choices.gradient_release:
+                gradients.enter_context(self.optimizer.releasing())
+            elif widens and self.budget.sums_in_float32:
+                gradients.enter_context(added_in_float32(self.parameters))
+            for one in passes:
+                loss(one).backward()
+
+    def widen_gradients(self) -> None:
+        """Hold the gradients that there are in float32, if the budget has room, so that more can be added exactly.
+
+        A first gradient in bf16 is what the passes computed: widening it later loses nothing.
+        """
+        if self.budget.sums_in_float32 is None:
+            self.budget.decide_on_sums()
+        if self.budget.sums_in_float32:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad_dtype = None
+                    parameter.grad = parameter.grad.float()
+
+    def set_step(self, lr: float | None, max_norm: float | None) -> None:
+        """Step with this learning rate and norm from now on; None: with what was configured.
+
+        Raises:
+            UsageError: one is no positive number.
+        """
+        base = self._lr if lr is None else number(lr)
+        if not 0 < base < math.inf:
+            raise UsageError(f"lr is {lr!r}, expected a positive number", remedy="policy.optim_step(lr=1e-6)")
+        norm = self.choices.max_grad_norm if max_norm is None else number(max_norm)
+        if not norm > 0:
+            raise UsageError(f"max_norm is {max_norm!r}, expected a number above 0", remedy="leave max_norm out")
+        self.optimizer.scale_rates(base / self._lr)
+        self._max_norm = norm
+
+    def exchange(self) -> float:
+        """Add up the gradients of several ranks, and return their global norm (waits for the device)."""
+        if self.prepared.parallel is not None:
+            named = self.prepared.model.named_parameters()
+            self.prepared.parallel.combine({name: p.grad for name, p in named if p.grad is not None})
+        if self.ranks.world_size > 1:
+            self.optimizer.exchange()
+        return self.optimizer.global_norm()
+
+    def step(self, norm: float) -> None:
+        """Write the update whose gradients have this norm."""
+        self.optimizer.step(grad_norm=norm, max_norm=self._max_norm)
+
+    def step_in_backward(self, losses: Callable[[], list[Tensor] | None]) -> float:
+        """Update each parameter in the one backward pass of an update, and return the norm of the gradients.
+
+        `losses` runs the forward passes; it returns None if the update is to be skipped. No rank begins its backward
+        pass unless the losses of all are finite; else the norm is NaN.
+
+        Raises:
+            UsageError: memory ran out, or a gradient is not finite.
+        """
+        self.drop_gradients()
+        try:
+            computed = losses()
+            is_usable = computed is not None and all(math.isfinite(loss.item()) for loss in computed)
+            if not all(self.ranks.all_gather_object(is_usable)):
+                return math.nan
+            with self.optimizer.releasing(max_norm=self._max_norm):
+                for loss in computed or ():
+                    loss.backward()
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"out of memory in the middle of an update: {first_line(error)}",
+                remedy="resume from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
+                " --kv-sleep always",
+            ) from error
+        return self.optimizer.global_norm()

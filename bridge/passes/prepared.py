@@ -1,0 +1,176 @@
+"""A model as training computes with it: what its passes depend on, in one object.
+
+A transformers model by itself computes each sequence alone. What training adds is held here, each kind as one
+attribute, and is made by `preparation.py` or by the caller; `release` takes it off the model again.
+
+Not covered: how it is chosen and checked (`preparation.py`), and how much fits at once (`budget.py`).
+Shape suffixes: T tokens of a pack, L tokens of this rank's slice of it, N rows (positions that predict a sampled
+token), X experts of a token in all layers, H hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from bridge.errors import UnsupportedModelError
+from bridge.passes import attention, image_proof, images, layers, offload, slices
+from bridge.passes.attention import Spans
+from bridge.passes.images import PackedImages
+from bridge.passes.layers import ALL, Kept
+from bridge.passes.logprobs import head_of, token_logprobs
+from bridge.passes.packing import MicroBatch, Sample
+from bridge.passes.parallel import Parallel
+from bridge.passes.routing import UNKNOWN, RouterReplay
+from bridge.passes.slices import Rows, Slices
+
+REPLACED = (
+    "forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
+    "_require_grads_hooks", "_compiled_call_impl",
+)  # fmt: skip
+"""Attributes of modules that choose how they compute: their own, transformers' and torch's."""
+
+
+class PreparedModel:
+    """A transformers model, and everything that its passes depend on beside its parameters, which stay in place."""
+
+    def __init__(self, model: PreTrainedModel, parallel: Parallel | None = None) -> None:
+        """Take a model as transformers made it, or in parts (`parallel.divide`)."""
+        self.model = model
+        self.parallel = parallel
+        """How this rank's part of the weights computes with the others; None: it has all of them."""
+        self.replay: RouterReplay | None = None
+        """The blocks that take given experts; None: the routers choose."""
+        self.slices: Slices | None = None
+        """How packs are cut among ranks; None: they are not."""
+        self.kept: Kept = ALL
+        """What layers keep for the backward pass."""
+        self.shares_prompts = False
+        """Whether completions of one prompt may share it in a pack."""
+        self.hooks = list[RemovableHandle]()
+        """What is called beside the modules until `release`."""
+        self._are_images_proved = False
+        self._attention = attention.chosen(model)
+        self._before = {module: _replaceable(module) for module in model.modules()}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the layers are compiled, or will be at their first call."""
+        return layers.are_compiled(self.model)
+
+    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the sampled tokens, and the entropies (without gradient), both in nats.
+
+        Shapes: -> [N] float32, [N] float32, aligned with `batch.rows_N`, on every rank that has a slice of it.
+        """
+        head_VH, bias_V, transform = head_of(self.model, temperature)
+        hidden_LH = self.own_hidden(batch.tokens_T, batch.positions_T, batch.spans, batch.experts_TX, batch.images)
+        rows = None if self.slices is None else Rows(self.slices, batch)
+        own = batch if rows is None else rows.own
+        hidden_NH = hidden_LH.index_select(0, own.rows_N)
+        words = None if self.parallel is None else self.parallel.head_words
+        computed = token_logprobs(
+            hidden_NH, head_VH, bias_V, own.targets_N, transform, self.is_compiled, own.kept, words
+        )
+        return computed if rows is None else rows.of_all(*computed)
+
+    def own_hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        spans: Spans,
+        experts_TX: Tensor | None = None,
+        packed_images: PackedImages | None = None,
+    ) -> Tensor:
+        """Return the last hidden states of this rank's slice, or of the whole pack if it is not cut: [T] x 2 -> [L, H].
+
+        `experts_TX` are those of `RouterReplay.choose`. A pack with images is never cut (`bridge/agents/stream.py`).
+        An attention other than Bridge's finds the sequences by their positions, from which transformers makes a mask;
+        it cannot share prompts, and computes no slice.
+
+        Raises:
+            UnsupportedModelError: the pack is cut, and the model's attention is not Bridge's.
+        """
+        model, cut, num_tokens = self.model, self.slices, len(tokens_T)
+        is_ours = attention.chosen(model) == attention.NAME
+        if cut is not None:
+            assert packed_images is None, "images cannot be cut"
+            if not is_ours:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} computes attention in its own way, which --context-parallel-size cannot"
+                    " cut",
+                    remedy=slices.REMEDY,
+                )
+            spans = cut.padded(spans, num_tokens)
+            if experts_TX is not None:
+                experts_TX = cut.own(experts_TX - UNKNOWN) + UNKNOWN  # of the padding, too
+            tokens_T, positions_T = cut.own(tokens_T), cut.own(positions_T)
+        if self.replay is not None:
+            self.replay.choose(experts_TX, len(tokens_T))
+        assert is_ours or spans.seen is None, "only Bridge's attention can share a prompt"
+        boundaries = attention.boundaries(spans, cut) if is_ours else {}
+        is_kept_on_host = self.kept.on_host and torch.is_grad_enabled()
+        num_elements = len(tokens_T) * model.config.get_text_config().hidden_size
+        with offload.on_host(model, num_elements) if is_kept_on_host else nullcontext():
+            taken: dict[str, Any] = {"input_ids": tokens_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
+            if packed_images is not None:
+                taken = images.inputs(model, tokens_T, positions_T, packed_images)
+            output = model.get_decoder()(**taken, use_cache=False, **boundaries)
+        hidden_1LH: Tensor = output.last_hidden_state
+        return hidden_1LH[0]
+
+    def whole_hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, spans: Spans, experts_TX: Tensor | None = None
+    ) -> Tensor:
+        """Return the last hidden states of a pack on every rank, with arguments and raising as `own_hidden`: [T, H]."""
+        hidden_LH = self.own_hidden(tokens_T, positions_T, spans, experts_TX)
+        return hidden_LH if self.slices is None else self.slices.joined(hidden_LH, len(tokens_T))
+
+    @contextmanager
+    def uncut(self) -> Iterator[None]:
+        """Compute whole packs on every rank inside the block."""
+        cut, self.slices = self.slices, None
+        try:
+            yield
+        finally:
+            self.slices = cut
+
+    def prove_images(self, samples: Sequence[Sample]) -> None:
+        """Compare the first samples with images, packed, with transformers' own model: once.
+
+        Raises:
+            UnsupportedModelError: the model does something else with images.
+        """
+        with_images = [sample for sample in samples if sample.images is not None]
+        if with_images and not self._are_images_proved:
+            image_proof.prove(self.model, with_images)
+            self._are_images_proved = True
+
+    def release(self) -> None:
+        """Make the model compute again as it did when this object was made.
+
+        Liger's RoPE stays, if its kernels were requested: Liger replaces it for all models of the process.
+        """
+        if self.replay is not None:
+            self.replay.release()
+        attention.choose(self.model, self._attention)
+        for handle in self.hooks:
+            handle.remove()
+        self.hooks.clear()
+        for module, before in self._before.items():
+            for name in _replaceable(module).keys() - before.keys():
+                delattr(module, name)
+            for name, value in before.items():
+                setattr(module, name, value)
+        self.replay, self.slices, self.kept, self.shares_prompts = None, None, ALL, False
+
+
+def _replaceable(module: nn.Module) -> dict[str, Any]:
+    """Return what preparation may set on a module: the attributes of `REPLACED`, and rates of dropout."""
+    held = vars(module)
+    rates = {name: rate for name, rate in held.items() if name.endswith("dropout") and isinstance(rate, float)}
+    return {name: held[name] for name in REPLACED if name in held} | rates

@@ -1,0 +1,71 @@
+"""Ranks of a program that torchrun has started, or any launcher that sets torch's environment variables.
+
+Source: "Environment Variables" of torchrun (PyTorch's documentation).
+"""
+
+import os
+import socket
+from contextlib import closing, nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from bridge.errors import UsageError
+from bridge.ranks.world import INTERFACES, LOOPBACK, Ranks
+
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PORT_KEY = "bridge/port"
+"""Where rank 0 writes the port at which it listens."""
+LIMIT = timedelta(minutes=10)
+"""Longest wait for rank 0."""
+
+
+def world_size() -> int:
+    """Return the number of processes that were started together; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in NAMES) else 1
+
+
+def rank() -> int:
+    """Return the number of this process among them."""
+    return int(os.environ["RANK"]) if world_size() > 1 else 0
+
+
+def join(device: torch.device, *, tp_size: int) -> Ranks:
+    """Join the other processes; `tp_size` of them in a row train on one server.
+
+    Raises:
+        UsageError: the processes are no multiple of `tp_size`, or have joined already.
+        RankError: one did not join.
+    """
+    number, size = rank(), world_size()
+    if size % tp_size:
+        raise UsageError(
+            f"{size} processes were started, and the server's weights are in {tp_size} parts",
+            remedy=f"torchrun --nproc-per-node {tp_size}, or a multiple of it, with a server for each {tp_size}",
+        )
+    if dist.is_initialized():
+        raise UsageError(
+            "this process is in a group of torch.distributed already, and a policy makes its own",
+            remedy="attach one policy in each process, before init_process_group; others with reads_only=True",
+        )
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if is_one_host:
+        os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
+    own_host = LOOPBACK if is_one_host else ""
+    listener = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens at that port
+        store = dist.TCPStore(host, port, is_master=False, timeout=LIMIT)  # type: ignore[attr-defined]
+        key = f"{PORT_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        if number == 0:
+            listener = socket.create_server((own_host, 0))
+            store.set(key, str(listener.getsockname()[1]))
+        port = int(store.get(key))
+    elif number == 0:
+        listener = socket.create_server((own_host, port))
+    with nullcontext() if listener is None else closing(listener):
+        return Ranks.join(
+            number, size, tp_size=tp_size, port=port, device=device, host=LOOPBACK if is_one_host else host,
+            listener=listener,
+        )  # fmt: skip

@@ -1,0 +1,560 @@
+"""`forward_backward`, `optim_step`, `train_step`, `save_state` and `load_state` over a toy server's memory.
+
+What `bridge run` computes of the same samples is the reference, to the bit.
+Not covered: sampling (`test_policy_calls.py`), a real server and several ranks (`tests/cpu/test_library.py`).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import bridge
+from bridge.config import TrainConfig
+from bridge.engine import policy as module
+from bridge.errors import CheckpointError, GradientError, ServerUnreachableError, UsageError
+from bridge.modes import shared_vllm
+from bridge.passes.layers import INPUTS
+from bridge.passes.packing import MicroBatch
+from bridge.server.fence import Update
+from bridge.types import Group
+from bridge.weights.attach import attach as attach_weights
+from tests.models import tiny
+from tests.unit import learners, toy_server
+from tests.unit.engine.test_policy import FenceClient, calls
+from tests.unit.run.test_learner import made_by
+from tests.unit.trainer_runs import FakeMode
+
+LR = 1e-3
+CHOICES: dict[str, Any] = {
+    "sampling": bridge.SamplingConfig(group_size=4, temperature=0.8),
+    "optimizer": bridge.OptimizerConfig(lr=LR, max_grad_norm=1e6),
+}
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[Group]:
+    torch.manual_seed(8)
+    from transformers import AutoModelForCausalLM
+
+    return made_by(AutoModelForCausalLM.from_config(tiny.llama(), dtype=torch.float32).eval())
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> toy_server.ToyServer:
+    monkeypatch.setattr(shared_vllm, "BridgeClient", FenceClient)
+    return toy_server.serve(tiny.llama(), tmp_path / "model")
+
+
+@pytest.fixture
+def policy(toy: toy_server.ToyServer, tmp_path: Path) -> Iterator[bridge.Policy]:
+    with toy_server.attach(toy.manifest, tmp_path, **CHOICES) as made:
+        yield made
+
+
+def gradients(policy: bridge.Policy) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
+
+
+def weights(policy: bridge.Policy) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in policy.parameters()]
+
+
+def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def of_a_run(toy: toy_server.ToyServer, groups: list[Group], **choices: Any) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return the weights and the figures of one step of `bridge run`, on a copy of the server's weights."""
+    opened = attach_weights(toy.manifest).opened()
+    for parameter in opened.model.parameters():
+        parameter.data = parameter.data.clone()
+    fixed = {"model_name": toy.manifest.model, "batch_size": 16, "group_size": 4, "temperature": 0.8}
+    config = TrainConfig.model_validate(fixed | {"lr": LR, "max_grad_norm": 1e6} | choices)
+    learner = learners.made(config, opened, lambda _: None)
+    learner.take(groups)
+    learner.prepare()
+    learner.write()
+    return [parameter.detach() for parameter in opened.model.parameters() if parameter.requires_grad], learner.learnt()
+
+
+@pytest.mark.parametrize("tokens", [None, 24], ids=["one pass", "many passes"])
+def test_a_step_is_that_of_a_run(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group], tokens: int) -> None:
+    """With many passes, gradients add up in float32 in both."""
+    expected, figures = of_a_run(toy, groups, micro_batch_tokens=tokens)
+    compute = bridge.ComputeConfig(micro_batch_tokens=tokens)
+    with toy_server.attach(toy.manifest, tmp_path, compute=compute, **CHOICES) as policy:
+        passes, stepped = policy.train_step(bridge.samples(groups))
+        assert equal(weights(policy), expected)
+        assert stepped.version == policy.version == 1
+        assert stepped.grad_norm == figures["grad_norm"]
+        assert stepped.changed_weight_share > 0.5
+        for name in ("loss", "entropy", "logprob_diff_mean", "mismatch_kl", "kl", "tokens_trained"):
+            assert passes.metrics[name] == figures[name], name
+
+
+def test_log_probs_come_in_the_callers_order(policy: bridge.Policy, groups: list[Group]) -> None:
+    samples = bridge.samples(groups)
+    in_order = policy.forward_backward(samples)
+    reversed_order = policy.forward_backward(samples[::-1])
+    assert [len(of_sample) for of_sample in in_order.logprobs] == [sample.num_trained for sample in samples]
+    assert equal(in_order.logprobs, reversed_order.logprobs[::-1])
+    assert equal(in_order.entropies, reversed_order.entropies[::-1])
+    (alone,) = policy.pack([samples[2]])
+    assert torch.allclose(policy.logprobs(alone)[0], in_order.logprobs[2], atol=0.02)
+
+
+def test_gradients_of_several_calls_add_up(policy: bridge.Policy, groups: list[Group]) -> None:
+    """In float32 from the second call on, whose first gradient loses nothing by being widened."""
+    samples = bridge.samples(groups)
+    policy.forward_backward(samples[:8])
+    first = gradients(policy)
+    policy.trainable.drop_gradients()
+    policy._num_passes = 0
+    policy.forward_backward(samples[8:])
+    second = gradients(policy)
+    policy.trainable.drop_gradients()
+    policy._num_passes = 0
+    policy.forward_backward(samples[:8])
+    policy.forward_backward(samples[8:])
+    both = gradients(policy)
+    assert {gradient.dtype for gradient in both} == {torch.float32}
+    expected = [one.float() + other.float() for one, other in zip(first, second, strict=True)]
+    assert all(torch.allclose(ours, theirs, rtol=1e-2, atol=1e-6) for ours, theirs in zip(both, expected, strict=True))
+    policy.optim_step()
+    assert gradients(policy) == []
+
+
+def test_a_loss_may_be_a_function(policy: bridge.Policy, groups: list[Group]) -> None:
+    samples, seen = bridge.samples(groups), list[int]()
+
+    def loss(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+        seen.extend(batch.indices)
+        return bridge.policy_loss(logprobs, batch)
+
+    passes = policy.forward_backward(samples, loss)
+    ours = gradients(policy)
+    assert sorted(seen) == [*range(len(samples))]
+    assert "kl" not in passes.metrics
+    policy.optim_step(lr=1e-12)
+    policy.forward_backward(samples)
+    assert equal(gradients(policy), ours)
+
+
+def test_ratios_are_to_given_log_probs(policy: bridge.Policy, groups: list[Group]) -> None:
+    samples = bridge.samples(groups)
+    before = policy.forward_backward(samples)
+    policy.optim_step(lr=1e-2)
+    clipped = policy.forward_backward(samples, old_logprobs=before.logprobs)
+    assert clipped.metrics["clipped_high_share"] + clipped.metrics["clipped_low_share"] > 0
+    with pytest.raises(UsageError, match=f"old_logprobs are of 1 samples, expected {len(samples)}"):
+        policy.forward_backward(samples, old_logprobs=before.logprobs[:1])
+
+
+def test_gradient_release_is_one_call(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group]) -> None:
+    samples = bridge.samples(groups)
+    released = bridge.OptimizerConfig(lr=LR, max_grad_norm=1e6, gradient_release=True)
+    expected, _ = of_a_run(toy, groups, gradient_release=True)
+    with toy_server.attach(toy.manifest, tmp_path, **{**CHOICES, "optimizer": released}) as policy:
+        with pytest.raises(UsageError, match="stepped in the backward pass"):
+            policy.forward_backward(samples)
+        passes, stepped = policy.train_step(samples)
+        assert equal(weights(policy), expected)
+        assert math.isfinite(stepped.grad_norm)
+        assert len(passes.logprobs) == len(samples)
+        assert gradients(policy) == []
+
+
+def test_a_state_is_saved_and_loaded_to_the_digit(policy: bridge.Policy, groups: list[Group], tmp_path: Path) -> None:
+    samples = bridge.samples(groups)
+    policy.train_step(samples)
+    assert policy.save_state(tmp_path / "state", step=1) == tmp_path / "state"
+    policy.train_step(samples)
+    expected = weights(policy)
+    assert policy.load_state(tmp_path / "state").progress.step == 1
+    assert not equal(weights(policy), expected)
+    policy.train_step(samples)
+    assert equal(weights(policy), expected)
+
+
+def test_weights_alone_are_saved_and_loaded(policy: bridge.Policy, groups: list[Group], tmp_path: Path) -> None:
+    policy.save_state(tmp_path / "weights", has_optimizer=False)
+    before = weights(policy)
+    policy.train_step(bridge.samples(groups))
+    policy.load_state(tmp_path / "weights", has_optimizer=False)
+    assert equal(weights(policy), before)
+    with pytest.raises(CheckpointError, match="optimizer"):
+        policy.load_state(tmp_path / "weights")
+    (tmp_path / "weights" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        policy.load_state(tmp_path / "weights", has_optimizer=False)
+
+
+def test_a_step_needs_gradients(policy: bridge.Policy, groups: list[Group]) -> None:
+    with pytest.raises(UsageError, match="there are no gradients"):
+        policy.optim_step()
+    policy.forward_backward(bridge.samples(groups))
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(UsageError, match="lr is"):
+            policy.optim_step(lr=wrong)
+    with pytest.raises(UsageError, match="max_norm is"):
+        policy.optim_step(max_norm=0)
+    assert "pause" not in calls(policy)
+    policy.optim_step()
+
+
+def test_infinite_gradients_change_nothing(policy: bridge.Policy, groups: list[Group]) -> None:
+    samples, before = bridge.samples(groups), weights(policy)
+    policy.forward_backward([replace(sample, weight=math.inf) for sample in samples])
+    with pytest.raises(GradientError, match="expected a finite number"):
+        policy.optim_step()
+    assert equal(weights(policy), before)
+    assert "pause" not in calls(policy)
+    policy.train_step(samples)
+    assert policy.version == 1
+
+
+def test_a_failed_loss_leaves_no_gradient(policy: bridge.Policy, groups: list[Group]) -> None:
+    def loss(_: Tensor, __: MicroBatch) -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        policy.forward_backward(bridge.samples(groups), loss)
+    assert gradients(policy) == []
+    with pytest.raises(UsageError, match="no gradients"):
+        policy.optim_step()
+
+
+def test_losses_that_a_call_cannot_compute_are_refused(policy: bridge.Policy, groups: list[Group]) -> None:
+    samples = bridge.samples(groups)
+    with pytest.raises(UsageError, match="top_entropy"):
+        policy.forward_backward(samples, bridge.LossConfig(top_entropy=0.5))
+    with pytest.raises(UsageError, match="no reference is loaded"):
+        policy.forward_backward(samples, bridge.LossConfig(kl_coef=0.1))
+
+
+def test_running_out_of_memory_makes_passes_smaller(
+    policy: bridge.Policy, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, failures = bridge.samples(groups), [torch.OutOfMemoryError("CUDA out of memory")]
+    trainable, logprobs = policy.trainable, policy.trainable.logprobs
+
+    def failing(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if failures:
+            raise failures.pop()
+        return logprobs(batch)
+
+    monkeypatch.setattr(trainable, "logprobs", failing)
+    policy.forward_backward(samples)
+    assert trainable.prepared.kept == INPUTS, "activations are recomputed from now on"
+    failures.append(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(UsageError, match="out of memory in call 2 of forward_backward"):
+        policy.forward_backward(samples)
+    assert gradients(policy) == []
+
+
+def test_a_reader_computes_and_never_writes(toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group]) -> None:
+    samples = bridge.samples(groups)
+    with toy_server.attach(toy.manifest, tmp_path, reads_only=True, **CHOICES) as reader:
+        (batch, *_) = reader.pack(samples)
+        assert reader.logprobs(batch)[0].isfinite().all()
+        for call in (lambda: reader.forward_backward(samples), reader.optim_step, lambda: reader.trainable):
+            with pytest.raises(UsageError, match="only reads"):
+                call()
+
+
+def test_choices_that_contradict_each_other_are_refused(toy: toy_server.ToyServer, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="reference"):
+        toy_server.attach(toy.manifest, tmp_path, loss=bridge.LossConfig(kl_coef=0.1))
+
+
+def test_the_fence_of_a_run_is_the_policys(policy: bridge.Policy) -> None:
+    with policy.fence(Update()), pytest.raises(UsageError, match=r"policy\.optim_step was called inside policy\.fence"):
+        policy.optim_step()
+    assert policy.version == 1
+
+
+@pytest.fixture
+def sleeping(
+    toy: toy_server.ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[bridge.Policy, FakeMode]]:
+    """A policy whose server's KV cache sleeps while passes are computed."""
+    mode = FakeMode(toy, "http://localhost:1", can_sleep=True)
+    monkeypatch.setattr(module, "WAYS", defaultdict(lambda: lambda *_: mode))
+    publishing = bridge.PublishingConfig(kv_sleep="always")
+    with toy_server.attach(toy.manifest, tmp_path, publishing=publishing, **CHOICES) as policy:
+        yield policy, mode
+    assert mode.calls[-1] == "close"
+
+
+def test_passes_use_the_memory_of_the_kv_cache_up_to_the_step(
+    sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]
+) -> None:
+    policy, mode = sleeping
+    samples = bridge.samples(groups)
+    policy.forward_backward(samples[:8])
+    with pytest.raises(UsageError, match="KV cache sleeps until"):
+        policy.sample(["a"])
+    policy.forward_backward(samples[8:])
+    assert mode.calls == ["open", "sleep", "prepare"]
+    stepped = policy.optim_step()
+    assert mode.calls[-1] == "publish"
+    assert stepped.version == policy.version == 4
+    policy.forward_backward(samples)
+    assert mode.calls[-2:] == ["sleep", "prepare"]
+
+
+def test_a_step_that_never_comes_wakes_the_server(
+    sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]
+) -> None:
+    """Leaving the block, a failed loss, and a gradient that is not finite."""
+    policy, mode = sleeping
+    samples = bridge.samples(groups)
+
+    def failing(_: Tensor, __: MicroBatch) -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        policy.forward_backward(samples, failing)
+    assert policy._sleep is None
+    policy.forward_backward([replace(sample, weight=math.inf) for sample in samples])
+    with pytest.raises(GradientError):
+        policy.optim_step()
+    assert policy._sleep is None
+    policy.forward_backward(samples)
+    policy.close()
+    assert mode.calls == ["open", *["sleep", "prepare"] * 3, "close"]
+    assert "publish" not in mode.calls
+
+
+RELEASE = bridge.OptimizerConfig(lr=LR, max_grad_norm=1e6, gradient_release=True)
+
+
+def failing_loss(_: Tensor, __: MicroBatch) -> Tensor:
+    raise ZeroDivisionError
+
+
+def test_a_failed_loss_of_gradient_release_tears_nothing(
+    toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group]
+) -> None:
+    """It is computed inside the fence, before anything is written: the server serves the same weights again."""
+    with toy_server.attach(toy.manifest, tmp_path, **{**CHOICES, "optimizer": RELEASE}) as policy:
+        before = weights(policy)
+        with pytest.raises(ZeroDivisionError):
+            policy.train_step(bridge.samples(groups), failing_loss)
+        assert calls(policy) == ["lease", "pause", "resume"]
+        assert equal(weights(policy), before)
+        policy.train_step(bridge.samples(groups))
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_gradient_release_refuses_other_gradients(
+    toy: toy_server.ToyServer, tmp_path: Path, groups: list[Group], is_offloaded: bool
+) -> None:
+    """They were dropped without a word, or ended in an assertion."""
+    choices = {**CHOICES, "optimizer": RELEASE.model_copy(update={"offload": is_offloaded})}
+    with toy_server.attach(toy.manifest, tmp_path, **choices) as policy:
+        for parameter in policy.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(UsageError, match="gradients of another backward pass"):
+            policy.train_step(bridge.samples(groups))
+        assert "pause" not in calls(policy)
+
+
+@pytest.mark.parametrize("call", ["train_step", "optim_step"])
+def test_gradients_of_a_failed_step_are_dropped(
+    policy: bridge.Policy, groups: list[Group], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Else the call that is repeated adds the same gradients again."""
+    samples = bridge.samples(groups)
+
+    def step() -> object:
+        policy.forward_backward(samples)
+        return policy.optim_step()
+
+    act = step if call == "optim_step" else lambda: policy.train_step(samples)
+    with monkeypatch.context() as gone:
+        gone.setattr(FenceClient, "pause", Mock(side_effect=ServerUnreachableError("gone", remedy="none")))
+        with pytest.raises(ServerUnreachableError):
+            act()
+    assert gradients(policy) == []
+    with pytest.raises(UsageError, match="there are no gradients"):
+        policy.optim_step()
+
+
+def test_loading_a_state_drops_gradients_of_other_weights(
+    policy: bridge.Policy, groups: list[Group], tmp_path: Path
+) -> None:
+    samples = bridge.samples(groups)
+    policy.save_state(tmp_path / "state")
+    policy.forward_backward(samples)
+    policy.load_state(tmp_path / "state")
+    assert gradients(policy) == []
+    with pytest.raises(UsageError, match="there are no gradients"):
+        policy.optim_step()
+
+
+@pytest.mark.parametrize("repair", ["load_state", "publish"])
+def test_a_repair_drops_gradients_of_the_failed_update(
+    policy: bridge.Policy, groups: list[Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repair: str
+) -> None:
+    samples = bridge.samples(groups)
+    policy.save_state(tmp_path / "state")
+    policy.forward_backward(samples)
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        policy.update(Failing(policy.parameters(), lr=1.0))
+    policy.load_state(tmp_path / "state") if repair == "load_state" else policy.publish(lambda: None)
+    assert gradients(policy) == []
+    policy.train_step(samples)
+
+
+def test_loading_a_state_closes_the_fence_of_passes(
+    sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group], tmp_path: Path
+) -> None:
+    policy, mode = sleeping
+    policy.save_state(tmp_path / "state", has_optimizer=False)
+    policy.forward_backward(bridge.samples(groups))
+    policy.load_state(tmp_path / "state", has_optimizer=False)
+    assert policy._sleep is None
+    assert "publish" not in mode.calls
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "SGD"])
+def test_float32_sums_can_be_stepped_by_torchs_optimizers(
+    policy: bridge.Policy, groups: list[Group], name: str
+) -> None:
+    """Some take gradients of the parameter's dtype alone, and failed inside the fence."""
+    samples = bridge.samples(groups)
+    policy.forward_backward(samples[:8])
+    policy.forward_backward(samples[8:])
+    policy.update(getattr(torch.optim, name)(policy.parameters(), lr=LR))
+    assert policy.version == 1
+
+
+@pytest.mark.parametrize("wrong", ["1e-6", True, [1e-6], torch.ones(2)])
+def test_a_learning_rate_that_is_no_number_is_refused(policy: bridge.Policy, groups: list[Group], wrong: Any) -> None:
+    policy.forward_backward(bridge.samples(groups))
+    with pytest.raises(UsageError, match="lr is"):
+        policy.optim_step(lr=wrong)
+    with pytest.raises(UsageError, match="max_norm is"):
+        policy.optim_step(max_norm=wrong)
+    assert "pause" not in calls(policy)
+    policy.optim_step(lr=torch.tensor(1e-3))  # type: ignore[arg-type]  # as a scheduler may hold it
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("weight_decay", "a"), ("eps", None), ("betas", (0.9, "b"))])
+def test_hyperparameters_are_checked_before_the_fence(
+    policy: bridge.Policy, groups: list[Group], name: str, wrong: Any
+) -> None:
+    with pytest.raises(UsageError):
+        policy.optimizer("adamw", **{"lr": 1e-3, name: wrong})
+    optimizer = policy.optimizer("adamw", lr=1e-3)
+    optimizer.param_groups[0][name] = wrong
+    policy.forward_backward(bridge.samples(groups))
+    with pytest.raises(UsageError, match="expected a finite number"):
+        policy.update(optimizer)
+    assert "pause" not in calls(policy)
+
+
+def test_a_write_that_is_no_function_is_refused_before_the_fence(policy: bridge.Policy) -> None:
+    with pytest.raises(UsageError, match="write is None, expected a function"):
+        policy.publish(None)  # type: ignore[arg-type]
+    assert "pause" not in calls(policy)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "advantages": ({"advantages": (1.0,)}, "3 sampled tokens and 1 advantages"),
+    "log-probs": ({"sampled_logprobs": (0.0,) * 4}, "3 sampled tokens and 4 sampled_logprobs"),
+    "flags": ({"sampled": (True,)}, "3 tokens and 1 flags"),
+    "unsampled": ({"sampled": (False,) * 3}, "no sampled token"),
+    "kept": ({"kept": ((0.0, 1),)}, "3 sampled tokens and 1 kept"),
+    "infinite": ({"advantages": (1.0, math.inf, 1.0)}, "an advantage of inf"),
+    "none": ({"advantages": (1.0, None, 1.0)}, "cannot be used"),
+    "weight": ({"weight": None}, "None as weight"),
+    "prompt": ({"prompt_token_ids": ()}, "no prompt"),
+    "empty": ({"token_ids": (), "sampled_logprobs": (), "advantages": ()}, "no tokens"),
+    "list": ({"token_ids": [1, 2, 3]}, "expected a tuple"),
+    "beyond": ({"token_ids": (1, 2, 10**6)}, "token id 1000000, and the model has"),
+    "negative": ({"prompt_token_ids": (-1,)}, "token id -1, and the model has"),
+    "experts": ({"experts": b"abc"}, "3 bytes of experts"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_invalid_sample_is_named(policy: bridge.Policy, fault: str) -> None:
+    """Two whose lengths fit together by chance trained each other's tokens; a token id ends a process on a GPU."""
+    fields, words = FAULTS[fault]
+    whole = bridge.Sample(
+        prompt_token_ids=(1,), token_ids=(2, 3, 4), sampled_logprobs=(-1.0,) * 3, advantages=(1.0,) * 3, weight=0.1
+    )
+    for call in (policy.forward_backward, policy.train_step, policy.pack):
+        with pytest.raises(UsageError, match=f"sample 1 .*{words}"):
+            call([whole, replace(whole, **fields)])
+    policy.forward_backward([whole])
+
+
+def test_what_is_no_list_of_samples_is_named(policy: bridge.Policy, groups: list[Group]) -> None:
+    samples: Any
+    for samples, words in ((groups, "sample 0 is Group"), (None, "samples is None"), (["a"], "sample 0 is 'a'")):
+        with pytest.raises(UsageError, match=words):
+            policy.forward_backward(samples)
+    whole = bridge.samples(groups)
+    assert len(policy.forward_backward(iter(whole)).logprobs) == len(whole)  # type: ignore[arg-type]
+
+
+LOSSES: dict[str, Any] = {
+    "vector": lambda logprobs, _: logprobs,
+    "nothing": lambda *_: None,
+    "float": lambda *_: 1.0,
+    "detached": lambda logprobs, _: logprobs.sum().detach(),
+    "elsewhere": lambda *_: torch.zeros((), requires_grad=True) * 2,
+    "pair": lambda logprobs, _: (logprobs.sum(), {}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_no_loss_is_named(policy: bridge.Policy, groups: list[Group], name: str) -> None:
+    with pytest.raises(UsageError, match=r"the loss .*, expected one number that depends on the log-prob"):
+        policy.forward_backward(bridge.samples(groups), LOSSES[name])
+    assert gradients(policy) == []
+    with pytest.raises(UsageError, match="loss is 'grpo'"):
+        policy.forward_backward(bridge.samples(groups), "grpo")  # type: ignore[arg-type]
+
+
+def test_old_log_probs_of_other_samples_are_refused(policy: bridge.Policy, groups: list[Group]) -> None:
+    """Lengths that fit together by chance gave ratios to other tokens; a function never saw them."""
+    samples = bridge.samples(groups)
+    old = [*policy.forward_backward(samples).logprobs]
+    shifted = [old[0][:-1], torch.cat([old[0][-1:], old[1]]), *old[2:]]
+    wrong: Any
+    for wrong in (shifted, [None, *old[1:]], [of.tolist() for of in old], [of.long() for of in old]):
+        with pytest.raises(UsageError, match="old_logprobs of sample 0"):
+            policy.forward_backward(samples, old_logprobs=wrong)
+    with pytest.raises(UsageError, match="old_logprobs are NaN"):
+        policy.forward_backward(samples, old_logprobs=[of * math.nan for of in old])
+    with pytest.raises(UsageError, match="loss is a function"):
+        policy.forward_backward(samples, bridge.policy_loss, old_logprobs=old)
+
+
+def test_calls_without_samples_add_nothing(policy: bridge.Policy, groups: list[Group]) -> None:
+    samples = bridge.samples(groups)
+    policy.forward_backward(samples)
+    expected = gradients(policy)
+    policy.optim_step(lr=1e-12)
+    for batch in ([], [], samples):
+        policy.forward_backward(batch)
+    assert all(torch.equal(one, other.to(one.dtype)) for one, other in zip(expected, gradients(policy), strict=True))
+    policy.forward_backward([])
+    policy.optim_step()

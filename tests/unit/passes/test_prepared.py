@@ -1,0 +1,259 @@
+"""A prepared model: no other one depends on it, and without it the model is transformers' again, to the bit."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Starcoder2Config,
+)
+
+from bridge.config import LoraConfig, TrainConfig
+from bridge.errors import BridgeError, UnsupportedModelError, UsageError
+from bridge.passes import attention, image_proof, layers
+from bridge.passes.layers import ALL, HOST_INPUTS
+from bridge.passes.packing_proof import LENGTHS, example_tokens, packed
+from bridge.passes.preparation import prepare, recompute_activations
+from bridge.passes.prepared import PreparedModel
+from bridge.weights.adapter import Adapter
+from tests.models.families import FAMILIES
+from tests.unit.passes import test_images, test_routing
+from tests.unit.passes.test_preparation import SIZES
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+
+
+@pytest.fixture(autouse=True)
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(layers, "COMPILER", "eager")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def made(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if hasattr(config, "num_experts"):
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return made(LlamaConfig(**SIZES), dtype)
+
+
+def mixture() -> PreTrainedModel:
+    return made(Qwen3MoeConfig(**SIZES | EXPERTS))
+
+
+def with_rates_of_dropout() -> PreTrainedModel:
+    """Return a model whose layers hold rates of dropout as numbers, and of which a part is in training mode."""
+    rates = {"residual_dropout": 0.5, "embedding_dropout": 0.5, "attention_dropout": 0.5}
+    model = made(Starcoder2Config(**SIZES, **rates))
+    model.get_decoder().layers[1].dropout = nn.Dropout(0.5)
+    return model
+
+
+def with_an_adapter() -> PreTrainedModel:
+    model = llama()
+    Adapter(model, LoraConfig(r=2, dropout=0.5), seed=0, base_name="m")
+    return model
+
+
+def recomputing_by_itself() -> PreTrainedModel:
+    model = llama().train()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def computed(model: PreTrainedModel) -> list[Tensor]:
+    """Return the logits and gradients of a padded batch, as transformers computes them."""
+    torch.manual_seed(1)
+    ids, mask = example_tokens(model)[:24].view(2, 12), torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :5] = 0
+    model.zero_grad()
+    logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    (logits.float() * torch.linspace(-1, 1, logits.shape[-1])).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return [logits.detach(), *gradients]
+
+
+def held(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """Return what every module holds beside its parameters: methods, numbers and flags, and how many hooks."""
+    return {
+        name: {key: len(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+        for name, module in model.named_modules()
+    }
+
+
+def prepared_by(model: PreTrainedModel, experts: tuple[int, int] | None = None, **choices: Any) -> PreparedModel:
+    return prepare(model, TrainConfig.of(model_name="m", **choices).compute, lambda _: None, experts=experts)
+
+
+KINDS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
+    "packed attention": (llama, {}),
+    "recomputed": (llama, {"gradient_checkpointing": True}),
+    "compiled": (llama, {"compile_layers": True}),
+    "compiled and recomputed": (llama, {"compile_layers": True, "gradient_checkpointing": True}),
+    "multiplied in float32": (lambda: llama(torch.bfloat16), {}),
+    "with given experts": (mixture, {"experts": (2, 2)}),
+    "with experts of its own": (mixture, {}),
+    "with a state": (lambda: made(FAMILIES["Qwen3-Next"]()), {}),
+    "without dropout": (with_rates_of_dropout, {"gradient_checkpointing": True}),
+    "beneath an adapter": (with_an_adapter, {"compile_layers": True, "gradient_checkpointing": True}),
+    "recomputing before": (recomputing_by_itself, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_released_a_model_computes_as_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "bf16_is_emulated", lambda: True)
+    make, choices = KINDS[kind]
+    model = make()
+    before, expected, own_attention = held(model), computed(model), attention.chosen(model)
+    prepared = prepared_by(model, **choices)
+    packed(prepared, example_tokens(model), LENGTHS)
+    assert attention.chosen(model) == attention.NAME
+    prepared.release()
+    assert attention.chosen(model) == own_attention
+    assert held(model) == before
+    for one, other in zip(computed(model), expected, strict=True):
+        assert one.equal(other)
+    assert (prepared.replay, prepared.kept, prepared.shares_prompts) == (None, ALL, False)
+
+
+def test_each_kind_of_preparation_is_one_that_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing would have been released."""
+    monkeypatch.setattr(layers, "bf16_is_emulated", lambda: True)
+    assert prepared_by(llama(), gradient_checkpointing=True).model.is_gradient_checkpointing
+    assert prepared_by(llama(), compile_layers=True).is_compiled
+    assert "forward" in vars(prepared_by(llama(torch.bfloat16)).model.lm_head)
+    assert prepared_by(mixture(), experts=(2, 2)).replay is not None
+    hybrid = prepared_by(made(FAMILIES["Qwen3-Next"]())).model
+    assert any("forward" in vars(layer.linear_attn) for layer in hybrid.model.layers if hasattr(layer, "linear_attn"))
+    rates = prepared_by(with_rates_of_dropout(), gradient_checkpointing=True).model
+    assert rates.model.embedding_dropout == 0
+    assert rates.model.layers[0].training
+
+
+def test_what_was_chosen_later_is_released_too() -> None:
+    """A run's budget lets layers keep less, and a caller adds hooks."""
+    model = llama()
+    before, expected = held(model), computed(model)
+    prepared = prepared_by(model)
+    recompute_activations(prepared, pytest.fail, HOST_INPUTS)
+
+    def refuse(_: object, __: object, given: dict[str, Any]) -> None:
+        if "attention_mask" in given:
+            raise UsageError("padding", remedy="none")
+
+    prepared.hooks.append(model.register_forward_pre_hook(refuse, with_kwargs=True))
+    with pytest.raises(UsageError):
+        computed(model)
+    for _ in range(2):  # the second time there is nothing to release
+        prepared.release()
+        assert held(model) == before
+        assert all(one.equal(other) for one, other in zip(computed(model), expected, strict=True))
+    assert prepared.kept == ALL
+
+
+class OfItsOwnSignature(LlamaForCausalLM): ...
+
+
+class Keeping(LlamaForCausalLM):
+    supports_gradient_checkpointing = False
+
+
+def of_its_own_signature() -> PreTrainedModel:
+    model = OfItsOwnSignature(LlamaConfig(**SIZES)).eval()
+    whole = model.model.forward
+    model.model.forward = lambda input_ids, attention_mask=None, **_: whole(input_ids, attention_mask)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], type[BridgeError]]] = {
+    "sequences that mix": (
+        lambda: made(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)),
+        {},
+        UnsupportedModelError,
+    ),
+    "positions that are not taken": (of_its_own_signature, {}, UnsupportedModelError),
+    "other experts than the server's": (mixture, {"experts": (2, 3), "router_replay": True}, UnsupportedModelError),
+    "layers that cannot recompute": (
+        lambda: Keeping(LlamaConfig(**SIZES)).eval(),
+        {"gradient_checkpointing": True},
+        UnsupportedModelError,
+    ),
+    "a kernel that is not there": (mixture, {"experts": (2, 2), "attention": "cudnn"}, UsageError),
+    "Liger kernels on a CPU": (lambda: llama(torch.bfloat16), {"liger_kernel": True}, UsageError),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_model_that_is_refused_is_left_as_it_was(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "bf16_is_emulated", lambda: True)
+    make, choices, error = REFUSED[reason]
+    model = make()
+    before, expected, own_attention = held(model), computed(model), attention.chosen(model)
+    with pytest.raises(error):
+        prepared_by(model, **choices)
+    assert attention.chosen(model) == own_attention
+    assert held(model) == before
+    assert all(one.equal(other) for one, other in zip(computed(model), expected, strict=True))
+
+
+def test_experts_given_to_one_model_reach_no_other() -> None:
+    config = test_routing.FAMILIES["qwen 3 moe"]
+    pack = test_routing.pack_of(test_routing.samples(test_routing.chosen(config)))
+    plain = PreparedModel(test_routing.model_of(config))
+    own_N, _ = plain.logprobs(pack, 1.0)
+    first, of_first = test_routing.replaying(test_routing.model_of(config))
+    given_N, _ = first.logprobs(pack, 1.0)
+    assert not torch.allclose(given_N, own_N, atol=1e-4)
+    assert plain.logprobs(pack, 1.0)[0].equal(own_N)
+    second, of_second = test_routing.replaying(test_routing.model_of(config))
+    first.replay = of_first
+    of_first.rerouted()
+    assert second.logprobs(pack, 1.0)[0].equal(given_N)
+    assert of_first.rerouted().tolist() == [0, 0]
+    assert of_second.rerouted().all()
+    first.release()
+    assert first.logprobs(pack, 1.0)[0].equal(own_N)
+    assert second.logprobs(pack, 1.0)[0].equal(given_N)
+
+
+def test_two_models_keep_and_cut_independently() -> None:
+    """As the trained one and its reference, of which one alone is recomputed."""
+    first, second = (prepared_by(llama()) for _ in range(2))
+    recompute_activations(first, pytest.fail, HOST_INPUTS)
+    assert (first.kept, second.kept) == (HOST_INPUTS, ALL)
+    assert not second.model.is_gradient_checkpointing
+    first.release()
+    assert attention.chosen(second.model) == attention.NAME
+    assert second.shares_prompts
+
+
+def test_images_are_proved_once_for_each_prepared_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved = list[int]()
+    monkeypatch.setattr(image_proof, "prove", lambda _, samples: proved.append(len(samples)))
+    model = test_images.model_of("Mistral 3")
+    *seen, text = test_images.samples_of(model)[:7]
+    first, second = PreparedModel(model), PreparedModel(model)
+    first.prove_images([text])
+    assert proved == []
+    for _ in range(2):
+        first.prove_images([text, *seen])
+    assert proved == [len(seen)]
+    second.prove_images(seen)
+    assert proved == [len(seen)] * 2
