@@ -43,6 +43,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,6 +53,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks._sides import source_roots
+from tests.models import colors, tiny
+from tests.models.families import FAMILIES
+from tests.models.processors import END, IMAGE, START
 
 STEPS = 3
 LIMIT_S = 900
@@ -86,7 +90,12 @@ def short(problem, completion):
         raise ValueError("a reward that fails")
     return 1 / (1 + len(completion))
 '''
-MODELS = {"llama": ("LlamaConfig", True, 0), "qwen2": ("Qwen2Config", False, 1), "reference": ("Qwen2Config", False, 2)}
+MODELS = {
+    "llama": ("LlamaConfig", True, 0),
+    "qwen2": ("Qwen2Config", False, 1),
+    "reference": ("Qwen2Config", False, 2),
+    "experts": ("Qwen3MoeConfig", False, 3),
+}
 """Name -> transformers' configuration class, whether embeddings are tied, seed of the weights."""
 
 
@@ -112,7 +121,16 @@ RUN = {
     ),
     "none, float32": Scenario(flags="--mode none --dtype float32", stop_after=2),
     "none, every 2 steps": Scenario(flags="--mode none --vllm-restart-interval 2", steps=4, model="llama"),
+    "experts as the server chose": Scenario(model="experts"),
+    "two replicas": Scenario(flags="--gpus 2", stop_after=1),
+    "two parts": Scenario(flags="--tensor-parallel-size 2", stop_after=1),
+    "two parts, an adapter": Scenario(flags="--tensor-parallel-size 2 --mode lora_only --lora-r 8"),
 }
+if find_spec("torchvision") is not None:  # the processors of these models import it
+    RUN["images"] = Scenario(
+        flags="--environment jsonl --data {scratch}/pictures/train.jsonl --reward {colors}:names_it --max-new-tokens 1",
+        model="pictures",
+    )
 """Scenarios of `bridge run`, each with its own servers."""
 TRAIN = {
     "adamw-8bit": Scenario(
@@ -131,6 +149,9 @@ TRAIN = {
 }
 """Scenarios of `bridge train` on one `bridge serve-vllm`; `bridge restore` resets its weights before each."""
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+GAIN = 0.1
+"""Standard deviation of the weights of the model that takes images."""
 NOT_REPEATABLE = re.compile(r"(_s|_ms|_gib|seconds)$|memory")
 """Names of times and memory."""
 LONG = 200
@@ -209,6 +230,8 @@ class Bench:
         (self._scratch / "letters.py").write_text(ENVIRONMENT)
         for name, (kind, is_tied, seed) in MODELS.items():
             make_model(self._scratch / name, kind, is_tied=is_tied, seed=seed)
+        tiny.write(FAMILIES["Qwen3-VL"](), self._scratch / "pictures", std=GAIN)
+        colors.write(self._scratch / "pictures", f"{START}{IMAGE}{END}")
 
     def run(self, name: str, scenario: Scenario) -> Figures:
         """Train with `bridge run`."""
@@ -231,7 +254,7 @@ class Bench:
         return figures_by_name
 
     def _trained(self, command: str, name: str, scenario: Scenario, flags: list[str], last: list[str]) -> Figures:
-        own = shlex.split(f"{TRAINING} {scenario.flags}".format(scratch=self._scratch))
+        own = shlex.split(f"{TRAINING} {scenario.flags}".format(scratch=self._scratch, colors=colors.__file__))
         run, saved = self._scratch / f"{name}, run", self._scratch / f"{name}, saved"
         whole = [command, "--model-name", str(self._scratch / scenario.model), *own, *flags, "--run-dir", str(run)]
         whole += ["--save-path", str(saved), "--training-steps"]
@@ -286,7 +309,7 @@ def make_model(folder: Path, kind: str, *, is_tied: bool, seed: int) -> None:
     config = getattr(transformers, kind)(
         vocab_size=len(words), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=is_tied, initializer_range=0.08,
-        bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        bos_token_id=None, eos_token_id=2, pad_token_id=0, **(EXPERTS if "Moe" in kind else {}),
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
