@@ -25,10 +25,12 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -81,6 +83,8 @@ BEYOND_TRAINING = {"group_size": 1, "temperature": 0}
 """What a single call may sample with, and no run trains on: one completion, and the likeliest tokens."""
 PER_CALL = {"n": "group_size", "max_tokens": "max_new_tokens"}
 """vLLM's names of these; all others have one name."""
+MOST_IDS = 2**31
+"""More than any vocabulary has; a tokenizer cannot even look up more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +297,8 @@ class Policy:
         needs beside it. `score(problem, text)` returns a completion's reward, in this process; without it rewards are
         0. The same `seed` samples the same completions from the same weights; by default each call has another one. The
         model's chat template gets `chat_template_kwargs`. `parameters` replace those of `sampling` in this call, by its
-        names or vLLM's: `n`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `stop`.
+        names or vLLM's: `n`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `stop`. Passes do not know them:
+        they compute at the temperature and over the words of `sampling`, so train on what was sampled with those.
 
         Raises:
             UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, a parameter is unknown, or the
@@ -303,7 +308,7 @@ class Policy:
             RewardError: a prompt cannot be encoded, or a reward is not a finite number.
             ServerUnreachableError: the server does not answer.
         """
-        request = self._request(prompts, seed, chat_template_kwargs, parameters)
+        request = self._request(prompts, score, seed, chat_template_kwargs, parameters)
         with self._run_folder.sampling():
             return request.joined(self.ranks.run_and_gather(lambda: self._sampled(request, score)))
 
@@ -330,8 +335,9 @@ class Policy:
 
         Cancelling it cancels its requests. `score` is called in the event loop's thread. It samples for one rank.
         """
+        self._refuse_misplaced("sample_async")  # here: another thread asks below, for which it is in its place
         self._refuse_several_ranks("sample_async", "policy.sample")
-        request = await asyncio.to_thread(self._request, prompts, seed, chat_template_kwargs, parameters)
+        request = await asyncio.to_thread(self._request, prompts, score, seed, chat_template_kwargs, parameters)
         try:
             sampled = await self._sampler.loop.run_async(request.sampled(self._sampler))
         except asyncio.CancelledError:
@@ -345,12 +351,15 @@ class Policy:
     def _request(
         self,
         prompts: Sequence[Prompt],
+        score: Score | None,
         seed: int | None,
         chat_template_kwargs: Mapping[str, Any],
         parameters: Mapping[str, Any],
     ) -> "_Request":
+        _refuse_arguments(prompts, score, seed, chat_template_kwargs)
+        prompts = prompts if isinstance(prompts, str | Mapping) else [*prompts]  # any iterable, taken once
         problems.check_prompts(prompts)
-        if any(isinstance(prompt, int) for prompt in prompts):
+        if any(isinstance(prompt, Integral) for prompt in prompts):
             raise UsageError(
                 f"prompts is one prompt of token ids, {str(prompts)[:80]}, expected a list of prompts",
                 remedy="policy.sample([ids])",
@@ -366,20 +375,32 @@ class Policy:
         sampling = _changed(self.sampling, parameters)
         self._vocabulary.check_stop(sampling.stop)
         self._refuse_to_sample()
-        first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(seed + 1, 0)
+        first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(int(seed) + 1, 0)
         self._num_calls += seed is None
         own = range(self.ranks.dp_rank, len(whole), self.ranks.dp_size) if self.ranks.is_tp_rank_zero else range(0)
         return _Request(whole, encoded, sampling, first_seed, self.endpoint, own)
 
     def _problem(self, prompt: Prompt) -> Problem:
-        if isinstance(prompt, dict):
-            return prompt
-        if not isinstance(prompt, str) and all(isinstance(entry, int) for entry in prompt):
-            ids = [entry for entry in prompt if isinstance(entry, int)]
-            if not ids:
-                raise UsageError("a prompt has no token ids", remedy="give it at least one")
-            return {"prompt": self.tokenizer.decode(ids), "prompt_token_ids": ids}
-        return {"prompt": prompt}  # type: ignore[typeddict-item]  # encoding refuses what it cannot be
+        problem: Any = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+        given = problem.get("prompt_token_ids", problem["prompt"])
+        entries = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+        if isinstance(entries, str):
+            return problem  # type: ignore[no-any-return]
+        if isinstance(entries, bytes) or not isinstance(entries, Sequence):
+            raise UsageError(
+                f"a prompt is {described(given)}, expected text, messages, token ids, or a dictionary with one of them",
+                remedy="policy.sample([text]), policy.sample([[1, 2, 3]])",
+            )
+        if not all(isinstance(entry, Integral) and not isinstance(entry, bool) for entry in entries):
+            return problem  # type: ignore[no-any-return]  # messages: encoding refuses what they cannot be
+        ids = [int(entry) for entry in entries]
+        if not ids:
+            raise UsageError("a prompt has no token ids", remedy="give it at least one")
+        if min(ids) < 0 or max(ids) >= MOST_IDS:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise UsageError(f"a prompt has the token id {wrong}", remedy="give it ids of the model's tokenizer")
+        text = problem["prompt"] if isinstance(problem["prompt"], str) else self.tokenizer.decode(ids)
+        return {**problem, "prompt": text, "prompt_token_ids": ids}
 
     def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
         """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
@@ -1092,9 +1113,31 @@ class _Request:
         return [replace(groups[index], images=encoded.images) for index, encoded in enumerate(self.prompts)]
 
 
+def _refuse_arguments(prompts: object, score: object, seed: object, chat_template_kwargs: object) -> None:
+    """Raise UsageError for what would fail after sampling, or change what is sampled."""
+    expected = (
+        ("prompts", prompts, isinstance(prompts, Iterable), "a list of prompts"),
+        ("score", score, score is None or callable(score), "a function of a problem and a completion's text"),
+        ("seed", seed, seed is None or isinstance(seed, Integral), "an integer"),
+        ("chat_template_kwargs", chat_template_kwargs, isinstance(chat_template_kwargs, Mapping), "a dictionary"),
+    )
+    for name, value, is_right, words in expected:
+        if not is_right:
+            raise UsageError(
+                f"policy.sample: {name} is {described(value)}, expected {words}",
+                remedy="policy.sample(prompts, score, seed=1)",
+            )
+
+
 def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> SamplingConfig:
     """Return `sampling` with the parameters of one call; UsageError if one is unknown or out of range."""
-    named = {PER_CALL.get(name, name): value for name, value in parameters.items()}
+    written = {PER_CALL.get(name, name): name for name in parameters}
+    named = {name: parameters[own] for name, own in written.items()}
+    if twice := sorted(parameters.keys() - written.values()):
+        raise UsageError(
+            f"policy.sample has {twice[0]} and {written[PER_CALL.get(twice[0], twice[0])]}, which are one parameter",
+            remedy="leave one of them out",
+        )
     if unknown := sorted(named.keys() - CHANGEABLE):
         near = difflib.get_close_matches(unknown[0], [*CHANGEABLE, *PER_CALL], n=1)
         raise UsageError(
@@ -1103,14 +1146,19 @@ def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> Samplin
         )
     if not named:
         return sampling
-    alone = {name: value for name, value in BEYOND_TRAINING.items() if named.get(name) == value}
+    alone = {
+        name: value
+        for name, value in BEYOND_TRAINING.items()
+        if isinstance(given := named.get(name), Real) and given == value
+    }
     checked = {name: value for name, value in named.items() if name not in alone}
     try:
         return SamplingConfig.model_validate(sampling.model_dump() | checked).model_copy(update=alone)
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(
-            f"policy.sample: {first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
+            f"policy.sample: {written.get(first['loc'][-1], first['loc'][-1])} is {first['input']!r}:"
+            f" {first['msg'].lower()}",
             remedy="policy.sample(prompts, n=8, max_tokens=256, temperature=1.0)",
         ) from error
 

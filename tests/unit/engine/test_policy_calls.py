@@ -13,13 +13,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import bridge
 from bridge.core.address import free_port
-from bridge.errors import AttachError, BridgeError
+from bridge.errors import AttachError, BridgeError, UsageError
 from bridge.processes import children
 from bridge.server.client import BridgeClient
 from bridge.server.fence import frozen
@@ -304,3 +306,71 @@ def test_ctrl_c_ends_the_wait_for_another_thread(policy: bridge.Policy) -> None:
     may_end.set()
     thread.join()
     policy.update(optimizer(policy))
+
+
+def test_sample_async_inside_a_call_is_refused_at_once(policy: bridge.Policy) -> None:
+    """It asked the paused server from another thread, up to the limit of a request, and tore the server."""
+
+    def write() -> None:
+        with pytest.raises(UsageError, match=r"policy\.sample_async was called inside policy\.publish"):
+            asyncio.run(policy.sample_async(["2+2="]))
+
+    policy.publish(write)
+
+
+IDS: dict[str, Any] = {
+    "list": [65, 66],
+    "array": np.array([65, 66]),
+    "tensor": torch.tensor([65, 66]),
+    "numbers": [np.int64(65), np.int64(66)],
+    "range": range(65, 67),
+    "dictionary": {"prompt": [65, 66], "answer": "4"},
+}
+
+
+@pytest.mark.parametrize("kind", IDS)
+def test_a_prompt_may_be_token_ids_of_any_kind(policy: bridge.Policy, kind: str) -> None:
+    (group,) = policy.sample([IDS[kind]])
+    assert group.prompt_token_ids == (65, 66)
+    assert isinstance(group.problem["prompt"], str)
+    assert group.problem.get("answer") == ("4" if kind == "dictionary" else None)
+
+
+def test_prompts_may_come_from_a_generator(policy: bridge.Policy) -> None:
+    """It was empty after the first check, and nothing was sampled, without a word."""
+    assert len(policy.sample(text for text in ("a", "b"))) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (None, "prompts is None"),
+        (5, "prompts is 5"),
+        ([None], "a prompt is None"),
+        ([b"ab"], "a prompt is b'ab'"),
+        ([[-1]], "the token id -1"),
+        ([[10**30]], "the token id 10"),
+        ([{"prompt": "x", "prompt_token_ids": [-5]}], "the token id -5"),
+        ([[]], "no token ids"),
+    ],
+)
+def test_what_is_no_prompt_is_named(policy: bridge.Policy, prompts: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        policy.sample(prompts)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"score": 5}, "score is 5"),
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"chat_template_kwargs": None}, "chat_template_kwargs is None"),
+        ({"n": 0}, "n is 0"),
+        ({"n": torch.tensor([2, 3])}, "n is tensor"),
+        ({"n": 2, "group_size": 3}, "group_size and n|n and group_size"),
+    ],
+)
+def test_wrong_arguments_of_sample_are_named(policy: bridge.Policy, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        policy.sample(["2+2="], **given)
