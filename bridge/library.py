@@ -26,6 +26,7 @@ from bridge.config import (
 )
 from bridge.core import paths
 from bridge.core.address import free_port
+from bridge.core.foreign_code import described
 from bridge.engine.peft_settings import lora_of
 from bridge.engine.policy import Policy, note, warning
 from bridge.errors import ManifestError, UsageError
@@ -44,6 +45,12 @@ from bridge.weights import cuda_ipc
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftLoraConfig
+
+
+SECTIONS = {
+    "sampling": SamplingConfig, "compute": ComputeConfig, "optimizer": OptimizerConfig, "loss": LossConfig,
+    "lora": LoraConfig, "publishing": PublishingConfig,
+}  # fmt: skip
 
 
 def attach(
@@ -91,7 +98,7 @@ def attach(
         "publishing": publishing,
     }  # fmt: skip
     chosen = {name: section for name, section in sections.items() if section is not None}
-    config = _config(exported, path_found, chosen, seed=seed)
+    config = _config(exported, path_found, chosen, seed=seed, num_ranks=1 if reads_only else torchrun.world_size())
     held = ExitStack()
     try:
         ranks = ALONE if reads_only else _join(exported, held)
@@ -111,13 +118,19 @@ def attach(
         raise
 
 
-def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed: int) -> TrainConfig:
+def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed: int, num_ranks: int) -> TrainConfig:
     """Return the choices of a run on this server; UsageError if they do not fit together."""
+    for name, section in sections.items():
+        if type(section) is not SECTIONS[name]:
+            raise UsageError(
+                f"{name} is {described(section)}, expected a bridge.{SECTIONS[name].__name__}",
+                remedy=f"bridge.{SECTIONS[name].__name__}(...), whose choices help() lists",
+            )
     sampling = sections.get("sampling", SamplingConfig())
     given = {
         "model_name": exported.model,
         "mode": "lora_only" if "lora" in sections else "shared_vllm",
-        "gpus": torchrun.world_size(),
+        "gpus": num_ranks,
         "seed": seed,
         "vllm_config_path": path,
         "batch_size": sampling.group_size,

@@ -22,13 +22,41 @@ LIMIT = timedelta(minutes=10)
 
 
 def world_size() -> int:
-    """Return the number of processes that were started together; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in NAMES) else 1
+    """Return the number of processes that were started together; 1 without a launcher.
+
+    Raises:
+        UsageError: the variables are not those of a launcher: processes that do not know of each other would each
+            train alone, and one that has another's number would wait for it.
+    """
+    size = _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+    if size == 1:
+        return 1
+    if missing := [name for name in NAMES if name not in os.environ]:
+        raise _not_a_launcher(f"WORLD_SIZE is {size}, and {', '.join(missing)} is not set")
+    if size < 1 or not 0 <= _number("RANK") < size:
+        raise _not_a_launcher(f"RANK is {os.environ['RANK']} of WORLD_SIZE {size}")
+    if not 0 < _number("MASTER_PORT") < 2**16:
+        raise _not_a_launcher(f"MASTER_PORT is {os.environ['MASTER_PORT']}")
+    return size
 
 
 def rank() -> int:
     """Return the number of this process among them."""
-    return int(os.environ["RANK"]) if world_size() > 1 else 0
+    return _number("RANK") if world_size() > 1 else 0
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise _not_a_launcher(f"{name} is {os.environ[name]!r}, expected an integer") from None
+
+
+def _not_a_launcher(what: str) -> UsageError:
+    return UsageError(
+        f"the environment is not that of a launcher: {what}",
+        remedy="start all processes with torchrun --nproc-per-node N; for one process, unset WORLD_SIZE",
+    )
 
 
 def join(device: torch.device, *, tp_size: int) -> Ranks:

@@ -558,3 +558,23 @@ def test_calls_without_samples_add_nothing(policy: bridge.Policy, groups: list[G
     assert all(torch.equal(one, other.to(one.dtype)) for one, other in zip(expected, gradients(policy), strict=True))
     policy.forward_backward([])
     policy.optim_step()
+
+
+@pytest.mark.parametrize(
+    "given", [{"sampling": {"group_size": 4}}, {"optimizer": "adamw"}, {"loss": CHOICES["sampling"]}]
+)
+def test_a_section_of_another_kind_is_named(toy: toy_server.ToyServer, tmp_path: Path, given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(UsageError, match=rf"{name} is .*, expected a bridge\."):
+        toy_server.attach(toy.manifest, tmp_path, **given)
+
+
+def test_a_reader_joins_no_other_process(
+    toy: toy_server.ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its choices were those of several ranks, and it is alone."""
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with toy_server.attach(toy.manifest, tmp_path, reads_only=True) as reader:
+        assert reader.ranks.world_size == reader.config.gpus == 1
