@@ -894,6 +894,11 @@ class Policy:
         """
         with self._alone("verify"):
             self._refuse_half_written("verify")  # it would let the server serve them
+            if self._sleep is not None:
+                raise UsageError(
+                    "policy.verify: the fence is open for passes until policy.optim_step, and this would close it",
+                    remedy="verify after policy.optim_step",
+                )
             return self.ranks.tp_group.run_on_rank_zero(self._checks)
 
     def _checks(self) -> list[Check]:

@@ -578,3 +578,14 @@ def test_a_reader_joins_no_other_process(
         monkeypatch.setenv(name, value)
     with toy_server.attach(toy.manifest, tmp_path, reads_only=True) as reader:
         assert reader.ranks.world_size == reader.config.gpus == 1
+
+
+def test_verify_does_not_close_the_fence_of_passes(
+    sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]
+) -> None:
+    """It resumed the server, whose KV cache was still asleep."""
+    policy, _ = sleeping
+    policy.forward_backward(bridge.samples(groups))
+    with pytest.raises(UsageError, match="the fence is open for passes"):
+        policy.verify()
+    policy.optim_step()
