@@ -400,7 +400,8 @@ class Policy:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise UsageError(f"a prompt has the token id {wrong}", remedy="give it ids of the model's tokenizer")
         text = problem["prompt"] if isinstance(problem["prompt"], str) else self.tokenizer.decode(ids)
-        return {**problem, "prompt": text, "prompt_token_ids": ids}
+        whole: Problem = problem | {"prompt": text, "prompt_token_ids": ids}
+        return whole
 
     def encode(self, prompt: str | list[Message], completion: str, *, weight: float = 1.0) -> Sample:
         """Return a sample of a given text, as if it had been sampled with an advantage of 1: supervised training.
@@ -1162,7 +1163,7 @@ def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> Samplin
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(
-            f"policy.sample: {written.get(first['loc'][-1], first['loc'][-1])} is {first['input']!r}:"
+            f"policy.sample: {written.get(str(first['loc'][-1]), first['loc'][-1])} is {first['input']!r}:"
             f" {first['msg'].lower()}",
             remedy="policy.sample(prompts, n=8, max_tokens=256, temperature=1.0)",
         ) from error
