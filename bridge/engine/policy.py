@@ -707,11 +707,11 @@ class Policy:
     # Saving and loading.
 
     def save_state(self, folder: str | Path, *, step: int = 0, has_optimizer: bool = True) -> Path:
-        """Write weights, tokenizer, the policy's optimizer and torch's random state to a new folder, atomically.
+        """Write weights, tokenizer, the policy's optimizer and torch's random state to a folder, atomically.
 
         It is a checkpoint as `bridge run` writes it: `bridge export`, `restore` and `serve-vllm` read it. An adapter is
-        saved as PEFT's. Without `has_optimizer` it has the weights alone. Several ranks call it together; the first one
-        writes.
+        saved as PEFT's. Without `has_optimizer` it has the weights alone. An older checkpoint at `folder` is replaced.
+        Several ranks call it together; the first one writes.
 
         Raises:
             UsageError: there is something else at `folder`, or the disk refuses.
@@ -964,7 +964,7 @@ class Policy:
             raise AttachError(
                 f"policy.{call}: an error inside {self._failed} may have left the weights half-written, so they are"
                 " not served",
-                remedy="policy.resume(OPTIMIZER) loads the newest checkpoint of the run_dir; policy.publish(WRITE)"
+                remedy="policy.load_state(FOLDER) or policy.resume(OPTIMIZER) loads a checkpoint; policy.publish(WRITE)"
                 " publishes weights that WRITE has written, all of them",
             )
 
