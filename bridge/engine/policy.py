@@ -505,8 +505,8 @@ class Policy:
         if self.trainable.choices.gradient_release:
             self._refuse_gradients_beside_release()
         try:
+            self._sleep_if_short([one.sample for one in call.given])  # outside: it changes who handles Ctrl-C meanwhile
             with deferred_interrupt():
-                self._sleep_if_short([one.sample for one in call.given])
                 is_first = not self._num_passes
                 self.trainable.within_memory(lambda: call.add(is_first=is_first), self._forget)
                 self._num_passes += 1
@@ -1014,11 +1014,10 @@ class Policy:
         always = self.config.publishing.kv_sleep == "always"
         if not any(self.ranks.run_and_gather(lambda: always or (bool(samples) and budget.is_short(samples)))):
             return
-        opened = ExitStack()
+        opened, preparing = ExitStack(), ExitStack()
         window = opened.enter_context(self.mode.publish(Update(sleep=True)))
-        preparing = ExitStack()
+        self._sleep = _Sleep(opened, preparing, window)  # known before Ctrl-C acts again
         preparing.enter_context(window.preparing())
-        self._sleep = _Sleep(opened, preparing, window)
 
     def _wake(self, error: BaseException) -> None:
         """Let the server serve the same weights again if the fence is open for passes, of which no step came."""
@@ -1162,9 +1161,10 @@ def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> Samplin
         return SamplingConfig.model_validate(sampling.model_dump() | checked).model_copy(update=alone)
     except ValidationError as error:
         first = error.errors()[0]
+        key = str(first["loc"][-1])
+        expected = f"expected at least {BEYOND_TRAINING[key]}" if key in BEYOND_TRAINING else first["msg"].lower()
         raise UsageError(
-            f"policy.sample: {written.get(str(first['loc'][-1]), first['loc'][-1])} is {first['input']!r}:"
-            f" {first['msg'].lower()}",
+            f"policy.sample: {written.get(key, key)} is {first['input']!r}: {expected}",
             remedy="policy.sample(prompts, n=8, max_tokens=256, temperature=1.0)",
         ) from error
 

@@ -5,6 +5,7 @@ Not covered: sampling (`test_policy_calls.py`), a real server and several ranks 
 """
 
 import math
+import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -589,3 +590,26 @@ def test_verify_does_not_close_the_fence_of_passes(
     with pytest.raises(UsageError, match="the fence is open for passes"):
         policy.verify()
     policy.optim_step()
+
+
+@pytest.mark.parametrize("end", ["a step", "a failed step", "leaving"])
+def test_ctrl_c_acts_between_passes_and_step_and_after_them(
+    sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group], end: str
+) -> None:
+    """The fence of passes defers it inside alone: what handled it before handles it afterwards."""
+    policy, _ = sleeping
+    before, samples = signal.getsignal(signal.SIGINT), bridge.samples(groups)
+    weight = math.inf if end == "a failed step" else 1.0
+    policy.forward_backward([replace(sample, weight=weight) for sample in samples])
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    if end == "leaving":
+        policy.close()
+    elif end == "a step":
+        policy.optim_step()
+    else:
+        with pytest.raises(GradientError):
+            policy.optim_step()
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
