@@ -32,7 +32,7 @@ class Problem(TypedDict):
     prompt: str | list[Message]
     """Text, or chat messages that the model's chat template renders."""
     prompt_token_ids: NotRequired[Sequence[int]]
-    """The prompt as token ids, in a program of your own (`Policy.sample`): it is sent as it is."""
+    """The prompt's token ids, for `Policy.sample`: they are sent instead of `prompt`."""
     plain_prompt: NotRequired[str]
     """Chat messages as text, for a model without a chat template."""
     images: NotRequired[list[str]]

@@ -496,7 +496,7 @@ class Policy:
                 )
             return self._add_gradients(self._gradients(samples, loss, old_logprobs, are_own=are_own), are_own=are_own)
 
-    def _add_gradients(self, call: Gradients, *, are_own: bool) -> Passes:
+    def _add_gradients(self, call: Gradients, *, are_own: bool, in_flight: InFlight | None = None) -> Passes:
         if self._num_passes and self.trainable.choices.gradient_release:
             raise UsageError(
                 "with gradient_release the gradients of an update come from one call of forward_backward",
@@ -505,7 +505,8 @@ class Policy:
         if self.trainable.choices.gradient_release:
             self._refuse_gradients_beside_release()
         try:
-            self._sleep_if_short([one.sample for one in call.given])  # outside: it changes who handles Ctrl-C meanwhile
+            # outside of the block that defers Ctrl-C: it changes who handles it until the step
+            self._sleep_if_short([one.sample for one in call.given], in_flight)
             with deferred_interrupt():
                 is_first = not self._num_passes
                 self.trainable.within_memory(lambda: call.add(is_first=is_first), self._forget)
@@ -538,6 +539,12 @@ class Policy:
                 raise UsageError(
                     "policy.optim_step: there are no gradients",
                     remedy="call policy.forward_backward(samples) before it",
+                )
+            if self._sleep is not None and in_flight is not None:
+                raise UsageError(
+                    f"in_flight={in_flight!r} has no effect: forward_backward has paused the server already, for the"
+                    " memory of its KV cache",
+                    remedy="attach with publishing=bridge.PublishingConfig(in_flight=...), or call train_step",
                 )
             self.trainable.set_step(lr, max_norm)
             return self._take_step("optim_step", in_flight)
@@ -577,12 +584,14 @@ class Policy:
             trainable.set_step(lr, max_norm)
             call = self._gradients(samples, loss, old_logprobs, are_own=are_own)
             if not trainable.choices.steps_in_backward:
-                return self._add_gradients(call, are_own=are_own), self._take_step("train_step", in_flight)
+                passes = self._add_gradients(call, are_own=are_own, in_flight=in_flight)
+                return passes, self._take_step("train_step", in_flight)
             with deferred_interrupt():
                 self._refuse_gradients_beside_release()
-                self.ranks.run_on_all(call.pack_for_one_pass)
-                with self._window("train_step", Update(in_flight=in_flight)) as window:
+                sleeps = self._wants_sleep([one.sample for one in call.given])
+                with self._window("train_step", Update(in_flight=in_flight, sleep=sleeps)) as window:
                     with window.preparing():  # an error of the loss comes before anything is written
+                        self.ranks.run_on_all(call.pack_for_one_pass)
                         losses = call.losses()
                     norm = trainable.step_in_backward(lambda: losses)
                     if math.isfinite(norm):
@@ -684,7 +693,8 @@ class Policy:
     def _window(self, call: str, update: Update) -> Iterator[Window]:
         """Open the fence, unless passes opened it for their memory; an error may leave the weights half-written."""
         with deferred_interrupt():  # the new version is known before an interrupt acts
-            sleep, self._sleep = self._sleep, None
+            sleep = self._sleep
+            self._sleep = None
             try:
                 if sleep is None:
                     with self.mode.publish(update) as window:
@@ -878,7 +888,7 @@ class Policy:
 
         `groups` are those of the step: their rewards, lengths and texts are written, too. `metrics` are numbers, or
         numbers by name. A name of `metrics.jsonl`, such as `loss` or `grad_norm`, appears in its chart, any other in a
-        chart of its own. The times of rollouts, fences and the rest of the step are measured. Of several ranks the
+        new one. The times of rollouts, fences and the rest of the step are measured. Of several ranks the
         first one writes.
 
         Raises:
@@ -1006,22 +1016,28 @@ class Policy:
         given = [Given(index, samples[index], old[index]) for index in indices]
         return Gradients(self.trainable, loss, given)
 
-    def _sleep_if_short(self, samples: Sequence[Sample]) -> None:
+    def _wants_sleep(self, samples: Sequence[Sample]) -> bool:
+        """Return whether passes over any rank's samples need the memory of the server's KV cache."""
+        chosen, budget = self.config.publishing.kv_sleep, self.trainable.budget
+        if chosen == "never" or not self.mode.can_sleep:
+            return False
+        if chosen == "always":
+            return True
+        return any(self.ranks.run_and_gather(lambda: bool(samples) and budget.is_short(samples)))
+
+    def _sleep_if_short(self, samples: Sequence[Sample], in_flight: InFlight | None) -> None:
         """Open the fence if these passes need the memory of the server's KV cache, unless it is open."""
-        if self._sleep is not None or not self.mode.can_sleep or self.config.publishing.kv_sleep == "never":
-            return
-        budget = self.trainable.budget
-        always = self.config.publishing.kv_sleep == "always"
-        if not any(self.ranks.run_and_gather(lambda: always or (bool(samples) and budget.is_short(samples)))):
+        if self._sleep is not None or not self._wants_sleep(samples):
             return
         opened, preparing = ExitStack(), ExitStack()
-        window = opened.enter_context(self.mode.publish(Update(sleep=True)))
+        window = opened.enter_context(self.mode.publish(Update(sleep=True, in_flight=in_flight)))
         self._sleep = _Sleep(opened, preparing, window)  # known before Ctrl-C acts again
         preparing.enter_context(window.preparing())
 
     def _wake(self, error: BaseException) -> None:
         """Let the server serve the same weights again if the fence is open for passes, of which no step came."""
-        sleep, self._sleep = self._sleep, None
+        sleep = self._sleep
+        self._sleep = None
         if sleep is None:
             return
         self._drop_gradients()
@@ -1032,7 +1048,8 @@ class Policy:
         """Drop the gradients of this update; UsageError if earlier calls computed some of them."""
         self.trainable.drop_gradients()
         if self._num_passes:
-            calls, self._num_passes = self._num_passes, 0
+            calls = self._num_passes
+            self._num_passes = 0
             raise UsageError(
                 f"out of memory in call {calls + 1} of forward_backward since the last step: all gradients are dropped",
                 remedy="repeat the update: passes are smaller from now on; or pass all samples in one call",

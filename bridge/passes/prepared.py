@@ -133,7 +133,8 @@ class PreparedModel:
     @contextmanager
     def uncut(self) -> Iterator[None]:
         """Compute whole packs on every rank inside the block."""
-        cut, self.slices = self.slices, None
+        cut = self.slices
+        self.slices = None
         try:
             yield
         finally:
@@ -166,7 +167,10 @@ class PreparedModel:
                 delattr(module, name)
             for name, value in before.items():
                 setattr(module, name, value)
-        self.replay, self.slices, self.kept, self.shares_prompts = None, None, ALL, False
+        self.replay = None
+        self.slices = None
+        self.kept = ALL
+        self.shares_prompts = False
 
 
 def _replaceable(module: nn.Module) -> dict[str, Any]:

@@ -307,7 +307,7 @@ def test_weights_that_nobody_mixes_up_are_no_second_set(
     assert refusal(folder) is None
 
 
-def test_the_files_that_are_compared_are_those_that_transformers_loads(tmp_path: Path) -> None:
+def test_files_are_compared_that_transformers_loads(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m")
     before = load_file(folder / "model-00001-of-00002.safetensors")
     name = "model.embed_tokens.weight"

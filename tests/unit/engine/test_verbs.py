@@ -613,3 +613,28 @@ def test_ctrl_c_acts_between_passes_and_step_and_after_them(
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_gradient_release_sleeps_inside_its_one_fence(
+    toy: toy_server.ToyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: list[Group]
+) -> None:
+    mode = FakeMode(toy, "http://localhost:1", can_sleep=True)
+    monkeypatch.setattr(module, "WAYS", defaultdict(lambda: lambda *_: mode))
+    choices = {
+        **CHOICES,
+        "publishing": bridge.PublishingConfig(kv_sleep="always"),
+        "optimizer": bridge.OptimizerConfig(lr=LR, gradient_release=True),
+    }
+    with toy_server.attach(toy.manifest, tmp_path, **choices) as policy:
+        policy.train_step(bridge.samples(groups))
+    assert mode.calls == ["open", "sleep", "prepare", "publish", "close"]
+
+
+def test_in_flight_is_refused_once_passes_have_paused_the_server(
+    sleeping: tuple[bridge.Policy, FakeMode], groups: list[Group]
+) -> None:
+    policy, _ = sleeping
+    policy.forward_backward(bridge.samples(groups))
+    with pytest.raises(UsageError, match="in_flight='abort' has no effect"):
+        policy.optim_step(in_flight="abort")
+    assert policy.optim_step().version == 4

@@ -247,7 +247,7 @@ def test_groups_of_ranks_learn_as_one_process(choices: str, world_size: int, cp_
             assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-4)
 
 
-def test_a_reference_of_its_own_is_cut_and_proved_as_the_trained_model(tmp_path: Path) -> None:
+def test_a_second_model_as_reference_is_cut_and_proved(tmp_path: Path) -> None:
     folder = tiny.write(tiny.llama(), tmp_path / "model", seed=3)
     groups, choices = made_by(base(seed=8)), {"kl_coef": 0.5, "reference_model": str(folder)}
     alone = learnt(ALONE, groups, choices)
