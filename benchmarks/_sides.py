@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -229,6 +229,13 @@ def lengths_flags(lengths: str | None) -> list[str]:
 def source_roots(tree: Path) -> list[str]:
     """Return the folders of a checkout that its packages are imported from; older ones have a single folder."""
     return [str(tree), *(str(tree / name) for name in SOURCES if (tree / name / f"bridge_{name}").is_dir())]
+
+
+def of_checkout(tree: Path, argv: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return a command and its environment for the packages and the task of another checkout; its folder is the cwd."""
+    task = str(tree / "benchmarks" / "_work.py")
+    paths = [*source_roots(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return [word.replace(_work.__file__, task) for word in argv], {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def environment(work: Work) -> dict[str, str]:

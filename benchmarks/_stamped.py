@@ -53,11 +53,12 @@ def run(
     num_lines: int,
     limit_s: float,
     used_bytes: Callable[[], int] | None = None,
+    cwd: Path | None = None,
 ) -> Run:
     """Run `argv` until it has printed `num_lines` lines, ends or times out; then stop its whole process group."""
     baseline_bytes = used_bytes() if used_bytes else 0
     result, begun = Run(baseline_bytes=baseline_bytes, begun=time.perf_counter()), time.monotonic()
-    child = start(argv, environment, log)
+    child = start(argv, environment, log, cwd)
     reader = threading.Thread(target=read, args=(child.process, result), daemon=True)
     reader.start()
     try:

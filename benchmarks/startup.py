@@ -2,11 +2,12 @@
 
     python -m benchmarks.startup --model 7b --rounds 3
     python -m benchmarks.startup --model tiny --rounds 3 --optimizer adamw
+    python -m benchmarks.startup --model 7b --before ../before
 
 Two sides in turns. `stock` starts vLLM as `vllm serve` does, after the trainer's own imports, spawns its processes, and
 compiles the training step once vLLM is ready. `ours` is an unmodified `bridge run`. `first` is a run with empty caches
 (vLLM's, Triton's, torch's), as on a new host, `second` one right after it with the same caches. Each side has its own.
-Weights are dummies.
+Weights are dummies. With `--before` the other side is `bridge run` of another checkout, in place of `stock`.
 
 Seconds count from the start of the command. `ready` is known to a second, from the server's log; `first step` is the
 line that `--json` prints. `imports` and `compiling` are parts of the server's time as the log shows them, from the end
@@ -47,8 +48,8 @@ main()
 """
 """`bridge run` that does nothing while it waits: no process imports vLLM, and nothing is compiled."""
 SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-KINDS = ("ours first", "stock first", "ours second", "stock second")
-"""The order of a round: the most telling ones come first, should there be no time for all."""
+NUMBERS = ("first", "second")
+"""The order of a round, of both sides each: the most telling runs come first, should there be no time for all."""
 WARM = "import vllm.entrypoints.cli.serve, vllm.v1.engine.core, bridge.run.trainer"
 """Lets the kernel read most files before the first run, which would otherwise read them for all."""
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -64,7 +65,7 @@ def main() -> None:
         bench = Bench(options, Path(scratch), deadline=time.monotonic() + options.limit_s)
         subprocess.run([sys.executable, "-c", WARM], check=True)
         for _ in range(options.rounds):
-            for kind in KINDS:
+            for kind in bench.rows:
                 bench.measure(kind)
 
 
@@ -75,6 +76,7 @@ def _flags() -> argparse.ArgumentParser:
     flags.add_argument(
         "--optimizer", default="adamw-8bit --gradient-checkpointing", help='"OPTIMIZER [flags of bridge run]"'
     )
+    flags.add_argument("--before", type=Path, help="checkout to compare with, in place of stock")
     flags.add_argument("--share", type=float, default=0.3, help="share of the GPU for vLLM")
     flags.add_argument("--run-limit-s", type=float, default=300, help="seconds of one run")
     flags.add_argument("--limit-s", type=float, default=480, help="seconds of everything")
@@ -89,7 +91,11 @@ class Bench:
     options: argparse.Namespace
     scratch: Path
     deadline: float
-    rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    rows: dict[str, list[dict[str, Any]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rival = "stock" if self.options.before is None else "before"
+        self.rows = {f"{side} {number}": [] for number in NUMBERS for side in ("ours", self.rival)}
 
     def measure(self, kind: str) -> None:
         """Run one kind, unless it would not end in time."""
@@ -113,11 +119,15 @@ class Bench:
         argv = side.argv(work, self._model(), folder, 1)
         environment = _sides.environment(work) | {key: str(caches / value) for key, value in CACHES.items()}
         environment.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
+        tree = None
         if name == "stock":
             argv[2] = STOCK
             environment |= SPAWN
+        elif name == "before":
+            tree = self.options.before.absolute()
+            argv, environment = _sides.of_checkout(tree, argv, environment)
         begun, began_at = time.perf_counter(), time.time()
-        run = _stamped.run(argv, environment, folder / "log", num_lines=1, limit_s=limit_s)
+        run = _stamped.run(argv, environment, folder / "log", num_lines=1, limit_s=limit_s, cwd=tree)
         first_step_s = run.stamps[0] - begun if run.stamps else None
         row = {"first_step_s": first_step_s, "seconds": run.seconds, "failure": run.failure}
         return row | server_times(folder / "log", RunDirectory(folder / "run").server_log, began_at)
@@ -150,12 +160,12 @@ class Bench:
         return medians
 
     def _table(self) -> Iterator[tuple[str, ...]]:
-        yield "median, s", "runs", "ready", "first step", "of stock"
+        yield "median, s", "runs", "ready", "first step", f"of {self.rival}"
         medians = self._medians()
         for kind, values in medians.items():
-            stock = medians[f"stock {kind.partition(' ')[2]}"]
+            rival = medians[f"{self.rival} {kind.partition(' ')[2]}"]
             cells = [f"{value:.1f}" for value in values.values()] or ["-", "-"]
-            ratio = values["first_step_s"] / stock["first_step_s"] if values and stock else None
+            ratio = values["first_step_s"] / rival["first_step_s"] if values and rival else None
             yield kind, str(len(self.rows[kind])), *cells, f"{ratio:.2f}" if ratio else "-"
 
 

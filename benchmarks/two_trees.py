@@ -1,16 +1,17 @@
 """The step of two checkouts of Bridge on one device, in turns: does a change cost speed?
 
     python -m benchmarks.two_trees ../before . --size 1.5b
+    python -m benchmarks.two_trees . . --library
 
 Both run `bridge run` on the same model and the same work as `grpo.py`, at the same time: while one takes a few steps,
 all processes of the other are stopped (SIGSTOP), so that a change of the host's load affects both alike. The first step
-of each turn is left out. The ratios are old over new: above 1, the new tree is faster.
+of each turn is left out. The ratios are old over new: above 1, the new tree is faster. With `--library` the new side is
+a program that uses `import bridge` of the new tree (`_library.py`).
 
 Not covered: memory, and other trainers (`grpo.py`); whether both compute the same numbers (`same_steps.py`).
 """
 
 import argparse
-import os
 import shlex
 import signal
 import statistics
@@ -26,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import _results, _sides, _stamped, _work
+from benchmarks import _library, _results, _sides, _stamped
 from benchmarks._results import say
 from benchmarks._sides import Side, Work
 from benchmarks._stamped import Run
@@ -77,16 +78,19 @@ def main() -> None:
     options = _options()
     side, work = Side("bridge", options.variant), Work(**{name: getattr(options, name) for name in ("share", "tokens")})
     with TemporaryDirectory(prefix="bridge-bench-") as scratch:
-        model = Path(scratch, "model")
-        say(f"{options.size}: writing the model")
-        subprocess.run([sys.executable, "-m", "benchmarks._models", options.size, str(model)], check=True)
+        model = Path(options.models or scratch, options.size)
+        if not model.exists():
+            say(f"{options.size}: writing the model")
+            subprocess.run([sys.executable, "-m", "benchmarks._models", options.size, str(model)], check=True)
         trees: list[Tree] = []
         try:
             for name, checkout in (("old", options.old), ("new", options.new)):
                 say(f"{name}: starting {checkout}")
-                trees.append(
-                    _start(name, checkout.absolute(), side.argv(work, model, Path(scratch, name), ENDLESS), scratch)
-                )
+                if name == "new" and options.library:
+                    argv = _library.Program(model, work, shlex.split(options.variant)).argv
+                else:
+                    argv = side.argv(work, model, Path(scratch, name), ENDLESS)
+                trees.append(_start(name, checkout.absolute(), argv, scratch))
                 trees[-1].take(side, options.warm_up, options.start_limit_s)
                 trees[-1].steps.clear()
             deadline, turns = time.monotonic() + options.limit_s, 0
@@ -109,7 +113,9 @@ def _options() -> argparse.Namespace:
     parser = _results.parser(__doc__)
     parser.add_argument("old", type=Path, help="checkout to compare with")
     parser.add_argument("new", type=Path, help="checkout to measure")
+    parser.add_argument("--library", action="store_true", help="the new side is a program that uses `import bridge`")
     parser.add_argument("--size", default="1.5b")
+    parser.add_argument("--models", type=Path, help="folder for the model, which stays there for the next time")
     parser.add_argument("--variant", default=VARIANT, help="optimizer and flags of `bridge run`")
     parser.add_argument("--share", type=float, default=Work.share, help="share of the GPU for each vLLM")
     parser.add_argument("--tokens", type=int, default=Work.tokens, help="tokens of a completion")
@@ -124,10 +130,7 @@ def _options() -> argparse.Namespace:
 def _start(name: str, tree: Path, argv: Sequence[str], scratch: str) -> Tree:
     """Start `bridge run` from the checkout `tree`, with the task of that checkout."""
     Path(scratch, name).mkdir()
-    task = str(tree / "benchmarks" / "_work.py")
-    argv = [word.replace(_work.__file__, task) for word in argv]
-    paths = [*_sides.source_roots(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**_sides.environment(Work()), "PYTHONPATH": os.pathsep.join(paths)}
+    argv, environment = _sides.of_checkout(tree, argv, _sides.environment(Work()))
     log = Path(scratch, name, "log")
     with log.open("w") as file:
         file.write(f"{shlex.join(argv)}\n")

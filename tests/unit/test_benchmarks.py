@@ -677,7 +677,7 @@ def test_a_start_is_read_from_both_logs(tmp_path: Path) -> None:
 
 
 def test_starts_are_compared_by_kind(tmp_path: Path) -> None:
-    options = argparse.Namespace(model="tiny")
+    options = argparse.Namespace(model="tiny", before=None)
     bench = startup.Bench(options, tmp_path, deadline=0.0)
     for kind, seconds in (("stock first", 90.0), ("ours first", 60.0), ("ours first", 50.0), ("ours first", 40.0)):
         bench.rows[kind].append({"ready_s": seconds - 10, "first_step_s": seconds, "failure": None})
