@@ -6,20 +6,20 @@ from typing import Any
 
 
 class BridgeError(Exception):
-    """Something a person can fix: what happened, what was found and expected, and the remedy."""
+    """Something a person can fix: what happened, what was found and expected, and the hint."""
 
     exit_code = 1
 
-    def __init__(self, message: str, *, remedy: str) -> None:
+    def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)
         self.message = message
-        self.remedy = remedy
+        self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), remedy=self.remedy), (self.message,)
+        return partial(type(self), hint=self.hint), (self.message,)
 
     def __str__(self) -> str:
-        return f"{self.message}\nhint: {self.remedy}"
+        return f"{self.message}\nhint: {self.hint}"
 
 
 class UsageError(BridgeError, ValueError):
@@ -67,7 +67,7 @@ def own_head(head: str, embedding: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{head} differs from {embedding}, and the configuration ties them: transformers 5 and vLLM 0.32 use"
         " both, older ones drop the head",
-        remedy='"tie_word_embeddings": false in its config.json keeps the head everywhere; or remove it from the files',
+        hint='"tie_word_embeddings": false in its config.json keeps the head everywhere; or remove it from the files',
     )
 
 
@@ -75,7 +75,7 @@ def beside_adapter(config_name: str) -> UnsupportedModelError:
     """Return the error for a folder with a whole model and an adapter, of which transformers makes one model."""
     return UnsupportedModelError(
         f"it holds a whole model and an adapter ({config_name}): transformers adds that to the weights, vLLM does not",
-        remedy=f"move {config_name} and the adapter's weights to another folder; if the model does not have the"
+        hint=f"move {config_name} and the adapter's weights to another folder; if the model does not have the"
         " adapter in its weights yet, merge it first: bridge export ADAPTER --out FOLDER",
     )
 

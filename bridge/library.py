@@ -88,9 +88,9 @@ def attach(
     try:
         path_found = discovery.find(None if path is None else paths.expanded(path))
     except ManifestError as error:  # whose hint is for the command line
-        remedy = re.sub(r"--vllm-config-path (\S+)", r'bridge.attach("\1")', error.remedy)
-        remedy = remedy.replace("name its file with --vllm-config-path", "name its file: bridge.attach(PATH)")
-        raise ManifestError(error.message, remedy=remedy) from error
+        hint = re.sub(r"--vllm-config-path (\S+)", r'bridge.attach("\1")', error.hint)
+        hint = hint.replace("name its file with --vllm-config-path", "name its file: bridge.attach(PATH)")
+        raise ManifestError(error.message, hint=hint) from error
     exported = manifest.load(path_found)
     adapter = None if lora is None else lora_of(lora)
     sections = {
@@ -124,7 +124,7 @@ def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed
         if type(section) is not SECTIONS[name]:
             raise UsageError(
                 f"{name} is {described(section)}, expected a bridge.{SECTIONS[name].__name__}",
-                remedy=f"bridge.{SECTIONS[name].__name__}(...), whose choices help() lists",
+                hint=f"bridge.{SECTIONS[name].__name__}(...), whose choices help() lists",
             )
     sampling = sections.get("sampling", SamplingConfig())
     given = {
@@ -141,7 +141,7 @@ def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed
     except ValidationError as error:
         raise UsageError(
             f"these choices cannot be used together: {error.errors()[0]['msg'].removeprefix('Value error, ')}",
-            remedy="change one of them",
+            hint="change one of them",
         ) from error
 
 
@@ -220,7 +220,7 @@ def samples(
     if spec.aggregation == "constant" and max_new_tokens is None:
         raise UsageError(
             "this loss divides by the length of the longest completion, which is not given",
-            remedy="samples(groups, loss, max_new_tokens=policy.sampling.longest)",
+            hint="samples(groups, loss, max_new_tokens=policy.sampling.longest)",
         )
     return learning.samples(groups, spec, max_new_tokens=max_new_tokens or 1)
 
@@ -240,7 +240,7 @@ def policy_loss(
         raise UsageError(
             f"kl_coef is {spec.kl_coef:g} and top_entropy {spec.top_entropy:g}: this loss has no reference, and one"
             " micro-batch does not know the entropies of the others",
-            remedy="add the divergence from a reference of your own, bridge.attach(..., reads_only=True), or multiply"
+            hint="add the divergence from a reference of your own, bridge.attach(..., reads_only=True), or multiply"
             " batch.advantages_N by a mask of your own",
         )
     old_logprobs_N = logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N

@@ -57,7 +57,7 @@ def for_trl(
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UsageError(
             "the scheduler was made for another optimizer, and would have no effect",
-            remedy="for_trl(policy, args, optimizers=(OPTIMIZER, SCHEDULER)), the scheduler made for that optimizer",
+            hint="for_trl(policy, args, optimizers=(OPTIMIZER, SCHEDULER)), the scheduler made for that optimizer",
         )
     refuse_other_adapter(policy, peft_config)
     tokenizer = tokenizer_of(policy, processing_class)
@@ -95,7 +95,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         if args is not self._args:
             raise UsageError(
                 "GRPOTrainer has other args than bridge.for_trl",
-                remedy="GRPOTrainer(**for_trl(policy, args), args=args)",
+                hint="GRPOTrainer(**for_trl(policy, args), args=args)",
             )
         self._refuse_moved(model)
 
@@ -128,7 +128,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             if self._skipped >= SKIPS_IN_A_ROW:
                 raise GradientError(
                     f"the gradients of {self._skipped} steps in a row were not finite; no weight was changed in them",
-                    remedy="lower learning_rate, and train(resume_from_checkpoint=...)",
+                    hint="lower learning_rate, and train(resume_from_checkpoint=...)",
                 ) from error
             optimizer.zero_grad()
             warning(
@@ -153,7 +153,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             raise UsageError(
                 f"the checkpoint is of another model: {misfit} has shape {tuple(state_dict[misfit].shape)}, expected"
                 f" {tuple(own[misfit].shape)}",
-                remedy="resume from a checkpoint of the served model",
+                hint="resume from a checkpoint of the served model",
             )
         self._pending |= state_dict
         if not self._missing():
@@ -174,7 +174,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         missing, self._pending = self._missing(), {}
         raise UsageError(
             f"the checkpoint lacks {len(missing)} of the model's parameters, the first: {missing[0]}; none was loaded",
-            remedy="resume from a checkpoint of the served model",
+            hint="resume from a checkpoint of the served model",
         )
 
     def _refuse_moved(self, model: Any) -> None:
@@ -183,7 +183,7 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         if moved:
             raise UsageError(
                 f"{len(moved)} of the trainer's parameters are outside the server's memory, the first: {moved[0]}",
-                remedy="pass neither peft_config nor another model or device to GRPOTrainer; for an adapter:"
+                hint="pass neither peft_config nor another model or device to GRPOTrainer; for an adapter:"
                 " bridge.attach(lora=peft_config)",
             )
 
@@ -241,7 +241,7 @@ def _refuse_uncovered(trainer: Any, prompts: Sequence[Any]) -> None:
     if name := next((name for name, value in given.items() if value), None):
         raise UsageError(
             f"GRPOTrainer has {name}, and bridge.for_trl samples without tools: the model would not see them",
-            remedy="write the tools as a task of Bridge (docs/environments.md), or train with use_vllm and no Bridge",
+            hint="write the tools as a task of Bridge (docs/environments.md), or train with use_vllm and no Bridge",
         )
     messages = chain.from_iterable(prompt for prompt in prompts if not isinstance(prompt, str))
     contents = (message.get("content") for message in messages)
@@ -249,7 +249,7 @@ def _refuse_uncovered(trainer: Any, prompts: Sequence[Any]) -> None:
     if kind := next((part.get("type") for part in parts if part.get("type") != "text"), None):
         raise UsageError(
             f"a prompt has a part of the type {kind!r}, and bridge.for_trl samples from text alone",
-            remedy="leave images and other media out of the data set",
+            hint="leave images and other media out of the data set",
         )
 
 

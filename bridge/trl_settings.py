@@ -50,18 +50,18 @@ def refuse_settings(policy: Policy, args: Any, *, own_optimizer: bool) -> None:
     if chosen := filters(policy.sampling):
         raise UsageError(
             f"the policy samples with {', '.join(chosen)}, and TRL computes its loss over the whole vocabulary",
-            remedy="attach the policy without them",
+            hint="attach the policy without them",
         )
     if args.world_size > 1:
-        raise UsageError(f"{args.world_size} processes: one process trains a server", remedy="start the script alone")
+        raise UsageError(f"{args.world_size} processes: one process trains a server", hint="start the script alone")
     for name, reason in MOVING.items():
         if value := getattr(args, name, None):
-            raise UsageError(f"GRPOConfig has {name}={value!r}, which {reason}", remedy=f"leave {name} out")
+            raise UsageError(f"GRPOConfig has {name}={value!r}, which {reason}", hint=f"leave {name} out")
     if getattr(args, "bf16_full_eval", False) and policy.model.dtype != torch.bfloat16:
         raise UsageError(
             f"GRPOConfig has bf16_full_eval=True, which copies the {policy.model.dtype} weights out of the server's"
             " memory",
-            remedy="leave bf16_full_eval out",
+            hint="leave bf16_full_eval out",
         )
     _check_device(policy, args)
 
@@ -78,12 +78,12 @@ def refuse_other_adapter(policy: Policy, peft_config: Any) -> None:
     if policy.config.mode != "lora_only":
         raise UsageError(
             "for_trl has a peft_config, and the policy trains all weights",
-            remedy="bridge.attach(lora=peft_config), or bridge.serve(MODEL, lora=peft_config)",
+            hint="bridge.attach(lora=peft_config), or bridge.serve(MODEL, lora=peft_config)",
         )
     if wanted != policy.config.lora:
         raise UsageError(
             f"the policy's adapter is {policy.config.lora!r}, and peft_config is {wanted!r}",
-            remedy="attach with this peft_config: bridge.attach(lora=peft_config)",
+            hint="attach with this peft_config: bridge.attach(lora=peft_config)",
         )
 
 
@@ -99,14 +99,14 @@ def _refuse_unused(args: Any, unused: Mapping[str, tuple[object, ...]]) -> None:
     made = {name: value for name, value in values.items() if value not in neutral[name]}
     if not made:
         return
-    remedy = f"leave {' and '.join(made)} out"
+    hint = f"leave {' and '.join(made)} out"
     if made.keys() <= UNUSED_BY_ADAMW.keys():
-        remedy += ", or make the optimizer: for_trl(policy, args, optimizers=(OPTIMIZER, None)), for example"
-        remedy += " policy.optimizer('adamw-8bit', lr=args.learning_rate)"
+        hint += ", or make the optimizer: for_trl(policy, args, optimizers=(OPTIMIZER, None)), for example"
+        hint += " policy.optimizer('adamw-8bit', lr=args.learning_rate)"
     raise UsageError(
         f"GRPOConfig has {', '.join(f'{name}={value!r}' for name, value in made.items())}, which has no effect on"
         f" {'the optimizer of bridge.for_trl' if made.keys() <= UNUSED_BY_ADAMW.keys() else 'a Bridge server'}",
-        remedy=remedy,
+        hint=hint,
     )
 
 
@@ -121,14 +121,14 @@ def tokenizer_of(policy: Policy, chosen: Any) -> PreTrainedTokenizerBase:
     if not isinstance(chosen, PreTrainedTokenizerBase):
         raise UsageError(
             f"processing_class is a {type(chosen).__name__}, expected a tokenizer: images are not covered",
-            remedy="leave processing_class out, or pass its tokenizer",
+            hint="leave processing_class out, or pass its tokenizer",
         )
     theirs = chosen.get_vocab()
     others = [token for token, index in policy.tokenizer.get_vocab().items() if theirs.get(token) != index]
     if others:
         raise UsageError(
             f"processing_class has other ids than the server's model for {len(others)} tokens, such as {others[0]!r}",
-            remedy=f"use the tokenizer of {policy.tokenizer.name_or_path}, or leave processing_class out",
+            hint=f"use the tokenizer of {policy.tokenizer.name_or_path}, or leave processing_class out",
         )
     return chosen
 
@@ -144,18 +144,18 @@ def _check_device(policy: Policy, args: Any) -> None:
     if same and args.n_gpu <= 1:
         return
     devices = f"{args.n_gpu} GPUs" if same else str(there)
-    remedy = "GRPOConfig(use_cpu=True)"
+    hint = "GRPOConfig(use_cpu=True)"
     if here.type == "cuda":
-        remedy = f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(here).uuid} in front of the command"
-    raise UsageError(f"the trainer would use {devices}, and the server's weights are on {here}", remedy=remedy)
+        hint = f"CUDA_VISIBLE_DEVICES=GPU-{torch.cuda.get_device_properties(here).uuid} in front of the command"
+    raise UsageError(f"the trainer would use {devices}, and the server's weights are on {here}", hint=hint)
 
 
 def check_version() -> None:
     try:
         installed = version("trl")
     except PackageNotFoundError as error:
-        raise IncompatibleVersionError("TRL is not installed", remedy=f"pip install 'trl~={TESTED[0]}.0'") from error
+        raise IncompatibleVersionError("TRL is not installed", hint=f"pip install 'trl~={TESTED[0]}.0'") from error
     if not Version(TESTED[0]) <= Version(installed) < Version(TESTED[1]):
         raise IncompatibleVersionError(
-            f"TRL {installed} is installed, expected {TESTED[0]}", remedy=f"pip install 'trl~={TESTED[0]}.0'"
+            f"TRL {installed} is installed, expected {TESTED[0]}", hint=f"pip install 'trl~={TESTED[0]}.0'"
         )

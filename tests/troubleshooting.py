@@ -277,7 +277,7 @@ def _section(title: str, findings: Findings) -> str:
 
 def _table(name: str, checks: list[Check]) -> str:
     rows = [("found", "expected", "fix"), ("---",) * 3]
-    rows += [(check.found, check.expected, check.remedy or "") for check in checks]
+    rows += [(check.found, check.expected, check.hint or "") for check in checks]
     lines = dict.fromkeys(f"| {' | '.join(map(_cell, row))} |\n" for row in rows)
     return f"\n### {name}\n\n{''.join(lines)}"
 

@@ -241,8 +241,8 @@ class Conversation:
         shown = [repr(text[max(index - SHOWN, 0) : index + SHOWN]) for text in (expected, rendered)]
         self._refuse(f"changes an earlier turn once another follows: {shown[0]} becomes {shown[1]}", KEEPS_TURNS)
 
-    def _refuse(self, what: str, remedy: str) -> NoReturn:
-        raise UsageError(f"the chat template of {self._model_name} {what}", remedy=remedy)
+    def _refuse(self, what: str, hint: str) -> NoReturn:
+        raise UsageError(f"the chat template of {self._model_name} {what}", hint=hint)
 
 
 def encodable(text: str) -> str:

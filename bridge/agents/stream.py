@@ -165,13 +165,13 @@ def rehearse(
     if len({failure.kind for failure in failures}) > 1 or chosen.max_unscored_share == 1:
         note(what)
         return
-    remedy = (
+    hint = (
         "fix what scores; it may return 0.0 for a completion of an unexpected form (to train anyway:"
         " --max-unscored-share 1)"
     )
     if processes and (hidden := redaction.hidden_variables(chosen.worker_env)):
-        remedy += f"; it cannot read {', '.join(hidden)} (--worker-env NAME passes a variable on)"
-    raise RewardError(what, remedy=remedy)
+        hint += f"; it cannot read {', '.join(hidden)} (--worker-env NAME passes a variable on)"
+    raise RewardError(what, hint=hint)
 
 
 def _check_prompt(
@@ -186,14 +186,14 @@ def _check_prompt(
         prompt = groups.check_prompt(problem)
         vocabulary.check_ids(prompt, lambda: f"the prompt {described(problem['prompt'])}")
     except (RewardError, RejectedRequestError) as error:
-        raise RewardError(f"{place}: {error.message}", remedy=error.remedy) from error
+        raise RewardError(f"{place}: {error.message}", hint=error.hint) from error
     num_tokens = len(prompt)
     longest = fitting(sampling, max_model_len, lambda _: None).longest
     if max_model_len is not None and num_tokens + longest > max_model_len:
         raise RewardError(
             f"the prompt {described(problem['prompt'])} is too long: its {num_tokens:,} tokens and the {longest:,} of"
             f" --max-new-tokens exceed the server's longest sequence, which has {max_model_len:,}",
-            remedy="leave such problems out, lower --max-new-tokens, or serve with a larger --max-model-len",
+            hint="leave such problems out, lower --max-new-tokens, or serve with a larger --max-model-len",
         )
 
 
@@ -202,7 +202,7 @@ def _check_template(arguments: Iterable[str], template: str) -> None:
         why = "the model's chat template does not use " + ", ".join(unused) if template else "the prompts are text"
         raise UsageError(
             f"--chat-template-kwargs has no effect: {why}",
-            remedy="leave it out, or give the names that the model's chat template uses",
+            hint="leave it out, or give the names that the model's chat template uses",
         )
 
 

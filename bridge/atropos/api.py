@@ -146,7 +146,7 @@ class AtroposApi:
             self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False, transport=transport)
         except httpx.InvalidURL as error:
             raise UsageError(
-                f"{self.url!r} is not the address of an Atropos API", remedy="--atropos-url http://127.0.0.1:8000"
+                f"{self.url!r} is not the address of an Atropos API", hint="--atropos-url http://127.0.0.1:8000"
             ) from error
 
     def close(self) -> None:
@@ -226,6 +226,6 @@ class AtroposApi:
     def _lost(self, reason: str) -> AtroposError:
         return AtroposError(
             f"the Atropos API at {self.url} does not answer as expected ({reason})",
-            remedy="start it with run-api (pip install atroposlib), or name another with --atropos-url; a run that was"
+            hint="start it with run-api (pip install atroposlib), or name another with --atropos-url; a run that was"
             " stopped resumes with --resume",
         )

@@ -127,7 +127,7 @@ def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Me
         hint = f"--group-size {nearest}" if nearest else "let the trainer register a larger batch"
         raise UsageError(
             f"groups of {group_size} do not make up the trainer's batches of {trainer.batch_size} sequences",
-            remedy=f"{hint}, or another batch size there: a multiple of the group size",
+            hint=f"{hint}, or another batch size there: a multiple of the group size",
         )
     name = config.task.environment.rpartition(":")[2]
     longest = trainer.max_token_len if trainer.max_token_len > 0 else config.sampling.longest
@@ -208,7 +208,7 @@ class _Feeder:
         if status is None or status.current_step < step:
             raise AtroposError(
                 f"the Atropos API at {self._api.url} no longer knows this environment: it was reset or restarted",
-                remedy="restart the trainer, then this command",
+                hint="restart the trainer, then this command",
             )
         return status
 
@@ -292,7 +292,7 @@ class _Feeder:
             raise UsageError(
                 f"each of the first {self._counts['too_long']} groups has a sequence of {limit} tokens or more, prompt"
                 " included, and the trainer wants none of them",
-                remedy="lower --max-new-tokens, or let the trainer register a larger max_token_len",
+                hint="lower --max-new-tokens, or let the trainer register a larger max_token_len",
             )
         return True
 
@@ -325,7 +325,7 @@ def endpoints(urls: Sequence[str]) -> list[Endpoint]:
         if renamed := [name for name in names if name.startswith(f"{ADAPTER}-")]:
             raise UsageError(
                 f"the adapter that is trained at {url} gets a new name with every step, now {renamed[-1]}",
-                remedy="train it with --lora-handover memory, which keeps its name",
+                hint="train it with --lora-handover memory, which keeps its name",
             )
         sampled.append(Endpoint(url=url, model=ADAPTER if ADAPTER in names else None))
     return sampled

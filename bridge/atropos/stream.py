@@ -149,7 +149,7 @@ class AtroposStream:
                 reason, hint = diagnose(self._api, batch_size)
                 if now - begun >= limit_s:
                     raise AtroposError(
-                        f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {reason}", remedy=hint
+                        f"the Atropos API at {self._api.url} had no batch for {limit_s:.0f} s: {reason}", hint=hint
                     )
                 report_s *= 2
                 self._note(f"no batch from the Atropos API for {now - begun:.0f} s: {reason}; {hint}")
@@ -232,7 +232,7 @@ class AtroposStream:
             raise RewardError(
                 f"{len(unscored)} of the {num_sequences} sequences of a batch are in groups that cannot be used;"
                 f" in the last, {unscored[-1].fault}",
-                remedy="fix the environment that sends them, or raise --max-unscored-share",
+                hint="fix the environment that sends them, or raise --max-unscored-share",
             )
         for scored in good:
             for line in ignored(scored, temperature=self._config.sampling.temperature):
@@ -251,7 +251,7 @@ def longest_sequence(url: str, max_position_embeddings: int | None) -> tuple[int
     if not bounds:
         raise UsageError(
             f"neither the model's config.json nor the server at {url} limits the length of a sequence",
-            remedy="add max_position_embeddings to config.json",
+            hint="add max_position_embeddings to config.json",
         )
     return min(bounds)
 
@@ -272,7 +272,7 @@ def _refuse_others(api: AtroposApi, *, is_registered: bool = False, **wanted: in
         what = "got groups of environments before it had a trainer, and no longer accepts any"
     raise UsageError(
         f"the Atropos API at {api.url} {what}",
-        remedy=f"stop the environments, restart run-api or empty it (curl {api.url}/reset_data), then start this"
+        hint=f"stop the environments, restart run-api or empty it (curl {api.url}/reset_data), then start this"
         " command, and then the environments",
     )
 

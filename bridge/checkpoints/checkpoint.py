@@ -67,7 +67,7 @@ class SavedCheckpoint:
         if (step := self.progress.step) >= training_steps:
             raise UsageError(
                 f"{self.folder} is of step {step}, and --training-steps is {training_steps}: no step is left",
-                remedy=f"--training-steps {step + training_steps}, or start another run without --resume",
+                hint=f"--training-steps {step + training_steps}, or start another run without --resume",
             )
 
 
@@ -112,7 +112,7 @@ def check_on_all_hosts(folder: Path, ranks: Ranks) -> None:
             fault = "has no checkpoint" if marker is None else "has another checkpoint"
             raise CheckpointError(
                 f"{name} {fault} in {folder.absolute()}, and {hosts[0][0]} has the one to resume from",
-                remedy="keep checkpoints in a folder that all hosts share, with --save-path",
+                hint="keep checkpoints in a folder that all hosts share, with --save-path",
             )
 
 
@@ -222,5 +222,5 @@ def _faults(folder: Path, files: Mapping[str, _File]) -> Iterator[str]:
 
 def _damaged(folder: Path, fault: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {folder} is incomplete or damaged: {fault}", remedy="take an older one, or save it again"
+        f"the checkpoint {folder} is incomplete or damaged: {fault}", hint="take an older one, or save it again"
     )

@@ -114,13 +114,13 @@ def holds_adapter(source: Path, *, base: str | None, dtype: ExportDtype | None =
         message = (
             f"{source} holds neither a model nor an adapter" if source.is_dir() else f"there is no folder {source}"
         )
-        raise UsageError(message, remedy=_did_you_mean(source) or "name a checkpoint, such as SAVE_PATH/step_N")
+        raise UsageError(message, hint=_did_you_mean(source) or "name a checkpoint, such as SAVE_PATH/step_N")
     if base is not None:
-        raise UsageError(f"--model {base}: {source} holds no adapter, but a whole model", remedy="leave --model out")
+        raise UsageError(f"--model {base}: {source} holds no adapter, but a whole model", hint="leave --model out")
     if dtype is not None:
         raise UsageError(
             f"--dtype {dtype}: {source} holds no adapter, but a whole model, which is copied in its own dtype",
-            remedy="leave --dtype out",
+            hint="leave --dtype out",
         )
     return False
 
@@ -146,9 +146,9 @@ def _base_of(source: Path) -> str:
     try:
         base = json_lines.parsed(path.read_text()).get(BASE_KEY)
     except (OSError, ValueError, AttributeError) as error:  # the last: it holds no object
-        raise UsageError(f"{path} cannot be read: {error}", remedy="name a complete adapter") from error
+        raise UsageError(f"{path} cannot be read: {error}", hint="name a complete adapter") from error
     if not isinstance(base, str) or not base:
-        raise UsageError(f"{path} names no base", remedy=NAME_BASE)
+        raise UsageError(f"{path} names no base", hint=NAME_BASE)
     return base
 
 
@@ -162,7 +162,7 @@ def _settings(source: Path) -> Any:
         settings: Any = PeftConfig.from_pretrained(str(source))
     except Exception as error:
         raise UsageError(
-            f"{source / ADAPTER_CONFIG} cannot be read: {_shortened(error)}", remedy="name a complete adapter"
+            f"{source / ADAPTER_CONFIG} cannot be read: {_shortened(error)}", hint="name a complete adapter"
         ) from error
     kind = str(getattr(settings.peft_type, "value", settings.peft_type))
     why = ""
@@ -173,15 +173,15 @@ def _settings(source: Path) -> Any:
     elif getattr(settings, "layer_replication", None):
         why = "repeats layers of its base (layer_replication), whose weights the files of a model hold once"
     if why:
-        raise UsageError(f"the adapter {source} {why}: it cannot be merged", remedy=_serve(source, settings))
+        raise UsageError(f"the adapter {source} {why}: it cannot be merged", hint=_serve(source, settings))
     if not (source / ADAPTER_WEIGHTS).is_file():
         if (source / OLDER_WEIGHTS).is_file():
             raise UsageError(
                 f"{source} holds its weights as {OLDER_WEIGHTS}, expected {ADAPTER_WEIGHTS}",
-                remedy=f"""python -c "import torch, safetensors.torch as s; s.save_file(torch.load('{OLDER_WEIGHTS}',"""
+                hint=f"""python -c "import torch, safetensors.torch as s; s.save_file(torch.load('{OLDER_WEIGHTS}',"""
                 f""" weights_only=True), '{ADAPTER_WEIGHTS}')" in {source}""",
             )
-        raise UsageError(f"{source} has no {ADAPTER_WEIGHTS}", remedy="name a complete adapter")
+        raise UsageError(f"{source} has no {ADAPTER_WEIGHTS}", hint="name a complete adapter")
     return settings
 
 
@@ -213,11 +213,11 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
     try:
         model = loaded.from_pretrained(base, dtype or "auto")
     except UsageError as error:
-        raise UsageError(f"{error.message} (the base of {source})", remedy=NAME_BASE) from error
+        raise UsageError(f"{error.message} (the base of {source})", hint=NAME_BASE) from error
     try:
         adapted: Any = PeftModel.from_pretrained(model, str(source))
     except Exception as error:
-        raise UsageError(f"the adapter {source} does not fit {base}: {_shortened(error)}", remedy=NAME_BASE) from error
+        raise UsageError(f"the adapter {source} does not fit {base}: {_shortened(error)}", hint=NAME_BASE) from error
     settings = adapted.peft_config[adapted.active_adapter]
     _refuse_other_weights(source, adapted, model)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -225,13 +225,13 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
         raise UsageError(
             f"the adapter {source} changes the head or the embedding of {base}, which are one tensor: merged, it would"
             " change both",
-            remedy=_serve(source, settings),
+            hint=_serve(source, settings),
         )
     if biased := [name for name, layer in _layers(adapted) if _lacks_a_bias(layer)]:
         raise UsageError(
             f"the adapter {source} has biases (lora_bias) for {len(biased)} layers that have none in {base}, the first:"
             f" {biased[0].removeprefix('base_model.model.')}",
-            remedy=_serve(source, settings),
+            hint=_serve(source, settings),
         )
     try:
         with warnings.catch_warnings():
@@ -241,7 +241,7 @@ def _merged(source: Path, base: str, dtype: ExportDtype | None) -> tuple[PreTrai
     except Exception as error:
         raise UsageError(
             f"the adapter {source}, a {settings.peft_type}, cannot be merged into {base}: {_shortened(error)}",
-            remedy=_serve(source, settings),
+            hint=_serve(source, settings),
         ) from error
     return merged, rounding
 
@@ -255,7 +255,7 @@ def _refuse_quantized(base: str) -> None:
         method = quantized.get("quant_method", "") if isinstance(quantized, dict) else quantized
         raise UsageError(
             f"{base} is quantized ({method}): an adapter cannot be added to such weights",
-            remedy="name the unquantized model with --model",
+            hint="name the unquantized model with --model",
         )
 
 

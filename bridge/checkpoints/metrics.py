@@ -92,7 +92,7 @@ def check_names(names: Collection[str], loss: str) -> None:
     """
     if taken := sorted(({*names} - {*OF_A_LOSS}) & {*METRICS, *TEXTS}):
         raise UsageError(
-            f"--loss {loss} returns a metric named {taken[0]!r}, which Bridge measures itself", remedy="rename it"
+            f"--loss {loss} returns a metric named {taken[0]!r}, which Bridge measures itself", hint="rename it"
         )
 
 
@@ -149,7 +149,7 @@ def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
     if condition is None or condition[3].count(".") > 1:
         raise UsageError(
             f"--stop-at: found {stop_at!r}, expected a metric, >= or <=, and a number",
-            remedy="--stop-at 'eval_reward_mean>=0.9', in quotes",
+            hint="--stop-at 'eval_reward_mean>=0.9', in quotes",
         )
     plain = [metric for metric in METRICS.values() if metric.items is None]
     of_steps = {metric.name for metric in plain if metric.name not in OF_EVALUATIONS} | {*of_loss}
@@ -158,7 +158,7 @@ def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
         near = difflib.get_close_matches(condition[1], known, n=1)
         raise UsageError(
             f"--stop-at: there is no metric {condition[1]!r}",
-            remedy=f"did you mean {near[0]}?"
+            hint=f"did you mean {near[0]}?"
             if near
             else "take a field of metrics.jsonl, or of evaluations.jsonl with eval_ before it",
         )

@@ -105,7 +105,7 @@ def write_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         if not (value is None or isinstance(value, Tensor | int | float | str)):
             raise UsageError(
                 f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, expected a tensor or a number",
-                remedy="save that optimizer yourself, and policy.save(step=STEP) without it",
+                hint="save that optimizer yourself, and policy.save(step=STEP) without it",
             )
     _write_state(folder, _kind(optimizer), {})
     torch.save(states, folder / FOLDER / POSITIONS)
@@ -118,7 +118,7 @@ def read_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     if path.is_file() and [which for which, _, _ in states] != [*_described(model, optimizer)]:
         raise CheckpointError(
             f"{path} has other parameters than {type(optimizer).__name__}, or another order",
-            remedy="make the optimizer as before",
+            hint="make the optimizer as before",
         )
     state = _read_state(folder, _kind(optimizer))
     for parameter, (_, stored, on_device) in zip(parameters(optimizer), states, strict=True):
@@ -219,7 +219,7 @@ def _read_state(folder: Path, flags: str) -> _State:
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder} holds no optimizer state to resume from: it was saved with --no-save-optimizer",
-            remedy=f"serve it as a model and train that with --model-name {folder}, or take another checkpoint",
+            hint=f"serve it as a model and train that with --model-name {folder}, or take another checkpoint",
         ) from error
     except (OSError, ValidationError) as error:
         raise _damaged(path / STATE_NAME) from error
@@ -228,13 +228,13 @@ def _read_state(folder: Path, flags: str) -> _State:
     if state.flags != flags:
         raise CheckpointError(
             f"{path} was written with {state.flags}, and this run has {flags}: the states differ in kind",
-            remedy=f"resume with {state.flags}",
+            hint=f"resume with {state.flags}",
         )
     return state
 
 
 def _damaged(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be used: it is damaged", remedy="take another checkpoint")
+    return CheckpointError(f"{path} cannot be used: it is damaged", hint="take another checkpoint")
 
 
 def _named_tensors(

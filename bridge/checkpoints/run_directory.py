@@ -108,7 +108,7 @@ class RunDirectory:
             resume = f", or resume that run: --resume --save-path {shlex.quote(str(run.save_path))}"
             raise UsageError(
                 f"{path} holds another run: {run.metrics.name}",
-                remedy="name another with --run-dir" + (resume if run.save_path else ""),
+                hint="name another with --run-dir" + (resume if run.save_path else ""),
             )
         taken = run.names - {entry.name for entry in _entries() if entry.checked_apart}
         mark.refuse_foreign(path, taken, flag="--run-dir")
@@ -143,7 +143,7 @@ class RunDirectory:
         if not (path.is_dir() and claim.is_claimed(path)):
             raise UsageError(
                 f"no run is using the run directory {path}, so this process cannot be one of its ranks",
-                remedy="start rank 0 of the run first",
+                hint="start rank 0 of the run first",
             )
         return cls(path, echo=echo, is_writer=False)
 

@@ -28,32 +28,32 @@ class Check:
     """The actual state, with its values."""
     expected: str
     """The state that passes."""
-    remedy: str | None = None
+    hint: str | None = None
     """One line with the command that fixes it; None for PASS, and for a SKIP that needs no fix."""
 
     def __post_init__(self) -> None:
-        assert self.remedy or self.status in ("PASS", "SKIP"), f"{self.name}: {self.status} without a remedy"
+        assert self.hint or self.status in ("PASS", "SKIP"), f"{self.name}: {self.status} without a hint"
 
 
 def passed(name: str, found: str, expected: str) -> Check:
     return Check(name, "PASS", found, expected)
 
 
-def warned(name: str, found: str, expected: str, remedy: str) -> Check:
-    return Check(name, "WARN", found, expected, remedy)
+def warned(name: str, found: str, expected: str, hint: str) -> Check:
+    return Check(name, "WARN", found, expected, hint)
 
 
-def failed(name: str, found: str, expected: str, remedy: str) -> Check:
-    return Check(name, "FAIL", found, expected, remedy)
+def failed(name: str, found: str, expected: str, hint: str) -> Check:
+    return Check(name, "FAIL", found, expected, hint)
 
 
-def skipped(name: str, reason: str, expected: str, remedy: str | None = None) -> Check:
-    return Check(name, "SKIP", reason, expected, remedy)
+def skipped(name: str, reason: str, expected: str, hint: str | None = None) -> Check:
+    return Check(name, "SKIP", reason, expected, hint)
 
 
-def judged(name: str, good: bool, found: str, expected: str, remedy: str, *, otherwise: Status = "FAIL") -> Check:
+def judged(name: str, good: bool, found: str, expected: str, hint: str, *, otherwise: Status = "FAIL") -> Check:
     """Return PASS if what was found is `good`; if not, the status `otherwise`, with the fix."""
-    return passed(name, found, expected) if good else Check(name, otherwise, found, expected, remedy)
+    return passed(name, found, expected) if good else Check(name, otherwise, found, expected, hint)
 
 
 def tried(name: str, action: Callable[[], str], expected: str) -> Check:
@@ -61,7 +61,7 @@ def tried(name: str, action: Callable[[], str], expected: str) -> Check:
     try:
         return passed(name, action(), expected)
     except BridgeError as error:
-        return failed(name, error.message, expected, error.remedy)
+        return failed(name, error.message, expected, error.hint)
 
 
 def any_failed(checks: Iterable[Check]) -> bool:

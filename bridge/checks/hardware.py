@@ -70,15 +70,15 @@ def gpu_visible(facts: Facts, device: Device, environment: Mapping[str, str], *,
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if not driver_loaded:
         found = "no NVIDIA driver in this machine or container"
-        remedy = "docker run --gpus all ..., or: bridge doctor --device cpu"
+        hint = "docker run --gpus all ..., or: bridge doctor --device cpu"
     elif facts.torch is not None and facts.torch_cuda is None:
-        found, remedy = f"hidden from torch {facts.torch}, a CPU build", REPLACE_CPU_BUILD
+        found, hint = f"hidden from torch {facts.torch}, a CPU build", REPLACE_CPU_BUILD
     elif visible is not None:
         found = f"none visible: CUDA_VISIBLE_DEVICES={visible!r} hides them"
-        remedy = "unset CUDA_VISIBLE_DEVICES"
+        hint = "unset CUDA_VISIBLE_DEVICES"
     else:
-        found, remedy = f"unusable: {facts.cuda_error or facts.trouble or 'torch finds none'}", RELOAD
-    return (failed if device == "cuda" else warned)(name, found, expected, remedy)
+        found, hint = f"unusable: {facts.cuda_error or facts.trouble or 'torch finds none'}", RELOAD
+    return (failed if device == "cuda" else warned)(name, found, expected, hint)
 
 
 def driver_runs_torch(facts: Facts) -> Check:
@@ -89,8 +89,8 @@ def driver_runs_torch(facts: Facts) -> Check:
     if has is None:
         return failed(name, facts.trouble or "no driver answers", expected, RELOAD)
     is_new_enough = int(has.partition(".")[0]) >= int(needs.partition(".")[0])
-    remedy = "update the NVIDIA driver (580 or newer runs CUDA 13), or install a torch built for the driver's CUDA"
-    return judged(name, is_new_enough, f"runs CUDA {has}", expected, remedy)
+    hint = "update the NVIDIA driver (580 or newer runs CUDA 13), or install a torch built for the driver's CUDA"
+    return judged(name, is_new_enough, f"runs CUDA {has}", expected, hint)
 
 
 def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
@@ -98,15 +98,15 @@ def gpu_memory(gpu: Gpu, *, server_lives: bool) -> Check:
     needed_gib = TRAINING_GIB if server_lives else SHARE_FOR_BOTH * total_gib
     expected = f"at least {needed_gib:.0f} GiB free for {'the trainer' if server_lives else 'a server and a trainer'}"
     if gpu.free_bytes is None:
-        remedy = "nvidia-smi lists the processes that use the GPU: stop yours"
-        return failed(name, f"{gpu.name}: {gpu.error or 'the driver does not report it'}", expected, remedy)
+        hint = "nvidia-smi lists the processes that use the GPU: stop yours"
+        return failed(name, f"{gpu.name}: {gpu.error or 'the driver does not report it'}", expected, hint)
     free_gib = gpu.free_bytes / GIB
     share = max(free_gib / total_gib * 0.5, 0.05)
-    remedy = f"stop what nvidia-smi lists, or: bridge serve-vllm --gpu-memory-utilization {share:.2f} ..."
+    hint = f"stop what nvidia-smi lists, or: bridge serve-vllm --gpu-memory-utilization {share:.2f} ..."
     if server_lives:
-        remedy = "restart the server with less: bridge serve-vllm --gpu-memory-utilization 0.3 ..."
+        hint = "restart the server with less: bridge serve-vllm --gpu-memory-utilization 0.3 ..."
     found = f"{free_gib:.1f} of {total_gib:.1f} GiB free on {gpu.name}"
-    return judged(name, free_gib >= needed_gib, found, expected, remedy, otherwise="WARN")
+    return judged(name, free_gib >= needed_gib, found, expected, hint, otherwise="WARN")
 
 
 def main_memory(available: int, cgroup_left: int | None) -> Check:
@@ -139,8 +139,8 @@ def over_memfd() -> Check:
     try:
         descriptor = os.memfd_create("bridge-doctor", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     except OSError as error:
-        remedy = "sudo sysctl vm.memfd_noexec=0, or allow memfd_create in the container's seccomp profile"
-        return failed(MEMFD, f"memfd_create: {error.strerror}", MEMFD_EXPECTED, remedy)
+        hint = "sudo sysctl vm.memfd_noexec=0, or allow memfd_create in the container's seccomp profile"
+        return failed(MEMFD, f"memfd_create: {error.strerror}", MEMFD_EXPECTED, hint)
     try:
         os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -172,14 +172,14 @@ def judge_trial(trial: Ended, environment: Mapping[str, str]) -> Check:
         value = trial.stdout.strip().rpartition("\n")[2].removeprefix(READ)
         is_shared = value == str(MARK)
         odd = f"the handle opened, but the first process read {value or 'nothing'} where the second wrote {MARK}"
-        remedy = "run both on the same GPU driver: bridge doctor inside the container that serves"
-        return judged(CUDA, is_shared, SHARED if is_shared else odd, CUDA_EXPECTED, remedy)
+        hint = "run both on the same GPU driver: bridge doctor inside the container that serves"
+        return judged(CUDA, is_shared, SHARED if is_shared else odd, CUDA_EXPECTED, hint)
     expandable: list[Cause] = [  # these can cause any error
         (("",), f"{variable} enables expandable segments", f"unset {variable}")
         for variable in ALLOCATOR_VARIABLES
         if EXPANDABLE in environment.get(variable, "")
     ]
-    for signs, meaning, remedy in (*SURE, *expandable, *LIKELY):
+    for signs, meaning, hint in (*SURE, *expandable, *LIKELY):
         if any(sign in trouble.lower() for sign in signs):
-            return failed(CUDA, f"{trouble}: {meaning}", CUDA_EXPECTED, remedy)
+            return failed(CUDA, f"{trouble}: {meaning}", CUDA_EXPECTED, hint)
     return failed(CUDA, trouble, CUDA_EXPECTED, f"for the whole error: python -m {MODULE} export-cuda GPU-UUID")

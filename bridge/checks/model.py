@@ -63,7 +63,7 @@ class Obstacle:
 
     reason: str
     """What the model is or has, and why that rules it out."""
-    remedy: str = ANOTHER
+    hint: str = ANOTHER
     """What to use instead."""
     modes: tuple[str, ...] = MODES
     """The modes that it rules out."""
@@ -242,7 +242,7 @@ def _unequal_readers(folder: Path) -> Iterator[Obstacle]:
     """Yield what vLLM and transformers would not read alike."""
     if (folder / ADAPTER_CONFIG).is_file():
         error = errors.beside_adapter(ADAPTER_CONFIG)
-        yield Obstacle(error.message, error.remedy)
+        yield Obstacle(error.message, error.hint)
     elif rival := rival_weights(folder):
         name, ours, theirs = rival
         yield Obstacle(
@@ -274,7 +274,7 @@ def _tied_otherwise(folder: Path) -> Iterator[Obstacle]:
         )
     elif names := own_head(folder):
         error = errors.own_head(*names)
-        yield Obstacle(error.message, error.remedy)
+        yield Obstacle(error.message, error.hint)
 
 
 def unbuildable(model: str, config: Config) -> list[Obstacle]:
@@ -302,7 +302,7 @@ def modes(model: str, config: Config | None) -> Iterator[Check]:
         if obstacle is None:
             yield passed(name, f"its configuration allows it{_notes(config, mode)}", expected)
         else:
-            yield (warned if None in first.values() else failed)(name, obstacle.reason, expected, obstacle.remedy)
+            yield (warned if None in first.values() else failed)(name, obstacle.reason, expected, obstacle.hint)
 
 
 def saving(model: str) -> Iterator[Check]:
@@ -314,7 +314,7 @@ def saving(model: str) -> Iterator[Check]:
     try:
         files = model_files.source_files(folder)
     except UsageError as error:
-        yield failed(name, error.message, expected, error.remedy)
+        yield failed(name, error.message, expected, error.hint)
     else:
         found = f"{CONFIG_NAME} and {len(files.paths)} other files"
         yield passed(name, f"{found}; {note}" if (note := files.note()) else found, expected)

@@ -20,5 +20,5 @@ def weights(attached: AttachedModel, theirs: dict[str, str]) -> Check:
     if different:
         found = f"{len(different)} of {len(ours)} served tensors are not the FP8 of the shared ones: {different[0]}"
     expected = "the server's FP8 equals the quantization of the shared weights, tensor by tensor"
-    remedy = "publish once more, which makes it again: bridge restore MODEL_OR_CHECKPOINT"
-    return judged("FP8", not different, found, expected, remedy)
+    hint = "publish once more, which makes it again: bridge restore MODEL_OR_CHECKPOINT"
+    return judged("FP8", not different, found, expected, hint)

@@ -50,10 +50,10 @@ def examine(given: Path | None) -> Examined:
         path = discovery.find(given)
         manifest = manifests.read(path)
     except ManifestError as error:
-        check = failed(FOUND, error.message, expected, error.remedy)
+        check = failed(FOUND, error.message, expected, error.hint)
         if path is None and given is None:
             found = f"no server yet: {error.message.removeprefix('no manifest: ')}"
-            check = skipped(FOUND, found, expected, error.remedy)
+            check = skipped(FOUND, found, expected, error.hint)
         return Examined([check], path)
     readable = passed(FOUND, f"{path} ({manifest.model}, {manifest.backend})", expected)
     expected = "the server that wrote the manifest is running on this host"
@@ -83,9 +83,9 @@ def same_gpu(manifest: Manifest, visible: Collection[str]) -> Check:
     if not needed:
         return passed(name, "not needed: the weights are in main memory", "every GPU that holds weights is visible")
     all_needed = ",".join(sorted(needed))
-    remedy = f"CUDA_VISIBLE_DEVICES={all_needed} bridge train ... (the trainer must use the server's GPU)"
+    hint = f"CUDA_VISIBLE_DEVICES={all_needed} bridge train ... (the trainer must use the server's GPU)"
     found = f"this process sees {', '.join(visible) or 'no GPU'}"
-    return judged(name, needed <= set(visible), found, f"visible: {all_needed}", remedy)
+    return judged(name, needed <= set(visible), found, f"visible: {all_needed}", hint)
 
 
 def others(used: Path | None) -> Iterator[Check]:
@@ -99,8 +99,8 @@ def others(used: Path | None) -> Iterator[Check]:
         except ManifestError as error:
             yield warned(OTHERS, error.message, clean, f"rm {path}")
         except OSError as error:
-            remedy = f"ls -l {path}; or for server and trainer: export LOGDIR=FOLDER of your own"
-            yield warned(OTHERS, f"{path}: {error.strerror}", clean, remedy)
+            hint = f"ls -l {path}; or for server and trainer: export LOGDIR=FOLDER of your own"
+            yield warned(OTHERS, f"{path}: {error.strerror}", clean, hint)
         else:
             found = f"{path} belongs to another live server"
             yield warned(OTHERS, found, "one server on the search path", f"--vllm-config-path {path} to use it")
@@ -120,11 +120,11 @@ def weights_open(manifest: Manifest) -> Check:
             with open(path, "r+b", buffering=0) as file:  # noqa: PTH123
                 found = os.fstat(file.fileno()).st_size
         except OSError as error:
-            remedy = "run as the server's user, in its PID namespace"
-            return failed(WEIGHTS, f"{path}: {error.strerror}", expected, remedy)
+            hint = "run as the server's user, in its PID namespace"
+            return failed(WEIGHTS, f"{path}: {error.strerror}", expected, hint)
         if found < size:
-            remedy = f"restart the server, which rewrites the manifest: {START} {manifest.model}"
-            return failed(WEIGHTS, f"{path} has {found} bytes", f"at least {size} bytes", remedy)
+            hint = f"restart the server, which rewrites the manifest: {START} {manifest.model}"
+            return failed(WEIGHTS, f"{path} has {found} bytes", f"at least {size} bytes", hint)
     return passed(WEIGHTS, f"{len(sizes)} shared file(s), {sum(sizes.values()) / 2**20:.0f} MiB", expected)
 
 
@@ -157,15 +157,13 @@ def _fence(client: BridgeClient, manifest: Manifest) -> Check:
         if status.server == manifest.server and status.model == manifest.model:
             return _state(status, expected)
         found = f"another server answers at {manifest.url}: {status.model}, pid {status.server.pid}"
-    remedy = (
-        f"stop what answers there if it is another server, or use another port: {START} {manifest.model} --port PORT"
-    )
-    return failed(FENCE, found, expected, remedy)
+    hint = f"stop what answers there if it is another server, or use another port: {START} {manifest.model} --port PORT"
+    return failed(FENCE, found, expected, hint)
 
 
 def _state(status: Status, expected: str) -> Check:
     if status.state == "torn":
-        return failed(FENCE, status.torn(), expected, status.remedy())
+        return failed(FENCE, status.torn(), expected, status.hint())
     if status.state == "paused":
         holder = f"pid {status.holder.pid}" if status.holder else "an unknown process"
         does = "reads" if status.writes == "nothing" else f"writes version {status.version + 1}"
@@ -183,7 +181,7 @@ def _numbers(client: BridgeClient, manifest: Manifest) -> Check:
         scan, status = client.finiteness(), client.status()
     except BridgeError as error:
         return skipped(NUMBERS, error.message, expected, f"{START} {manifest.model}")
-    return judged(NUMBERS, not scan.not_finite, scan.found(), expected, status.remedy())
+    return judged(NUMBERS, not scan.not_finite, scan.found(), expected, status.hint())
 
 
 class Process(NamedTuple):
@@ -231,21 +229,21 @@ def port(number: int, server_pid: int | None, others: Mapping[int, str] = Mappin
     name, expected = f"Port {number}", "free, or taken by the manifest's server"
     if number not in taken:
         found = "free" if server_pid is None else f"free, although the server (pid {server_pid}) is running"
-        remedy = "see why in its log, and restart it: bridge serve-vllm --model MODEL"
-        return judged(name, server_pid is None, found, expected, remedy)
+        hint = "see why in its log, and restart it: bridge serve-vllm --model MODEL"
+        return judged(name, server_pid is None, found, expected, hint)
     listener = describe(taken[number])
     pids = (listener.pid, *listener.ancestors)
     if server_pid is not None and server_pid in pids:
         return passed(name, f"our server, pid {listener.pid}", expected)
     free = next(candidate for candidate in range(number + 1, number + 1000) if candidate not in taken)
-    remedy = f"bridge serve-vllm --port {free} ..."
+    hint = f"bridge serve-vllm --port {free} ..."
     if listener.pid is None:
-        return failed(name, "taken by another user's process, or another container's", expected, remedy)
+        return failed(name, "taken by another user's process, or another container's", expected, hint)
     if ours := next((words for pid, words in others.items() if pid in pids), None):
         found = f"taken by a server of Bridge that was started elsewhere, pid {listener.pid}"
-        return warned(name, found, expected, f"to use that one: {ours}; to start another one: {remedy}")
+        return warned(name, found, expected, f"to use that one: {ours}; to start another one: {hint}")
     return failed(
-        name, f"taken by {listener}", expected, f"{remedy}, or stop that process if it is yours: kill {listener.pid}"
+        name, f"taken by {listener}", expected, f"{hint}, or stop that process if it is yours: kill {listener.pid}"
     )
 
 
@@ -264,9 +262,9 @@ def engines_have_servers(processes: Iterable[Process]) -> Check:
     if lost:
         named = ", ".join(f"pid {engine.pid} {engine.command.strip()}" for engine in lost)
         found = f"{named}: the server is gone, but they still hold its memory"
-    remedy = f"if they are yours: kill {' '.join(str(engine.pid) for engine in lost)}"
+    hint = f"if they are yours: kill {' '.join(str(engine.pid) for engine in lost)}"
     expected = "every VLLM:: process has its server"
-    return judged("Leftover engines", not lost, found, expected, remedy, otherwise="WARN")
+    return judged("Leftover engines", not lost, found, expected, hint, otherwise="WARN")
 
 
 def _is_owned(engine: Process, by_pid: Mapping[int | None, Process]) -> bool:

@@ -53,10 +53,10 @@ def operating_system(platform: str) -> Check:
 
 def python_version(version: tuple[int, int]) -> Check:
     found = f"{version[0]}.{version[1]} ({sys.executable})"
-    expected, remedy = "3.11 or 3.12", "python3.12 -m venv .venv, then install Bridge in it"
+    expected, hint = "3.11 or 3.12", "python3.12 -m venv .venv, then install Bridge in it"
     if version > TESTED_PYTHON[-1]:
-        return warned("Python", found, f"{expected}: newer ones are not tested", remedy)
-    return judged("Python", version >= TESTED_PYTHON[0], found, expected, remedy)
+        return warned("Python", found, f"{expected}: newer ones are not tested", hint)
+    return judged("Python", version >= TESTED_PYTHON[0], found, expected, hint)
 
 
 def packages_complete(requires: Sequence[str], versions: Callable[[str], str | None]) -> Check:
@@ -147,24 +147,24 @@ def vllm_requirement(vllm: str, requires: Sequence[str], package: str, version: 
 
 def transformers_imports(facts: "Facts", version: str | None) -> Check:
     fault = "not installed" if version is None else facts.import_error("transformers")
-    remedy = 'pip install "transformers>=5"'
+    hint = 'pip install "transformers>=5"'
     if version and facts.torch:
-        remedy = f'pip uninstall -y {UNUSED_BY_TEXT}; pip install --force-reinstall --no-deps "transformers>=5"'
+        hint = f'pip uninstall -y {UNUSED_BY_TEXT}; pip install --force-reinstall --no-deps "transformers>=5"'
     found = f"{version}: {fault}" if version and fault else fault or str(version)
-    return judged("transformers", fault is None, found, "AutoModelForCausalLM can be imported", remedy)
+    return judged("transformers", fault is None, found, "AutoModelForCausalLM can be imported", hint)
 
 
 def torchvision_fits(facts: "Facts", version: str | None) -> Check:
     expected = "absent, or built for the installed torch"
-    remedy = f"pip uninstall -y {UNUSED_BY_TEXT}   (text models need none of them)"
+    hint = f"pip uninstall -y {UNUSED_BY_TEXT}   (text models need none of them)"
     if version is None:
         return passed("torchvision", "not installed: text models do not need it", expected)
     if fault := facts.import_error("torchvision"):
-        return failed("torchvision", f"{version} cannot be imported: {fault}", expected, remedy)
+        return failed("torchvision", f"{version} cannot be imported: {fault}", expected, hint)
     build = version.partition("+")[2]
     is_same = not build or build == (facts.torch or "").partition("+")[2]
     found = version if is_same else f"{version} with torch {facts.torch}"
-    return judged("torchvision", is_same, found, expected, remedy, otherwise="WARN")
+    return judged("torchvision", is_same, found, expected, hint, otherwise="WARN")
 
 
 def torchvision_is_for(torch: str, requires: Sequence[str], version: str) -> bool:
@@ -205,12 +205,12 @@ def bytecode_kept(package: str) -> Check:
 def nothing_shadows(folder: Path, root: Path = ROOT) -> Check:
     """Check that `python -m` would not import a `bridge` of the current folder instead of ours."""
     taken = [name for name in ("bridge/__init__.py", "bridge.py") if (folder / name).exists()]
-    remedy = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
+    hint = "the command bridge works here; for python -m bridge or a program of your own in this folder, rename it"
     if not taken and (folder / "bridge").is_dir() and not _wins_against_folders():  # such as a clone of Bridge
-        taken, remedy = ["bridge"], "make setup in Bridge's clone, or rename the folder"
+        taken, hint = ["bridge"], "make setup in Bridge's clone, or rename the folder"
     is_ours = not taken or folder.resolve() == root.resolve()
     found = str(folder) if is_ours else f"{folder} contains {', '.join(taken)}"
-    return judged("Current folder", is_ours, found, "no other bridge in it", remedy, otherwise="WARN")
+    return judged("Current folder", is_ours, found, "no other bridge in it", hint, otherwise="WARN")
 
 
 def _wins_against_folders() -> bool:
@@ -237,8 +237,8 @@ def plugins_registered(plugins: Mapping[str, list[str]]) -> Check:
     found = ", ".join(plugin for names in plugins.values() for plugin in names)
     if missing:
         found = f"none of ours in {' and '.join(missing)}: vLLM would start unpatched"
-    remedy = "pip install --force-reinstall --no-deps -e .   (in a clone of Bridge)"
-    return judged("vLLM plugins", not missing, found, f"one of ours in {' and '.join(PLUGIN_GROUPS)}", remedy)
+    hint = "pip install --force-reinstall --no-deps -e .   (in a clone of Bridge)"
+    return judged("vLLM plugins", not missing, found, f"one of ours in {' and '.join(PLUGIN_GROUPS)}", hint)
 
 
 class Rule(NamedTuple):
@@ -250,7 +250,7 @@ class Rule(NamedTuple):
     expected: str
     then: str = ""
     """What fails with a bad value; empty: nothing fails for sure, and the result is a warning."""
-    remedy: str = ""
+    hint: str = ""
     """How to fix it; empty: unset it."""
     device: Device | None = None
     """The only device that it matters on; None: both."""
@@ -282,12 +282,12 @@ RULES = (
          then="vLLM does not load the routes of plugins"),
     Rule("VLLM_CPU_KVCACHE_SPACE", lambda value: bool(value) and not value.strip().isdigit(),
          "unset, or whole GiB such as 1",
-         then="vLLM refuses to start", remedy="export VLLM_CPU_KVCACHE_SPACE=1", device="cpu"),
+         then="vLLM refuses to start", hint="export VLLM_CPU_KVCACHE_SPACE=1", device="cpu"),
     Rule("VLLM_SERVER_DEV_MODE", _is_set, "unset, or 0", then="bridge serve-vllm refuses to start"),
     Rule("VLLM_USE_MODELSCOPE", lambda value: value.strip().lower() in ("1", "true"),
          "unset: the trainer reads the model's configuration from the Hugging Face hub",
-         remedy="unset VLLM_USE_MODELSCOPE, or serve and train a local folder"),
-    *(Rule(name, _is_on, OFFLINE, remedy=f"unset {name}, or give the model's folder instead of its name")
+         hint="unset VLLM_USE_MODELSCOPE, or serve and train a local folder"),
+    *(Rule(name, _is_on, OFFLINE, hint=f"unset {name}, or give the model's folder instead of its name")
       for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")),
 )  # fmt: skip
 
@@ -304,7 +304,7 @@ def _bad_values(environment: Environment, device: Device) -> Iterator[Check]:
         if value is None or rule.device not in (None, device) or not rule.is_bad(value):
             continue
         report, found = (failed, f"{value!r}: {rule.then}") if rule.then else (warned, repr(value))
-        yield report(rule.name, found, rule.expected, rule.remedy or f"unset {rule.name}")
+        yield report(rule.name, found, rule.expected, rule.hint or f"unset {rule.name}")
 
 
 def _bad_paths(environment: Environment) -> Iterator[Check]:
@@ -319,7 +319,7 @@ def _bad_paths(environment: Environment) -> Iterator[Check]:
     try:
         api_key.headers(environment)
     except UsageError as error:
-        yield failed(api_key.VARIABLE, error.message, "a key that a header can carry, or unset", error.remedy)
+        yield failed(api_key.VARIABLE, error.message, "a key that a header can carry, or unset", error.hint)
 
 
 def _missing_plugins(environment: Environment, plugins: Collection[str]) -> Iterator[Check]:

@@ -146,8 +146,8 @@ def replicas(paths: Sequence[Path], look: Callable[[Path], Served] = served) -> 
         names = sorted(first.digests.keys() | replica.digests.keys())
         if different := [name for name in names if first.digests.get(name) != replica.digests.get(name)]:
             found = f"{len(different)} of {len(names)} tensors of {path} differ from those of {paths[0]}"
-            remedy = "end the run, and continue with --resume: every server loads the same checkpoint"
-            return judged("replicas", False, f"{found}, the first: {different[0]}", expected, remedy)
+            hint = "end the run, and continue with --resume: every server loads the same checkpoint"
+            return judged("replicas", False, f"{found}, the first: {different[0]}", expected, hint)
     found = f"{len(paths)} servers have equal checksums of {len(first.digests)} tensors, version {first.version}"
     return judged("replicas", True, found, expected, RESTART)
 
@@ -213,12 +213,12 @@ def logprobs(diffs: torch.Tensor, limit: float = LOGPROB_MEAN_LIMIT, *, have_sam
     """
     mean, largest = diffs.mean().item(), diffs.max().item()
     found = f"{len(diffs)} tokens: mean difference {mean:.4f}, max {largest:.4f}"
-    remedy = "compare the versions of transformers and vLLM, and the model's configuration"
+    hint = "compare the versions of transformers and vLLM, and the model's configuration"
     if have_same_weights and mean <= SAME_WEIGHTS_LIMIT:
         found += ", with equal checksums" if mean > limit else ""
-        remedy = f"watch logprob_diff_mean and --mismatch in a run; {remedy}"
-        return judged(LOGPROBS, mean <= limit, found, f"mean difference at most {limit}", remedy, otherwise="WARN")
-    return judged(LOGPROBS, mean <= limit, found, f"mean difference at most {limit}", remedy)
+        hint = f"watch logprob_diff_mean and --mismatch in a run; {hint}"
+        return judged(LOGPROBS, mean <= limit, found, f"mean difference at most {limit}", hint, otherwise="WARN")
+    return judged(LOGPROBS, mean <= limit, found, f"mean difference at most {limit}", hint)
 
 
 def unless_updated(check: Check, version: int, after: Status) -> Check:
@@ -279,7 +279,7 @@ def diffs_of_parts(
         if trouble := ended.trouble():
             raise AttachError(
                 f"the process of part {part} did not compute: {trouble}",
-                remedy=f"bridge doctor; for the whole error: python -m {MODULE} MANIFEST PART PORT",
+                hint=f"bridge doctor; for the whole error: python -m {MODULE} MANIFEST PART PORT",
             )
         return ended.stdout
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError, model_validator
 
-from bridge.config.declaration import Choice, Section, hint, nearest
+from bridge.config.declaration import Choice, Section, hint_for, nearest
 from bridge.core.foreign_code import described, reason_of
 from bridge.errors import UsageError
 
@@ -56,14 +56,14 @@ class Config(Section):
             keys = {choice.path: key for key, choice in cls.choices().items()}
             faults = "; ".join(_fault(fault, keys, origins) for fault in error.errors())
             causes = (fault.get("ctx", {}).get("error") for fault in error.errors())
-            remedies = (cause.remedy for cause in causes if isinstance(cause, UsageError))
-            raise UsageError(faults, remedy=next(remedies, "see --help for every choice and its default")) from error
-        for key, reason, remedy in config.misread(names):
-            raise UsageError(f"{origins[key]}: {reason}", remedy=remedy)
+            hints = (cause.hint for cause in causes if isinstance(cause, UsageError))
+            raise UsageError(faults, hint=next(hints, "see --help for every choice and its default")) from error
+        for key, reason, hint in config.misread(names):
+            raise UsageError(f"{origins[key]}: {reason}", hint=hint)
         return config
 
     def misread(self, names: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:  # noqa: ARG002
-        """Yield key, reason and remedy of each choice that means something else under the name that it was given by.
+        """Yield key, reason and hint of each choice that means something else under the name that it was given by.
 
         `names` has the name under which each choice was made.
         """
@@ -199,13 +199,13 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text()) if path else {}
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise UsageError(f"no file {path}", remedy="--config takes a TOML file") from error
+        raise UsageError(f"no file {path}", hint="--config takes a TOML file") from error
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="--config takes a TOML file") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}", hint="--config takes a TOML file") from error
     except RecursionError as error:
-        raise UsageError(f"{path} is nested too deeply", remedy="take out the brackets that no choice needs") from error
+        raise UsageError(f"{path} is nested too deeply", hint="take out the brackets that no choice needs") from error
     except ValueError as error:  # not TOML, not UTF-8, or an integer of too many digits
-        raise UsageError(f"{path} is not valid TOML{reason_of(error)}", remedy="fix the line that it names") from error
+        raise UsageError(f"{path} is not valid TOML{reason_of(error)}", hint="fix the line that it names") from error
 
 
 def own_names(classes: Iterable[type[Config]]) -> dict[str, str]:
@@ -221,11 +221,11 @@ def own_names(classes: Iterable[type[Config]]) -> dict[str, str]:
 def _unknown(name: str, value: Any, origin: str, classes: tuple[type[Config], ...]) -> UsageError:
     is_variable = origin.startswith(ENVIRONMENT_PREFIX)
     if isinstance(value, Mapping):
-        return UsageError(f"{origin}: there is no such table", remedy=_right_table(name, value, classes))
+        return UsageError(f"{origin}: there is no such table", hint=_right_table(name, value, classes))
     near = nearest(name.replace("-", "_"), own_names(classes))
     meant = (ENVIRONMENT_PREFIX + near.upper() if is_variable else near) if near else None
-    remedy = hint(name) or (f"did you mean {meant}?" if meant else "see --help for every choice")
-    return UsageError(f"{origin}: there is no such choice", remedy=remedy)
+    hint = hint_for(name) or (f"did you mean {meant}?" if meant else "see --help for every choice")
+    return UsageError(f"{origin}: there is no such choice", hint=hint)
 
 
 def _right_table(name: str, table: Mapping[str, Any], classes: tuple[type[Config], ...]) -> str:

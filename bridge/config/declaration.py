@@ -111,7 +111,7 @@ class Section(BaseModel):
         }
 
 
-def hint(name: str) -> str | None:
+def hint_for(name: str) -> str | None:
     """Return the hint for a name, flag or verl path that is not a choice of Bridge; None if there is none."""
     return HINTS.get(name.lstrip("-").replace("-", "_").rpartition(".")[2])
 
@@ -137,10 +137,10 @@ def _in_one_line(cls: type[Section], fault: Any) -> UsageError:
             other: field for field, info in cls.model_fields.items() for other in _about(info).get("borrowed", ())
         }
         near = nearest(name, {**others, **{field: field for field in known}})
-        remedy = f"did you mean {near}?" if near else f"the choices are {', '.join(known)}"
-        return UsageError(f"{cls.__name__} has no choice {name!r}", remedy=remedy)
+        hint = f"did you mean {near}?" if near else f"the choices are {', '.join(known)}"
+        return UsageError(f"{cls.__name__} has no choice {name!r}", hint=hint)
     message = str(fault["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     return UsageError(
         f"{cls.__name__}: {name} {message.replace('should', 'must', 1)}, found {fault['input']!r}",
-        remedy=f"help(bridge.{cls.__name__}) has every choice and its default",
+        hint=f"help(bridge.{cls.__name__}) has every choice and its default",
     )

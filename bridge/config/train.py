@@ -147,20 +147,20 @@ class TrainConfig(Config):
         if slices > 1:
             raise UsageError(
                 f"--context-parallel-size {slices} trains on servers of one GPU each, found {parts}",
-                remedy="leave out one of them",
+                hint="leave out one of them",
             )
         if not self.trains_in_server:
             if self.replicas > 1:
                 raise UsageError(
-                    f"--mode {self.mode}: each of several servers has one GPU, found {parts}", remedy="leave it out"
+                    f"--mode {self.mode}: each of several servers has one GPU, found {parts}", hint="leave it out"
                 )
             return 1
         if alone := next((name for name, is_chosen in self.on_one_gpu().items() if is_chosen), None):
-            raise UsageError(f"{alone} trains on one GPU, found {parts}", remedy=f"leave out {alone} or {parts}")
+            raise UsageError(f"{alone} trains on one GPU, found {parts}", hint=f"leave out {alone} or {parts}")
         if self.optimizer.gradient_release:
             raise UsageError(
                 f"--gradient-release trains on servers of one GPU each, found {parts}",
-                remedy=f"leave out --gradient-release or {parts}",
+                hint=f"leave out --gradient-release or {parts}",
             )
         return server_gpus
 
@@ -174,13 +174,13 @@ class TrainConfig(Config):
         if self.gpus % tp_size and self.gpus > 1:
             raise UsageError(
                 f"--gpus {self.gpus} is not a multiple of --tensor-parallel-size {tp_size}",
-                remedy=f"--gpus {max(1, self.gpus // tp_size) * tp_size}",
+                hint=f"--gpus {max(1, self.gpus // tp_size) * tp_size}",
             )
         count = max(1, self.gpus // tp_size)  # --gpus 1 is the default
         if count % self.context_parallel_size:
             raise UsageError(
                 f"--context-parallel-size {self.context_parallel_size} does not divide the {count} replicas of a host",
-                remedy=f"a multiple of {self.context_parallel_size}: --gpus, or --servers of bridge train",
+                hint=f"a multiple of {self.context_parallel_size}: --gpus, or --servers of bridge train",
             )
         group_size, size = self.sampling.group_size, count * self.hosts
         num_groups = self.rollouts.batch_size // group_size
@@ -188,7 +188,7 @@ class TrainConfig(Config):
             least = math.lcm(size, self.optimizer.updates_per_batch)
             raise UsageError(
                 f"{size} replicas do not divide the {num_groups} groups of a batch",
-                remedy=f"--batch-size {group_size * least * -(-num_groups // least)}",
+                hint=f"--batch-size {group_size * least * -(-num_groups // least)}",
             )
         return count
 
@@ -213,7 +213,7 @@ class TrainConfig(Config):
                 raise UsageError(
                     f"{flag(key)} has no effect with {flag(switch)} {self.get(switch)}, only with"
                     f" {' and '.join(values)}",
-                    remedy=f"{flag(switch)} {' or '.join(values)}, or leave {flag(key)} out",
+                    hint=f"{flag(switch)} {' or '.join(values)}, or leave {flag(key)} out",
                 )
         for rules in (
             self._rules_of_batches, self._rules_of_gpus, self._rules_of_publishing, self._rules_of_a_reference,

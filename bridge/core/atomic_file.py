@@ -36,5 +36,5 @@ def one_line_errors(path: Path) -> Iterator[None]:
         nearest = next(folder for folder in path.absolute().parents if folder.exists())
         raise UsageError(
             f"cannot write {path}: {error.strerror} (with {shutil.disk_usage(nearest).free} bytes free)",
-            remedy="make room there, and resume with --resume",
+            hint="make room there, and resume with --resume",
         ) from error

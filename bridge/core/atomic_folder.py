@@ -100,7 +100,7 @@ def _check_replaceable(folder: Path, replaceable: Callable[[Path], bool], flag: 
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not empty and not (folder.is_dir() and replaceable(folder)):
         raise UsageError(
-            f"{folder} exists, and Bridge did not write it", remedy=f"move it away, or choose another with {flag}"
+            f"{folder} exists, and Bridge did not write it", hint=f"move it away, or choose another with {flag}"
         )
 
 
@@ -116,7 +116,7 @@ def _one_line_errors(folder: Path, scratch: Path, flag: str) -> Iterator[None]:
         raise UsageError(
             f"cannot write {folder}: {' '.join(str(error).split())} (after {num_bytes} bytes, with "
             f"{shutil.disk_usage(nearest).free} bytes free)",
-            remedy=f"make room there, or choose another folder with {flag}",
+            hint=f"make room there, or choose another folder with {flag}",
         ) from error
 
 

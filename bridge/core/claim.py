@@ -32,7 +32,7 @@ def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # not inherited by programs that are started
     except OSError as error:
         raise UsageError(
-            f"cannot make the {what} {folder}: {error.strerror}", remedy=f"choose another with {flag}"
+            f"cannot make the {what} {folder}: {error.strerror}", hint=f"choose another with {flag}"
         ) from error
     if not _lock(descriptor):
         pid = holder(os.fstat(descriptor).st_ino)
@@ -40,7 +40,7 @@ def make(folder: Path, *, what: str, flag: str) -> tuple[Path, ...]:
         user, stop = (f"process {pid}", f", stop it (kill -INT {pid})") if pid else ("another process", "")
         raise UsageError(
             f"the {what} {folder} is in use by {user}: two runs would overwrite each other",
-            remedy=f"wait for it to finish{stop}, or choose another {flag}",
+            hint=f"wait for it to finish{stop}, or choose another {flag}",
         )
     return missing
 

@@ -46,7 +46,7 @@ def foreign_code(doing: str, file: str) -> Iterator[None]:
         location = location_of(error, file) or Path(file).name
         raise RewardError(
             f"{doing} raised {shortened(type(error).__name__)}{reason_of(error)} ({location})",
-            remedy=f"fix {location}, then run the same command again",
+            hint=f"fix {location}, then run the same command again",
         ) from error
 
 
@@ -128,7 +128,7 @@ def find_object(choice: Choice, name: str) -> Any:
     problem = f"no {noun} {attribute!r} in {path}" if target is None else f"{attribute} in {path} is not a {noun}"
     close = difflib.get_close_matches(attribute, there, n=1) or there[:1] or [example]
     raise UsageError(
-        f"{problem}, it defines {', '.join(there) or f'no {noun} at all'}", remedy=f"--{choice} {path}:{close[0]}"
+        f"{problem}, it defines {', '.join(there) or f'no {noun} at all'}", hint=f"--{choice} {path}:{close[0]}"
     )
 
 
@@ -141,11 +141,11 @@ def check_file(choice: Choice, name: str) -> Path:
     written, _, _ = name.rpartition(":")
     if not written:
         noun, example = NOUNS[choice], FORMS[choice].rpartition(":")[2]
-        raise UsageError(f"{choice} {name!r} does not name a {noun}", remedy=f"--{choice} {name}:{example}")
+        raise UsageError(f"{choice} {name!r} does not name a {noun}", hint=f"--{choice} {name}:{example}")
     path = paths.expanded(written)
     if not paths.is_file(path):
         reason = "it is a folder" if paths.is_folder(path) else f"there is no such file in {Path.cwd()}"
-        raise UsageError(f"{choice} {name!r}: cannot read {path}: {reason}", remedy=f"--{choice} {FORMS[choice]}")
+        raise UsageError(f"{choice} {name!r}: cannot read {path}: {reason}", hint=f"--{choice} {FORMS[choice]}")
     return path
 
 
@@ -170,7 +170,7 @@ def instance_of(kind: type, name: str) -> Any:
         if needed:
             raise UsageError(
                 f"environment {name}: {kind.__name__} needs constructor arguments ({', '.join(needed)}), expected none",
-                remedy=f"give each of them a default in {kind.__name__}.__init__",
+                hint=f"give each of them a default in {kind.__name__}.__init__",
             )
         return kind()
 
@@ -181,7 +181,7 @@ def _module(choice: Choice, path: Path, name: str) -> ModuleType:
     # With a prefix, because a file called random.py would replace the standard library's module.
     spec = importlib.util.spec_from_file_location(".".join((*package, f"bridge_{choice}_{file.stem}")), file)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{choice} {name!r}: {path} is not a Python file", remedy=f"--{choice} {FORMS[choice]}")
+        raise UsageError(f"{choice} {name!r}: {path} is not a Python file", hint=f"--{choice} {FORMS[choice]}")
     module = importlib.util.module_from_spec(spec)
     folders = dict.fromkeys((str(file.parent), str(root)))
     sys.path[:0] = folders

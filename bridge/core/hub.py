@@ -37,8 +37,8 @@ def fetch_config(model: str) -> Path | None:
     try:
         return result_of(in_thread(lambda: _download(model), "download"), LIMIT_S).parent
     except Exception as error:  # requests fail in ways that differ between versions of huggingface_hub
-        why, remedy = _explained(error, model)
-        raise UsageError(f"--model {model}: {why}", remedy=remedy) from error
+        why, hint = _explained(error, model)
+        raise UsageError(f"--model {model}: {why}", hint=hint) from error
 
 
 def _explained(error: Exception, model: str) -> tuple[str, str]:
@@ -106,7 +106,7 @@ def check_push(repo: str) -> None:
         HfApi().whoami()
     except Exception as error:  # as above
         raise UsageError(
-            f"--push {repo}: {shortened(error, 200)}", remedy="hf auth login; a name is ORGANISATION/NAME"
+            f"--push {repo}: {shortened(error, 200)}", hint="hf auth login; a name is ORGANISATION/NAME"
         ) from error
 
 
@@ -124,5 +124,5 @@ def push(folder: Path, repo: str, *, leave_out: str) -> str:
         api.upload_folder(repo_id=page.repo_id, folder_path=folder, ignore_patterns=[leave_out])
     except Exception as error:  # as above
         retry = f"hf upload {shlex.quote(repo)} {shlex.quote(str(folder))} --exclude {leave_out}"
-        raise UsageError(f"--push {repo}: {shortened(error, 200)}", remedy=f"the folder is written; {retry}") from error
+        raise UsageError(f"--push {repo}: {shortened(error, 200)}", hint=f"the folder is written; {retry}") from error
     return str(page)

@@ -63,26 +63,26 @@ def _opened(path: str) -> Iterator[Any]:
 
     name = escaped(path)
     if not paths.is_file(path):
-        raise RewardError(f"there is no image {name}", remedy=REPLACE)
+        raise RewardError(f"there is no image {name}", hint=REPLACE)
     try:
         with open(path, "rb", buffering=0) as file, _Searched(file) as searched:  # noqa: PTH123  Path.open makes no FileIO
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes > MAX_BYTES:
                 what = f"the image {name} has {num_bytes:,} bytes, expected at most {MAX_BYTES:,}"
-                raise RewardError(what, remedy="save it smaller, or leave the row out")
+                raise RewardError(what, hint="save it smaller, or leave the row out")
             with Image.open(searched) as image:
                 if what := _fault_of(name, image):
                     raise RewardError(
-                        what, remedy="save it smaller, as a PNG with 8 bits per channel, or leave the row out"
+                        what, hint="save it smaller, as a PNG with 8 bits per channel, or leave the row out"
                     )
                 yield image
     except RewardError:
         raise
     except UnidentifiedImageError as error:
-        raise RewardError(f"the image {name} cannot be read: cannot identify image file", remedy=REPLACE) from error
+        raise RewardError(f"the image {name} cannot be read: cannot identify image file", hint=REPLACE) from error
     except Exception as error:  # what a damaged file raises is for Pillow's plugins to choose
         why = f"{type(error).__name__}{reason_of(error)}"
-        raise RewardError(f"the image {name} cannot be read: {why}", remedy=REPLACE) from error
+        raise RewardError(f"the image {name} cannot be read: {why}", hint=REPLACE) from error
 
 
 def _fault_of(name: str, image: Any) -> str:

@@ -62,7 +62,7 @@ def refuse_foreign(folder: Path, names: Collection[str], *, flag: str) -> None:
     if taken and kind_of(folder) is None:
         raise UsageError(
             f"{folder} was not made by Bridge, and these files would be replaced: {_listed(taken)}",
-            remedy=f"choose a new or empty folder with {flag}",
+            hint=f"choose a new or empty folder with {flag}",
         )
 
 
@@ -74,18 +74,18 @@ def make_empty(folder: Path, kind: Kind, names: Collection[str], *, flag: str) -
     """
     folder = folder.resolve()
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file, expected a folder", remedy=f"choose a folder with {flag}")
+        raise UsageError(f"{folder} is a file, expected a folder", hint=f"choose a folder with {flag}")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     elsewhere = f"choose another folder with {flag}, or remove this one yourself"
     if kind_of(folder) != kind:
-        raise UsageError(f"{folder} is not empty and holds no {kind} of Bridge", remedy=elsewhere)
+        raise UsageError(f"{folder} is not empty and holds no {kind} of Bridge", hint=elsewhere)
     ours = (*names, NAME)
     half_written = tuple(f".{name}." for name in ours)  # by a process that was killed
     paths = sorted(folder.iterdir(), key=lambda path: (path.name == NAME, path))
     foreign = [path for path in paths if not (path.name in ours or path.name.startswith(half_written))]
     if foreign:
-        raise UsageError(f"{folder} also holds files that Bridge did not make: {_listed(foreign)}", remedy=elsewhere)
+        raise UsageError(f"{folder} also holds files that Bridge did not make: {_listed(foreign)}", hint=elsewhere)
     claim.make(folder, what="folder", flag=flag)
     for path in paths:  # the mark comes last, so that this can be repeated if it is interrupted
         if _is_folder(path):

@@ -69,7 +69,7 @@ def worker_environment(kept: Collection[str]) -> dict[str, str]:
     """
     if missing := sorted(set(kept) - os.environ.keys()):
         raise UsageError(
-            f"--worker-env {','.join(missing)}: not set in this environment", remedy=f"export {missing[0]}=..."
+            f"--worker-env {','.join(missing)}: not set in this environment", hint=f"export {missing[0]}=..."
         )
     hidden_names = hidden_variables(kept)
     return {name: value for name, value in os.environ.items() if name not in hidden_names}

@@ -62,12 +62,12 @@ class Gradients:
         if self._spec.top_entropy < 1:
             raise UsageError(
                 f"top_entropy is {self._spec.top_entropy:g}: one pass does not know the entropies of the others",
-                remedy="give the other tokens an advantage of 0, or train with bridge run --top-entropy",
+                hint="give the other tokens an advantage of 0, or train with bridge run --top-entropy",
             )
         if self._loss is None and self._spec.kl_coef > 0 and trainable.reference is None:
             raise UsageError(
                 f"kl_coef is {self._spec.kl_coef:g}, and no reference is loaded",
-                remedy="attach with it: bridge.attach(loss=bridge.LossConfig(kl_coef=..., reference_model=...))",
+                hint="attach with it: bridge.attach(loss=bridge.LossConfig(kl_coef=..., reference_model=...))",
             )
         self._start()
 
@@ -171,7 +171,7 @@ def checked(samples: Any, embedding: nn.Module) -> list[Sample]:
     """Return the samples of one call; UsageError about the first that cannot be trained on."""
     if not isinstance(samples, Iterable):
         raise UsageError(
-            f"samples is {described(samples)}, expected a list of bridge.Sample", remedy="bridge.samples(groups)"
+            f"samples is {described(samples)}, expected a list of bridge.Sample", hint="bridge.samples(groups)"
         )
     taken = [*samples]
     num_words: int = getattr(embedding, "num_embeddings", 2**31)
@@ -182,7 +182,7 @@ def checked(samples: Any, embedding: nn.Module) -> list[Sample]:
             fault = f"cannot be used: {error}"
         if fault:
             raise UsageError(
-                f"sample {index} {fault}", remedy="bridge.samples(groups) and policy.encode(prompt, text) make samples"
+                f"sample {index} {fault}", hint="bridge.samples(groups) and policy.encode(prompt, text) make samples"
             )
     return taken
 
@@ -219,24 +219,24 @@ def _fault(sample: Sample, num_words: int) -> str:
 
 def refuse_other_logprobs(old: Sequence[Any], samples: Sequence[Sample], *, is_function: bool) -> None:
     """Raise UsageError unless there is a log-probability of every sampled token, and the loss uses them."""
-    remedy = "pass those of an earlier forward_backward with the same samples"
+    hint = "pass those of an earlier forward_backward with the same samples"
     if is_function:
         raise UsageError(
             "old_logprobs are for the ratios of a LossConfig, and loss is a function, which does not get them",
-            remedy="let the function read them: batch.indices are the places of its samples",
+            hint="let the function read them: batch.indices are the places of its samples",
         )
     if len(old) != len(samples):
-        raise UsageError(f"old_logprobs are of {len(old)} samples, expected {len(samples)}", remedy=remedy)
+        raise UsageError(f"old_logprobs are of {len(old)} samples, expected {len(samples)}", hint=hint)
     for index, (logprobs_N, sample) in enumerate(zip(old, samples, strict=True)):
         shape = tuple(logprobs_N.shape) if isinstance(logprobs_N, Tensor) else described(logprobs_N)
         if shape != (sample.num_trained,) or not logprobs_N.is_floating_point():
             raise UsageError(
                 f"old_logprobs of sample {index}: {shape}, expected a tensor of floats of shape"
                 f" ({sample.num_trained},)",
-                remedy=remedy,
+                hint=hint,
             )
     if samples and any(logprobs_N.isnan().any() for logprobs_N in old):
-        raise UsageError("old_logprobs are NaN: these log-probabilities are not known", remedy=remedy)
+        raise UsageError("old_logprobs are NaN: these log-probabilities are not known", hint=hint)
 
 
 def _one_number(loss: Any) -> Tensor:
@@ -253,6 +253,6 @@ def _one_number(loss: Any) -> Tensor:
 def _not_a_loss(what: str) -> UsageError:
     return UsageError(
         f"the loss {what}, expected one number that depends on the log-probabilities",
-        remedy="return a scalar tensor, such as -(logprobs * batch.advantages_N * batch.weights_N).sum(); of a"
+        hint="return a scalar tensor, such as -(logprobs * batch.advantages_N * batch.weights_N).sum(); of a"
         " micro-batch without a term, logprobs.sum() * 0",
     )

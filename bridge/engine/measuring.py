@@ -222,7 +222,7 @@ class Alarms:
         if self._skipped == SKIPS_IN_A_ROW:
             raise UsageError(
                 f"the gradients of {SKIPS_IN_A_ROW} steps in a row were not finite; no weight was changed in them",
-                remedy="lower --lr or --max-grad-norm and continue with --resume; if no step before them had an update,"
+                hint="lower --lr or --max-grad-norm and continue with --resume; if no step before them had an update,"
                 " check the model with bridge verify",
             )
 

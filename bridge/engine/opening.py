@@ -85,7 +85,7 @@ def trainable_of(
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the optimizer's state does not fit beside the server: {first_line(error)}",
-            remedy=f"bridge plan --model {shlex.quote(config.model_name)} shows what fits: a lower"
+            hint=f"bridge plan --model {shlex.quote(config.model_name)} shows what fits: a lower"
             " --gpu-memory-utilization, an --optimizer with less state, --offload-optimizer",
         ) from error
     budget = Budget(
@@ -140,7 +140,7 @@ def _divided(opened: OpenedModel, ranks: Ranks) -> Parallel | None:
         more = f", and of {len(differing) - 1} more" if len(differing) > 1 else ""
         raise AttachError(
             f"the server's ranks hold different values of {differing[0]}{more}, which they share",
-            remedy="restart the server, or restore a checkpoint: bridge restore",
+            hint="restart the server, or restore a checkpoint: bridge restore",
         )
     parallel = divide(opened.model, opened.cuts, ranks.tp_group.process_group)
     check_layers(opened.model, parallel)

@@ -23,7 +23,7 @@ def lora_of(settings: Any) -> LoraConfig:
     if not isinstance(settings, peft.LoraConfig):
         raise UsageError(
             f"lora is a {type(settings).__name__}, expected a bridge.LoraConfig or a peft.LoraConfig",
-            remedy="bridge.LoraConfig(r=16)",
+            hint="bridge.LoraConfig(r=16)",
         )
     plain = peft.LoraConfig(target_modules=settings.target_modules)
     theirs, defaults = settings.to_dict(), plain.to_dict()
@@ -32,13 +32,13 @@ def lora_of(settings: Any) -> LoraConfig:
         raise UsageError(
             f"peft.LoraConfig has {', '.join(f'{name}={value!r}' for name, value in odd.items())}, which Bridge does"
             " not train",
-            remedy="leave it out, or train with PEFT and without Bridge",
+            hint="leave it out, or train with PEFT and without Bridge",
         )
     targets = settings.target_modules
     if targets is None or (isinstance(targets, str) and targets != "all-linear"):
         raise UsageError(
             f"peft.LoraConfig has target_modules={targets!r}, expected a list of names or 'all-linear'",
-            remedy="target_modules=['q_proj', 'v_proj']",
+            hint="target_modules=['q_proj', 'v_proj']",
         )
     names = targets if isinstance(targets, str) else ",".join(sorted(targets))
     return LoraConfig(r=settings.r, alpha=settings.lora_alpha, dropout=settings.lora_dropout, target_modules=names)

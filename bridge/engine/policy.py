@@ -194,7 +194,7 @@ class Policy:
             return
         if self._pid == os.getpid():
             with self._alone("close"):
-                self._wake(UsageError("the policy was closed before optim_step", remedy="call optim_step, or drop"))
+                self._wake(UsageError("the policy was closed before optim_step", hint="call optim_step, or drop"))
                 self._closed = True
         self._closed = True
         try:
@@ -362,7 +362,7 @@ class Policy:
         if any(isinstance(prompt, Integral) for prompt in prompts):
             raise UsageError(
                 f"prompts is one prompt of token ids, {str(prompts)[:80]}, expected a list of prompts",
-                remedy="policy.sample([ids])",
+                hint="policy.sample([ids])",
             )
         whole = [self._problem(prompt) for prompt in prompts]
         encoder = Prompts(self.config.model_name, self.tokenizer, chat_template_kwargs, pass_size=self.ranks.pass_size)
@@ -389,16 +389,16 @@ class Policy:
         if isinstance(entries, bytes) or not isinstance(entries, Sequence):
             raise UsageError(
                 f"a prompt is {described(given)}, expected text, messages, token ids, or a dictionary with one of them",
-                remedy="policy.sample([text]), policy.sample([[1, 2, 3]])",
+                hint="policy.sample([text]), policy.sample([[1, 2, 3]])",
             )
         if not all(isinstance(entry, Integral) and not isinstance(entry, bool) for entry in entries):
             return problem  # type: ignore[no-any-return]  # messages: encoding refuses what they cannot be
         ids = [int(entry) for entry in entries]
         if not ids:
-            raise UsageError("a prompt has no token ids", remedy="give it at least one")
+            raise UsageError("a prompt has no token ids", hint="give it at least one")
         if min(ids) < 0 or max(ids) >= MOST_IDS:
             wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise UsageError(f"a prompt has the token id {wrong}", remedy="give it ids of the model's tokenizer")
+            raise UsageError(f"a prompt has the token id {wrong}", hint="give it ids of the model's tokenizer")
         text = problem["prompt"] if isinstance(problem["prompt"], str) else self.tokenizer.decode(ids)
         whole: Problem = problem | {"prompt": text, "prompt_token_ids": ids}
         return whole
@@ -415,7 +415,7 @@ class Policy:
             end = self._vocabulary.end_id
         ids += [end] if end is not None else []
         if not ids:
-            raise UsageError(f"the completion {completion!r} has no tokens", remedy="leave it out")
+            raise UsageError(f"the completion {completion!r} has no tokens", hint="leave it out")
         return Sample(
             prompt_token_ids=problems.encode(self.tokenizer, {"prompt": prompt}),
             token_ids=tuple(ids),
@@ -492,7 +492,7 @@ class Policy:
             if self.trainable.choices.steps_in_backward:
                 raise UsageError(
                     "with gradient_release each parameter is stepped in the backward pass",
-                    remedy="policy.train_step(samples, loss), or leave gradient_release out",
+                    hint="policy.train_step(samples, loss), or leave gradient_release out",
                 )
             return self._add_gradients(self._gradients(samples, loss, old_logprobs, are_own=are_own), are_own=are_own)
 
@@ -500,7 +500,7 @@ class Policy:
         if self._num_passes and self.trainable.choices.gradient_release:
             raise UsageError(
                 "with gradient_release the gradients of an update come from one call of forward_backward",
-                remedy="pass all samples in one call, or leave gradient_release out",
+                hint="pass all samples in one call, or leave gradient_release out",
             )
         if self.trainable.choices.gradient_release:
             self._refuse_gradients_beside_release()
@@ -538,13 +538,13 @@ class Policy:
             if not self._num_passes:
                 raise UsageError(
                     "policy.optim_step: there are no gradients",
-                    remedy="call policy.forward_backward(samples) before it",
+                    hint="call policy.forward_backward(samples) before it",
                 )
             if self._sleep is not None and in_flight is not None:
                 raise UsageError(
                     f"in_flight={in_flight!r} has no effect: forward_backward has paused the server already, for the"
                     " memory of its KV cache",
-                    remedy="attach with publishing=bridge.PublishingConfig(in_flight=...), or call train_step",
+                    hint="attach with publishing=bridge.PublishingConfig(in_flight=...), or call train_step",
                 )
             self.trainable.set_step(lr, max_norm)
             return self._take_step("optim_step", in_flight)
@@ -627,7 +627,7 @@ class Policy:
         whole = [{**defaults, **group, "params": _parameters(group["params"])} for group in groups]
         chosen = factory.choices(name, lr, betas)
         if not any(group["params"] for group in whole):
-            raise UsageError("the optimizer has no parameters", remedy="params=policy.parameters(), or leave it out")
+            raise UsageError("the optimizer has no parameters", hint="params=policy.parameters(), or leave it out")
         check_hyperparameters(whole)
         return factory.make(chosen, factory.with_factors(whole, self._factors()), seed=seed)
 
@@ -677,7 +677,7 @@ class Policy:
         if not callable(write):
             raise UsageError(
                 f"policy.publish: write is {described(write)}, expected a function",
-                remedy="policy.publish(lambda: None) publishes what is in the parameters",
+                hint="policy.publish(lambda: None) publishes what is in the parameters",
             )
         with self._alone("publish"), self._window("publish", Update(in_flight=in_flight)) as window:
             write()
@@ -776,7 +776,7 @@ class Policy:
         self._num_calls = source.progress.samples_drawn
 
     def _restore(self, call: str, source: SavedCheckpoint) -> None:
-        self._wake(UsageError("other weights are loaded before optim_step", remedy="repeat the passes"))
+        self._wake(UsageError("other weights are loaded before optim_step", hint="repeat the passes"))
         self._drop_gradients()  # they are of other weights
         try:
             self.mode.restore(source.folder, version=source.progress.weight_version)
@@ -823,7 +823,7 @@ class Policy:
                 "policy.save has neither a folder nor a step"
                 if optimizer is None
                 else "policy.save has an optimizer, but no step",
-                remedy="policy.save(FOLDER), or policy.save(step=STEP, optimizer=...)",
+                hint="policy.save(FOLDER), or policy.save(step=STEP, optimizer=...)",
             )
         with self._alone("save"):
             self._refuse_half_written("save")
@@ -908,7 +908,7 @@ class Policy:
             if self._sleep is not None:
                 raise UsageError(
                     "policy.verify: the fence is open for passes until policy.optim_step, and this would close it",
-                    remedy="verify after policy.optim_step",
+                    hint="verify after policy.optim_step",
                 )
             return self.ranks.tp_group.run_on_rank_zero(self._checks)
 
@@ -917,7 +917,7 @@ class Policy:
         if not isinstance(mode, PatchedServer):
             raise UsageError(
                 f"mode {self.config.mode} has a second copy of the weights: there is nothing to prove",
-                remedy="train in the server's memory: shared_vllm, or lora_only with a handover by memory",
+                hint="train in the server's memory: shared_vllm, or lora_only with a handover by memory",
             )
         if self.ranks.tp_size > 1:
             return [*verify.verify(self.config.server.config_path, timeout_s=limit_s)]
@@ -942,14 +942,14 @@ class Policy:
         if self._pid != os.getpid():
             raise UsageError(
                 f"policy.{call}: process {self._pid} made this policy, and process {os.getpid()} was forked from it",
-                remedy=f"call it in process {self._pid}, or attach in this one: bridge.attach(reads_only=True)",
+                hint=f"call it in process {self._pid}, or attach in this one: bridge.attach(reads_only=True)",
             )
         if self._closed:
-            raise UsageError(f"policy.{call}: the policy is closed", remedy="attach again: bridge.attach()")
+            raise UsageError(f"policy.{call}: the policy is closed", hint="attach again: bridge.attach()")
         if self._current is not None and self._current[0] == threading.get_ident():
             raise UsageError(
                 f"policy.{call} was called inside policy.{self._current[1]} of the same policy",
-                remedy=f"call it before or after policy.{self._current[1]}",
+                hint=f"call it before or after policy.{self._current[1]}",
             )
 
     def _refuse_to_sample(self) -> None:
@@ -965,7 +965,7 @@ class Policy:
         if self._sleep is not None:
             raise UsageError(
                 "policy.sample: the server's KV cache sleeps until policy.optim_step",
-                remedy="sample before policy.forward_backward, or serve with more memory to spare",
+                hint="sample before policy.forward_backward, or serve with more memory to spare",
             )
         self.mode.refuse_torn()
 
@@ -974,20 +974,20 @@ class Policy:
             raise AttachError(
                 f"policy.{call}: an error inside {self._failed} may have left the weights half-written, so they are"
                 " not served",
-                remedy="policy.load_state(FOLDER) or policy.resume(OPTIMIZER) loads a checkpoint; policy.publish(WRITE)"
+                hint="policy.load_state(FOLDER) or policy.resume(OPTIMIZER) loads a checkpoint; policy.publish(WRITE)"
                 " publishes weights that WRITE has written, all of them",
             )
 
     def _refuse_to_write(self) -> None:
         if self._reads_only:
-            raise UsageError("this policy only reads", remedy="attach without reads_only=True to update it")
+            raise UsageError("this policy only reads", hint="attach without reads_only=True to update it")
 
     def _refuse_several_ranks(self, call: str, instead: str) -> None:
         if self.ranks.world_size > 1:
             raise UsageError(
                 f"policy.{call}: {self.ranks.world_size} ranks train together, and their gradients add up in the"
                 " policy's own optimizer",
-                remedy=instead,
+                hint=instead,
             )
 
     # Parts of the calls above.
@@ -1007,7 +1007,7 @@ class Policy:
         if not (callable(loss) or isinstance(loss, LossConfig)):
             raise UsageError(
                 f"loss is {described(loss)}, expected a function or a bridge.LossConfig",
-                remedy='bridge.LossConfig(name="grpo")',
+                hint='bridge.LossConfig(name="grpo")',
             )
         if old_logprobs is not None:
             refuse_other_logprobs(old_logprobs, samples, is_function=callable(loss))
@@ -1052,7 +1052,7 @@ class Policy:
             self._num_passes = 0
             raise UsageError(
                 f"out of memory in call {calls + 1} of forward_backward since the last step: all gradients are dropped",
-                remedy="repeat the update: passes are smaller from now on; or pass all samples in one call",
+                hint="repeat the update: passes are smaller from now on; or pass all samples in one call",
             )
 
     def _refuse_infinite(self, norm: float) -> None:
@@ -1060,7 +1060,7 @@ class Policy:
             return
         error = GradientError(
             f"the gradient norm is {norm}, expected a finite number: no weight was changed, the gradients are dropped",
-            remedy="continue with the next batch; if it happens again, lower the learning rate",
+            hint="continue with the next batch; if it happens again, lower the learning rate",
         )
         raise error
 
@@ -1069,7 +1069,7 @@ class Policy:
         if any(parameter.grad is not None for parameter in self.trainable.parameters):
             raise UsageError(
                 "there are gradients of another backward pass: with gradient_release all come from one call",
-                remedy="policy.model.zero_grad() before it, or leave gradient_release out",
+                hint="policy.model.zero_grad() before it, or leave gradient_release out",
             )
 
     def _drop_gradients(self) -> None:
@@ -1147,7 +1147,7 @@ def _refuse_arguments(prompts: object, score: object, seed: object, chat_templat
         if not is_right:
             raise UsageError(
                 f"policy.sample: {name} is {described(value)}, expected {words}",
-                remedy="policy.sample(prompts, score, seed=1)",
+                hint="policy.sample(prompts, score, seed=1)",
             )
 
 
@@ -1158,13 +1158,13 @@ def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> Samplin
     if twice := sorted(parameters.keys() - written.values()):
         raise UsageError(
             f"policy.sample has {twice[0]} and {written[PER_CALL.get(twice[0], twice[0])]}, which are one parameter",
-            remedy="leave one of them out",
+            hint="leave one of them out",
         )
     if unknown := sorted(named.keys() - CHANGEABLE):
         near = difflib.get_close_matches(unknown[0], [*CHANGEABLE, *PER_CALL], n=1)
         raise UsageError(
             f"policy.sample has no parameter {unknown[0]!r}",
-            remedy=f"did you mean {near[0]}?" if near else f"one of {', '.join(sorted({*CHANGEABLE, *PER_CALL}))}",
+            hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(sorted({*CHANGEABLE, *PER_CALL}))}",
         )
     if not named:
         return sampling
@@ -1182,7 +1182,7 @@ def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> Samplin
         expected = f"expected at least {BEYOND_TRAINING[key]}" if key in BEYOND_TRAINING else first["msg"].lower()
         raise UsageError(
             f"policy.sample: {written.get(key, key)} is {first['input']!r}: {expected}",
-            remedy="policy.sample(prompts, n=8, max_tokens=256, temperature=1.0)",
+            hint="policy.sample(prompts, n=8, max_tokens=256, temperature=1.0)",
         ) from error
 
 
@@ -1196,7 +1196,7 @@ def _reward(score: Score | None, problem: Problem, text: str) -> float:
     if reward is None:
         raise RewardError(
             f"the reward of {text[:80]!r} is {described(value)}, expected a finite number{limit_note(value)}",
-            remedy="return a finite number from score",
+            hint="return a finite number from score",
         )
     return reward
 
@@ -1207,5 +1207,5 @@ def _refuse_padding(_: nn.Module, positional: tuple[Any, ...], given: dict[str, 
     if mask is not None and not bool(mask.all()):
         raise UsageError(
             "the batch has padding, and this model's attention is the one for packed sequences",
-            remedy="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
+            hint="use policy.pack and policy.logprobs, or attach another policy for passes with padding",
         )

@@ -71,7 +71,7 @@ def check(model: str, reference: str | None) -> None:
         raise UsageError(
             f"--reference-model {reference} has another vocabulary than {model}: {sizes[1]} rows, expected {sizes[0]}; "
             f"{len(odd)} tokens differ{f', the first: {odd[0]!r}' if odd else ''}",
-            remedy=f"use a model of the same family with the same vocabulary, such as {model} itself",
+            hint=f"use a model of the same family with the same vocabulary, such as {model} itself",
         )
 
 
@@ -103,7 +103,7 @@ def open_reference(
     assert name is not None, "refused by the configuration"
     own = loaded.load(
         name, device=str(device), dtype=prepared.model.dtype, max_model_len=max_model_len,
-        remedy="lower --gpu-memory-utilization, or --mode lora_only, whose base is the reference at no cost",
+        hint="lower --gpu-memory-utilization, or --mode lora_only, whose base is the reference at no cost",
     ).model  # fmt: skip
     without_gradients = compute.model_copy(update={"gradient_checkpointing": False})
     of_own = preparation.prepare(own, without_gradients, note, max_model_len=max_model_len, ranks=ranks)

@@ -66,7 +66,7 @@ class RunFolder:
             ):
                 raise UsageError(
                     f"{given} holds another run",
-                    remedy="resume it with policy.resume(OPTIMIZER) before the first step, or name another run_dir",
+                    hint="resume it with policy.resume(OPTIMIZER) before the first step, or name another run_dir",
                 )
             run = RunDirectory.create(given, environment=Path(sys.argv[0]).stem or KIND, echo=self._note, kind=KIND)
             self._run = self._opened(run)
@@ -90,9 +90,9 @@ class RunFolder:
             UsageError: a value is no number, or `step` is not after the last one.
         """
         if type(step) is not int or step < 0:
-            raise UsageError(f"step is {step!r}, expected an integer from 0", remedy="policy.log(STEP, loss=loss)")
+            raise UsageError(f"step is {step!r}, expected an integer from 0", hint="policy.log(STEP, loss=loss)")
         if self._step is not None and step <= self._step:
-            raise UsageError(f"step {step} comes after step {self._step}", remedy="log each step once, in order")
+            raise UsageError(f"step {step} comes after step {self._step}", hint="log each step once, in order")
         values = {name: _number(name, value) for name, value in given.items()}
         line = {"step": step, "weight_version": version, "device": device, **self._times(), **_measured(step, groups)}
         run = self.run
@@ -149,11 +149,9 @@ class RunFolder:
             UsageError: no folder was given, or it is used or holds something else.
         """
         if self._given is None:
-            raise UsageError("there is no run to resume", remedy='name its folder: bridge.attach(run_dir="runs/NAME")')
+            raise UsageError("there is no run to resume", hint='name its folder: bridge.attach(run_dir="runs/NAME")')
         if self._run is not None:
-            raise UsageError(
-                "this run has begun already", remedy="call policy.resume before policy.log and policy.save"
-            )
+            raise UsageError("this run has begun already", hint="call policy.resume before policy.log and policy.save")
         newest, passed_over = checkpoint.newest(_save_path(self._given), prefix)
         for line in passed_over:
             self._note(f"passed over: {line}")
@@ -223,7 +221,7 @@ def _number(name: str, value: Any) -> Any:
         number = value if isinstance(value, int) else float(value)
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(
-            f"{name} is {str(value)[:80]!r}, expected a number, or numbers by name", remedy="policy.log(STEP, loss=0.5)"
+            f"{name} is {str(value)[:80]!r}, expected a number, or numbers by name", hint="policy.log(STEP, loss=0.5)"
         ) from None
     return int(number) if isinstance(number, bool) else number if math.isfinite(number) else None
 

@@ -146,10 +146,10 @@ class Trainable:
         """
         base = self._lr if lr is None else number(lr)
         if not 0 < base < math.inf:
-            raise UsageError(f"lr is {lr!r}, expected a positive number", remedy="policy.optim_step(lr=1e-6)")
+            raise UsageError(f"lr is {lr!r}, expected a positive number", hint="policy.optim_step(lr=1e-6)")
         norm = self.choices.max_grad_norm if max_norm is None else number(max_norm)
         if not norm > 0:
-            raise UsageError(f"max_norm is {max_norm!r}, expected a number above 0", remedy="leave max_norm out")
+            raise UsageError(f"max_norm is {max_norm!r}, expected a number above 0", hint="leave max_norm out")
         self.optimizer.scale_rates(base / self._lr)
         self._max_norm = norm
 
@@ -187,7 +187,7 @@ class Trainable:
         except torch.OutOfMemoryError as error:
             raise UsageError(
                 f"out of memory in the middle of an update: {first_line(error)}",
-                remedy="resume from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
+                hint="resume from the last checkpoint with --gradient-checkpointing, a higher --updates-per-batch or"
                 " --kv-sleep always",
             ) from error
         return self.optimizer.global_norm()

@@ -111,7 +111,7 @@ class OwnLoss:
         where = (
             f"{Path(inspect.getfile(self.function)).name} line {inspect.unwrap(self.function).__code__.co_firstlineno}"
         )
-        return RewardError(f"--loss {self.name} {problem}, expected {expected} ({where})", remedy=hint)
+        return RewardError(f"--loss {self.name} {problem}, expected {expected} ({where})", hint=hint)
 
     def _changed(self, names: Sequence[str]) -> RewardError:
         """Return the error for inputs that were changed in place; views of one tensor are not told apart."""

@@ -204,5 +204,5 @@ def _check(group: Group, advantages: tuple[tuple[float, ...], ...], number: int)
     if faults:
         raise UsageError(
             f"the advantages of group {number} (prompt {str(group.problem['prompt'])[:80]!r}) are invalid: {faults[0]}",
-            remedy="give each completion one finite advantage, or one for each of its tokens",
+            hint="give each completion one finite advantage, or one for each of its tokens",
         )

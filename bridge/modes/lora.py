@@ -64,7 +64,7 @@ class LoraMemory(_LoraMode, PatchedServer):
                 raise
             raise UsageError(
                 f"--lora-handover memory trains the adapter in vLLM's own memory, and {error.message}",
-                remedy="bridge serve-vllm --max-lora-rank R on this host, or --lora-handover disk",
+                hint="bridge serve-vllm --max-lora-rank R on this host, or --lora-handover disk",
             ) from error
         self._take_lease(manifest_of(self._config.server, self._config.model_name, exported))
 
@@ -131,20 +131,20 @@ class LoraMemory(_LoraMode, PatchedServer):
         if not slots:
             raise AttachError(
                 "the server takes no adapters, or none whose slots can be shared",
-                remedy=f"bridge serve-vllm --max-lora-rank {rank}, without --fully-sharded-loras",
+                hint=f"bridge serve-vllm --max-lora-rank {rank}, without --fully-sharded-loras",
             )
         missing = sorted(self._adapter.modules.keys() - slots.keys())
         if missing:
             raise AttachError(
                 f"vLLM has no slot that can be shared for {len(missing)} modules, the first: {missing[0]}",
-                remedy="leave them out with --lora-target-modules, or --lora-handover disk; experts have slots with"
+                hint="leave them out with --lora-target-modules, or --lora-handover disk; experts have slots with"
                 " bridge serve-vllm --lora-experts",
             )
         slot_rank = next(iter(slots.values())).lora_a.shape[2]
         if slot_rank != rank:
             raise AttachError(
                 f"the server's slots have rank {slot_rank}, and the adapter has rank {rank}, expected the same",
-                remedy=f"--lora-r {slot_rank}; or bridge serve-vllm --max-lora-rank {rank}, if vLLM has slots of that"
+                hint=f"--lora-r {slot_rank}; or bridge serve-vllm --max-lora-rank {rank}, if vLLM has slots of that"
                 " rank; or --lora-handover disk",
             )
         odd = [name for name, ours in self._adapter.modules.items() if not _fits(slots[name], ours)]
@@ -152,7 +152,7 @@ class LoraMemory(_LoraMode, PatchedServer):
             raise ManifestError(
                 f"the slots of {len(odd)} modules have other shapes than the weights that they are for, the first:"
                 f" {odd[0]}: the manifest was edited",
-                remedy=RESTART,
+                hint=RESTART,
             )
 
     def _open_slots(self, number: int) -> dict[str, Matrices]:
@@ -164,7 +164,7 @@ class LoraMemory(_LoraMode, PatchedServer):
             opened[name] = Matrices(nn.Parameter(a), nn.Parameter(b))
             if not _stored_equal(opened[name], ours):
                 raise AttachError(
-                    "the server's slot does not hold the adapter that it has loaded", remedy="restart the server"
+                    "the server's slot does not hold the adapter that it has loaded", hint="restart the server"
                 )
         return opened
 

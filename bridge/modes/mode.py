@@ -92,7 +92,7 @@ class PausePolicy:
         if publishing.kv_sleep == "always" and not can_sleep:
             raise UsageError(
                 "--kv-sleep always, but the server's KV cache cannot sleep",
-                remedy="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
+                hint="bridge serve-vllm on a GPU switches vLLM's --enable-sleep-mode on; or leave --kv-sleep out",
             )
         is_open = publishing.kv_sleep == "auto" and can_sleep
         chosen = publishing.pause_while_training

@@ -92,7 +92,7 @@ class Restart(OwnCopy):
         if self._run.process is None:
             raise UsageError(
                 "--reload restart restarts the server for each version, but Bridge did not start this server",
-                remedy="bridge run --mode none, or --start-command 'vllm serve {model} --port N', or bridge serve-vllm"
+                hint="bridge run --mode none, or --start-command 'vllm serve {model} --port N', or bridge serve-vllm"
                 " and --reload in-place",
             )
         self._process = self._run.process

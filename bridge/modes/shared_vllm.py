@@ -144,7 +144,7 @@ class PatchedServer(Mode):
             if self._config.compute.router_replay and self._status.experts is None:
                 raise UsageError(
                     "--router-replay: the server does not report the experts of a token",
-                    remedy="leave it out; a server of a mixture of experts reports them, without --speculative-config"
+                    hint="leave it out; a server of a mixture of experts reports them, without --speculative-config"
                     " or a KV connector, and on a CPU from vLLM 0.30 on",
                 )
         except BaseException:
@@ -187,7 +187,7 @@ class PatchedServer(Mode):
                 raise AttachError(
                     f"the servers of replicas 0 and {number} differ in {len(differing)} tensors, the first:"
                     f" {differing[0]}",
-                    remedy="start all servers with the same model, dtype and flags",
+                    hint="start all servers with the same model, dtype and flags",
                 )
         if len({*ranks.all_gather_object(self.version)}) > 1:
             self.publish_as(self._newest() + 1)  # they were trained before, in other runs
@@ -199,7 +199,7 @@ class PatchedServer(Mode):
         if wanted and not status.can_keep_kv:
             why = "the server's KV connector would store what older weights computed, and find it by its tokens"
             if chosen == "keep":
-                raise UsageError(f"--in-flight-kv keep: {why}", remedy="serve without a KV connector, or recompute")
+                raise UsageError(f"--in-flight-kv keep: {why}", hint="serve without a KV connector, or recompute")
             self._run.note(f"requests in flight recompute their keys and values at every update: {why}")
         return wanted and status.can_keep_kv
 
@@ -246,7 +246,7 @@ def manifest_of(server: ServerConfig, model_name: str, exported: Manifest | None
     if wanted != exported.model:
         raise ManifestError(
             f"the server serves {exported.model}, expected {wanted} (--model-name)",
-            remedy=f"--model-name {shlex.quote(exported.model)}, or start another server: "
+            hint=f"--model-name {shlex.quote(exported.model)}, or start another server: "
             f"bridge serve-vllm --model {shlex.quote(model_name)}",
         )
     return exported

@@ -75,7 +75,7 @@ class Receivers:
         try:
             server.resume()
         except (ServerUnreachableError, UsageError) as error:  # or it is dead, or resumes once others have joined
-            self._note(f"{error.message}; {error.remedy}")
+            self._note(f"{error.message}; {error.hint}")
 
     def publish(self, version: int) -> int:
         """Let all serve `version`, and return it."""
@@ -106,7 +106,7 @@ class Receivers:
 
     def abandon_exchange(self) -> None:
         """Let the caller of an exchange wait no longer: vLLM's thread, which the interpreter joins at its end."""
-        self._outcomes.put(AttachError("the transfer was given up", remedy=RESTART))
+        self._outcomes.put(AttachError("the transfer was given up", hint=RESTART))
 
     def close(self) -> None:
         for server in self._servers:
@@ -184,7 +184,7 @@ class Transfer(OwnCopy):
         if opened.device.type != import_module(SENDER).DEVICE:
             raise UsageError(
                 f"--reload transfer sends from a GPU, and the trainer's weights are on {opened.device}",
-                remedy="--trainer-device cuda:N, or --reload restart",
+                hint="--trainer-device cuda:N, or --reload restart",
             )
         self._device = opened.device
         self._reload()
@@ -220,7 +220,7 @@ class Transfer(OwnCopy):
         if first := next((index for index, url in enumerate(urls) if url in urls[:index]), None):
             raise UsageError(
                 f"--servers: {names[urls.index(urls[first])]} and {names[first]} are the same server",
-                remedy="name each server once",
+                hint="name each server once",
             )
         return [
             PatchedReceiver(own[url], self._run.name, timeout_s=timeout_s)
@@ -260,14 +260,14 @@ class Transfer(OwnCopy):
             cause = error if isinstance(error, BridgeError) else self._receivers.failure
             self._give_up()
             if isinstance(cause, ServerUnreachableError):
-                cause.remedy = RESTART
+                cause.hint = RESTART
             if cause is error or not isinstance(error, RuntimeError | OSError):
                 raise
             if cause is not None:  # the error is that its broadcast was ended
                 raise cause from error
             raise AttachError(
                 f"the weights could not be sent: {first_line(error) or repr(error)}",
-                remedy="the trainer and each server need GPUs of their own that reach each other by NCCL"
+                hint="the trainer and each server need GPUs of their own that reach each other by NCCL"
                 " (NCCL_DEBUG=INFO says more); restart servers that stay paused",
             ) from error
 
@@ -302,7 +302,7 @@ def _url(name: str) -> str:
     if "://" not in name and not name.rpartition(":")[2].isdecimal():
         raise UsageError(
             f"--servers {name}: expected HOST:PORT, a port of this host, a URL or a manifest",
-            remedy="vLLM's own port is 8000",
+            hint="vLLM's own port is 8000",
         )
     url = name if "://" in name else f"http://{name if ':' in name else f'{LOOPBACK}:{name}'}"
     return url.rstrip("/").replace("://localhost:", f"://{LOOPBACK}:")  # as servers of Bridge write their own

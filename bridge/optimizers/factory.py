@@ -45,7 +45,7 @@ def choices(name: OptimizerName, lr: float, betas: tuple[float, float] | None) -
         UsageError: there is no such optimizer, or a number is out of range.
     """
     if betas is not None and len(betas) != 2:
-        raise UsageError(f"betas is {betas!r}, expected two numbers", remedy="betas=(0.9, 0.999)")
+        raise UsageError(f"betas is {betas!r}, expected two numbers", hint="betas=(0.9, 0.999)")
     chosen = {} if betas is None else {"beta1": betas[0], "beta2": betas[1]}
     try:
         return OptimizerConfig.model_validate({"name": name, "lr": lr, **chosen})
@@ -53,7 +53,7 @@ def choices(name: OptimizerName, lr: float, betas: tuple[float, float] | None) -
         first = error.errors()[0]
         raise UsageError(
             f"{first['loc'][-1]} is {first['input']!r}: {first['msg'].lower()}",
-            remedy="policy.optimizer('adamw', lr=1e-6)",
+            hint="policy.optimizer('adamw', lr=1e-6)",
         ) from error
 
 

@@ -58,7 +58,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_factors"):
             raise UsageError(
                 "an optimizer of Bridge takes all of its parameters when it is made",
-                remedy="make a new one with all groups",
+                hint="make a new one with all groups",
             )
         super().add_param_group(param_group)
 
@@ -84,7 +84,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
             self._num_changed = []
             raise GradientError(
                 f"the gradient norm is {norm}, expected a finite number: no weight was changed",
-                remedy="skip this step; if it happens again, lower --lr",
+                hint="skip this step; if it happens again, lower --lr",
             )
         self._step(norm, max_norm)
 
@@ -109,7 +109,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         """
         raise UsageError(
             f"{type(self).__name__} adds up no gradients: several ranks would train different weights",
-            remedy="derive it from ShardedOptimizer, or train with one process",
+            hint="derive it from ShardedOptimizer, or train with one process",
         )
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         if (flags := state_dict.get("flags", "another optimizer")) != self.flags:
             raise CheckpointError(
                 f"the optimizer's state was saved with {flags}, and this one is {self.flags}",
-                remedy=f"load it with {flags}",
+                hint=f"load it with {flags}",
             )
         known = [index for index in state if index in range(len(parameters))]
         shapes = {(index, name): part.shape for index in known for name, part in self.parts(parameters[index]).items()}
@@ -184,7 +184,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if held != shapes or sizes != [len(group["params"]) for group in self.param_groups]:
             raise CheckpointError(
-                "the optimizer's state has other parameters", remedy="load it for the model that it was saved with"
+                "the optimizer's state has other parameters", hint="load it for the model that it was saved with"
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
@@ -203,7 +203,7 @@ def check_hyperparameters(groups: Iterable[Mapping[str, Any]]) -> None:
             if not math.isfinite(number(value)):
                 raise UsageError(
                     f"{name} of the optimizer is {value!r}, expected a finite number",
-                    remedy="policy.optimizer('adamw', lr=1e-6, weight_decay=0.01)",
+                    hint="policy.optimizer('adamw', lr=1e-6, weight_decay=0.01)",
                 )
 
 
@@ -231,13 +231,13 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iter
     """
     if not number(max_norm) > 0:
         raise UsageError(
-            f"max_norm is {max_norm!r}, expected a number above 0", remedy="leave max_norm out to clip nothing"
+            f"max_norm is {max_norm!r}, expected a number above 0", hint="leave max_norm out to clip nothing"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
             f"{type(optimizer).__name__} needs a closure, and the gradients exist before the fence",
-            remedy="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
+            hint="use an optimizer whose step() takes no argument, such as torch.optim.AdamW",
         )
     if isinstance(optimizer, InPlaceOptimizer):
         check_hyperparameters(optimizer.param_groups)
@@ -246,7 +246,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iter
     if changed and not any(id(parameter) in served_ids for parameter in changed):
         raise UsageError(
             f"none of the {len(changed)} parameters that {type(optimizer).__name__} would change is the server's",
-            remedy="make it with policy.parameters(), before anything is added to policy.model",
+            hint="make it with policy.parameters(), before anything is added to policy.model",
         )
     if isinstance(optimizer, InPlaceOptimizer):
         norm = optimizer.global_norm()
@@ -260,8 +260,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: Any, served: Iter
     if not math.isfinite(norm):
         raise GradientError(
             f"the gradient norm is {norm}, expected a finite number: no weight was changed",
-            remedy="optimizer.zero_grad() and continue with the next batch; if it happens again, lower the learning"
-            " rate",
+            hint="optimizer.zero_grad() and continue with the next batch; if it happens again, lower the learning rate",
         )
     return norm
 
@@ -272,7 +271,7 @@ def _check_parameters(parameters: Iterable[Tensor]) -> None:
         if parameter.dtype not in (torch.bfloat16, torch.float32):
             raise UsageError(
                 f"the weights are {parameter.dtype}, expected bfloat16 or float32",
-                remedy="restart the server with --dtype bfloat16",
+                hint="restart the server with --dtype bfloat16",
             )
         assert parameter.is_contiguous(), (parameter.shape, parameter.stride())
         assert parameter.data_ptr() >= end, f"a parameter of shape {tuple(parameter.shape)} overlaps another one"

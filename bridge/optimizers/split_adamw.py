@@ -78,7 +78,7 @@ class SplitMasterAdamW(ShardedOptimizer):
         if num_bad := sum(not math.isfinite(norm) for norm in norms):
             raise UsageError(
                 f"{num_bad} of {len(norms)} gradients were not finite: the parameters of all others were stepped",
-                remedy="resume from the last checkpoint with a lower --lr",
+                hint="resume from the last checkpoint with a lower --lr",
             )
 
     def _released_by_one(self, waiting: _Waiting) -> AbstractContextManager[None]:

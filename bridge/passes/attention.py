@@ -132,7 +132,7 @@ def attend(
     if not plain or query.shape[2] != key.shape[2]:
         raise UnsupportedModelError(
             f"the attention of {type(module).__name__} needs a mask, a bias, a cache, dropout or future tokens",
-            remedy="train another model, or report this one",
+            hint="train another model, or report this one",
         )
     rule = Rule(scale=scaling, window=sliding_window, cap=softcap, sinks_A=s_aux)
     if cu_seq_lens_q is None or max_length_q is None:

@@ -95,7 +95,7 @@ class Budget:
         if compute.activation_offload and (not self._on_gpu or compute.gradient_checkpointing is False):
             raise UsageError(
                 "--activation-offload works only on a GPU, and with recomputed activations",
-                remedy="leave it out, or --no-gradient-checkpointing",
+                hint="leave it out, or --no-gradient-checkpointing",
             )
         self.sums_in_float32: bool | None = None
         """Whether gradients of many micro-batches are summed in float32; None: no update has had more than a few."""
@@ -164,7 +164,7 @@ class Budget:
         else:
             raise UsageError(
                 f"a sequence of {longest:,} tokens does not fit into the free memory: {first_line(error)}",
-                remedy="--gradient-checkpointing, which recomputes activations"
+                hint="--gradient-checkpointing, which recomputes activations"
                 if self._compute.gradient_checkpointing is False
                 else "a lower --max-new-tokens or --gpu-memory-utilization, --kv-sleep always, or an --optimizer with"
                 " less state",
@@ -176,7 +176,7 @@ class Budget:
         return UsageError(
             f"--gradient-release updates each parameter within one backward pass, but the {len(samples)}"
             f" completions of an update need {num_passes}, of at most {self._tokens:,} tokens",
-            remedy=(f"--updates-per-batch {cuts[0]}, " if cuts else "")
+            hint=(f"--updates-per-batch {cuts[0]}, " if cuts else "")
             + "a smaller --batch-size, or --offload-optimizer"
             + (", which sums gradients in host memory" if self._replicas == 1 else " without --gradient-release"),
         )

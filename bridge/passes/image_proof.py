@@ -48,7 +48,7 @@ def prove(model: PreTrainedModel, samples: Sequence[Sample]) -> None:
     if fault := _fault(model, batch, [tried[number] for number in batch.weights_N.int().tolist()]):
         raise UnsupportedModelError(
             f"{type(model).__name__} treats images in another way than Bridge: {fault}",
-            remedy="use a model whose images are proved (docs/families.md), or report this one",
+            hint="use a model whose images are proved (docs/families.md), or report this one",
         )
 
 

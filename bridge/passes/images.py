@@ -144,7 +144,7 @@ def inputs(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, images
     if len(of_distinct_DH) != num_tokens:
         raise UnsupportedModelError(
             f"{type(model).__name__} makes {len(of_distinct_DH)} embeddings of {num_tokens} image tokens",
-            remedy="use a model and a processor of one version, of a family in docs/families.md",
+            hint="use a model and a processor of one version, of a family in docs/families.md",
         )
     of_images_IH = of_distinct_DH.index_select(0, images.rows_I)
     taken: dict[str, Any] = {

@@ -155,4 +155,4 @@ def _error(model: PreTrainedModel) -> float:
 
 
 def _unusable(name: str, reason: str) -> UsageError:
-    return UsageError(f"--attention {name} cannot be used: {reason}", remedy="leave --attention out")
+    return UsageError(f"--attention {name} cannot be used: {reason}", hint="leave --attention out")

@@ -75,7 +75,7 @@ def call_again(model: PreTrainedModel, *, keeps_attention: bool = False) -> None
     if not model.supports_gradient_checkpointing:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot recompute its activations",
-            remedy="leave --gradient-checkpointing out, or lower --micro-batch-tokens",
+            hint="leave --gradient-checkpointing out, or lower --micro-batch-tokens",
         )
     options = {"use_reentrant": False, **({"context_fn": _keeping_attention} if keeps_attention else {})}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -185,8 +185,8 @@ def use_liger_kernel(model: PreTrainedModel) -> None:
     apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-def _no_liger(reason: str, remedy: str) -> UsageError:
-    return UsageError(f"--liger-kernel cannot be used: {reason}", remedy=remedy)
+def _no_liger(reason: str, hint: str) -> UsageError:
+    return UsageError(f"--liger-kernel cannot be used: {reason}", hint=hint)
 
 
 @cache

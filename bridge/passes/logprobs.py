@@ -111,7 +111,7 @@ def check_head(model: PreTrainedModel, words: VocabularyPart | None = None) -> N
         raise UnsupportedModelError(
             f"{type(model).__name__} computes logits in a way that Bridge does not support: they differ by "
             f"{difference:.1%} from Bridge's, expected at most {HEAD_TOLERANCE:.0%}",
-            remedy="train another model, or report this one",
+            hint="train another model, or report this one",
         )
 
 
@@ -125,7 +125,7 @@ def head_of(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor 
         raise UnsupportedModelError(
             f"the head of {type(model).__name__} is wrapped, such as by an adapter: a {type(head).__name__}, expected a"
             " layer with a weight of its own; Bridge multiplies by that weight alone",
-            remedy="leave the head out of the adapter, and of its modules_to_save",
+            hint="leave the head out of the adapter, and of its modules_to_save",
         )
     transform = LogitTransform(
         temperature=temperature,

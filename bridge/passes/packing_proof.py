@@ -106,7 +106,7 @@ class Expected:
         if not differs <= max(self.most, ROUNDINGS * torch.finfo(self.alone_TH.dtype).eps):
             raise UnsupportedModelError(
                 f"{type(prepared.model).__name__} does not keep packed sequences apart: {line} if all are one sequence",
-                remedy="train another model, or report this one",
+                hint="train another model, or report this one",
             )
         if differs > self.most and not self.is_noted:
             self.is_noted = True

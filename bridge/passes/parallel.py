@@ -228,4 +228,4 @@ def _words(
 
 
 def _refusal(name: str, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{name} {reason}", remedy=ONE_PART)
+    return UnsupportedModelError(f"{name} {reason}", hint=ONE_PART)

@@ -73,7 +73,7 @@ def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:
         raise UsageError(
             f"a whole layer of {type(model).__name__} in float32, with which the parts are compared, does not fit:"
             f" {first_line(error)}",
-            remedy="a lower --gpu-memory-utilization",
+            hint="a lower --gpu-memory-utilization",
         ) from error
 
 
@@ -99,7 +99,7 @@ def check_slices(prepared: PreparedModel) -> None:
             on_slice = _run(layer, name, own[name], lambda _, gradient: gradient, cut)
             layer.zero_grad()
             on_all = _run(layer, name, whole[name], lambda _, gradient: gradient)
-            _compare(name, _over_slices(on_slice, cut), on_all, cut.group, f"on {cut.size} slices", slices.REMEDY)
+            _compare(name, _over_slices(on_slice, cut), on_all, cut.group, f"on {cut.size} slices", slices.HINT)
 
 
 def _one_of_each(model: PreTrainedModel, kind: Callable[[nn.Module, str], Any]) -> list[str]:
@@ -211,7 +211,7 @@ def _run(
     return _Computed(output.detach(), hidden.grad, gradients)
 
 
-def _compare(name: str, cut: _Computed, whole: _Computed, group: str, how: str, remedy: str) -> None:
+def _compare(name: str, cut: _Computed, whole: _Computed, group: str, how: str, hint: str) -> None:
     least = FLOOR * max(_rms(gradient) for gradient in whole.gradients.values())
     differences_of = {
         f"the output of {name}": _difference(cut.output, whole.output),
@@ -227,7 +227,7 @@ def _compare(name: str, cut: _Computed, whole: _Computed, group: str, how: str, 
     if worst > TOLERANCE:
         raise UnsupportedModelError(
             f"{what}, computed {how}, differs by {worst:.2g} from the whole one's, expected at most {TOLERANCE:g}",
-            remedy=remedy,
+            hint=hint,
         )
 
 
@@ -247,7 +247,7 @@ def _tried(what: str, compute: Callable[[], Result]) -> Result:
         if isinstance(error, torch.OutOfMemoryError | dist.DistError):
             raise
         raise UnsupportedModelError(
-            f"{what} cannot compute with a part of its weights: {with_class(error)}", remedy=ONE_PART
+            f"{what} cannot compute with a part of its weights: {with_class(error)}", hint=ONE_PART
         ) from error
 
 

@@ -103,7 +103,7 @@ class PreparedModel:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} computes attention in its own way, which --context-parallel-size cannot"
                     " cut",
-                    remedy=slices.REMEDY,
+                    hint=slices.HINT,
                 )
             spans = cut.padded(spans, num_tokens)
             if experts_TX is not None:

@@ -49,7 +49,7 @@ def _each_sequence(
     if seen is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} carries a state from token to token, and completions cannot share a prompt's",
-            remedy="pack each completion with its own prompt",
+            hint="pack each completion with its own prompt",
         )
     lengths = [end - start for start, end in pairwise(cu_seq_lens_q.tolist())]
     blocks = [[length for length, _ in block] for block in similar((length, length) for length in lengths)]

@@ -32,7 +32,7 @@ NUM_TOKENS = 16
 """Of the example with which a model is checked."""
 SAME = 0.01
 """Largest difference with a router's own choice, as a share of that with another one."""
-REMEDY = "--no-router-replay"
+HINT = "--no-router-replay"
 CHOICES = (torch.topk, torch.Tensor.topk)
 HELD = ("forward", "num_choices", "chosen_TK", "own_TK", "num_rerouted", "tokens_E")
 """What a block holds while it takes given experts."""
@@ -151,7 +151,7 @@ class RouterReplay:
     def _prove(self, model: PreTrainedModel, shape: tuple[int, int] | None) -> None:
         """Check on an example that the blocks choose as many experts as the server, and compute with given ones."""
         name, blocks = type(model).__name__, self._blocks
-        with refusing_misfits(model, REMEDY):
+        with refusing_misfits(model, HINT):
             plain_TH = _hidden(model)
         own = [block.own_TK for block in blocks if block.own_TK is not None]
         sizes = sorted({own_TK.shape[1] for own_TK in own})
@@ -160,10 +160,10 @@ class RouterReplay:
             raise UnsupportedModelError(
                 f"{name} chooses {sizes} experts of a token in {len(own)} of {len(blocks)} layers with experts"
                 f"{of_server}",
-                remedy=REMEDY,
+                hint=HINT,
             )
         if len(counts := sorted({block.num_choices for block in blocks})) > 1:
-            raise UnsupportedModelError(f"{name} has {counts} experts in a layer, expected one number", remedy=REMEDY)
+            raise UnsupportedModelError(f"{name} has {counts} experts in a layer, expected one number", hint=HINT)
         for block in blocks:
             block.tokens_E = torch.zeros(block.num_choices, dtype=torch.int64, device=model.device)
         own_TLK = torch.stack(own, dim=1)
@@ -172,9 +172,7 @@ class RouterReplay:
         self.choose((own_TLK + 1) % blocks[0].num_choices, NUM_TOKENS)
         other_TH = _hidden(model)
         if not (same_TH - plain_TH).norm() < SAME * (other_TH - plain_TH).norm():
-            raise UnsupportedModelError(
-                f"{name} does not compute with the experts that its routers choose", remedy=REMEDY
-            )
+            raise UnsupportedModelError(f"{name} does not compute with the experts that its routers choose", hint=HINT)
         self.choose(None, NUM_TOKENS)
 
 
@@ -191,7 +189,7 @@ def plain_hidden(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
 
 
 @contextmanager
-def refusing_misfits(model: PreTrainedModel, remedy: str) -> Iterator[None]:
+def refusing_misfits(model: PreTrainedModel, hint: str) -> Iterator[None]:
     """Refuse a model that cannot be called like other language models, instead of raising what its own code raises."""
     try:
         yield
@@ -199,7 +197,7 @@ def refusing_misfits(model: PreTrainedModel, remedy: str) -> Iterator[None]:
         if isinstance(error, BridgeError):
             raise
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be called like other language models: {with_class(error)}", remedy=remedy
+            f"{type(model).__name__} cannot be called like other language models: {with_class(error)}", hint=hint
         ) from error
 
 

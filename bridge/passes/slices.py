@@ -32,7 +32,7 @@ from bridge.ranks.world import Ranks
 
 gather: Callable[..., Any] = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 """torch 2.13 renamed it."""
-REMEDY = "leave out --context-parallel-size"
+HINT = "leave out --context-parallel-size"
 
 
 class Slices(NamedTuple):
@@ -149,11 +149,11 @@ def cut(model: PreTrainedModel, group: Ranks) -> Slices:
     if num_heads % group.world_size:
         raise UnsupportedModelError(
             f"--context-parallel-size {group.world_size} does not divide the {num_heads} attention heads of {name}",
-            remedy=REMEDY,
+            hint=HINT,
         )
     if any(map(is_stateful, model.get_decoder().modules())):
         raise UnsupportedModelError(
-            f"{name} carries a state from token to token, which --context-parallel-size cannot cut", remedy=REMEDY
+            f"{name} carries a state from token to token, which --context-parallel-size cannot cut", hint=HINT
         )
     is_own = tuple(number == group.rank for number in range(group.world_size))
     return Slices(group.process_group.group_name, is_own)

@@ -200,18 +200,18 @@ class ModelSize:
             if others:
                 raise UsageError(
                     f"the model has layers of {' and '.join(sorted(others))}: how much they keep per token is unknown",
-                    remedy=NO_PLAN,
+                    hint=NO_PLAN,
                 )
             dimensions = Dimensions.of(config)
             estimate = dimensions.num_params
         except (KeyError, TypeError, ZeroDivisionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else "its dimensions are no numbers"
-            raise UsageError(f"{folder / CONFIG_NAME} does not give the model's size: {why}", remedy=NO_PLAN) from error
+            raise UsageError(f"{folder / CONFIG_NAME} does not give the model's size: {why}", hint=NO_PLAN) from error
         counted, kind = _count_in_headers(folder, tied=is_tied(document)), config.get("model_type")
         if counted is None and kind not in COUNTABLE:
             raise UsageError(
                 f"{folder} lacks weights, and the parameters of a {kind!r} model cannot be derived from its dimensions",
-                remedy="name a folder with all .safetensors files: their headers are counted",
+                hint="name a folder with all .safetensors files: their headers are counted",
             )
         total = counted or estimate
         around = max(total - estimate, 0) if "text_config" in document and kind in COUNTABLE else 0
@@ -265,7 +265,7 @@ def folder_of(model: str, *, fetch: bool = False) -> Path:
         return fetched
     raise UsageError(
         f"there is no folder {model}, and no model of that name in the hub's cache",
-        remedy=f"check the name; a Hugging Face model's folder with only its {CONFIG_NAME} is enough"
+        hint=f"check the name; a Hugging Face model's folder with only its {CONFIG_NAME} is enough"
         + (f", or download it: hf download {model}" if HUB_NAME.fullmatch(model) else ""),
     )
 
@@ -422,7 +422,7 @@ def _tensors_of(files: Iterable[Path]) -> dict[str, _Stored]:
                 start, end = tensor["data_offsets"]
                 tensors[name] = _Stored(path, tensor["dtype"], tuple(tensor["shape"]), 8 + length + start, end - start)
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path} is damaged: its header is none of safetensors", remedy=REPLACE_MODEL) from error
+            raise UsageError(f"{path} is damaged: its header is none of safetensors", hint=REPLACE_MODEL) from error
     return tensors
 
 
@@ -430,14 +430,14 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return _object(path, path.read_bytes())
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="name a model's folder") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}", hint="name a model's folder") from error
 
 
 def _object(path: Path, text: bytes) -> dict[str, Any]:
     try:
         document = json_lines.parsed(text)
     except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}", remedy=REPLACE_MODEL) from error
+        raise UsageError(f"{path} is damaged: {error}", hint=REPLACE_MODEL) from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path} holds no JSON object", remedy=REPLACE_MODEL)
+        raise UsageError(f"{path} holds no JSON object", hint=REPLACE_MODEL)
     return document

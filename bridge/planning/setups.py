@@ -85,7 +85,7 @@ def plan_rows(
         agreeing = [choices for choices in agreeing if choices.get("trainer_device") != ANOTHER_GPU]
     if not agreeing:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
-        raise UsageError(f"no setup has all of {flags}", remedy="omit one of these flags")
+        raise UsageError(f"no setup has all of {flags}", hint="omit one of these flags")
     rows = []
     for choices in agreeing:
         setup = config.changed(**choices)

@@ -32,17 +32,17 @@ def choose(requested: DeviceChoice) -> tuple[Device, str]:
     installed, gpus = software.installed_vllm(), gpu_memory_bytes()
     built_for = software.built_for(installed)
     if built_for is None:
-        raise IncompatibleVersionError("vLLM is not installed", remedy=INSTALL["cuda" if gpus else "cpu"])
+        raise IncompatibleVersionError("vLLM is not installed", hint=INSTALL["cuda" if gpus else "cpu"])
     package = " ".join(next(iter(installed.items())))
     if requested == "cuda" and not gpus:
-        raise UsageError("--device cuda, but the driver shows no GPU", remedy="nvidia-smi; or pass --device cpu")
+        raise UsageError("--device cuda, but the driver shows no GPU", hint="nvidia-smi; or pass --device cpu")
     if requested == "cuda" and built_for == "cpu":
-        raise IncompatibleVersionError(f"--device cuda, but {package} runs only on the CPU", remedy=INSTALL["cuda"])
+        raise IncompatibleVersionError(f"--device cuda, but {package} runs only on the CPU", hint=INSTALL["cuda"])
     if requested == "cpu" and built_for == "cuda":
-        raise IncompatibleVersionError(f"--device cpu, but {package} is built for GPUs", remedy=INSTALL["cpu"])
+        raise IncompatibleVersionError(f"--device cpu, but {package} is built for GPUs", hint=INSTALL["cpu"])
     if built_for == "cuda" and not gpus:
-        remedy = f"nvidia-smi; or {INSTALL['cpu']}"
-        raise IncompatibleVersionError(f"{package} is built for GPUs, and the driver shows none", remedy=remedy)
+        hint = f"nvidia-smi; or {INSTALL['cpu']}"
+        raise IncompatibleVersionError(f"{package} is built for GPUs, and the driver shows none", hint=hint)
     many = "s" if len(gpus) > 1 else ""
     where = f"{len(gpus)} GPU{many} of {gpus[0] / 2**30:.0f} GiB" if built_for == "cuda" else "on the CPU"
     return built_for, f"{package}, {where}"
@@ -131,7 +131,7 @@ def expected(config: ServeConfig) -> TrainConfig:
     if config.lora_experts and config.max_lora_rank % 8:
         raise UsageError(
             f"--max-lora-rank {config.max_lora_rank}: adapters of routed experts have ranks that 8 divides",
-            remedy=f"--max-lora-rank {math.ceil(config.max_lora_rank / 8) * 8}",
+            hint=f"--max-lora-rank {math.ceil(config.max_lora_rank / 8) * 8}",
         )
     names = "all-linear,experts" if config.lora_experts else "all-linear"
     return TrainConfig.of(model_name="", mode="lora_only", lora_r=config.max_lora_rank, lora_target_modules=names)
@@ -150,5 +150,5 @@ def check_host(trainer: TrainConfig) -> None:
     if needed > left:
         raise UsageError(
             f"--offload-optimizer takes {needed / GIB:.1f} GiB of this host's memory, {left / GIB:.1f} GiB are left",
-            remedy="--optimizer adamw-8bit or adamw-4bit without it, whose state on the GPU is small; see bridge plan",
+            hint="--optimizer adamw-8bit or adamw-4bit without it, whose state on the GPU is small; see bridge plan",
         )

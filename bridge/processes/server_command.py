@@ -132,25 +132,25 @@ class StartCommand(ServerCommand):
         try:
             parts = shlex.split(given)
         except ValueError as error:
-            raise UsageError(f"--start-command {given!r}: {error}", remedy=EXAMPLE) from error
+            raise UsageError(f"--start-command {given!r}: {error}", hint=EXAMPLE) from error
         environment = dict(outer)
         while parts and re.match(r"[A-Za-z_]\w*=", parts[0]):
             name, _, value = parts.pop(0).partition("=")
             environment[name] = value
         if not any(MODEL in part for part in parts):
-            raise UsageError(f"--start-command {given!r} has no {MODEL} in it", remedy=EXAMPLE)
+            raise UsageError(f"--start-command {given!r} has no {MODEL} in it", hint=EXAMPLE)
         address = urlsplit(url)
         host, port = address.hostname or "", address.port or 0
         named = re.search(r"--port[ =](\d+)", " ".join(parts))
         if named and int(named[1]) != port:
             raise UsageError(
                 f"--start-command listens on port {named[1]}, but the trainer would use port {port}",
-                remedy=f"--vllm-port {named[1]}",
+                hint=f"--vllm-port {named[1]}",
             )
         beside_this_python = str(Path(sys.executable).parent)
         program = shutil.which(parts[0], path=f"{environment.get('PATH', os.defpath)}{os.pathsep}{beside_this_python}")
         if program is None:
-            raise UsageError(f"--start-command: no program {parts[0]}", remedy="give its full path, or fix PATH")
+            raise UsageError(f"--start-command: no program {parts[0]}", hint="give its full path, or fix PATH")
         start_checks.check_port(host, port, flag="--vllm-port")
         argv = (str(Path(program).absolute()), *parts[1:])
         return cls(argv=argv, environment=environment, model=model, host=host, port=port)
@@ -213,7 +213,7 @@ def check_plugin() -> None:
     if compatibility is None:
         raise IncompatibleVersionError(
             "vLLM cannot find Bridge's plugin: this Bridge was copied, not installed",
-            remedy="pip install -e . in Bridge's folder, with the Python that runs vLLM",
+            hint="pip install -e . in Bridge's folder, with the Python that runs vLLM",
         )
     import_module(compatibility).check_installed()
 

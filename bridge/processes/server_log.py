@@ -105,12 +105,12 @@ def own_error(log: Path) -> BridgeError | None:
         if (match := ERROR.match(line)) is None:
             continue
         hints = (text.removeprefix("hint: ") for text in lines[index : index + 12] if text.startswith("hint: "))
-        remedy = next(hints, "")  # a compiler's error, which begins in the same way, has none
-        name = "AttachError" if match["refusal"] and remedy else (match["name"] or "").rpartition(".")[2]
+        hint = next(hints, "")  # a compiler's error, which begins in the same way, has none
+        name = "AttachError" if match["refusal"] and hint else (match["name"] or "").rpartition(".")[2]
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, BridgeError):
             message = match["refusal"] or match["message"] or name
-            return kind(message, remedy=remedy or f"bridge doctor, or read {log}")
+            return kind(message, hint=hint or f"bridge doctor, or read {log}")
     return None
 
 

@@ -85,11 +85,11 @@ class StartedServer:
                 self._start(None, check_abort)
                 yield self
         except ServerUnreachableError as error:
-            if str(self._log) in error.remedy:
+            if str(self._log) in error.hint:
                 raise
             if self._server is None or self._server.is_alive():
-                remedy = f"{error.remedy} (its log: {self._log})"
-                raise ServerUnreachableError(error.message, remedy=remedy) from error
+                hint = f"{error.hint} (its log: {self._log})"
+                raise ServerUnreachableError(error.message, hint=hint) from error
             raise self._died(self._server) from error
         finally:
             self._stop()
@@ -175,7 +175,7 @@ class StartedServer:
         last = server_log.last_line(self._log)
         raise ServerUnreachableError(
             f"vLLM was not ready within {self._limit_s:.0f} s; last line of its log: {last}",
-            remedy=f"read {self._log}, run bridge doctor, or allow more time with --start-limit-s",
+            hint=f"read {self._log}, run bridge doctor, or allow more time with --start-limit-s",
         )
 
     def _answering(self, server: Child) -> str | None:
@@ -199,7 +199,7 @@ class StartedServer:
         before = f", restarted {self._restarts} times," if self._restarts > 1 else ""
         return ServerUnreachableError(
             f"vLLM (pid {server.process.pid}){before} {how}: {server_log.root_error(self._log)}",
-            remedy=f"bridge doctor, or read {self._log}",
+            hint=f"bridge doctor, or read {self._log}",
         )
 
 

@@ -30,9 +30,7 @@ def check_software(device: DeviceChoice) -> None:
     """Check what `bridge doctor` checks of the software that vLLM cannot start without."""
     built_for, _ = accelerator.choose(device)
     if fault := software.obstacle(built_for):
-        raise IncompatibleVersionError(
-            f"{fault.name}: {fault.found}", remedy=f"{fault.remedy}; all checks: bridge doctor"
-        )
+        raise IncompatibleVersionError(f"{fault.name}: {fault.found}", hint=f"{fault.hint}; all checks: bridge doctor")
 
 
 def check_reachable(model: str) -> None:
@@ -57,7 +55,7 @@ def check_folder(model: str, *, needs_config: bool = True) -> None:
             merged = f"{folder.name}-merged"
             raise UsageError(
                 f"--model {model}: it holds an adapter, expected a whole model",
-                remedy=f"bridge export {shlex.quote(model)} --out {shlex.quote(merged)}, then --model"
+                hint=f"bridge export {shlex.quote(model)} --out {shlex.quote(merged)}, then --model"
                 f" {shlex.quote(merged)}",
             )
     elif paths.is_file(folder):
@@ -66,8 +64,8 @@ def check_folder(model: str, *, needs_config: bool = True) -> None:
         missing = "there is no such folder"
     else:
         return
-    remedy = "give the folder of a Hugging Face model, or its name on the hub"
-    raise UsageError(f"--model {model}: {missing}", remedy=remedy)
+    hint = "give the folder of a Hugging Face model, or its name on the hub"
+    raise UsageError(f"--model {model}: {missing}", hint=hint)
 
 
 def check_model(model: str, *, shares_weights: bool = True) -> None:
@@ -78,13 +76,13 @@ def check_model(model: str, *, shares_weights: bool = True) -> None:
     config = model_checks.read(model)
     if config is None:
         if paths.is_folder(folder):
-            raise UsageError(f"--model {model}: its config.json describes no model", remedy="download or copy it again")
+            raise UsageError(f"--model {model}: its config.json describes no model", hint="download or copy it again")
         return
     mode = model_checks.SHARED if shares_weights else model_checks.NONE
     obstacles = [obstacle for obstacle in model_checks.obstacles(config) if mode in obstacle.modes]
     obstacles = obstacles or model_checks.contradictions(model, config) or model_checks.unbuildable(model, config)
     for obstacle in obstacles:
-        raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", remedy=obstacle.remedy)
+        raise UnsupportedModelError(f"--model {model}: {obstacle.reason}", hint=obstacle.hint)
 
 
 def check_trained_dtype(config: ServeConfig) -> None:
@@ -93,7 +91,7 @@ def check_trained_dtype(config: ServeConfig) -> None:
     by_default = model_checks.is_half(described) and _family(described) not in model_checks.SERVED_IN_BFLOAT16
     if config.dtype == "float16" or (config.dtype == "auto" and by_default):
         given = "--dtype float16" if config.dtype == "float16" else f"--model {config.model} is in float16"
-        raise UsageError(f"{given}: gradients would overflow", remedy="--dtype bfloat16")
+        raise UsageError(f"{given}: gradients would overflow", hint="--dtype bfloat16")
 
 
 def _family(config: model_checks.Config | None) -> str:
@@ -111,21 +109,21 @@ def check_quantization(
     if config.quantization is None:
         return
     if "--quantization" in vllm_flags.names(flags):
-        raise UsageError(f"{given}, and after -- another --quantization, which vLLM would take", remedy="give one")
+        raise UsageError(f"{given}, and after -- another --quantization, which vLLM would take", hint="give one")
     if not (shares_weights or is_fed):
         raise UsageError(
             f"{given} is made of weights that are trained in vLLM's memory, and this server shares none",
-            remedy=f"give it to vLLM itself, after --: -- {given}",
+            hint=f"give it to vLLM itself, after --: -- {given}",
         )
     if config.dtype == "float32":
-        raise UsageError(f"{given}: vLLM quantizes bfloat16 and float16, found --dtype float32", remedy="--dtype auto")
+        raise UsageError(f"{given}: vLLM quantizes bfloat16 and float16, found --dtype float32", hint="--dtype auto")
     device, _ = accelerator.choose(config.device)
     capability = accelerator.capability() if device == "cuda" else None
     if capability is not None and capability < FP8_CAPABILITY:
         version = ".".join(map(str, capability))
         raise UsageError(
             f"{given} needs a GPU that multiplies in FP8, of compute capability 8.9 or more, found {version}",
-            remedy="leave it out",
+            hint="leave it out",
         )
     if shares_weights:
         _refuse_other_fp8(config, flags, given, device)
@@ -134,7 +132,7 @@ def check_quantization(
     if width := model_checks.unblocked(described, block, num_ranks):
         where = f" on each of {num_ranks} GPUs" if num_ranks > 1 else ""
         other = "leave it out" if by_row or num_ranks > 1 else "--quantization fp8_per_channel"
-        raise UsageError(f"{given} needs widths that {block} divides{where}, found {width}", remedy=other)
+        raise UsageError(f"{given} needs widths that {block} divides{where}, found {width}", hint=other)
 
 
 def _refuse_other_fp8(config: ServeConfig, flags: Sequence[str], given: str, device: software.Device) -> None:
@@ -142,17 +140,15 @@ def _refuse_other_fp8(config: ServeConfig, flags: Sequence[str], given: str, dev
     by_row, num_ranks = config.quantization == "fp8_per_channel", config.tensor_parallel_size
     if model_checks.has_experts(model_checks.read(config.model)) and (by_row or device == "cpu"):
         why = "experts are served with a scale for each block" if by_row else "on a CPU vLLM repacks experts"
-        raise UsageError(
-            f"{given}: {why}", remedy="leave it out" if device == "cpu" else "--quantization fp8_per_block"
-        )
+        raise UsageError(f"{given}: {why}", hint="leave it out" if device == "cpu" else "--quantization fp8_per_block")
     if by_row and num_ranks > 1:
         raise UsageError(
             f"{given} has scales that several GPUs share, found --tensor-parallel-size {num_ranks}",
-            remedy="--quantization fp8_per_block",
+            hint="--quantization fp8_per_block",
         )
     if TRANSFER_FLAG[0] in vllm_flags.names(flags):
         raise UsageError(
-            f"{given}: vLLM's transfer would write the FP8, not what it is made of", remedy=f"omit {TRANSFER_FLAG[0]}"
+            f"{given}: vLLM's transfer would write the FP8, not what it is made of", hint=f"omit {TRANSFER_FLAG[0]}"
         )
 
 
@@ -163,7 +159,7 @@ def check_length(config: ServeConfig) -> None:
         given = f"--max-model-len {config.max_model_len}" if config.max_model_len else "vLLM's default"
         raise UsageError(
             f"--model {config.model} has dynamic RoPE: vLLM has the frequencies of {limit} tokens, {given} is longer",
-            remedy=f"--max-model-len {limit}",
+            hint=f"--max-model-len {limit}",
         )
 
 
@@ -181,9 +177,9 @@ def check_experts(config: ServeConfig) -> None:
         f"checkpoints of a {kind} model have no {experts.STORED}": (not experts.stores_each(kind), without),
         f"vLLM computes them on a GPU alone, found {device} ({why})": (device == "cpu", without),
     }
-    for fault, (is_broken, remedy) in faults.items():
+    for fault, (is_broken, hint) in faults.items():
         if is_broken:
-            raise UsageError(f"adapters of routed experts: {fault}", remedy=remedy)
+            raise UsageError(f"adapters of routed experts: {fault}", hint=hint)
 
 
 def check_port(host: str, port: int, *, flag: str = "--port") -> None:
@@ -194,18 +190,18 @@ def check_port(host: str, port: int, *, flag: str = "--port") -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except PermissionError as error:
-        raise UsageError(f"port {port} is reserved for root", remedy=f"choose 1024 or higher with {flag}") from error
+        raise UsageError(f"port {port} is reserved for root", hint=f"choose 1024 or higher with {flag}") from error
     except socket.gaierror as error:
-        raise UsageError(f"--host {host} does not resolve: {error.strerror}", remedy="--host 127.0.0.1") from error
+        raise UsageError(f"--host {host} does not resolve: {error.strerror}", hint="--host 127.0.0.1") from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise UsageError(f"{host}:{port}: {error.strerror}", remedy="--host 127.0.0.1") from error
+            raise UsageError(f"{host}:{port}: {error.strerror}", hint="--host 127.0.0.1") from error
         from bridge.checks import server  # loads httpx, which a start needs only here
 
-        remedy = f"choose another with {flag}, such as {free_port(host)}"
+        hint = f"choose another with {flag}, such as {free_port(host)}"
         holder = server.describe(server.listening().get(port))
         by = f" by {holder}" if holder.pid else ""
-        raise UsageError(f"port {port} is taken{by}", remedy=remedy) from error
+        raise UsageError(f"port {port} is taken{by}", hint=hint) from error
 
 
 @contextlib.contextmanager
@@ -234,7 +230,7 @@ def _mark(taken: str, name: str, flag: str, *, inherits: bool) -> socket.socket:
         mark.close()
         raise UsageError(
             f"{taken} is about to be taken: another run of Bridge is starting a server with it",
-            remedy=f"choose another with {flag}; bridge doctor shows what is left of a server that was killed",
+            hint=f"choose another with {flag}; bridge doctor shows what is left of a server that was killed",
         ) from error
     return mark
 
@@ -255,7 +251,7 @@ def clear_manifest(path: Path, output: Output = PLAIN) -> None:
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise UsageError(
             f"cannot write the manifest {path}: {folder} is not a folder in which you may write",
-            remedy="choose another path with --vllm-config-path",
+            hint="choose another path with --vllm-config-path",
         )
     if not os.path.lexists(path):
         return
@@ -272,7 +268,7 @@ def clear_manifest(path: Path, output: Output = PLAIN) -> None:
         return
     raise UsageError(
         f"{path} belongs to a live server: pid {existing.server.pid} at {existing.url}",
-        remedy=f"attach to it, stop it (kill {existing.server.pid}), or choose another path with --vllm-config-path",
+        hint=f"attach to it, stop it (kill {existing.server.pid}), or choose another path with --vllm-config-path",
     )
 
 
@@ -284,5 +280,5 @@ def _refuse_out_of_sight(existing: manifest.Manifest, path: Path) -> None:
     where = "another container" if is_here else f"host {existing.host}"
     raise UsageError(
         f"{path} belongs to a server on {where}, which may be alive (pid {existing.server.pid} there)",
-        remedy=f"choose another path with --vllm-config-path or, if that server is gone: rm {path}",
+        hint=f"choose another path with --vllm-config-path or, if that server is gone: rm {path}",
     )

@@ -70,7 +70,7 @@ class Refusal:
     """Returns whether a value does no harm."""
     any_server: bool = False
     """Whether a server that shares nothing is refused too."""
-    remedy: str = ""
+    hint: str = ""
     """What to do instead; empty: leave it out."""
     may_insist: bool = False
     """Whether it changes only how numbers are rounded, which the correction for the mismatch may make up for."""
@@ -114,37 +114,37 @@ _DRAFTED = (
     """ --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'"""
 )
 _REFUSED: Mapping[tuple[str, ...], Refusal] = {
-    ("--hf-overrides",): Refusal(_ALONE, _overrides_the_heads_type, any_server=True, remedy=_IN_CONFIG),
+    ("--hf-overrides",): Refusal(_ALONE, _overrides_the_heads_type, any_server=True, hint=_IN_CONFIG),
     ("--hf-config-path", "--model-class-overrides", "--disable-sliding-window"): Refusal(
-        _ALONE, any_server=True, remedy=_IN_CONFIG
+        _ALONE, any_server=True, hint=_IN_CONFIG
     ),
     ("--revision", "--code-revision"): Refusal(
         _ALONE, THE_TRAINERS_REVISION.__eq__, any_server=True,
-        remedy="download that revision, and give its folder as --model: hf download MODEL --revision REVISION",
+        hint="download that revision, and give its folder as --model: hf download MODEL --revision REVISION",
     ),
-    ("--config-format",): Refusal(_ALONE, ("auto", "hf").__contains__, any_server=True, remedy=_IN_CONFIG),
+    ("--config-format",): Refusal(_ALONE, ("auto", "hf").__contains__, any_server=True, hint=_IN_CONFIG),
     ("--runner",): Refusal(_ALONE, ("auto", "generate").__contains__, any_server=True),
     ("--convert",): Refusal(_ALONE, ("auto", "none").__contains__, any_server=True),
     ("--tokenizer", "--chat-template", "--default-chat-template-kwargs"): Refusal(
-        _TOKENIZED, any_server=True, remedy=_IN_FOLDER
+        _TOKENIZED, any_server=True, hint=_IN_FOLDER
     ),
     ("--tokenizer-revision",): Refusal(
-        _TOKENIZED, THE_TRAINERS_REVISION.__eq__, any_server=True, remedy=_IN_FOLDER
+        _TOKENIZED, THE_TRAINERS_REVISION.__eq__, any_server=True, hint=_IN_FOLDER
     ),
-    ("--tokenizer-mode",): Refusal(_TOKENIZED, ("auto", "hf").__contains__, any_server=True, remedy=_IN_FOLDER),
+    ("--tokenizer-mode",): Refusal(_TOKENIZED, ("auto", "hf").__contains__, any_server=True, hint=_IN_FOLDER),
     ("--skip-tokenizer-init",): Refusal("the server has to detokenize completions", any_server=True),
     ("--mm-processor-kwargs", "--media-io-kwargs"): Refusal(
         "for the server alone: the trainer processes images as the model's folder says", any_server=True,
-        remedy="put it into preprocessor_config.json in the model's folder, which server and trainer both read",
+        hint="put it into preprocessor_config.json in the model's folder, which server and trainer both read",
     ),
     ("--generation-config",): Refusal(
         "for the server alone: where completions end, and what a request samples from by default, would be another's",
         ("auto", "vllm").__contains__, any_server=True,
-        remedy="put it into the model's folder as generation_config.json",
+        hint="put it into the model's folder as generation_config.json",
     ),
     ("--override-generation-config",): Refusal(
         "it changes what a request samples from where the request does not say", any_server=True,
-        remedy="--temperature, --top-k, --top-p and --min-p, or generation_config.json in the model's folder",
+        hint="--temperature, --top-k, --top-p and --min-p, or generation_config.json in the model's folder",
     ),
     ("--logprobs-mode",): Refusal(
         "the trainer compares with the distribution that was sampled from, after temperature and filters",
@@ -294,9 +294,9 @@ def check(
     """
     if flags and not flags[0].startswith("-"):
         raise UsageError(
-            f"unexpected argument {flags[0]!r}", remedy="give the model as --model, and vLLM's own flags after --"
+            f"unexpected argument {flags[0]!r}", hint="give the model as --model, and vLLM's own flags after --"
         )
-    insisted_on, faults, remedies, unknown = _listed(insisted), list[str](), list[str](), list[str]()
+    insisted_on, faults, hints, unknown = _listed(insisted), list[str](), list[str](), list[str]()
     for name, value in _pairs(flags):
         given = f"{name} {value}".strip()
         why = REFUSED.get(name)
@@ -306,7 +306,7 @@ def check(
             is_passed = why.allowed(value) or (why.may_insist and name in insisted_on)
             if (shares_weights or why.any_server) and not is_passed:
                 faults.append(f"{given}: {why.reason}")
-                remedies += [why.remedy] if why.remedy else []
+                hints += [why.hint] if why.hint else []
                 unknown += [name] if why.may_insist else []
         elif name not in HARMLESS | OURS | insisted_on and not _turns_off(name):
             faults.append(f"{given}: not known to leave what the server computes as the trainer computes it")
@@ -317,11 +317,11 @@ def check(
     if unknown:
         listed = ",".join(dict.fromkeys(name.lstrip("-") for name in (*sorted(insisted_on), *unknown)))
         them = "it out, or, if it does" if "," not in listed else "them out, or, if they do"
-        remedies.append(f"leave {them} no harm: {INSIST} {listed}")
+        hints.append(f"leave {them} no harm: {INSIST} {listed}")
     if faults:
         what = "one copy of the weights" if shares_weights else "a trainer"
         leave_out = f"leave it out: it does not work with {what}"
-        raise UsageError("; ".join(faults), remedy="; ".join(dict.fromkeys(remedies)) or leave_out)
+        raise UsageError("; ".join(faults), hint="; ".join(dict.fromkeys(hints)) or leave_out)
 
 
 def _listed(insisted: str) -> set[str]:
@@ -417,7 +417,7 @@ def _add_sockets(extra: Added, outer: Mapping[str, str]) -> None:
         return
     what = f"{variable} has {length} bytes, and vLLM's sockets in it allow {LONGEST_SOCKETS}"
     if variable == SOCKETS or not os.access(SHORT_FOLDER, os.W_OK | os.X_OK):
-        raise UsageError(f"{what}: {folder}", remedy=f"{SOCKETS}=/path/to/a/short/folder, or a shorter {variable}")
+        raise UsageError(f"{what}: {folder}", hint=f"{SOCKETS}=/path/to/a/short/folder, or a shorter {variable}")
     extra.environment[SOCKETS] = SHORT_FOLDER
     extra.notes.append(f"{SOCKETS}={SHORT_FOLDER}: {what}")
 
@@ -429,13 +429,13 @@ def _add_transfer(extra: Added, given: set[str], reload: str, *, replicas: int, 
     if replicas > 1:
         raise UsageError(
             f"--reload transfer sends from one trainer, found {replicas} (--gpus, --hosts)",
-            remedy="leave out --gpus and --hosts; one trainer feeds several servers with bridge train --servers",
+            hint="leave out --gpus and --hosts; one trainer feeds several servers with bridge train --servers",
         )
     if beside in {*SERVERS_GPU, "cpu"}:
         what = "a CPU" if beside == "cpu" else f"the server's: --trainer-device {beside}"
         raise UsageError(
             f"--reload transfer sends from one GPU to another, found {what}",
-            remedy="--trainer-device cuda:N, a GPU that the server does not use, or --reload restart",
+            hint="--trainer-device cuda:N, a GPU that the server does not use, or --reload restart",
         )
     extra.argv += TRANSFER_FLAG if TRANSFER_FLAG[0] not in given else ()
     extra.environment["VLLM_SERVER_DEV_MODE"] = "1"
@@ -452,7 +452,7 @@ def _add_adapters(extra: Added, rank: int, given: set[str], *, experts: bool) ->
     if size is None:
         raise UsageError(
             f"--max-lora-rank {rank}: vLLM takes adapters up to rank {RANKS[-1]}",
-            remedy=f"--lora-r {RANKS[-1]}, or train all weights with --mode shared_vllm",
+            hint=f"--lora-r {RANKS[-1]}, or train all weights with --mode shared_vllm",
         )
     if size != rank and "--max-lora-rank" not in given:
         extra.notes.append(f"--max-lora-rank {size}: vLLM's smallest slot that takes rank {rank}")

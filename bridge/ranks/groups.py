@@ -49,7 +49,7 @@ def rendezvous(
     deadline = time.monotonic() + RENDEZVOUS_LIMIT_S
     while not store.check([*map(str, range(world_size))]):
         if time.monotonic() > deadline:
-            raise RankError("another rank ended before it was ready", remedy="its output says why")
+            raise RankError("another rank ended before it was ready", hint="its output says why")
         time.sleep(POLL_S)
     os.environ.setdefault(NCCL_WATCHDOG, "0")
     before = sockets()
@@ -78,7 +78,7 @@ def check_same(store: Any, rank: int, world_size: int, name: str, value: int) ->
         store.wait([f"{name}{number} read" for number in range(world_size)])
     if differing := [number for number in values if number != values[0]]:
         raise UsageError(
-            f"the hosts differ in {name}: {values[0]} and {differing[0]}", remedy="start the same command on each host"
+            f"the hosts differ in {name}: {values[0]} and {differing[0]}", hint="start the same command on each host"
         )
 
 

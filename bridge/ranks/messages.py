@@ -67,21 +67,21 @@ class Outcome:
         """Return a line about an error, and the result on the next one."""
         error = self.error
         kind = INTERRUPTED if isinstance(error, KeyboardInterrupt) else ""
-        text, remedy = self.fault, ""
+        text, hint = self.fault, ""
         if isinstance(error, BridgeError):
             kind = name_of(type(error))
             text = error.message
-            remedy = error.remedy
-        return dumps([kind, text, remedy]) + b"\n" + self.message
+            hint = error.hint
+        return dumps([kind, text, hint]) + b"\n" + self.message
 
     @classmethod
     def loads(cls, message: bytes) -> Self:
         line, _, result = message.partition(b"\n")
-        kind, text, remedy = loads(line)
+        kind, text, hint = loads(line)
         if kind == INTERRUPTED:
             return cls(error=KeyboardInterrupt())
         if kind:
-            return cls(error=_error(kind, text, remedy))
+            return cls(error=_error(kind, text, hint))
         return cls(fault=text, result=loads(result)[0])
 
     @property
@@ -115,16 +115,16 @@ def loads(message: bytes) -> Any:
     except (ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
         raise RankError(
             f"a message of another rank cannot be read: {type(error).__name__}: {error}",
-            remedy="a host runs other code, or another process reaches this run's ports: use a network that you trust",
+            hint="a host runs other code, or another process reaches this run's ports: use a network that you trust",
         ) from error
 
 
-def _error(kind: str, message: str, remedy: str) -> BridgeError:
+def _error(kind: str, message: str, hint: str) -> BridgeError:
     """Return the error of a rank; `kind` is the name of its class."""
     error_class = _class(kind)
     if not issubclass(error_class, BridgeError):
-        raise RankError(f"a message of another rank has no error named {kind}", remedy="run the same code on all hosts")
-    return error_class(message, remedy=remedy)
+        raise RankError(f"a message of another rank has no error named {kind}", hint="run the same code on all hosts")
+    return error_class(message, hint=hint)
 
 
 def exchange(mine: bytes, group: "dist.ProcessGroup", size: int) -> list[bytes]:
@@ -155,7 +155,7 @@ def _encoded(value: Any) -> Any:
     if not kind.__module__.startswith(PACKAGE) or (fields := _fields(value)) is None:
         raise UsageError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: {repr(value)[:80]}",
-            remedy="with several GPUs, a problem holds text, numbers, true, false, null, lists and dictionaries",
+            hint="with several GPUs, a problem holds text, numbers, true, false, null, lists and dictionaries",
         )
     return {name_of(kind): {name: _encoded(item) for name, item in fields.items()}}
 

@@ -126,7 +126,7 @@ class Tensors:
             reason = watched or str(error).partition(". This is")[0].splitlines()[0]
             raise RankError(
                 f"rank {world.rank} of {world.world_size} lost another rank: {reason}",
-                remedy="continue with --resume; the rank that ended first says why",
+                hint="continue with --resume; the rank that ended first says why",
             ) from error
 
 

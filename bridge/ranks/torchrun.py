@@ -55,7 +55,7 @@ def _number(name: str) -> int:
 def _not_a_launcher(what: str) -> UsageError:
     return UsageError(
         f"the environment is not that of a launcher: {what}",
-        remedy="start all processes with torchrun --nproc-per-node N; for one process, unset WORLD_SIZE",
+        hint="start all processes with torchrun --nproc-per-node N; for one process, unset WORLD_SIZE",
     )
 
 
@@ -70,12 +70,12 @@ def join(device: torch.device, *, tp_size: int) -> Ranks:
     if size % tp_size:
         raise UsageError(
             f"{size} processes were started, and the server's weights are in {tp_size} parts",
-            remedy=f"torchrun --nproc-per-node {tp_size}, or a multiple of it, with a server for each {tp_size}",
+            hint=f"torchrun --nproc-per-node {tp_size}, or a multiple of it, with a server for each {tp_size}",
         )
     if dist.is_initialized():
         raise UsageError(
             "this process is in a group of torch.distributed already, and a policy makes its own",
-            remedy="attach one policy in each process, before init_process_group; others with reads_only=True",
+            hint="attach one policy in each process, before init_process_group; others with reads_only=True",
         )
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

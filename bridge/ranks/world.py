@@ -176,7 +176,7 @@ class Ranks(Tensors):
             what = "is out of memory" if is_memory else "stopped in a pass"
             reported = RankError(
                 f"rank {self.rank} of {self.world_size} {what}: {first_line(error)}",
-                remedy="--resume with --kv-sleep always, --gradient-checkpointing or a lower --micro-batch-tokens"
+                hint="--resume with --kv-sleep always, --gradient-checkpointing or a lower --micro-batch-tokens"
                 if is_memory
                 else "continue with --resume; the rank that ended first says why",
             )
@@ -193,7 +193,7 @@ class Ranks(Tensors):
         if watch is not None and watch.is_lost(range(self._all.world_size)):
             error = RankError(
                 f"rank {self.rank} of {self.world_size} stopped, since another rank failed",
-                remedy="the rank that ended first says why",
+                hint="the rank that ended first says why",
             )
             setattr(error, OF_TENSORS, True)
             raise error
@@ -234,7 +234,7 @@ class Ranks(Tensors):
         if error is None:
             error = RankError(
                 f"rank {first} of {self.world_size} failed: {outcomes[first].fault}",
-                remedy="its traceback is in its log; the other ranks ended with it",
+                hint="its traceback is in its log; the other ranks ended with it",
             )
         if error is not mine.raised:
             error.__context__ = mine.raised

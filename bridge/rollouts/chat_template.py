@@ -68,7 +68,7 @@ def apply_chat_template(
     if _calls(messages[-1]):
         raise RewardError(
             f"the prompt {described(messages)} ends with calls of tools, expected their answers behind them",
-            remedy="add the answers as messages of the role tool, or leave the calls out",
+            hint="add the answers as messages of the role tool, or leave the calls out",
         )
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
     texts, failures = list[str](), list[Exception]()
@@ -82,7 +82,7 @@ def apply_chat_template(
         raise RewardError(
             f"the model's chat template rejects the prompt {described(messages)} with the roles {roles}:"
             f" {type(failures[0]).__name__}{reason_of(failures[0])}",
-            remedy="use the roles that the model's template supports, in the order that it expects"
+            hint="use the roles that the model's template supports, in the order that it expects"
             + (" (--system-prompt '' leaves out the environment's own)" if messages[0]["role"] == "system" else ""),
         ) from failures[0]
     names = [str(call["function"].get("name")) for message in messages for call in _calls(message)]
@@ -196,7 +196,7 @@ def arguments(source: object, problem: Mapping[str, Any], template: Mapping[str,
         raise RewardError(
             f"the problem's {OWN_ARGUMENTS} is {described(own)}, expected an object without"
             f" {', '.join(sorted(SET_BY_BRIDGE))}",
-            remedy='write it as {"enable_thinking": false}',
+            hint='write it as {"enable_thinking": false}',
         )
     own = {name: value for name, value in own.items() if value is not None}
     return {name: value for name, value in columns.items() if value} | {**template, **own}
@@ -273,16 +273,16 @@ def refuse_lost(render: Render, given: Sequence[Message]) -> None:
     index, rendered = missing[0], roles(render)
     role, first = given[index]["role"], given[0]["role"]
     place = " that is not the first message" if role == first == "system" and index else ""
-    remedy = f"write {MEANT[role]} in place of {role}" if role in MEANT else ""
+    hint = f"write {MEANT[role]} in place of {role}" if role in MEANT else ""
     if isinstance(given[index].get("content"), list) and role in rendered:
-        remedy = "write its content as one text, not in parts"
+        hint = "write its content as one text, not in parts"
     if role == "system":
-        remedy = "write its text into the user's message, and use --system-prompt '' if the environment adds it"
+        hint = "write its text into the user's message, and use --system-prompt '' if the environment adds it"
     raise RewardError(
         f"the model's chat template drops the message of the role {role}{place} in the prompt {described(given)}: the"
         f" model would not see {described(given[index].get('content'))}; the template renders"
         f" {'the roles ' + ', '.join(rendered) if rendered else 'no message whose content is text'}",
-        remedy=f"{remedy}, or {OWN_TEMPLATE}" if remedy else f"write a role that it renders, or {OWN_TEMPLATE}",
+        hint=f"{hint}, or {OWN_TEMPLATE}" if hint else f"write a role that it renders, or {OWN_TEMPLATE}",
     )
 
 

@@ -110,7 +110,7 @@ class Unusable:
         if self._num_in_row >= MOST_UNUSABLE:
             raise RewardError(
                 f"the prompts of {self._num_in_row} problems in a row cannot be used, the last: {faults[-1].line}",
-                remedy="fix the problems, or serve with a larger --max-model-len if they are too long",
+                hint="fix the problems, or serve with a larger --max-model-len if they are too long",
             )
 
 

@@ -79,17 +79,17 @@ class Prompts:
         if not hasattr(config, "vision_config"):
             raise UnsupportedModelError(
                 f"{self._model_name} is a {config.model_type}, which has no vision model, and a prompt has images",
-                remedy="use a model that takes images, such as Qwen3-VL (docs/families.md), or leave the images out",
+                hint="use a model that takes images, such as Qwen3-VL (docs/families.md), or leave the images out",
             )
         if config.model_type not in SEEING:
             raise UnsupportedModelError(
                 f"{self._model_name} is a {config.model_type}: Bridge trains it on text alone, and a prompt has images",
-                remedy=f"use one of the models whose images are proved: {', '.join(sorted(SEEING))}",
+                hint=f"use one of the models whose images are proved: {', '.join(sorted(SEEING))}",
             )
         if self._pass_size > 1:
             raise UsageError(
                 f"a prompt has images, and {self._pass_size} GPUs compute a pass together: the vision model is not cut",
-                remedy="leave out --tensor-parallel-size and --context-parallel-size; --gpus N trains on several GPUs",
+                hint="leave out --tensor-parallel-size and --context-parallel-size; --gpus N trains on several GPUs",
             )
         return config
 
@@ -100,7 +100,7 @@ class Prompts:
         except Exception as error:  # what is raised depends on the model, and on optional libraries
             raise UsageError(
                 f"the image processor of {self._model_name} cannot be loaded: {with_class(error)}",
-                remedy="pip install torchvision pillow, and copy preprocessor_config.json and processor_config.json"
+                hint="pip install torchvision pillow, and copy preprocessor_config.json and processor_config.json"
                 " into the model's folder",
             ) from error
 
@@ -114,7 +114,7 @@ class Prompts:
         except Exception as error:  # what it raises at an odd image is the processor's to choose
             raise RewardError(
                 f"the model's processor rejects {', '.join(problem['images'])}: {with_class(error)}",
-                remedy="resize the image, or leave the row out",
+                hint="resize the image, or leave the row out",
             ) from error
         ids = (*self._before(problem, text), *made["input_ids"][0].tolist())
         dtype = getattr(config, "dtype", None) or torch.float32
@@ -148,7 +148,7 @@ class Prompts:
         if self._chat_template is None:
             raise RewardError(
                 "the environment's prompts are chat messages, and the model has no chat template",
-                remedy="write the prompts as text, or use a model with a chat template",
+                hint="write the prompts as text, or use a model with a chat template",
             )
         messages = [*_in_parts(chat_template.as_known(prompt), problem)]
         given = chat_template.arguments(self._chat_template, problem, self._template)
@@ -168,7 +168,7 @@ def _check_markers(text: str, problem: Problem, processor: Any) -> None:
         raise RewardError(
             f"the prompt {described(problem['prompt'])} has {num_markers} places for images, expected {num_images},"
             f" for {', '.join(problem['images'])}",
-            remedy=f"write {processor.image_token} in the text once for each image, or use chat messages, with a"
+            hint=f"write {processor.image_token} in the text once for each image, or use chat messages, with a"
             ' part {"type": "image"} for each',
         )
     for name, meaning in WRITTEN.items():
@@ -176,7 +176,7 @@ def _check_markers(text: str, problem: Problem, processor: Any) -> None:
         if token and token in text:
             raise RewardError(
                 f"the text of the prompt {described(problem['prompt'])} has {token}, which stands for {meaning}",
-                remedy=f"remove {token} from the text, or write it as other characters: the model's processor writes it"
+                hint=f"remove {token} from the text, or write it as other characters: the model's processor writes it"
                 f" behind {processor.image_token}",
             )
 
@@ -198,7 +198,7 @@ def _in_parts(messages: Sequence[Message], problem: Problem) -> Iterator[Message
             raise RewardError(
                 f"the prompt {described(problem['prompt'])} has {num_places} times {PLACE} in its text, expected"
                 f" {num_images}, for {', '.join(problem['images'])}",
-                remedy=f'write {PLACE} once for each image, or a part {{"type": "image"}} for each',
+                hint=f'write {PLACE} once for each image, or a part {{"type": "image"}} for each',
             )
         parted = [{**message, "content": _placed(message.get("content") or "")} for message in messages]
     # Source: the order is that of `prepare_multimodal_messages` in TRL 1.16.
@@ -251,7 +251,7 @@ def _starts(ids: Sequence[int], image_token: int, grids: Sequence[tuple[int, ...
         expected = ", ".join(str(math.prod(grid)) for grid in grids)
         raise UnsupportedModelError(
             f"the model's processor made {lengths} image tokens, expected {expected}: one for each piece of the images",
-            remedy="separate images by text or by the family's own tokens; if they are, use a model and a processor of"
+            hint="separate images by text or by the family's own tokens; if they are, use a model and a processor of"
             " one version, of a family in docs/families.md",
         )
     return tuple(indices[0] for indices in of_images)

@@ -55,7 +55,7 @@ class RequestFailed(Exception):  # noqa: N818  a retry may succeed: no error yet
         """Return the error to raise when no retries are left."""
         error = unreachable(url, f"{self.reason}; tried {'once' if num_tries == 1 else f'{num_tries} times'}")
         if self.retry == "elsewhere":
-            error.remedy += "; or raise --request-timeout-s, or lower --max-new-tokens"
+            error.hint += "; or raise --request-timeout-s, or lower --max-new-tokens"
         return error
 
 
@@ -195,10 +195,10 @@ def _token_id(url: str, token: str, ids_of: IdsOf | None) -> int:
         raise UsageError(
             f"the server at {url} returns its tokens as text only, and {token!r} is the text of"
             f" {len(ids) or 'no'} tokens of this model, expected one",
-            remedy=TAKE_ANOTHER,
+            hint=TAKE_ANOTHER,
         )
     return ids[0]
 
 
 def _without_token_ids(url: str) -> UsageError:
-    return UsageError(f"the server at {url} returns no token ids with their log-probabilities", remedy=TAKE_ANOTHER)
+    return UsageError(f"the server at {url} returns no token ids with their log-probabilities", hint=TAKE_ANOTHER)

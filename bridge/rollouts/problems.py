@@ -28,7 +28,7 @@ def endless(problems: Iterable[Problem], seed: int) -> Iterator[Problem]:
         if problem is None:
             raise RewardError(
                 f"pass {number + 1} over the environment's problems yielded none",
-                remedy="let __iter__ return a new iterator each time, over at least one problem",
+                hint="let __iter__ return a new iterator each time, over at least one problem",
             )
 
 
@@ -49,7 +49,7 @@ def held_out(environment: Environment) -> list[Problem]:
     if not problems:
         raise RewardError(
             "the environment has no held-out problems to evaluate on",
-            remedy="add some with --eval-data, --eval-env-args or a method held_out() of its class, or leave"
+            hint="add some with --eval-data, --eval-env-args or a method held_out() of its class, or leave"
             " --eval-samples at 0",
         )
     return problems
@@ -72,14 +72,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
     if fault := surrogate_fault(prompt):
         raise RewardError(
             f"the prompt {fault}",
-            remedy="remove it from the problem, as prompt.encode(errors='ignore').decode() does",
+            hint="remove it from the problem, as prompt.encode(errors='ignore').decode() does",
         )
     if isinstance(prompt, str):
         ids = begun(tokenizer, prompt)
     elif tokenizer.chat_template is None:
         raise RewardError(
             "the environment's prompts are chat messages, and the model's tokenizer has no chat template",
-            remedy="write the prompts as text, add their text as plain_prompt, or use a model with a chat template",
+            hint="write the prompts as text, add their text as plain_prompt, or use a model with a chat template",
         )
     else:
         messages = chat_template.as_known(prompt)
@@ -89,7 +89,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, problem: Problem, /, **template: 
         chat_template.refuse_lost(partial(render, tokenize=False), messages)
     if not ids:
         raise RewardError(
-            f"the prompt {described(prompt)} has no tokens", remedy="give every problem a prompt of at least one token"
+            f"the prompt {described(prompt)} has no tokens", hint="give every problem a prompt of at least one token"
         )
     return tuple(ids)
 
@@ -121,7 +121,7 @@ def refuse_images(problem: Problem) -> None:
         raise UsageError(
             f"the prompt {described(problem['prompt'])} has images: bridge run and bridge train take them, for"
             " completions of one turn",
-            remedy="use an environment without tools and agents there, or leave the images out",
+            hint="use an environment without tools and agents there, or leave the images out",
         )
 
 
@@ -133,10 +133,10 @@ def check_prompts(prompts: object) -> None:
     if alone or (wrong is not None and {"role", "content"} <= wrong.keys()):
         raise UsageError(
             f"prompts is one prompt, {str(prompts)[:80]!r}, expected a list of prompts",
-            remedy="policy.sample([prompt])",
+            hint="policy.sample([prompt])",
         )
     if wrong is not None:
         raise UsageError(
             f"a problem has no 'prompt', only {', '.join(map(repr, wrong))}",
-            remedy="add its text or messages as 'prompt'",
+            hint="add its text or messages as 'prompt'",
         )

@@ -68,7 +68,7 @@ def fitting(sampling: SamplingConfig, longest: int | None, note: Callable[[str],
         raise UsageError(
             f"--max-new-tokens {chosen} leaves no room for a prompt: the server's longest sequence, prompt and"
             f" completion, has {longest} tokens",
-            remedy=f"--max-new-tokens {half}, or serve with a larger --max-model-len",
+            hint=f"--max-new-tokens {half}, or serve with a larger --max-model-len",
         )
     if chosen is not None or half >= DEFAULT_NEW_TOKENS:
         return sampling
@@ -233,13 +233,13 @@ class Sampler(AbstractContextManager["Sampler"]):
         if server.dialect != "bridge" and "images" in body:
             raise UsageError(
                 f"images need a vLLM with Bridge in it, and {server.endpoint.url} is none",
-                remedy="sample from a server that Bridge started with shared weights (bridge run, bridge serve-vllm)",
+                hint="sample from a server that Bridge started with shared weights (bridge run, bridge serve-vllm)",
             )
         if server.dialect != "bridge" and (chosen := filters(config)):
             given = " ".join(f"{flag(name)} {value:g}" for name, value in chosen.items())
             raise UsageError(
                 f"{given} needs a server that reports which tokens were kept, and {server.endpoint.url} does not",
-                remedy="sample from a server that Bridge started with shared weights (bridge serve-vllm), or leave it"
+                hint="sample from a server that Bridge started with shared weights (bridge serve-vllm), or leave it"
                 " out",
             )
         body = self._ended(server.dialect, body)

@@ -87,11 +87,11 @@ class Connections:
 def _rejection(url: str, route: str, response: httpx.Response) -> Exception:
     words, status = error_message(response), response.status_code
     if refusal := refusal_of(response):
-        return AttachError(f"the server at {url}: {refusal.error}", remedy=refusal.remedy)
+        return AttachError(f"the server at {url}: {refusal.error}", hint=refusal.hint)
     if status in UNFIT:
         return RejectedRequestError(
             f"the server at {url} rejects the request: {words}",
-            remedy="shorten the prompts, lower --max-new-tokens, or serve with a larger --max-model-len",
+            hint="shorten the prompts, lower --max-new-tokens, or serve with a larger --max-model-len",
         )
     if status in LOCKED:
         return key_rejected(url, response)

@@ -85,7 +85,7 @@ class Vocabulary:
                 raise UsageError(
                     f"--stop {described(text)} never ends a completion: {token} is a special token, which is no part"
                     " of the text that a server compares with",
-                    remedy=f"--stop {token!r} alone, at which sampling ends as at a token",
+                    hint=f"--stop {token!r} alone, at which sampling ends as at a token",
                 )
 
     def check_ids(self, token_ids: Sequence[int], whose: Callable[[], str]) -> None:
@@ -93,5 +93,5 @@ class Vocabulary:
         if self.num_embeddings is None or not token_ids or (largest := max(token_ids)) < self.num_embeddings:
             return
         raise RejectedRequestError(
-            f"token {largest} of {whose()} is beyond the model's {self.num_embeddings:,} embeddings", remedy=RESIZE
+            f"token {largest} of {whose()} is beyond the model's {self.num_embeddings:,} embeddings", hint=RESIZE
         )

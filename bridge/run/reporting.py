@@ -208,7 +208,7 @@ def check_trackers(tracking: TrackingConfig) -> None:
         if getattr(tracking, package) and not is_installed(package):
             raise UsageError(
                 f"--{package} needs {name}, and its package {package} is not installed here",
-                remedy=f"pip install {package}, or leave --{package} out",
+                hint=f"pip install {package}, or leave --{package} out",
             )
 
 
@@ -245,7 +245,7 @@ def _open_all(
                 for tracker in opened.values():
                     with suppress(Exception):  # foreign code too
                         tracker.close(failed=True)
-                raise UsageError(line, remedy=f"fix that, or leave --{package} out") from error
+                raise UsageError(line, hint=f"fix that, or leave --{package} out") from error
             run.note(line)
     return opened
 

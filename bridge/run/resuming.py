@@ -75,7 +75,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
         raise UsageError(
             f"--seed {config.seed}: {source.folder} was trained on {progress.problems_drawn:,} problems in the order of"
             f" --seed {seed}, and in another order these are others",
-            remedy=f"--seed {seed}, or {_start_anew(source, config)}",
+            hint=f"--seed {seed}, or {_start_anew(source, config)}",
         )
     lines = [*_changed(before, now, differing - MAY_DIFFER, progress.step)]
     if "training_steps" in differing and config.optimizer.lr_scheduler_type in ENDING:
@@ -99,7 +99,7 @@ def check(source: SavedCheckpoint, config: TrainConfig, environment: Environment
         raise UsageError(
             f"these are not the problems that {source.folder} was trained on{counts}: the first"
             f" {progress.problems_drawn:,} of them would be passed over, and those of the run could come again",
-            remedy=f"give the same {flag('data' if config.task.data else 'environment')}, or"
+            hint=f"give the same {flag('data' if config.task.data else 'environment')}, or"
             f" {_start_anew(source, config)}",
         )
     lines.append(

@@ -57,7 +57,7 @@ class CannotScore:
     """The error that the trainer raises because a worker can score nothing."""
 
     message: str
-    remedy: str
+    hint: str
 
 
 Answer = Origin | Score | FailedScore | Reply | CannotScore
@@ -66,7 +66,7 @@ ANSWERS: Mapping[str, tuple[type[Any], Mapping[str, type]]] = {
     "Score": (Score, {"reward": float, "parts": dict, "turns": list}),
     "FailedScore": (FailedScore, {"kind": str, "line": str, "is_raised": bool}),
     "Reply": (Reply, {"text": str, "is_error": bool}),
-    "CannotScore": (CannotScore, {"message": str, "remedy": str}),
+    "CannotScore": (CannotScore, {"message": str, "hint": str}),
 }
 """Name of an answer -> its class, and the exact type of each field."""
 
@@ -90,7 +90,7 @@ def pickled(content: object) -> bytes:
         raise NotPickledError(
             f"what scores completions, or a problem, cannot be sent to another process: {type(error).__name__}"
             f"{reason_of(error)}",
-            remedy=NOT_PICKLED,
+            hint=NOT_PICKLED,
         ) from error
 
 
@@ -236,7 +236,7 @@ def _serve(connection: socket.socket) -> None:
                 method, *given = _unpickled(questions)
                 reply(number, getattr(host, method)(*given))
         except BridgeError as error:
-            reply(number, CannotScore(message=error.message, remedy=error.remedy))
+            reply(number, CannotScore(message=error.message, hint=error.hint))
 
 
 def _unpickled(questions: BinaryIO) -> Any:
@@ -244,4 +244,4 @@ def _unpickled(questions: BinaryIO) -> Any:
         return pickle.load(questions)  # noqa: S301  the trainer sent it
     except Exception as error:  # unpickling imports and runs foreign code
         what = f"what scores completions, or a problem, cannot be loaded in another process: {type(error).__name__}"
-        raise RewardError(what + reason_of(error), remedy=NOT_PICKLED) from error
+        raise RewardError(what + reason_of(error), hint=NOT_PICKLED) from error

@@ -221,7 +221,7 @@ class FailedScores:
         raise RewardError(
             f"{self._batch}: at least {num_failed} of {_completions(num_completions)} without a reward,"
             f" more than a share of {self._max_share:g}; {count} of them: {self._examples[kind]}",
-            remedy="fix what scores, then run the same command again; --reward-timeout-s gives a score more time, and"
+            hint="fix what scores, then run the same command again; --reward-timeout-s gives a score more time, and"
             " --max-unscored-share allows more completions without a reward",
         )
 

@@ -177,7 +177,7 @@ class WorkerProcess:
             what = f"has not made it in {START_LIMIT_S:g} s" if limit.expired() else how
         raise RewardError(
             f"a process for scoring completions cannot make what scores them: it {what}",
-            remedy="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
+            hint="its output is above; --reward-processes 0 scores in this process, where a debugger can reach it",
         )
 
     async def _answer(self, question: bytes, timeout_s: float) -> Score | FailedScore | Reply | str:
@@ -204,9 +204,7 @@ class WorkerProcess:
             line = await self._late_line()
         number, answer = inside_worker.read(line)
         if isinstance(answer, CannotScore):
-            raise RewardError(
-                answer.message, remedy=answer.remedy + redaction.env_hint(answer.message, self._variables)
-            )
+            raise RewardError(answer.message, hint=answer.hint + redaction.env_hint(answer.message, self._variables))
         if number != self._number or not isinstance(answer, expected):
             raise BadAnswerError("the answer to another question")
         return answer

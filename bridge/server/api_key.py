@@ -18,6 +18,6 @@ def headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         raise UsageError(
             f"{VARIABLE} contains a line break, leading or trailing spaces, or a non-ASCII character, so it cannot be"
             " sent in an HTTP header",
-            remedy=f"export {VARIABLE}=KEY with the exact key that the server was started with",
+            hint=f"export {VARIABLE}=KEY with the exact key that the server was started with",
         )
     return {"authorization": f"Bearer {key}"}

@@ -64,7 +64,7 @@ def open_http(url: str, *, token: str | None = None, timeout_s: float = CONTROL_
     try:
         return httpx.Client(base_url=url, **_options(LimitedTransport, token, timeout_s))
     except httpx.InvalidURL as error:
-        raise UsageError(f"{url} is not the address of a server: {error}", remedy="give http://HOST:PORT") from error
+        raise UsageError(f"{url} is not the address of a server: {error}", hint="give http://HOST:PORT") from error
 
 
 def open_async_http(*, timeout_s: float | None = None) -> httpx.AsyncClient:
@@ -161,7 +161,7 @@ class VllmClient:
         if not response.is_success:
             raise UsageError(
                 f"the server at {self.url} does not accept the adapter: {status} {words}",
-                remedy="bridge serve-vllm --max-lora-rank R; any other vLLM: --enable-lora --max-lora-rank R and the"
+                hint="bridge serve-vllm --max-lora-rank R; any other vLLM: --enable-lora --max-lora-rank R and the"
                 " environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
             )
 
@@ -187,7 +187,7 @@ class VllmClient:
         content = None if body is None else body.model_dump(mode="json")
         response = self._send(method, route, content, limit_s=limit_s)
         if refused := refusal_of(response):
-            raise (FenceBusyError if refused.busy else AttachError)(refused.error, remedy=refused.remedy)
+            raise (FenceBusyError if refused.busy else AttachError)(refused.error, hint=refused.hint)
         if not response.is_success:
             raise unreachable(self.url, f"{route} answered {response.status_code}: {error_message(response)}")
         try:
@@ -328,7 +328,7 @@ def key_rejected(url: str, response: httpx.Response) -> UsageError:
     """Return the error for a response in `LOCKED`."""
     return UsageError(
         f"the server at {url} rejected the request with status {response.status_code}: {error_message(response)}",
-        remedy=f"export {api_key.VARIABLE}=KEY, the key that the server was started with",
+        hint=f"export {api_key.VARIABLE}=KEY, the key that the server was started with",
     )
 
 
@@ -336,5 +336,5 @@ def unreachable(url: str, reason: str) -> ServerUnreachableError:
     """Return the error for a server that does not answer, or answers nonsense."""
     return ServerUnreachableError(
         f"the server at {url} does not answer as expected ({reason})",
-        remedy="look into its log, and restart it with: bridge serve-vllm --model MODEL",
+        hint="look into its log, and restart it with: bridge serve-vllm --model MODEL",
     )

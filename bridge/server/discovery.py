@@ -59,7 +59,7 @@ def find(given: Path | None = None) -> Path:
             raise
         raise ManifestError(
             f"{error.message}; {len(servers)} servers were started elsewhere",
-            remedy=f"choose one: {' or '.join(choice(path, servers[path]) for path in sorted(servers))}",
+            hint=f"choose one: {' or '.join(choice(path, servers[path]) for path in sorted(servers))}",
         ) from error
 
 

@@ -192,9 +192,9 @@ def find(given: Path | None = None) -> Path:
             if path.is_file():
                 return path
     if given is not None:
-        raise ManifestError(f"no manifest at {paths[0]}", remedy=f"{START_SERVER} --vllm-config-path {given}")
+        raise ManifestError(f"no manifest at {paths[0]}", hint=f"{START_SERVER} --vllm-config-path {given}")
     message = f"no manifest: no {MANIFEST_NAME} in {', '.join(str(path.parent) for path in paths)}"
-    raise ManifestError(message, remedy=f"{START_SERVER} (in this folder), or name its file with --vllm-config-path")
+    raise ManifestError(message, hint=f"{START_SERVER} (in this folder), or name its file with --vllm-config-path")
 
 
 def load(given: Path | None = None) -> Manifest:
@@ -211,18 +211,18 @@ def read(path: Path) -> Manifest:
         document = json.loads(_content(path))
     except (ValueError, RecursionError) as error:
         message = f"{path} is not a complete JSON document ({error}): it was truncated or edited"
-        raise ManifestError(message, remedy=f"{REWRITTEN}; {START_SERVER}") from error
+        raise ManifestError(message, hint=f"{REWRITTEN}; {START_SERVER}") from error
     if not isinstance(document, dict):
-        raise ManifestError(f"{path} holds a {type(document).__name__}, expected an object", remedy=START_SERVER)
+        raise ManifestError(f"{path} holds a {type(document).__name__}, expected an object", hint=START_SERVER)
     if document.get("ipc_handles") == {}:
         raise ManifestError(
             f"{path} has no ipc_handles: it was written by a vLLM without Bridge's patches",
-            remedy=f"{START_SERVER}; bridge doctor names the patches and the installed vLLM",
+            hint=f"{START_SERVER}; bridge doctor names the patches and the installed vLLM",
         )
     if document.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise ManifestError(
             f"{path} has schema version {document['schema_version']}, expected {SCHEMA_VERSION}",
-            remedy="install the same version of Bridge for server and trainer, and restart the server",
+            hint="install the same version of Bridge for server and trainer, and restart the server",
         )
     try:
         return Manifest.model_validate(document)
@@ -230,7 +230,7 @@ def read(path: Path) -> Manifest:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         raise ManifestError(
             f"{path} is not a valid manifest: {first_few(faults)}",
-            remedy=f"it was edited, or written by another version of Bridge: {REWRITTEN}",
+            hint=f"it was edited, or written by another version of Bridge: {REWRITTEN}",
         ) from error
 
 
@@ -239,15 +239,15 @@ def check_server(manifest: Manifest, path: Path) -> None:
     if manifest.boot_id != boot_id():
         here = socket.gethostname()
         origin = "before this host's last boot" if manifest.host == here else f"on host {manifest.host}, this is {here}"
-        raise ManifestError(f"{path} cannot be used here: it was written {origin}", remedy=START_SERVER)
+        raise ManifestError(f"{path} cannot be used here: it was written {origin}", hint=START_SERVER)
     if not manifest.server.is_visible():
         raise ManifestError(
             f"{path} was written in another PID namespace (a container?) by pid {manifest.server.pid}",
-            remedy="run both in one container, or share it: docker run --pid=container:NAME --ipc=container:NAME",
+            hint="run both in one container, or share it: docker run --pid=container:NAME --ipc=container:NAME",
         )
     if not manifest.server.is_alive():
         message = f"{path} is stale: its server, pid {manifest.server.pid}, is gone"
-        raise ManifestError(message, remedy=f"remove the file or {START_SERVER}")
+        raise ManifestError(message, hint=f"remove the file or {START_SERVER}")
 
 
 def write(manifest: Manifest, path: Path) -> None:
@@ -261,8 +261,8 @@ def write(manifest: Manifest, path: Path) -> None:
     try:
         atomic_file.replace(path, manifest.model_dump_json(indent=1).encode(), mode=0o600)
     except UsageError as error:
-        remedy = f"make room for it in {path.parent}, or choose another place with --vllm-config-path"
-        raise ManifestError(error.message, remedy=remedy) from error
+        hint = f"make room for it in {path.parent}, or choose another place with --vllm-config-path"
+        raise ManifestError(error.message, hint=hint) from error
 
 
 def refuse_other_file(path: Path) -> None:
@@ -273,7 +273,7 @@ def refuse_other_file(path: Path) -> None:
     if os.path.lexists(path) and not (isinstance(document, dict) and document.keys() >= KEYS):
         raise ManifestError(
             f"{path} is not a manifest of Bridge, and is kept",
-            remedy=f"choose another place with --vllm-config-path, or remove it yourself: rm {path}",
+            hint=f"choose another place with --vllm-config-path, or remove it yourself: rm {path}",
         )
 
 
@@ -291,14 +291,14 @@ def _content(path: Path) -> bytes:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise ManifestError(f"{path} is not a regular file", remedy=START_SERVER)
+                raise ManifestError(f"{path} is not a regular file", hint=START_SERVER)
             if status.st_uid != os.getuid():
                 owner = f"user {status.st_uid}, expected {os.getuid()}"
-                raise ManifestError(f"{path} belongs to {owner}: its server cannot be used", remedy=START_SERVER)
+                raise ManifestError(f"{path} belongs to {owner}: its server cannot be used", hint=START_SERVER)
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ManifestError(
                     f"{path} is writable by other users (mode {stat.S_IMODE(status.st_mode):04o}), expected 0600",
-                    remedy=f"{REWRITTEN}; or, if nobody has changed it: chmod 600 {path}",
+                    hint=f"{REWRITTEN}; or, if nobody has changed it: chmod 600 {path}",
                 )
             return file.read()
 
@@ -310,8 +310,8 @@ def _one_line_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             message = f"{path} is a symbolic link, expected the manifest itself"
-            raise ManifestError(message, remedy=f"--vllm-config-path {os.path.realpath(path)}") from error
+            raise ManifestError(message, hint=f"--vllm-config-path {os.path.realpath(path)}") from error
         raise ManifestError(
             f"cannot use the manifest {path}: {error.strerror}",
-            remedy=f"ls -ld {path.parent} {path}; or name another place with --vllm-config-path",
+            hint=f"ls -ld {path.parent} {path}; or name another place with --vllm-config-path",
         ) from error

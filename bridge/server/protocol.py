@@ -83,7 +83,7 @@ class Lease(Record):
         stop = f"stop it (kill -INT {self.holder.pid})"
         return AttachError(
             f"another {self.trainer} is updating this server",
-            remedy=f"wait for it to finish, {stop}, or start a second server on another port",
+            hint=f"wait for it to finish, {stop}, or start a second server on another port",
         )
 
 
@@ -123,7 +123,7 @@ class Status(Capabilities):
 
     def refuse_torn(self) -> None:
         if self.state == "torn":
-            raise AttachError(self.torn(), remedy=self.remedy())
+            raise AttachError(self.torn(), hint=self.hint())
 
     def torn(self) -> str:
         """Return what is torn, and why."""
@@ -134,7 +134,7 @@ class Status(Capabilities):
             " server generates nothing until a checkpoint is restored"
         )
 
-    def remedy(self) -> str:
+    def hint(self) -> str:
         """Return the command that repairs what is torn, with the last checkpoint if it still exists."""
         last = self.last_checkpoint
         if last and Path(last).is_dir():
@@ -314,7 +314,7 @@ class Refusal(Record):
 
     error: str
     """What is wrong, what was found and expected."""
-    remedy: str
+    hint: str
     """The fix, in one line."""
     busy: bool = False
     """Another process holds the fence, usually for a moment: the same request may succeed soon."""

@@ -94,18 +94,18 @@ class StockReceiver(VllmClient):
             AttachError: it is another model or vLLM, has no such engine, or an earlier transfer did not end.
         """
         if self._send("GET", "/is_paused", limit_s=self._control_limit_s).status_code == httpx.codes.NOT_FOUND:
-            raise AttachError(f"the server at {self.url} cannot be fed: it has no route /is_paused", remedy=STOCK)
+            raise AttachError(f"the server at {self.url} cannot be fed: it has no route /is_paused", hint=STOCK)
         info = self._answer("GET", "/server_info?config_format=json", _ServerInfo)
         _refuse_misfit(self.url, model, info.served, vllm, self._answer("GET", "/version", _Version).version)
         if info.engine != ENGINE:
             raise AttachError(
                 f"the server at {self.url} has the weight-transfer engine {info.engine}, expected {ENGINE}",
-                remedy=STOCK,
+                hint=STOCK,
             )
         if self._answer("GET", "/is_paused", _Pause).is_paused:
             raise AttachError(
                 f"the server at {self.url} is paused: another trainer is feeding it, or ended while it did",
-                remedy="wait for that trainer; if it has ended, restart the server, whose weights may be half-written",
+                hint="wait for that trainer; if it has ended, restart the server, whose weights may be half-written",
             )
         return info.world_size * info.num_engines
 
@@ -119,7 +119,7 @@ class StockReceiver(VllmClient):
                 raise AttachError(
                     f"the server at {self.url} refuses to drop its prefix cache, so stale keys and values would be"
                     " served; nothing was sent",
-                    remedy="retry when no other request runs, or restart the server",
+                    hint="retry when no other request runs, or restart the server",
                 )
         except BridgeError:
             with suppress(BridgeError):  # it may be dead
@@ -131,9 +131,7 @@ class StockReceiver(VllmClient):
         try:
             self._call("/resume", limit_s=self._control_limit_s)
         except ServerUnreachableError as error:
-            error.remedy = (
-                f"its weights are whole; if it is still paused: curl -X POST {self.url}/resume, or restart it"
-            )
+            error.hint = f"its weights are whole; if it is still paused: curl -X POST {self.url}/resume, or restart it"
             raise
 
     def publish(self, version: int) -> None:
@@ -156,7 +154,7 @@ class StockReceiver(VllmClient):
             raise AttachError(
                 f"the server at {self.url} serves weights named {served!r}, expected {self._served!r}: it was"
                 " restarted, or another trainer feeds it; nothing that it generated since the last step counts",
-                remedy="--resume, which begins by sending the newest weights to all servers",
+                hint="--resume, which begins by sending the newest weights to all servers",
             )
 
     def transfer(self, call: TransferCall, arguments: Mapping[str, Any]) -> None:
@@ -189,7 +187,7 @@ class PatchedReceiver(BridgeClient):
         if not status.can_receive_weights:
             raise AttachError(
                 f"the server at {self.url} has no weight-transfer engine {ENGINE}",
-                remedy=f"bridge serve-vllm --model {exported.model} -- {FLAGS}",
+                hint=f"bridge serve-vllm --model {exported.model} -- {FLAGS}",
             )
         self.version = status.version
         return exported.tp_degree
@@ -222,12 +220,12 @@ def _refuse_misfit(url: str, model: str, served: str, ours: str, theirs: str) ->
     if served not in (model, str(Path(model).absolute())):
         raise AttachError(
             f"the server at {url} serves {served}, expected {model} (--model-name)",
-            remedy="serve the model that is trained, or train the one that is served",
+            hint="serve the model that is trained, or train the one that is served",
         )
     if ours.partition("+")[0] != theirs.partition("+")[0]:
         raise IncompatibleVersionError(
             f"the server at {url} runs vLLM {theirs}, and the trainer sends with vLLM {ours}, expected the same",
-            remedy=f"pip install vllm=={theirs} for the trainer, or serve with {ours}",
+            hint=f"pip install vllm=={theirs} for the trainer, or serve with {ours}",
         )
 
 

@@ -143,7 +143,7 @@ class Adapter:
             saved: dict[str, Tensor] = load_file(folder / ADAPTER_WEIGHTS)
             config = peft.LoraConfig.from_pretrained(str(folder))
         except (OSError, ValueError, SafetensorError) as error:
-            raise UsageError(f"{folder} holds no readable adapter: {error}", remedy="name another one") from error
+            raise UsageError(f"{folder} holds no readable adapter: {error}", hint="name another one") from error
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
         wholes = {name: self._shape(name, tensor) for name, tensor in self._state().items()}
         expected = {key: shape[-2:] for name, shape in wholes.items() for key in stored_names(name, shape)}
@@ -152,7 +152,7 @@ class Adapter:
             raise UsageError(
                 f"{folder} is another adapter: rank {config.r}, alpha {config.lora_alpha}, {len(odd)} matrices differ"
                 f"{f', the first: {odd[0]}' if odd else ''}",
-                remedy=f"--lora-r {config.r} --lora-alpha {config.lora_alpha} and the --lora-target-modules it was made"
+                hint=f"--lora-r {config.r} --lora-alpha {config.lora_alpha} and the --lora-target-modules it was made"
                 " with",
             )
         return saved
@@ -211,7 +211,7 @@ def _inserted(model: PreTrainedModel, settings: peft.LoraConfig, target_modules:
     except ValueError as error:  # such as a layer with the name of stacked experts' weights
         raise UsageError(
             f"--lora-target-modules {target_modules}: PEFT cannot adapt that: {' '.join(str(error).split())}",
-            remedy=f"choose layers of attention alone, or all-linear; {EXPERTS} for routed experts",
+            hint=f"choose layers of attention alone, or all-linear; {EXPERTS} for routed experts",
         ) from error
     return inserted
 
@@ -220,7 +220,7 @@ def _adapt_experts(model: PreTrainedModel, settings: peft.LoraConfig, *, is_whol
     """Give routed experts an adapter; saved, the settings name them as PEFT does, which loads what is saved."""
     if not is_whole:
         raise UsageError(
-            f"--lora-target-modules {EXPERTS} needs a server on one GPU", remedy=f"leave out {EXPERTS}, or use one GPU"
+            f"--lora-target-modules {EXPERTS} needs a server on one GPU", hint=f"leave out {EXPERTS}, or use one GPU"
         )
     experts.adapt(model, NAME, settings.r)
     others = () if settings.target_modules == DUMMY_TARGET_MODULES else settings.target_modules
@@ -266,5 +266,5 @@ def check_targets(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     why = "the model has no such linear layers" if missing else "the head gets no adapter: it would not be trained"
     raise UsageError(
         f"--lora-target-modules {','.join(missing or of_head)}: {why}",
-        remedy=f"choose among {', '.join(names)}, or all-linear",
+        hint=f"choose among {', '.join(names)}, or all-linear",
     )

@@ -129,10 +129,10 @@ def reattach(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
     if shard.gpu_uuid != before:
         raise ManifestError(
             f"the restarted server is on {shard.gpu_uuid or 'the CPU'}, the trainer is on {before or 'the CPU'}",
-            remedy=f"CUDA_VISIBLE_DEVICES={before or ''} in front of the command",
+            hint=f"CUDA_VISIBLE_DEVICES={before or ''} in front of the command",
         )
     if _cuts(manifest) != attached.cuts:
-        raise ManifestError("the restarted server cuts its weights in another way", remedy=SAME_FLAGS)
+        raise ManifestError("the restarted server cuts its weights in another way", hint=SAME_FLAGS)
     _check_layout(manifest, shard, {name: cut.shape for name, cut in attached.cuts[shard.rank].items()})
     tensors = open_handles(shard.ipc_handles, attached.device)
     rope.follow_server(attached.model, manifest.max_model_len, server_class=shard.model_class)
@@ -173,13 +173,13 @@ def _refuse_other_servers(manifest: Manifest, num_parts: int) -> None:
         raise ManifestError(
             f"the server has tensor-parallel size {manifest.tp_degree} and {manifest.dp_shard_degree} data-parallel"
             f" shards, expected {num_parts} and 1: this trainer is {processes}",
-            remedy=f"bridge run --tensor-parallel-size {manifest.tp_degree} starts a server and as many processes; or"
+            hint=f"bridge run --tensor-parallel-size {manifest.tp_degree} starts a server and as many processes; or"
             f" restart the server with: bridge serve-vllm --tensor-parallel-size {num_parts}",
         )
     if len(manifest.shards) != manifest.tp_degree:
-        raise ManifestError(f"the manifest has {len(manifest.shards)} of {manifest.tp_degree} ranks", remedy=RESTART)
+        raise ManifestError(f"the manifest has {len(manifest.shards)} of {manifest.tp_degree} ranks", hint=RESTART)
     if not (manifest.shared_weights_enabled and manifest.single_copy_enabled):
-        raise ManifestError("the manifest says that the server does not share its weights", remedy=RESTART)
+        raise ManifestError("the manifest says that the server does not share its weights", hint=RESTART)
 
 
 def _cuts(manifest: Manifest) -> list[dict[str, Cut]]:
@@ -197,7 +197,7 @@ def _check_layout(manifest: Manifest, shard: Shard, shapes: Mapping[str, Shape])
         raise ManifestError(
             f"{len(odd)} parameters are not {manifest.dtype}, {len(bent)} are not contiguous, the first:"
             f" {(odd + bent)[0]}",
-            remedy=RESTART,
+            hint=RESTART,
         )
 
 
@@ -219,7 +219,7 @@ def open_handles(handles: Mapping[str, AnyHandle], device: torch.device) -> dict
         if start < end:  # an update of one would overwrite the other
             raise AttachError(
                 f"{before} and {after} overlap in the server's memory by {end - start} bytes: the manifest was edited",
-                remedy=RESTART,
+                hint=RESTART,
             )
     return tensors
 
@@ -232,7 +232,7 @@ def _tensor(name: str, handle: Handle, storage: torch.UntypedStorage, device: to
         raise AttachError(
             f"{name} does not fit into its storage of {handle.storage_size} bytes: shape {handle.shape} from element "
             f"{handle.tensor_offset}; the manifest was edited",
-            remedy=RESTART,
+            hint=RESTART,
         ) from error
 
 

@@ -86,7 +86,7 @@ class CopyRecorder(ViewsOnly):
         changed = [tensor for tensor in _changed(func, args, kwargs or {}) if tensor.numel()]
         for tensor in changed:
             if name := self._sources.get(storage_of(tensor)):
-                raise UnsupportedModelError(f"{name}: vLLM changes it while it loads it ({func})", remedy=OTHER_MODES)
+                raise UnsupportedModelError(f"{name}: vLLM changes it while it loads it ({func})", hint=OTHER_MODES)
             self._forget(tensor)
         is_copy = bool(changed) and func is _aten.copy_.default
         source = self._sources.get(storage_of(args[1])) if is_copy else None

@@ -32,7 +32,7 @@ def export(tensor: torch.Tensor) -> CudaHandle:
         unset = f"start the server without {EXPANDABLE}: unset {setting}"
         doctor = "bridge doctor tests CUDA IPC between two processes and names the cause"
         raise AttachError(
-            f"the GPU memory of a weight cannot be exported ({first_line(error)})", remedy=unset if setting else doctor
+            f"the GPU memory of a weight cannot be exported ({first_line(error)})", hint=unset if setting else doctor
         ) from error
     return CudaHandle(
         device_index=device,
@@ -67,7 +67,7 @@ def open_storage(handle: CudaHandle, device: torch.device) -> torch.UntypedStora
     except (RuntimeError, ValueError) as error:
         raise AttachError(
             f"the GPU refuses to open the server's memory ({first_line(error)})",
-            remedy="in containers share the namespaces (docker run --ipc=container:NAME --pid=container:NAME); "
+            hint="in containers share the namespaces (docker run --ipc=container:NAME --pid=container:NAME); "
             "bridge doctor tests CUDA IPC and names the cause",
         ) from error
     return storage
@@ -84,7 +84,7 @@ def device_of(uuid: str) -> torch.device:
     if uuid not in visible:
         raise AttachError(
             f"the server's weights are on {uuid}, and this process sees {', '.join(visible) or 'no GPU'}",
-            remedy=f"CUDA_VISIBLE_DEVICES={uuid} bridge train ... (the trainer must use the server's GPU)",
+            hint=f"CUDA_VISIBLE_DEVICES={uuid} bridge train ... (the trainer must use the server's GPU)",
         )
     return torch.device("cuda", visible[uuid])
 

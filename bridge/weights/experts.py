@@ -75,7 +75,7 @@ def adapt(model: PreTrainedModel, name: str, rank: int) -> None:
     if not stacks or not stores_each(kind) or not all(_is_plain(module) for _, module in stacks):
         raise UsageError(
             f"--lora-target-modules {EXPERTS}: checkpoints of a {kind} model have no {STORED}",
-            remedy=f"leave out {EXPERTS}",
+            hint=f"leave out {EXPERTS}",
         )
     for _, module in stacks:
         experts: Any = module

@@ -139,7 +139,7 @@ def _step(boxes: Sequence[_Box], axis: int) -> int:
 
 
 def _refusal(name: str, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{name}: {reason}", remedy=OTHER_MODES)
+    return UnsupportedModelError(f"{name}: {reason}", hint=OTHER_MODES)
 
 
 def check_coverage(
@@ -205,9 +205,7 @@ def _is_part(cut: Cut, held: Shape, whole: Shape) -> bool:
 
 def _refuse(faults: Sequence[str]) -> None:
     if faults:
-        raise UnsupportedModelError(
-            f"the model cannot be shared byte for byte: {first_few(faults)}", remedy=OTHER_MODES
-        )
+        raise UnsupportedModelError(f"the model cannot be shared byte for byte: {first_few(faults)}", hint=OTHER_MODES)
 
 
 def _ownership_faults(

@@ -29,13 +29,13 @@ def load(
     dtype: torch.dtype | None = None,
     max_model_len: int | None = None,
     server_class: str = "",
-    remedy: str = "",
+    hint: str = "",
 ) -> OpenedModel:
     """Load `model` onto `device`: `auto`, `cpu`, `cuda` or `cuda:1`.
 
     The default of `dtype` is the configuration's, or float32 if it names none. Positions are computed as by a server
     whose longest sequence has `max_model_len` tokens (None: unknown) and that runs the model as `server_class`.
-    `remedy` is what to do if there is no room for it, by default what a mode with its own copy can do.
+    `hint` is what to do if there is no room for it, by default what a mode with its own copy can do.
     """
     empty = skeleton.build(model, torch.float32)
     rope.follow_server(empty, max_model_len, server_class=server_class)  # refused before anything is loaded
@@ -44,12 +44,12 @@ def load(
     needed = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
     free = free_bytes(target)
     if free < needed:
-        raise _no_room(model, target, needed, free, remedy)
+        raise _no_room(model, target, needed, free, hint)
     start = time.perf_counter()
     try:
         whole = from_pretrained(model, dtype).to(target).eval()
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _no_room(model, target, needed, free_bytes(target), remedy) from error
+        raise _no_room(model, target, needed, free_bytes(target), hint) from error
     tied = {name: first for name, first in first_names(empty).items() if name != first}
     for name, first in tied.items():
         if whole.get_parameter(name) is not whole.get_parameter(first):
@@ -69,7 +69,7 @@ def refuse_several_parts(model: str, config: PretrainedConfig) -> None:
     if config.get_text_config() is not config:
         raise UnsupportedModelError(
             f"{model} is a {config.model_type}, whose language model is one part of several",
-            remedy="train it with --mode shared_vllm, which leaves the other parts unchanged, and without --kl-coef",
+            hint="train it with --mode shared_vllm, which leaves the other parts unchanged, and without --kl-coef",
         )
 
 
@@ -86,7 +86,7 @@ def _checked_dtype(model: str, dtype: torch.dtype | None) -> torch.dtype:
     if name not in DTYPES:
         raise UnsupportedModelError(
             f"{model} is in {name}, expected {' or '.join(sorted(DTYPES))}: its gradients would overflow",
-            remedy="convert it to bfloat16: transformers loads it with dtype='bfloat16' and save_pretrained writes it",
+            hint="convert it to bfloat16: transformers loads it with dtype='bfloat16' and save_pretrained writes it",
         )
     return chosen
 
@@ -100,18 +100,18 @@ def _device(name: str) -> torch.device:
     if device.index >= num_gpus:
         raise UsageError(
             f"--trainer-device {name}: this process sees {num_gpus} GPUs",
-            remedy="--trainer-device cpu, or another number" if num_gpus else "--trainer-device cpu",
+            hint="--trainer-device cpu, or another number" if num_gpus else "--trainer-device cpu",
         )
     if device.index:
         torch.cuda.set_device(device)  # else the fence would wait for the server's GPU, and not for this one
     return device
 
 
-def _no_room(model: str, device: torch.device, needed: int, free: int, remedy: str) -> UsageError:
+def _no_room(model: str, device: torch.device, needed: int, free: int, hint: str) -> UsageError:
     elsewhere = "another --trainer-device, a lower --gpu-memory-utilization" if device.type == "cuda" else ""
     return UsageError(
         f"the weights of {model} need {needed / GIB:.3g} GiB on {device}, where {free / GIB:.3g} GiB are free",
-        remedy=remedy or f"{elsewhere or 'a smaller model'}, or --mode shared_vllm, which needs no second copy",
+        hint=hint or f"{elsewhere or 'a smaller model'}, or --mode shared_vllm, which needs no second copy",
     )
 
 
@@ -119,7 +119,7 @@ def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
     """Load all weights of `model` into main memory; `auto` keeps the dtype of the model."""
     if paths.is_file(paths.expanded(model) / ADAPTER_CONFIG):
         error = beside_adapter(ADAPTER_CONFIG)
-        raise UnsupportedModelError(f"{model}: {error.message}", remedy=error.remedy)
+        raise UnsupportedModelError(f"{model}: {error.message}", hint=error.hint)
     loaded: PreTrainedModel
     try:
         with no_progress_bar():
@@ -130,18 +130,14 @@ def from_pretrained(model: str, dtype: torch.dtype | str) -> PreTrainedModel:
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UsageError(
-            f"the weights of {model} cannot be loaded: {first_line(error)}", remedy=REPLACE_MODEL
-        ) from error
+        raise UsageError(f"the weights of {model} cannot be loaded: {first_line(error)}", hint=REPLACE_MODEL) from error
     if mismatched := sorted(report["mismatched_keys"]):  # filled with random numbers, as those that are missing
         name, stored, expected = mismatched[0]
         raise UsageError(
             f"{model}: {name} has the shape {tuple(stored)} in its files, and {tuple(expected)} by its configuration",
-            remedy=f"correct its config.json, or {REPLACE_MODEL}",
+            hint=f"correct its config.json, or {REPLACE_MODEL}",
         )
     missing = sorted(report["missing_keys"])
     if missing:  # transformers has filled them with random numbers
-        raise UsageError(
-            f"{model} lacks {len(missing)} of its parameters, the first: {missing[0]}", remedy=REPLACE_MODEL
-        )
+        raise UsageError(f"{model} lacks {len(missing)} of its parameters, the first: {missing[0]}", hint=REPLACE_MODEL)
     return loaded

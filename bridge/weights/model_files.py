@@ -87,7 +87,7 @@ def source_files(source: str | Path, *, download: bool = False) -> SourceFiles:
     if not files.has_tokenizer:
         raise UsageError(
             f"{source} has no tokenizer files (such as tokenizer.json): its checkpoints would be useless",
-            remedy="put the tokenizer's files beside the model's weights",
+            hint="put the tokenizer's files beside the model's weights",
         )
     for path in files.paths.values():
         try:
@@ -96,7 +96,7 @@ def source_files(source: str | Path, *, download: bool = False) -> SourceFiles:
         except OSError as error:
             raise UsageError(
                 f"{path} cannot be read, and every checkpoint holds it: {error.strerror}",
-                remedy=f"make it readable, or remove it: chmod u+r {path}",
+                hint=f"make it readable, or remove it: chmod u+r {path}",
             ) from error
     return files
 

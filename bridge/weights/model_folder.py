@@ -39,12 +39,12 @@ def copy(source: Path, folder: Path) -> None:
     held = [source / CONFIG_NAME, *_weight_files(source), *([index] if index.is_file() else [])]
     missing = [path.name for path in held if not path.is_file()]
     if missing:
-        raise UsageError(f"{source} is an incomplete model: it has no {missing[0]}", remedy="name a complete folder")
+        raise UsageError(f"{source} is an incomplete model: it has no {missing[0]}", hint="name a complete folder")
     files = model_files.source_files(source)
     for path in held:
         copyfile(path, folder / path.name)
     if unread := model_files.copy(files, folder):
-        raise UsageError(f"{source} cannot be copied whole: {first_few(unread)}", remedy="export it again")
+        raise UsageError(f"{source} cannot be copied whole: {first_few(unread)}", hint="export it again")
 
 
 def save(
@@ -143,7 +143,7 @@ def saved_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict
     if others or sum(t.numel() for t in saved.values()) != sum(t.numel() for t in held.values()):
         raise UnsupportedModelError(
             f"{', '.join(others[:3]) or type(model).__name__}: the saved form is no view of the parameters",
-            remedy=OTHER_MODES,
+            hint=OTHER_MODES,
         )
     return saved
 
@@ -238,7 +238,7 @@ def _weight_files(folder: Path) -> list[Path]:
         names = set(json_lines.parsed(index.read_bytes())["weight_map"].values())
         return [folder / Path(name).name for name in sorted(names)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} is not an index of weights", remedy="name a complete folder") from error
+        raise UsageError(f"{index} is not an index of weights", hint="name a complete folder") from error
 
 
 @contextmanager

@@ -179,7 +179,7 @@ class Parts:
             raise RankError(
                 f"ranks {first} and {second} of a replica differ in {name}, expected equal values: the weights"
                 " are not saved",
-                remedy="resume from the last checkpoint; and report it, with the model and the GPUs",
+                hint="resume from the last checkpoint; and report it, with the model and the GPUs",
             )
 
     def differing(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:

@@ -47,12 +47,12 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
         if server_class.startswith(GENERIC):
             raise UnsupportedModelError(
                 f"{name} has {kind} RoPE, and vLLM runs it as {server_class}, whose frequencies change with each batch",
-                remedy="use a model for which vLLM has its own class, such as Phi-3",
+                hint="use a model for which vLLM has its own class, such as Phi-3",
             )
         if max_model_len is None:
             raise UsageError(
                 f"{name} has {kind} RoPE, which depends on the server's longest sequence, and the server reports none",
-                remedy="bridge serve-vllm, or a vLLM that lists max_model_len under /v1/models",
+                hint="bridge serve-vllm, or a vLLM that lists max_model_len under /v1/models",
             )
         prefix = "" if layer_type is None else f"{layer_type}_"
         if kind == LONGROPE:
@@ -68,7 +68,7 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
         if not _uses(module, layer_type, frequencies, scaling, max_model_len):  # the code of PhiMoE does not
             raise UnsupportedModelError(
                 f"{type(module).__name__} computes {kind} RoPE in its own way, which is not vLLM's",
-                remedy="use another model, such as one in docs/families.md, or report this one",
+                hint="use another model, such as one in docs/families.md, or report this one",
             )
 
 
@@ -84,7 +84,7 @@ def _check_width(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(
                 f"transformers {transformers.__version__} rotates {2 * len(frequencies)} numbers of each head of"
                 f" {type(model).__name__}, and vLLM the first {width}: rotary_dim of config.json",
-                remedy="pip install --upgrade transformers",
+                hint="pip install --upgrade transformers",
             )
 
 
@@ -103,13 +103,13 @@ def _refuse_dynamic(name: str, parameters: Parameters, most: int, max_model_len:
     if "max_trained_positions" in parameters:
         raise UnsupportedModelError(
             f"{name} has dynamic RoPE with max_trained_positions, which transformers does not support",
-            remedy="use another model, such as one in docs/families.md",
+            hint="use another model, such as one in docs/families.md",
         )
     if max_model_len > most:
         raise UsageError(
             f"{name} has dynamic RoPE, for which vLLM has frequencies up to {most} tokens, and the server's longest"
             f" sequence has {max_model_len}",
-            remedy=f"restart the server with --max-model-len {most}",
+            hint=f"restart the server with --max-model-len {most}",
         )
 
 

@@ -50,19 +50,19 @@ def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
     except OSError as error:
         raise AttachError(
             f"cannot open the server's weights at {path}: {error.strerror}",
-            remedy="run the trainer as the server's user, on its host and in its pid namespace (bridge doctor)",
+            hint="run the trainer as the server's user, on its host and in its pid namespace (bridge doctor)",
         ) from error
     try:
         if not _is_sealed(descriptor):
             raise AttachError(
                 f"{path} is not a server's shared memory: its size is not sealed",
-                remedy="the manifest was edited or is stale: restart the server, which rewrites it",
+                hint="the manifest was edited or is stale: restart the server, which rewrites it",
             )
         size = os.fstat(descriptor).st_size
         if size < num_bytes:
             raise AttachError(
                 f"the server's weights at {path} have {size} bytes, expected at least {num_bytes}",
-                remedy="the manifest is another server's: restart the server, which rewrites it",
+                hint="the manifest is another server's: restart the server, which rewrites it",
             )
         return _map(descriptor, num_bytes)
     finally:
@@ -72,7 +72,7 @@ def open_storage(path: str, num_bytes: int) -> torch.UntypedStorage:
 def _no_room(num_bytes: int, reason: str) -> AttachError:
     return AttachError(
         f"{num_bytes / 2**30:.2f} GiB of shared memory for the weights are not available ({reason})",
-        remedy="free memory, or use a smaller model; bridge doctor shows what is available",
+        hint="free memory, or use a smaller model; bridge doctor shows what is available",
     )
 
 

@@ -61,24 +61,24 @@ def build(model: str, dtype: torch.dtype) -> PreTrainedModel:
         _refuse_unknown_family(model)
         raise UsageError(
             f"no usable model at {model!r}: {first_line(error)}",
-            remedy="name a folder with a config.json, or a model on the hub",
+            hint="name a folder with a config.json, or a model on the hub",
         ) from error
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"{model} is quantized: an optimizer cannot step its weights",
-            remedy="use the unquantized model",
+            hint="use the unquantized model",
         )
     try:
         with init_empty_weights(include_buffers=False):
             skeleton: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     except MISBUILT as error:
         raise UnsupportedModelError(
-            f"{model} is not a language model of transformers: {first_line(error)}", remedy=OTHER_MODES
+            f"{model} is not a language model of transformers: {first_line(error)}", hint=OTHER_MODES
         ) from error
     if reason := _untrainable(skeleton):
         raise UnsupportedModelError(
             f"{model} cannot be trained: its {type(skeleton).__name__} {reason}",
-            remedy="use another model, such as one in docs/families.md",
+            hint="use another model, such as one in docs/families.md",
         )
     skeleton.tie_weights()
     language = [p for part in (skeleton.get_decoder(), skeleton.get_output_embeddings()) for p in part.parameters()]
@@ -103,7 +103,7 @@ def _refuse_unknown_family(model: str) -> None:
     only_code = ": only code that comes with it does, and Bridge runs none of that" if "auto_map" in document else ""
     raise UnsupportedModelError(
         f"{model} is of family {family}, which transformers {version} does not have{only_code}",
-        remedy="train a model of a family that transformers has, such as those in docs/families.md, or upgrade"
+        hint="train a model of a family that transformers has, such as those in docs/families.md, or upgrade"
         " transformers",
     )
 
@@ -146,7 +146,7 @@ def tokenizer(model: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # what is raised depends on the tokenizer, and on optional libraries
         raise UsageError(
             f"{model!r} has no usable tokenizer: {first_line(error) or type(error).__name__}",
-            remedy="copy tokenizer.json and tokenizer_config.json into the model's folder",
+            hint="copy tokenizer.json and tokenizer_config.json into the model's folder",
         ) from error
     return loaded
 

@@ -57,7 +57,7 @@ def headers(path: Path) -> dict[str, Stored]:
             return {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
         raise UsageError(
-            f"{path} cannot be read: {' '.join(str(error).split())}", remedy="name a complete folder"
+            f"{path} cannot be read: {' '.join(str(error).split())}", hint="name a complete folder"
         ) from error
 
 
@@ -115,7 +115,7 @@ def refuse_misfits(name: str, stored: Mapping[str, object], expected: Mapping[st
         ]
         raise UsageError(
             f"{name} does not fit the model: {first_few(faults)}",
-            remedy="name what was saved from this very model, in its own dtype",
+            hint="name what was saved from this very model, in its own dtype",
         )
 
 
@@ -127,14 +127,14 @@ def check_adapter(folder: Path, shard: Shard) -> None:
         extras = [f"{name} {config[name]}" for name in _NOT_PLAIN if config.get(name)]
         named = set(config.get("target_modules") or ())
     except (OSError, ValueError, AttributeError, TypeError) as error:  # the last: it holds no object, or no names
-        raise UsageError(f"{path} cannot be read: {error}", remedy="name a complete adapter") from error
+        raise UsageError(f"{path} cannot be read: {error}", hint="name a complete adapter") from error
     shapes = {name: part.shape for name, part in headers(folder / ADAPTER_WEIGHTS).items()}
     faults = [*extras, *_misfits(shapes, shard)] or ([] if shapes else ["it has no matrices"])
     faults += [f"{name} is absent" for name in _of_experts(shard, named) if name not in shapes]
     if faults:
         raise UsageError(
             f"the adapter {folder} does not fit the server's slots: {first_few(faults)}",
-            remedy="name an adapter that was trained beside this server, such as SAVE_PATH/adapter_step_N",
+            hint="name an adapter that was trained beside this server, such as SAVE_PATH/adapter_step_N",
         )
 
 

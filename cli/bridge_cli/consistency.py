@@ -30,7 +30,7 @@ OWN = {
     "vllm_config_path",
 }  # fmt: skip
 """Choices that may differ: those of the first host count, or each has its own."""
-REMEDY = "install the same versions, and start the same command with the same files on each host"
+HINT = "install the same versions, and start the same command with the same files on each host"
 LONGEST = 60
 """Characters of a value in the message."""
 
@@ -43,7 +43,7 @@ def check(ranks: "Ranks", configs: Sequence[Config], vllm_flags: Sequence[str]) 
     """
     first, *others = ranks.run_and_gather(lambda: facts(configs, vllm_flags))
     if differing := next(filter(None, (difference(first, other) for other in others)), None):
-        raise UsageError(differing, remedy=REMEDY)
+        raise UsageError(differing, hint=HINT)
 
 
 def facts(configs: Sequence[Config], vllm_flags: Sequence[str]) -> Facts:

@@ -108,7 +108,7 @@ def make(folder: Path, *, progress: Progress, recipe: Mapping[str, Any] = RECIPE
     except OSError as error:
         raise UsageError(
             f"cannot write the demo's model to {folder}: {error.strerror}",
-            remedy="XDG_CACHE_HOME=/a/writable/folder bridge demo",
+            hint="XDG_CACHE_HOME=/a/writable/folder bridge demo",
         ) from error
     with scratch:  # whatever goes wrong, no half of the model is left
         draw = random.Random(recipe["seed"])  # noqa: S311  no secret is made of it

@@ -228,9 +228,9 @@ def lines(check: Check, width: int) -> Iterator[Text]:
     parts = [(Text.assemble("  ", status, "  ", f"{check.name:{NAME_WIDTH}}", "  "), check.found)]
     if check.status in ("WARN", "FAIL"):
         parts.append((Text(f"{label}{'expected':{LABEL_WIDTH}} ", "dim"), check.expected))
-    if check.remedy:
+    if check.hint:
         heading = "next" if check.status == "SKIP" else "fix"
-        parts.append((Text(f"{label}{heading:{LABEL_WIDTH}} ", "bold"), check.remedy))
+        parts.append((Text(f"{label}{heading:{LABEL_WIDTH}} ", "bold"), check.hint))
     for head, text in parts:
         wrapped = textwrap.fill(
             escaped(text), width, initial_indent=" " * len(head), subsequent_indent=" " * len(head),

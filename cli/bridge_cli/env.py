@@ -40,7 +40,7 @@ def env(config: FeedConfig, *, name: Name = None, as_json: Json = False) -> None
         raise UsageError(
             f"environment {config.task.environment} takes several turns, and an Atropos API is fed with"
             " single turns only",
-            remedy=f"bridge run --environment {config.task.environment}, which needs no API",
+            hint=f"bridge run --environment {config.task.environment}, which needs no API",
         )
     stream.rehearse(config.model_name, config.task, config.sampling, environment, console.note)
 

@@ -97,14 +97,14 @@ def init(folder: Folder = Path(), *, task: TaskOption = "class", model: Model = 
     taken = [str(folder / name) for name in files if (folder / name).exists() or (folder / name).is_symlink()]
     if taken:
         exist = "exists" if len(taken) == 1 else "exist"
-        raise UsageError(f"{' and '.join(taken)} {exist} already", remedy="bridge init FOLDER, with a new folder")
+        raise UsageError(f"{' and '.join(taken)} {exist} already", hint="bridge init FOLDER, with a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             with (folder / name).open("x") as file:
                 file.write(text)
     except OSError as error:
-        raise UsageError(f"cannot write {error.filename}: {error.strerror}", remedy="bridge init FOLDER") from error
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}", hint="bridge init FOLDER") from error
     console.note(f"wrote {', '.join(str(folder / name) for name in files)}")
     there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     console.note(f"to train: {there}bridge run --config {CHOICES}")

@@ -81,13 +81,13 @@ class Agent(LocalElasticAgent):
             where = f"its output is in {log}" if local_rank else "its output is above"
             return RankError(
                 f"rank {worker.global_rank} of {worker.world_size} was ended by {signal.Signals(number).name}",
-                remedy=f"continue with --resume; {where}",
+                hint=f"continue with --resume; {where}",
             )
         for report in sorted(self._scratch.glob("*.json")):
             if message := (document := json.loads(report.read_text())).get("message"):
-                return RankError(message, remedy=document["remedy"])
+                return RankError(message, hint=document["hint"])
         logs = ", ".join(str(log.resolve()) for log in sorted(self._scratch.glob("*.log")))
-        return RankError("a rank failed", remedy=f"its traceback is above, or in its log: {logs}")
+        return RankError("a rank failed", hint=f"its traceback is above, or in its log: {logs}")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._killed.clear()
@@ -238,20 +238,20 @@ def address(layout: Layout) -> tuple[str, int]:
         shown = f"found {given}" if given else "none was given"
         raise UsageError(
             f"--hosts {layout.hosts} needs --rendezvous HOST:PORT, {shown}",
-            remedy=f"give an address of one of the hosts and a free port there, {EXAMPLE}",
+            hint=f"give an address of one of the hosts and a free port there, {EXAMPLE}",
         )
     try:
         resolved = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
     except socket.gaierror as error:
         raise UsageError(
             f"--rendezvous {given}: there is no host {host}: {error.strerror}",
-            remedy=f"give the address of one of the hosts, {EXAMPLE}",
+            hint=f"give the address of one of the hosts, {EXAMPLE}",
         ) from error
     ip = ipaddress.ip_address(str(resolved).partition("%")[0])
     if ip.is_unspecified or (ip.is_loopback and host not in (str(ip), "localhost")):
         raise UsageError(
             f"--rendezvous {given} is {ip} on this host, where no other host can reach it",
-            remedy=f"give the address of one of the hosts, {EXAMPLE}",
+            hint=f"give the address of one of the hosts, {EXAMPLE}",
         )
     return host, int(port)
 
@@ -266,7 +266,7 @@ def _can_listen(host: str, port: int) -> bool:
     try:
         socket.create_server(address[:2], family=family).close()
     except PermissionError as error:
-        raise UsageError(f"port {port} is reserved for root", remedy="choose 1024 or higher") from error
+        raise UsageError(f"port {port} is reserved for root", hint="choose 1024 or higher") from error
     except OSError:
         return False
     return True
@@ -292,5 +292,5 @@ def _not_met(layout: Layout, error: RendezvousError, seconds: float) -> BridgeEr
         reason = f"no host of the run answers there: {error.__cause__ or error}".splitlines()[0]
     return UsageError(
         f"--rendezvous {layout.rendezvous}: {reason}",
-        remedy="start the same command on each host, and see that they can reach this address and port",
+        hint="start the same command on each host, and see that they can reach this address and port",
     )

@@ -46,7 +46,7 @@ def check_cuts(name: str, num_slices: int) -> None:
         fitting = max(number for number in range(1, num_slices) if number == 1 or not model.uncut(described, number))
         raise UsageError(
             f"--context-parallel-size {num_slices} {reason} of {name}",
-            remedy=f"--context-parallel-size {fitting}" if fitting > 1 else "leave it out",
+            hint=f"--context-parallel-size {fitting}" if fitting > 1 else "leave it out",
         )
 
 
@@ -62,7 +62,7 @@ def check_divides(name: str, parts: int, num_slices: int = 1) -> None:
         fitting = max(number for number in range(1, parts) if not model.undivided(described, number))
         raise UsageError(
             f"--tensor-parallel-size {parts} does not divide the {undivided} of {name}",
-            remedy=f"--tensor-parallel-size {fitting}",
+            hint=f"--tensor-parallel-size {fitting}",
         )
 
 
@@ -73,7 +73,7 @@ def of(train: TrainConfig, serve: ServeConfig) -> Layout:
         UsageError: there are fewer GPUs, or no whole number of servers has them.
     """
     if train.hosts == 1 and train.rendezvous is not None:
-        raise UsageError(f"--rendezvous {train.rendezvous} has no effect on one host", remedy="add --hosts H")
+        raise UsageError(f"--rendezvous {train.rendezvous} has no effect on one host", hint="add --hosts H")
     check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
     tp_size = train.tp_size(serve.tensor_parallel_size)
     dp_size = train.dp_size(tp_size)
@@ -81,7 +81,7 @@ def of(train: TrainConfig, serve: ServeConfig) -> Layout:
     if not train.rollouts.samples_here and serve.port > most:  # each server has the port after the one before
         raise UsageError(
             f"--port {serve.port}: the servers of all replicas have ports in a row, up to {MOST_PORT}",
-            remedy=f"--port {most} or lower",
+            hint=f"--port {most} or lower",
         )
     device = ""
     gpus: list[str | None] = [None]
@@ -100,7 +100,7 @@ def _visible(count: int, tp_size: int, requested: int, device: str) -> list[str 
         wanted = f"--gpus {count}" if requested > 1 else f"--tensor-parallel-size {tp_size}"
         fitting = [f"--gpus {max(num_gpus // tp_size * tp_size, min(tp_size, num_gpus))}"] if requested > 1 else []
         fitting += [f"--tensor-parallel-size {num_gpus}"] if tp_size > num_gpus else []
-        raise UsageError(f"{wanted}: this host shows {num_gpus}", remedy=" ".join(fitting))
+        raise UsageError(f"{wanted}: this host shows {num_gpus}", hint=" ".join(fitting))
     given = os.environ.get(VISIBLE)
     numbers = given.split(",") if given else [*map(str, range(num_gpus))]
     replicas = [",".join(numbers[first : first + tp_size]) for first in range(0, count, tp_size)]

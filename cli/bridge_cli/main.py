@@ -128,7 +128,7 @@ def answer(arguments: Sequence[str]) -> int:
     try:
         code = group.main(list(arguments), prog_name="bridge", standalone_mode=False)
     except BridgeError as error:
-        console.error(error.message, error.remedy)
+        console.error(error.message, error.hint)
         return error.exit_code
     except ModuleNotFoundError as error:
         if not (missing := _missing_package(error)):
@@ -170,7 +170,7 @@ def _usage(error: TyperException) -> tuple[str, str]:
             value = next((given.partition("=")[2] for given in ending.GIVEN.get() if given.startswith(f"{flag}=")), "")
             return f"{flag} does not take a value, found {value!r}", switch_hint(str(flag), value)
         return message[0].lower() + message[1:], f"{command} --help"
-    if hint := declaration.hint(flag):
+    if hint := declaration.hint_for(flag):
         return f"no such flag: {flag}", hint
     if near := _near_flag(flag, getattr(context, "command", None)):
         return f"no such flag: {flag}", f"did you mean {near}?"

@@ -69,10 +69,10 @@ def run(hosts: int, restarts: int, num_gpus: int, device: str, *, program: Seque
 
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level="error")
     except ImportError as error:
-        raise UsageError("--ray: Ray is not installed here", remedy="pip install ray, on every node") from error
+        raise UsageError("--ray: Ray is not installed here", hint="pip install ray, on every node") from error
     except ConnectionError as error:
-        remedy = "start one (ray start --head, and ray start --address on the other nodes), or set RAY_ADDRESS"
-        raise UsageError("--ray: no Ray cluster is running here", remedy=remedy) from error
+        hint = "start one (ray start --head, and ray start --address on the other nodes), or set RAY_ADDRESS"
+        raise UsageError("--ray: no Ray cluster is running here", hint=hint) from error
     try:
         has_gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         arguments = [argument for argument in ending.GIVEN.get() if argument != "--ray"]
@@ -84,7 +84,7 @@ def run(hosts: int, restarts: int, num_gpus: int, device: str, *, program: Seque
             if left:
                 console.note(f"a host was lost; restarting from the newest checkpoint, {left} restarts left")
                 arguments = ending.with_choices(arguments, {})
-        raise RankError("a host was lost", remedy="continue with --resume; its output is above, and in Ray's logs")
+        raise RankError("a host was lost", hint="continue with --resume; its output is above, and in Ray's logs")
     finally:
         ray.shutdown()
 
@@ -98,7 +98,7 @@ def _placed(ray: Any, num_hosts: int, num_gpus: int, argv: list[str]) -> list[in
             if not group.wait(LIMIT_S):
                 raise UsageError(
                     f"--ray: no {num_hosts} nodes with {resources} each became free within {LIMIT_S:.0f} s",
-                    remedy="see `ray status`, or choose other --hosts and --gpus",
+                    hint="see `ray status`, or choose other --hosts and --gpus",
                 )
         make = ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=2)(Host)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy

@@ -86,7 +86,7 @@ def _refuse_stray(positional: Sequence[str]) -> None:
     given = ending.GIVEN.get()
     num_passed_on = len(given) - given.index("--") - 1 if "--" in given else 0
     if stray := positional[: len(positional) - num_passed_on]:
-        raise UsageError(f"unexpected argument {stray[0]}", remedy=stray_hint(stray[0]))
+        raise UsageError(f"unexpected argument {stray[0]}", hint=stray_hint(stray[0]))
 
 
 def stray_hint(stray: str) -> str:
@@ -118,7 +118,7 @@ def _merged(given: Mapping[str, Any], configs: tuple[type[Config], ...]) -> dict
             if before != value:
                 raise UsageError(
                     f"{flag(first)} {before} and {flag(key)} {value} contradict each other: they are one choice",
-                    remedy=f"give only one of {flag(first)} and {flag(key)}",
+                    hint=f"give only one of {flag(first)} and {flag(key)}",
                 )
     return flags
 

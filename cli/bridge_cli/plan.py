@@ -95,7 +95,7 @@ def plan(
     size = ModelSize.of(folder).quantized(serve.quantization, beside=train.publishing.reload != "transfer")
     gpus = accelerator.gpu_memory_bytes() if gpu_memory is None else [gpu_memory * GIB]
     if not gpus:
-        raise UsageError("this machine has no GPU to plan for", remedy="give its memory in GiB: --gpu-memory 80")
+        raise UsageError("this machine has no GPU to plan for", hint="give its memory in GiB: --gpu-memory 80")
     host_bytes = left_bytes() if gpu_memory is None else math.inf  # that of another machine is unknown
     host_bytes = host_bytes if host_memory is None else host_memory * GIB
     layout.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
@@ -132,8 +132,8 @@ def _obstacles(model: Path, quantization: Quantization | None, reload: str) -> l
     obstacles = model_checks.obstacles(model_checks.read(str(model)) or {})
     if quantization is not None and reload == "restart":
         reason = f"--quantization {quantization} needs weights that are trained in vLLM's memory, or sent to it"
-        remedy = "leave it out, --mode shared_vllm, or --reload transfer"
-        obstacles.append(Obstacle(reason, remedy, modes=(model_checks.NONE,)))
+        hint = "leave it out, --mode shared_vllm, or --reload transfer"
+        obstacles.append(Obstacle(reason, hint, modes=(model_checks.NONE,)))
     return obstacles
 
 
@@ -144,7 +144,7 @@ def _open_modes(name: str, chosen: str | None, obstacles: Sequence[Obstacle]) ->
     if not modes:
         first = next(obstacle for obstacle in obstacles if requested[0] in obstacle.modes)
         by = f" by --mode {chosen}" if chosen else ""
-        raise UnsupportedModelError(f"{name} cannot be trained{by}: {first.reason}", remedy=first.remedy)
+        raise UnsupportedModelError(f"{name} cannot be trained{by}: {first.reason}", hint=first.hint)
     return modes
 
 

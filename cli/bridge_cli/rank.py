@@ -108,7 +108,7 @@ class OwnRank:
 
     def report(self, code: int, error: RankError | None = None) -> None:
         """Let the launcher know how this rank ended; UsageError if the disk is full."""
-        lost = {} if error is None else {"message": error.message, "remedy": error.remedy}
+        lost = {} if error is None else {"message": error.message, "hint": error.hint}
         atomic_file.replace(self.scratch / f"{self.local_rank}.json", json.dumps({"code": code, **lost}).encode())
 
 

@@ -200,7 +200,7 @@ def check_shared(ranks: "Ranks", folder: Path) -> None:
     if lacking := [host for host, sees in probes if not sees]:
         raise UsageError(
             f"{lacking[0]} does not see {folder} of {probes[0][0]}: all hosts resume from the checkpoints there",
-            remedy="--save-path in a folder that all hosts share, such as on NFS",
+            hint="--save-path in a folder that all hosts share, such as on NFS",
         )
 
 

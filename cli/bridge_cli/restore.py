@@ -86,7 +86,7 @@ def _folder_of(checkpoint: str) -> Path:
     except UsageError as error:
         raise UsageError(
             error.message,
-            remedy="name a checkpoint, such as SAVE_PATH/step_N, or the folder that the server was started with",
+            hint="name a checkpoint, such as SAVE_PATH/step_N, or the folder that the server was started with",
         ) from error
 
 
@@ -111,7 +111,7 @@ def _model_writer(exported: "Manifest", folder: Path) -> Callable[[], None]:
         serve_it = f"bridge serve-vllm --model {shlex.quote(str(folder))}"
         raise UsageError(
             f"{folder} is of another model than {name}, which the server serves: {differences}",
-            remedy=f"name a checkpoint of {name}, or serve that one: {serve_it}",
+            hint=f"name a checkpoint of {name}, or serve that one: {serve_it}",
         )
     model_folder.check(served, folder, parts[0])
 
@@ -135,7 +135,7 @@ def _adapter_writer(client: "BridgeClient", exported: "Manifest", folder: Path) 
     if not shard.lora_slots:
         raise AttachError(
             f"{folder} holds an adapter, and the server takes none",
-            remedy="bridge serve-vllm --max-lora-rank R, or name a checkpoint with the weights of a whole model",
+            hint="bridge serve-vllm --max-lora-rank R, or name a checkpoint with the weights of a whole model",
         )
     stored_tensors.check_adapter(folder, shard)
 

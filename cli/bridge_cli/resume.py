@@ -138,10 +138,10 @@ def _refuse_overwriting(
         elif step - 1 in steps and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(
                 f"{folder} is not a checkpoint of Bridge, and step {step} would be saved under its name",
-                remedy=f"move it away, or {another}",
+                hint=f"move it away, or {another}",
             )
     if ours and not resume:
         raise UsageError(
             f"{save_path} holds checkpoints of another run: {', '.join(ours[-3:])}",
-            remedy=f"resume from the newest with --resume, or {another}",
+            hint=f"resume from the newest with --resume, or {another}",
         )

@@ -66,16 +66,16 @@ def run(
     Such as: bridge run --model MODEL --environment gsm8k --training-steps 100 -- --enforce-eager
     """
     if train.publishing.start_command is not None:
-        raise UsageError("--start-command: bridge run starts vLLM itself", remedy="bridge train --start-command ...")
+        raise UsageError("--start-command: bridge run starts vLLM itself", hint="bridge train --start-command ...")
     if train.server.servers:
-        raise UsageError("--servers: bridge run starts its own", remedy="bridge train --servers ...")
+        raise UsageError("--servers: bridge run starts its own", hint="bridge train --servers ...")
     if rank.OWN_RANK.get() is None:  # the user's process; what it starts would ask again, beside servers that run
         _check_first(serve, train)
     if on_ray:
         from bridge_cli import on_ray as cluster
 
         if train.rendezvous is not None:
-            raise UsageError(f"--rendezvous {train.rendezvous}: --ray chooses the hosts", remedy="leave it out")
+            raise UsageError(f"--rendezvous {train.rendezvous}: --ray chooses the hosts", hint="leave it out")
         layout.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
         num_gpus = train.dp_size(train.tp_size(serve.tensor_parallel_size)) * serve.tensor_parallel_size
         raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
@@ -129,7 +129,7 @@ class FirstRank:
             raise UsageError(
                 f"--vllm-config-path {job.serve.vllm_config_path}: --mode none --reload {job.chosen.publishing.reload}"
                 " starts the stock vLLM, which writes no manifest",
-                remedy="leave it out",
+                hint="leave it out",
             )
         train, self.directory, checkpoint = open_run(job.chosen, job.environment)
         longest = job.serve.max_model_len or model_checks.longest_sequence(model_checks.read(job.serve.model))
@@ -201,13 +201,13 @@ def for_adapters(
     if in_memory and serve.tensor_parallel_size > 1 and SHARDED in names(flags):
         raise UsageError(
             f"{SHARDED} cuts an adapter in another way than its weights, so it cannot be trained in vLLM's memory",
-            remedy="leave it out, or --lora-handover disk",
+            hint="leave it out, or --lora-handover disk",
         )
     if in_memory and serve.tensor_parallel_size > 1 and experts:
         raise UsageError(
             "--lora-target-modules experts: with --lora-handover memory a server has one GPU, found"
             f" --tensor-parallel-size {serve.tensor_parallel_size}",
-            remedy="leave one of them out, or --lora-handover disk",
+            hint="leave one of them out, or --lora-handover disk",
         )
     if experts:
         serve = serve.model_copy(update={"lora_experts": True})
@@ -215,7 +215,7 @@ def for_adapters(
     given = int(to_vllm) if to_vllm.isdecimal() else serve.max_lora_rank
     if given is not None and given < rank:
         raise UsageError(
-            f"{MAX_RANK} {given} is less than --lora-r {rank}", remedy=f"leave {MAX_RANK} out: it is derived"
+            f"{MAX_RANK} {given} is less than --lora-r {rank}", hint=f"leave {MAX_RANK} out: it is derived"
         )
     slot = slot_rank(rank if given is None else given)
     if in_memory and slot is not None and slot != rank:
@@ -223,7 +223,7 @@ def for_adapters(
         raise UsageError(
             f"--lora-r {rank}: with --lora-handover memory the adapter is trained in a slot of vLLM, which has rank"
             f" {slot}",
-            remedy=f"{instead}, or --lora-handover disk",
+            hint=f"{instead}, or --lora-handover disk",
         )
     if serve.max_lora_rank is None:
         console.note(f"{MAX_RANK} {rank}: the rank of --lora-r", style="dim")

@@ -46,7 +46,7 @@ def running(server: ServerConfig, mode: str, *, attaches: bool) -> list[Running]
         if names:
             raise UsageError(
                 f"--servers: --mode {mode} restarts one server, and no other may depend on it",
-                remedy="leave it out; --vllm-port names the server",
+                hint="leave it out; --vllm-port names the server",
             )
         return []
     if not names:
@@ -65,7 +65,7 @@ def refuse_other_names(server: ServerConfig) -> None:
     for field in OTHER_WAYS if server.servers else ():
         if field in server.model_fields_set:
             key = flag(server.key(field))
-            raise UsageError(f"{key} names one server, and --servers all of them", remedy=f"leave {key} out")
+            raise UsageError(f"{key} names one server, and --servers all of them", hint=f"leave {key} out")
 
 
 def layout(servers: Sequence[Running], tp_size_of: Callable[[int], int], restarts: int) -> Layout:
@@ -119,7 +119,7 @@ def _running(name: str) -> Running:
         raise ManifestError(
             f"--servers {name}: no server of Bridge listens there"
             + (f", but at {', '.join(listed)}" if listed else ""),
-            remedy="start it with bridge serve-vllm on this host, or name its manifest",
+            hint="start it with bridge serve-vllm on this host, or name its manifest",
         )
     return listed[url]
 
@@ -130,12 +130,12 @@ def _check(names: Sequence[str], servers: Sequence[Running]) -> None:
         if same:
             raise UsageError(
                 f"--servers: {same[0]} and {names[number]} are the same server (pid {server.manifest.server.pid})",
-                remedy="name each server once",
+                hint="name each server once",
             )
         for what, of in SAME.items():
             expected, other = of(servers[0].manifest), of(server.manifest)
             if other != expected:
                 raise UsageError(
                     f"the servers differ in their {what}: {expected} at {names[0]}, {other} at {names[number]}",
-                    remedy="start all of them with the same model and flags",
+                    hint="start all of them with the same model and flags",
                 )

@@ -79,7 +79,7 @@ class DisconnectableStream:
                     return otherwise
                 raise UsageError(
                     f"cannot write the output: {error.strerror}",
-                    remedy="make room on the disk that stdout is redirected to",
+                    hint="make room on the disk that stdout is redirected to",
                 ) from error
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())

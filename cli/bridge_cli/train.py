@@ -40,7 +40,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
         if config.get(name) != config.default(name):
             raise UsageError(
                 f"{flag(name)} {config.get(name)}: bridge train trains on running servers of this host",
-                remedy="name them: --servers; or bridge run, which starts a server on each GPU",
+                hint="name them: --servers; or bridge run, which starts a server on each GPU",
             )
     check_host(config)
     check_folder(config.model_name, needs_config=False)  # the tokenizer is enough
@@ -57,7 +57,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     if config.restarts and len(planned.gpus) == 1:
         raise UsageError(
             f"--restarts {config.restarts} has no effect: there is one process to train with",
-            remedy="leave it out; a run that ended resumes with --resume",
+            hint="leave it out; a run that ended resumes with --resume",
         )
     if len(replicas) > 1:
         config = config.changed(gpus=len(planned.gpus))

@@ -43,7 +43,7 @@ def load_environment(task: TaskConfig, rollouts: RolloutConfig, evaluation: Eval
         raise UsageError(
             f"{' and '.join(map(flag, unused))}: only for an environment with tools or an agent, and"
             f" {task.environment} has none",
-            remedy="leave it out, or write a class with a method reset and tools, or run (docs/environments.md)",
+            hint="leave it out, or write a class with a method reset and tools, or run (docs/environments.md)",
         )
     if evaluation.samples:
         problems.held_out(environment)

@@ -32,7 +32,7 @@ def verify(*, vllm_config_path: ManifestPath = None, run_dir: RunDir = None, as_
     """
     if run_dir is not None:
         if vllm_config_path is not None:
-            raise UsageError("--run-dir and --vllm-config-path both choose servers", remedy="give only one of them")
+            raise UsageError("--run-dir and --vllm-config-path both choose servers", hint="give only one of them")
         checks = all_proofs(servers_of(run_dir), as_json=as_json)
     else:
         path = discovery.find(vllm_config_path)
@@ -60,7 +60,7 @@ def servers_of(run_dir: Path) -> list[Path]:
     if not served:
         raise UsageError(
             f"no server on this host is trained by a run in {run_dir}",
-            remedy="name the directory of a live run, or one server with --vllm-config-path",
+            hint="name the directory of a live run, or one server with --vllm-config-path",
         )
     return served
 
@@ -90,7 +90,7 @@ def shown(checks: Iterable[Check], *, as_json: bool) -> list[Check]:
         results.append(check)
         console.verdict(check.status, f"{check.name}: {check.found}")
         if check.status in ("FAIL", "WARN"):
-            console.note(f"      expected: {check.expected}\n      hint: {check.remedy}")
+            console.note(f"      expected: {check.expected}\n      hint: {check.hint}")
         if as_json:
             console.data(json.dumps(dataclasses.asdict(check)))
     return results

@@ -104,11 +104,11 @@ class Rows:
             shown = first_few(faults, most=MAX_SHOWN_FAULTS)
             raise RewardError(
                 f"{self.source}: {num_bad} of {len(self.rows)} rows are bad: {shown}",
-                remedy="fix these rows (a JSONL file has a JSON object in each line), or name the columns to read with"
+                hint="fix these rows (a JSONL file has a JSON object in each line), or name the columns to read with"
                 " --prompt-column and --answer-column",
             )
         if not problems:
-            raise RewardError(f"{self.source} has no rows", remedy="give it one problem per row")
+            raise RewardError(f"{self.source} has no rows", hint="give it one problem per row")
         return problems
 
 
@@ -141,7 +141,7 @@ def check_source(source: str, flag: str) -> None:
     if not HUB_NAME.fullmatch(source) or path.suffix.lower() in SUFFIXES:
         raise UsageError(
             f"{flag} {source}: there is no such file or folder in {Path.cwd()}",
-            remedy=f"{flag} path/to/problems.jsonl, or a name on the hub such as openai/gsm8k",
+            hint=f"{flag} path/to/problems.jsonl, or a name on the hub such as openai/gsm8k",
         )
 
 
@@ -164,7 +164,7 @@ def _rows(path: Path) -> Iterable[Row]:
             is_parquet = file.read(len(PARQUET)) == PARQUET or path.suffix.lower() == ".parquet"
         content = b"" if is_parquet else path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", remedy="name a readable file") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint="name a readable file") from error
     noun, contents = "row", _parquet(path) if is_parquet else _json_list(path, content)
     if contents is None:
         noun, contents = "line", content.split(b"\n")
@@ -184,7 +184,7 @@ def _parquet(path: Path) -> list[Any]:
     except ImportError as error:
         raise UsageError(
             f"{path} is a Parquet file, and pyarrow is not installed",
-            remedy="pip install pyarrow, or write the problems to a JSONL file",
+            hint="pip install pyarrow, or write the problems to a JSONL file",
         ) from error
     try:
         with path.open("rb") as file:
@@ -192,12 +192,12 @@ def _parquet(path: Path) -> list[Any]:
     except Exception as error:  # which errors a damaged file raises is pyarrow's to choose
         raise UsageError(
             f"{path} cannot be read as Parquet{reason_of(error)}",
-            remedy="write the file again, or write the problems to a JSONL file",
+            hint="write the file again, or write the problems to a JSONL file",
         ) from error
     names = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(
-            f"{path} has more than one column {' and '.join(map(repr, twice))}", remedy="give each column its own name"
+            f"{path} has more than one column {' and '.join(map(repr, twice))}", hint="give each column its own name"
         )
     table = table.drop_columns([name for name in names if PANDAS_INDEX.fullmatch(name)])
     try:
@@ -230,11 +230,11 @@ def _json_list(path: Path, content: bytes) -> list[Any] | None:
     except ValueError as error:
         if first == b"{" or is_jsonl:
             return None
-        raise RewardError(f"{path} is not JSON{reason_of(error)}", remedy=WRITE_JSONL) from error
+        raise RewardError(f"{path} is not JSON{reason_of(error)}", hint=WRITE_JSONL) from error
     if isinstance(document, list):
         return document
     found = shortened(", ".join(document)) or "none"
-    raise RewardError(f"{path} is one JSON object with the keys {found}, expected rows", remedy=WRITE_JSONL)
+    raise RewardError(f"{path} is one JSON object with the keys {found}, expected rows", hint=WRITE_JSONL)
 
 
 def _is_json(line: bytes) -> bool:
@@ -297,7 +297,7 @@ def _folder(path: Path, subset: str | None, source: str, flag: str) -> tuple[Row
         if len({file.suffix.lower() for file in files}) > 1:
             raise UsageError(
                 f"{flag} {source} has the split {name} in several formats: {', '.join(file.name for file in files)}",
-                remedy=f"name one file: {flag} {files[0]}",
+                hint=f"name one file: {flag} {files[0]}",
             )
     if "train" not in splits:
         raise _no_train(source, flag, splits)
@@ -324,12 +324,12 @@ def _splits_of_card(folder: Path, subset: str | None, flag: str) -> dict[str, li
         splits = {name: sorted(file for pattern in given for file in folder.glob(pattern)) for name, given in of_splits}
     except Exception as error:  # which errors odd metadata raises is not ours to choose
         raise UsageError(
-            f"{card} has metadata that cannot be read{reason_of(error)}", remedy="fix it, or name one file"
+            f"{card} has metadata that cannot be read{reason_of(error)}", hint="fix it, or name one file"
         ) from error
     if files and chosen is None:
         raise UsageError(
             f"{flag} {folder} has several configurations: {', '.join(files)}",
-            remedy=f"name the folder or the file of one: {flag} {folder}/path/to/problems.parquet",
+            hint=f"name the folder or the file of one: {flag} {folder}/path/to/problems.parquet",
         )
     return {name: found for name, found in splits.items() if found}
 
@@ -373,7 +373,7 @@ def _splits_by_name(folder: Path) -> dict[str, list[Path]]:
 def _no_train(source: str, flag: str, found: Iterable[str]) -> UsageError:
     return UsageError(
         f"{flag} {source} has no split train, found {', '.join(found)}",
-        remedy=f"write the split to a JSONL file and use that: {flag} path/to/problems.jsonl",
+        hint=f"write the split to a JSONL file and use that: {flag} path/to/problems.jsonl",
     )
 
 
@@ -387,7 +387,7 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
     except ImportError as error:
         raise UsageError(
             f"{flag} {source} needs the library datasets, which is not installed",
-            remedy=f"pip install datasets, or {flag} path/to/problems.jsonl",
+            hint=f"pip install datasets, or {flag} path/to/problems.jsonl",
         ) from error
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -402,13 +402,13 @@ def _data_set(source: str, flag: str, path: str, **options: str | None) -> tuple
     except Exception as error:  # what is raised depends on the data set, on optional libraries and on the network
         local = f"use a local copy: {flag} path/to/folder"
         if "socks" in str(error).lower():
-            remedy = f"pip install socksio, or unset ALL_PROXY; or {local}"
+            hint = f"pip install socksio, or unset ALL_PROXY; or {local}"
         elif "name" in options:
-            remedy = f"check its name and the network, or {local}"
+            hint = f"check its name and the network, or {local}"
         else:
-            remedy = f"write the problems to a JSONL file and use that: {flag} path/to/problems.jsonl"
+            hint = f"write the problems to a JSONL file and use that: {flag} path/to/problems.jsonl"
         cause = fault or shortened(error, 300) or type(error).__name__
-        raise UsageError(f"{flag} {source}: cannot be loaded: {cause}", remedy=remedy) from error
+        raise UsageError(f"{flag} {source}: cannot be loaded: {cause}", hint=hint) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = is_offline
     if "train" not in rows:

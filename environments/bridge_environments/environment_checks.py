@@ -30,14 +30,14 @@ def check_score(environment: Any, name: str) -> None:
     """Check that `environment` has a score that can be called."""
     score = getattr(environment, "score", None)
     if not callable(score):
-        remedy = f"add to it: {SCORE}; or {REWARD}, with tools; or {RUN}, for an agent"
-        raise RewardError(f"environment {name} has no method score, get_reward or run", remedy=remedy)
+        hint = f"add to it: {SCORE}; or {REWARD}, with tools; or {RUN}, for an agent"
+        raise RewardError(f"environment {name} has no method score, get_reward or run", hint=hint)
     try:
         inspect.signature(score).bind({}, "")
     except TypeError as error:
         raise RewardError(
             f"environment {name}: score cannot be called with (problem, completion): {error}",
-            remedy=f"write it as: {SCORE}",
+            hint=f"write it as: {SCORE}",
         ) from error
 
 
@@ -140,7 +140,7 @@ def checked(
             if reward and (lack := answer_fault(problem)):
                 raise RewardError(
                     f"environment {name}: {noun} {index} {lack}, and the reward {reward} compares with it",
-                    remedy="give every problem an answer that is text or a number, or choose another --reward",
+                    hint="give every problem an answer that is text or a number, or choose another --reward",
                 )
             yield problem
 
@@ -212,5 +212,5 @@ def images_fault(images: object, *, opens: bool = True) -> str:
     return next((fault for path in images if opens and (fault := image_file.fault(path))), "")
 
 
-def _refuse(name: str, fault: str, remedy: str) -> NoReturn:
-    raise RewardError(f"environment {name} {fault}", remedy=remedy)
+def _refuse(name: str, fault: str, hint: str) -> NoReturn:
+    raise RewardError(f"environment {name} {fault}", hint=hint)

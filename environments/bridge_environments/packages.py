@@ -68,12 +68,12 @@ class Verifiers:
         if not self._python.is_file():
             raise UsageError(
                 f"--environment {self._name}: verifiers has no Python of its own, there is no file {self._python}",
-                remedy="make verifiers, or name a Python that has verifiers: --verifiers-python path/to/bin/python",
+                hint="make verifiers, or name a Python that has verifiers: --verifiers-python path/to/bin/python",
             )
         tasks = arguments.get("taskset", {})
         if not isinstance(tasks, dict):
             raise UsageError(
-                f"--env-args: taskset is {tasks!r}, expected a JSON object", remedy=f"leave it out: its id is {name}"
+                f"--env-args: taskset is {tasks!r}, expected a JSON object", hint=f"leave it out: its id is {name}"
             )
         self._loading = {"config": {**arguments, "taskset": {**tasks, "id": name}}, "held_out": held_out}
         self._process: _Process | None = None
@@ -82,7 +82,7 @@ class Verifiers:
         except FailedRequestError as error:
             raise UsageError(
                 f"--environment {self._name}: {error}",
-                remedy="change --env-args, the table [env] of verifiers' configuration"
+                hint="change --env-args, the table [env] of verifiers' configuration"
                 if error.is_refused
                 else f"install the environment ({self._python} -m pip install ...), or change --env-args",
             ) from error
@@ -107,7 +107,7 @@ class Verifiers:
             except FailedRequestError as error:
                 raise RewardError(
                     f"environment {self._name}: listing its tasks failed: {error}",
-                    remedy="fix the environment, or change --env-args",
+                    hint="fix the environment, or change --env-args",
                 ) from error
             if not listed:
                 return
@@ -200,7 +200,7 @@ class ReasoningGym:
             raise UsageError(
                 f"{GYM_PREFIX}{self._name} cannot be made with {dict(arguments)}: {type(error).__name__}"
                 f"{reason_of(error)}",
-                remedy="give it, as JSON, what its configuration in Reasoning Gym takes: --env-args '{\"size\": 1000}'",
+                hint="give it, as JSON, what its configuration in Reasoning Gym takes: --env-args '{\"size\": 1000}'",
             ) from error
 
     def _problems(self, entries: Any) -> Iterator[Problem]:
@@ -223,14 +223,14 @@ def _library(name: str) -> ModuleType:
     except ImportError as error:
         raise UsageError(
             f"--environment {GYM_PREFIX}{name} needs the library reasoning-gym, which is not installed",
-            remedy="pip install reasoning-gym",
+            hint="pip install reasoning-gym",
         ) from error
     known = reasoning_gym.factory.DATASETS
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1) or ["basic_arithmetic"]
         raise UsageError(
             f"Reasoning Gym has no task {name!r}, only {len(known)} others",
-            remedy=f"--environment {GYM_PREFIX}{close[0]}",
+            hint=f"--environment {GYM_PREFIX}{close[0]}",
         )
     library: ModuleType = reasoning_gym
     return library

@@ -149,7 +149,7 @@ def _of_rows(config: TaskConfig, known: Format, instructed: Callable[[Problem], 
     if source is None:
         raise UsageError(
             f"--environment {config.environment} needs --data",
-            remedy=f"--environment {config.environment} --data path/to/problems.jsonl",
+            hint=f"--environment {config.environment} --data path/to/problems.jsonl",
         )
     training, held_out = dataset.read(str(source), known.subset, "--data")
     if config.eval_data is not None:
@@ -161,7 +161,7 @@ def _of_rows(config: TaskConfig, known: Format, instructed: Callable[[Problem], 
         raise UsageError(
             f"--answer-column {config.answer_column}: no row of {training.source} has this column, found"
             f" {shortened(', '.join(sorted(columns)), 200)}",
-            remedy="name a column of the rows, or leave it out",
+            hint="name a column of the rows, or leave it out",
         )
     return Task(problems=partial(iter, problems), kept=kept, recipe=partial(scorer, config))
 
@@ -188,11 +188,11 @@ def _refuse_unused_data(config: TaskConfig, interaction: Interaction) -> None:
     if interaction != "completion":
         raise UsageError(
             f"{names}: {config.environment} has its own problems, unless --data has them",
-            remedy="add --data path/to/problems.jsonl, or a method held_out to the class",
+            hint="add --data path/to/problems.jsonl, or a method held_out to the class",
         )
     raise UsageError(
         f"{names}: only for --environment {' and '.join(FORMATS)}, not {config.environment}",
-        remedy=f"leave {'it' if len(unused) == 1 else 'them'} out, or --environment {list(FORMATS)[-1]}",
+        hint=f"leave {'it' if len(unused) == 1 else 'them'} out, or --environment {list(FORMATS)[-1]}",
     )
 
 
@@ -210,7 +210,7 @@ def _check_package_choices(config: TaskConfig) -> None:
     for name, (fits, why) in rules.items():
         if not fits and getattr(config, name) != TaskConfig.model_fields[name].default:
             raise UsageError(
-                f"{flag(name)} has no effect with --environment {config.environment}: {why}", remedy="leave it out"
+                f"{flag(name)} has no effect with --environment {config.environment}: {why}", hint="leave it out"
             )
 
 
@@ -246,7 +246,7 @@ def _no_environment(name: str) -> UsageError:
     form = FORMS["environment"]
     return UsageError(
         f"no environment {name!r}, expected {', '.join((*known, *PACKAGES))} or {form}",
-        remedy=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {form} for your own",
+        hint=f"{meant}--environment {close[0] if close else 'arithmetic'}, or --environment {form} for your own",
     )
 
 

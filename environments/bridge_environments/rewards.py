@@ -136,7 +136,7 @@ class Reward:
         return RewardError(
             f"reward {self.name} returned {described(value)}, expected a finite number{limit_note(value)}"
             f" ({self.location or self.name})",
-            remedy=f"return a finite number from {self.name}",
+            hint=f"return a finite number from {self.name}",
         )
 
 
@@ -174,10 +174,10 @@ def parse(text: str) -> tuple[Reward, ...]:
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(
             f"--reward {text}: two rewards are called {' and '.join(sorted(twice))}",
-            remedy="give each reward once, and functions different names",
+            hint="give each reward once, and functions different names",
         )
     if not any(reward.weight for reward in rewards):
-        raise UsageError(f"--reward {text}: every weight is 0", remedy="leave =0 out of one of them")
+        raise UsageError(f"--reward {text}: every weight is 0", hint="leave =0 out of one of them")
     return rewards
 
 
@@ -214,7 +214,7 @@ def _reward(name: str, written: str | None) -> Reward:
         weight = math.nan
     if not math.isfinite(weight):
         raise UsageError(
-            f"--reward {name}={written}: the weight {written!r} is not a finite number", remedy=f"--reward {name}=0.5"
+            f"--reward {name}={written}: the weight {written!r} is not a finite number", hint=f"--reward {name}=0.5"
         )
     if ":" in name or name.endswith(".py"):
         return _own(name, weight)
@@ -225,27 +225,25 @@ def _reward(name: str, written: str | None) -> Reward:
     form = FORMS["reward"]
     raise UsageError(
         f"no reward {name!r}, expected {', '.join(NAMED)} or {form}",
-        remedy=f"--reward {close}, or --reward {form} for your own",
+        hint=f"--reward {close}, or --reward {form} for your own",
     )
 
 
 def _own(name: str, weight: float) -> Reward:
     score = find_object("reward", name)
     path, _, title = name.rpartition(":")
-    remedy = f"write it as: def {title}(problem: dict, completion: str) -> float, where problem has the row's columns"
+    hint = f"write it as: def {title}(problem: dict, completion: str) -> float, where problem has the row's columns"
     if inspect.iscoroutinefunction(score):
-        raise UsageError(f"reward {name} is an async function, expected a plain one", remedy=remedy)
+        raise UsageError(f"reward {name} is an async function, expected a plain one", hint=hint)
     try:
         parameters, code = inspect.signature(score).parameters, getattr(inspect.unwrap(score), "__code__", None)
         if not parameters.keys() & {"completions", "solution_str"}:
-            _check_order(name, list(parameters), remedy)
+            _check_order(name, list(parameters), hint)
             inspect.signature(score).bind({}, "")
     except UsageError:
         raise
     except (TypeError, ValueError) as error:  # a ValueError: it is written in C and has no signature
-        raise UsageError(
-            f"reward {name} cannot be called with (problem, completion): {error}", remedy=remedy
-        ) from error
+        raise UsageError(f"reward {name} cannot be called with (problem, completion): {error}", hint=hint) from error
     if "completions" in parameters:
         _check_given(name, parameters)
         score = _of_lists(score, parameters)
@@ -268,7 +266,7 @@ def _check_given(name: str, parameters: Mapping[str, inspect.Parameter]) -> None
         raise UsageError(
             f"reward {name} takes {', '.join(missing)}, which Bridge does not have, expected prompts, completions and"
             " columns of the data",
-            remedy=f"give it a default, {missing[0]}=None: a reward runs in another process, for one completion",
+            hint=f"give it a default, {missing[0]}=None: a reward runs in another process, for one completion",
         )
 
 
@@ -277,23 +275,23 @@ def _check_verl(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
     if unknown := [key for key in _required(parameters) if key not in VERL]:
         raise UsageError(
             f"reward {name} takes {', '.join(unknown)}, expected {', '.join(VERL)}, as verl calls it",
-            remedy=f"give it a default, {unknown[0]}=None",
+            hint=f"give it a default, {unknown[0]}=None",
         )
 
 
-def _check_order(name: str, parameters: list[str], remedy: str) -> None:
+def _check_order(name: str, parameters: list[str], hint: str) -> None:
     """Refuse the forms of other systems, which would be called with other things than they expect, or in vain."""
     for form, (names, given) in OTHER_FORMS.items():
         if {*names} <= {*parameters} and "problem" not in parameters:
             raise UsageError(
                 f"reward {name} has {form} form, ({', '.join(parameters)}), expected (problem, completion)",
-                remedy=f"{given}; {remedy}",
+                hint=f"{given}; {hint}",
             )
     is_named = parameters[:1] == ["problem"]  # what follows may be the model's answer, or its solution
     if len(parameters) > 1 and not is_named and (parameters[0] in COMPLETIONS or parameters[1] in PROBLEMS):
         raise UsageError(
             f"reward {name} takes ({', '.join(parameters)}), and is called with (problem, completion), in this order",
-            remedy=remedy,
+            hint=hint,
         )
 
 
@@ -308,7 +306,7 @@ def _of_verl(function: Any, parameters: Mapping[str, inspect.Parameter]) -> Scor
         if truth is None:
             raise RewardError(
                 "the problem has no ground_truth, expected a column answer, or reward_model with ground_truth",
-                remedy="name its column: --answer-column COLUMN",
+                hint="name its column: --answer-column COLUMN",
             )
         given = {
             "data_source": row.get("data_source"),
@@ -388,7 +386,7 @@ def _gold(answer: str) -> list[Any]:
     if all(isinstance(reading, str) for reading in readings):  # math-verify returns what it cannot read
         raise RewardError(
             f"the answer {shortened(repr(answer))} is not a number or formula",
-            remedy="give answers that the reward math can compare with, or choose another --reward",
+            hint="give answers that the reward math can compare with, or choose another --reward",
         )
     return readings
 

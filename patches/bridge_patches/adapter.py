@@ -93,7 +93,7 @@ class Adapters:
             if not (Path(path) / CONFIG_NAME).is_file():
                 raise AttachError(
                     f"the server finds no {CONFIG_NAME} in {path}",
-                    remedy=f"ls -l {path}; the server must be able to read it, on its own host",
+                    hint=f"ls -l {path}; the server must be able to read it, on its own host",
                 )
             self._refuse_unless_slots_remain(name)
             earlier = [self._pinned, self._models.lora_requests.get(name)]
@@ -103,7 +103,7 @@ class Adapters:
             if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 raise AttachError(
                     "vLLM refuses to reset its prefix cache, so keys and values of an earlier adapter would be served",
-                    remedy="retry when no other request runs, or restart the server",
+                    hint="retry when no other request runs, or restart the server",
                 )
             self._pinned = await self._load(name, path)
             number = self._pinned.lora_int_id
@@ -111,7 +111,7 @@ class Adapters:
             slots = await self._engine.collective_rpc("bridge_adapter_slot", args=(number,))
             slot: int | None = agreed(slots, f"the slot of the adapter {name}")
             if slot is None:
-                raise AttachError(f"no rank holds the adapter {name} that vLLM has loaded", remedy="restart the server")
+                raise AttachError(f"no rank holds the adapter {name} that vLLM has loaded", hint="restart the server")
             return slot
 
     async def release(self) -> None:
@@ -128,7 +128,7 @@ class Adapters:
         if config is None:
             raise AttachError(
                 "the server was started without LoRA, so it has no slot for an adapter",
-                remedy="restart it with: bridge serve-vllm --max-lora-rank 16",
+                hint="restart it with: bridge serve-vllm --max-lora-rank 16",
             )
         wrap(self._engine, "add_request")(self.add_request)
         wrap(self._engine, "add_lora")(self.add_lora)
@@ -141,7 +141,7 @@ class Adapters:
             raise AttachError(
                 f"the server has {self._num_slots} LoRA slots for {len(served)} adapters ({', '.join(sorted(served))}),"
                 " and a trained adapter cannot share its slot",
-                remedy=f"restart it with: bridge serve-vllm ... -- --max-loras {len(served)}",
+                hint=f"restart it with: bridge serve-vllm ... -- --max-loras {len(served)}",
             )
 
     async def _remove(self, adapter: Any) -> None:
@@ -164,7 +164,7 @@ class Adapters:
             if not isinstance(answer, str):
                 raise AttachError(
                     f"vLLM cannot load the adapter {path}: {answer.error.message}",
-                    remedy="use plain LoRA (no DoRA, no bias) with a rank up to the server's --max-lora-rank",
+                    hint="use plain LoRA (no DoRA, no bias) with a rank up to the server's --max-lora-rank",
                 )
             return self._models.lora_requests[name]
         except BaseException:

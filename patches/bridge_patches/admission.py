@@ -165,7 +165,7 @@ def refuse_dev_mode(environment: Mapping[str, str] = os.environ) -> None:
     if value not in ("", "0"):
         raise UsageError(
             f"{DEV_MODE}={value}: vLLM's development routes would call the engine past the fence",
-            remedy=f"unset {DEV_MODE}, and start the server again",
+            hint=f"unset {DEV_MODE}, and start the server again",
         )
 
 

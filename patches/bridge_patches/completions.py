@@ -112,7 +112,7 @@ def _filters(body: CompletionsRequest, engine: Any) -> dict[str, float]:
     if active and engine.vllm_config.speculative_config is not None:
         raise AttachError(
             f"{', '.join(active)} cannot be combined with speculation: vLLM does not report what was kept",
-            remedy="restart the server without --speculative-config, or sample from the whole distribution",
+            hint="restart the server without --speculative-config, or sample from the whole distribution",
         )
     return active
 
@@ -122,7 +122,7 @@ def _check_same(used: Sequence[int], sent: Sequence[int]) -> None:
     if tuple(used) != tuple(sent):
         raise AttachError(
             f"vLLM sampled from a prompt of {len(used)} tokens, and {len(sent)} others were sent",
-            remedy="report this, with the versions that bridge doctor shows",
+            hint="report this, with the versions that bridge doctor shows",
         )
 
 
@@ -143,7 +143,7 @@ def _origins(logprobs: Any, version: int, *, is_filtered: bool) -> dict[str, Any
     if not counts.all():
         raise AttachError(
             "this server's sampler does not report what top_k, top_p and min_p keep",
-            remedy="restart it without vLLM's choices for sampling, such as watermarks, or leave the filters out",
+            hint="restart it without vLLM's choices for sampling, such as watermarks, or leave the filters out",
         )
     ages = (version - versions) % 2**COUNT_BITS
     kept = [*zip(thresholds.tolist(), counts.tolist(), strict=True)]
@@ -161,7 +161,7 @@ def _experts(output: Any, num_prompt: int) -> dict[str, Any]:
     if rows is None or len(rows) < num_rows:
         raise AttachError(
             f"this server reported the experts of {0 if rows is None else len(rows)} tokens, expected {num_rows}",
-            remedy="leave `experts` out of the request (bridge train --no-router-replay)",
+            hint="leave `experts` out of the request (bridge train --no-router-replay)",
         )
     content = base64.b64encode(rows[:num_rows].tobytes()).decode()
     return {"experts": {"kind": str(rows.dtype), "content": content}}
@@ -228,7 +228,7 @@ async def _explained(request: Request) -> Exception:
         return HTTPException(500, f"log-probabilities are not finite, but {scan.found()}: a kernel is broken")
     return AttachError(
         f"log-probabilities are not finite because of the weights: {scan.found()}",
-        remedy=request.app.state.bridge_fence.status().remedy(),
+        hint=request.app.state.bridge_fence.status().hint(),
     )
 
 

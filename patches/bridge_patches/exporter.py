@@ -47,11 +47,11 @@ logger = logging.getLogger("vllm.bridge")
 async def export(engine_client: Any, args: Namespace) -> Manifest:
     """Collect every rank's shard into the manifest of this process, or raise UnsupportedModelError."""
     if engine_client is None:
-        raise AttachError("this server has no engine whose weights could be shared", remedy="use bridge serve-vllm")
+        raise AttachError("this server has no engine whose weights could be shared", hint="use bridge serve-vllm")
     refuse_other_model(engine_client.model_config)
     answers = [json.loads(text) for text in await engine_client.collective_rpc("bridge_export")]
     if refused := next((answer for answer in answers if "error" in answer), None):
-        raise UnsupportedModelError(refused["error"], remedy=refused["remedy"])
+        raise UnsupportedModelError(refused["error"], hint=refused["hint"])
     shards = sorted(map(Shard.model_validate, answers), key=lambda shard: shard.rank)
     layout.check_parts([shard.param_mappings for shard in shards])
     config = engine_client.model_config
@@ -100,7 +100,7 @@ def refuse_other_model(config: Any) -> None:
             raise UnsupportedModelError(
                 f"{flag} {value} is for this server alone: a trainer builds its model, and encodes prompts, from"
                 f" {config.model}",
-                remedy="put it into the model's folder, or a copy, which server and trainer both read",
+                hint="put it into the model's folder, or a copy, which server and trainer both read",
             )
 
 
@@ -130,7 +130,7 @@ async def write_when_listening(exported: Manifest, path: Path) -> None:
 
 def report(error: BridgeError) -> None:
     """Print `error` as the command line does."""
-    print(f"error: {error.message}\n\nhint: {error.remedy}", file=sys.stderr)  # noqa: T201  the log's last word
+    print(f"error: {error.message}\n\nhint: {error.hint}", file=sys.stderr)  # noqa: T201  the log's last word
 
 
 def agreed(answers: Sequence[Answer], what: str) -> Answer:
@@ -140,7 +140,7 @@ def agreed(answers: Sequence[Answer], what: str) -> Answer:
             raise AttachError(
                 f"the ranks disagree about {what}: rank {rank} answers {answer!r:.100}, expected {answers[0]!r:.100}"
                 " as from rank 0",
-                remedy="restart the server",
+                hint="restart the server",
             )
     return answers[0]
 

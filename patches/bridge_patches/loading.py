@@ -101,7 +101,7 @@ def record_of(model: nn.Module) -> Record:
     record = RECORDS.get(model)
     if record is None:
         raise UnsupportedModelError(
-            "vLLM loaded the weights with a loader that Bridge cannot watch", remedy="start without --load-format"
+            "vLLM loaded the weights with a loader that Bridge cannot watch", hint="start without --load-format"
         )
     if record.refusal is not None:
         raise record.refusal
@@ -124,7 +124,7 @@ def views(model: Any, empty: PreTrainedModel) -> dict[str, View]:
     except LOADING_ERRORS as error:
         raise UnsupportedModelError(
             f"vLLM's {type(model).__name__} does more than copying when it loads: {with_class(error)}",
-            remedy=OTHER_MODES,
+            hint=OTHER_MODES,
         ) from error
     copies = recorder.copies(state(model))
     return {name: join(name, tuple(sources[name].shape), parts) for name, parts in copies.items()}
@@ -204,7 +204,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
 
 def _refuse(names: list[str], why: str) -> None:
     if names:
-        raise UnsupportedModelError(f"{first_few(names, separator=', ')}: {why}", remedy=OTHER_MODES)
+        raise UnsupportedModelError(f"{first_few(names, separator=', ')}: {why}", hint=OTHER_MODES)
 
 
 def _refuse_own_head(model: nn.Module, record: Record) -> None:

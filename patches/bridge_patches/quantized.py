@@ -168,7 +168,7 @@ def refuse_other_layouts(quantized: Mapping[str, Quantized]) -> None:
         raise UnsupportedModelError(
             f"vLLM serves {len(others)} of {len(quantized)} weights in another form than --quantization"
             f" {quantized[others[0]].how}, the first: {others[0]}: it chose a kernel that repacks or rescales them",
-            remedy="VLLM_USE_DEEP_GEMM=0 in front of the command, or leave out --quantization",
+            hint="VLLM_USE_DEEP_GEMM=0 in front of the command, or leave out --quantization",
         )
 
 

@@ -195,4 +195,4 @@ async def _release_adapter(body: HolderRequest, state: AppState, fence: Fence) -
 
 async def _refusal(_request: Request, error: BridgeError) -> JSONResponse:
     busy = isinstance(error, FenceBusyError)
-    return JSONResponse(protocol.Refusal(error=error.message, remedy=error.remedy, busy=busy).model_dump(), 409)
+    return JSONResponse(protocol.Refusal(error=error.message, hint=error.hint, busy=busy).model_dump(), 409)

@@ -155,7 +155,7 @@ class ServerFence:
             if request.sleep and not self._capabilities.can_sleep:
                 raise AttachError(
                     "this vLLM cannot free its KV cache: it runs on a CPU, or was started without --enable-sleep-mode",
-                    remedy="bridge train --kv-sleep never; or restart the server on a GPU: bridge serve-vllm --model M",
+                    hint="bridge train --kv-sleep never; or restart the server on a GPU: bridge serve-vllm --model M",
                 )
             try:
                 await _unless_gone(self._stop_engine(request), request.holder, has_left)
@@ -221,11 +221,11 @@ class ServerFence:
         assert self.holder is not None, (step, phase)
         if phase is Phase.READING:
             message = f"process {self.holder.pid} paused the server to read, and may not write"
-            raise AttachError(message, remedy="pause again, to write")
+            raise AttachError(message, hint="pause again, to write")
         self.status().refuse_torn()
         raise AttachError(
             "the weights were half-written when this process took them over, and have not been rewritten",
-            remedy=self.status().remedy(),
+            hint=self.status().hint(),
         )
 
     def _after_pause(self, request: PauseRequest) -> Phase:
@@ -247,11 +247,11 @@ class ServerFence:
         )
         if moved := sorted({name for names in ranks for name in names}):
             message = f"{len(moved)} weights have moved since the server loaded, the first: {', '.join(moved[:3])}"
-            raise AttachError(message, remedy="restart the server and attach again")
+            raise AttachError(message, hint="restart the server and attach again")
         if not is_dropped:
             raise AttachError(
                 "vLLM refuses to drop its prefix cache, so stale keys and values would be served; nothing was written",
-                remedy="retry when no other request runs, or restart the server",
+                hint="retry when no other request runs, or restart the server",
             )
         if request.sleep:
             self._is_asleep = True  # even if a rank fails
@@ -283,14 +283,14 @@ class ServerFence:
         if any(reasons):
             raise AttachError(
                 f"vLLM cannot allocate its KV cache again, so it does not generate: {'; '.join(filter(None, reasons))}",
-                remedy=f"stop the trainer and whatever else fills the GPU (nvidia-smi); then {self.status().remedy()}",
+                hint=f"stop the trainer and whatever else fills the GPU (nvidia-smi); then {self.status().hint()}",
             )
         self._is_asleep = False
 
     def _refuse_unless_held(self, holder: Holder) -> None:
         if self.holder != holder:
             owner = "nobody" if self.holder is None else f"process {self.holder.pid}"
-            raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", remedy="pause first")
+            raise AttachError(f"process {holder.pid} does not hold the fence; {owner} does", hint="pause first")
         if not holder.none_alive():  # one of its processes may have died while it wrote
             self.status().refuse_torn()
 
@@ -299,19 +299,19 @@ class ServerFence:
         if self.holder == request.holder and self._client not in ("", request.client):
             raise AttachError(
                 f"another policy of process {request.holder.pid} holds the fence, or failed inside it",
-                remedy="let one policy update a server; after an error inside the fence, close that policy first",
+                hint="let one policy update a server; after an error inside the fence, close that policy first",
             )
 
     def _refuse_other_version(self, expected: int | None) -> None:
         if expected not in (None, self.version):
             message = f"the server serves version {self.version}, expected version {expected}: another one published"
-            raise AttachError(message, remedy="resume from the newest checkpoint: bridge train --resume")
+            raise AttachError(message, hint="resume from the newest checkpoint: bridge train --resume")
 
     def _refuse_busy(self, holder: Holder) -> None:
         owner = self.holder
         if owner and owner != holder and (self._phase is Phase.READING or not owner.none_alive()):
             message = f"process {owner.pid} holds the fence, and only one process can at a time"
-            raise FenceBusyError(message, remedy=f"wait for it to finish, or stop it: kill {owner.pid}")
+            raise FenceBusyError(message, hint=f"wait for it to finish, or stop it: kill {owner.pid}")
 
 
 async def _unless_gone(
@@ -323,7 +323,7 @@ async def _unless_gone(
         while True:
             if not holder.all_alive() or (has_left and await has_left()):
                 message = f"process {holder.pid} disconnected before the pause completed: nothing was written"
-                raise AttachError(message, remedy="pause again")
+                raise AttachError(message, hint="pause again")
             if task.done():
                 return task.result()
             await asyncio.wait({task}, timeout=POLL_S)
@@ -337,5 +337,5 @@ def _refuse_unseen(holder: Holder) -> None:
     if not (holder.is_visible() and holder.all_alive()):
         raise AttachError(
             f"process {holder.pid} is not visible to the server, which could not notice its end",
-            remedy="run both in one PID namespace: docker run --pid=container:NAME",
+            hint="run both in one PID namespace: docker run --pid=container:NAME",
         )

@@ -56,11 +56,11 @@ class BridgeWorker:
     wake_up: Any
 
     def bridge_export(self) -> str:
-        """Return this rank's `Shard` as JSON, or `{"error": ..., "remedy": ...}` if the model is refused."""
+        """Return this rank's `Shard` as JSON, or `{"error": ..., "hint": ...}` if the model is refused."""
         try:
             return self._bridge_shard().model_dump_json()
         except BridgeError as error:
-            return json.dumps({"error": error.message, "remedy": error.remedy})
+            return json.dumps({"error": error.message, "hint": error.hint})
 
     def bridge_experts(self) -> tuple[int, int] | None:
         """Return in how many layers this rank reports a token's experts, and how many; None: it does not."""
@@ -183,7 +183,7 @@ def _refuse_foreign_types(parameters: Mapping[str, torch.Tensor], dtype: torch.d
     if others:
         raise UnsupportedModelError(
             f"{len(others)} weights are not {dtype}, the first: {', '.join(others[:3])}: quantized or repacked",
-            remedy=f"serve the unquantized model; {OTHER_MODES}",
+            hint=f"serve the unquantized model; {OTHER_MODES}",
         )
 
 

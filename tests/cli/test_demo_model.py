@@ -113,7 +113,7 @@ def test_an_unwritable_cache_names_its_variable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match=r"cannot write the demo's model") as caught:
         demo_model.make(tmp_path / "file" / "bridge", progress=ignore, recipe=SHORT)
-    assert "XDG_CACHE_HOME=" in caught.value.remedy
+    assert "XDG_CACHE_HOME=" in caught.value.hint
 
 
 def test_the_cache_is_where_the_desktop_standard_puts_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

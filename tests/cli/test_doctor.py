@@ -25,7 +25,7 @@ SECTIONS = [
         "Server",
         [
             warned("Memory", "1 GiB", "4 GiB", "stop others"),
-            failed("Manifest", "word " * 40, "expected " * 20, "remedy " * 20),
+            failed("Manifest", "word " * 40, "expected " * 20, "hint " * 20),
         ],
     ),
 ]

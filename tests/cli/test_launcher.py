@@ -36,7 +36,7 @@ signals.prepare()
 try:
     sys.exit(launcher.launch(Layout(1, "cpu", [None] * count, **choices)))
 except BridgeError as error:
-    console.error(error.message, error.remedy)
+    console.error(error.message, error.hint)
     sys.exit(error.exit_code)
 """
 RANK = """
@@ -54,7 +54,7 @@ def answer(arguments):
             world.run_on_rank_zero(lambda: own_rank.keep(folder))
             act(world, folder, resumes, arguments)
     except BridgeError as error:
-        console.error(error.message, error.remedy)
+        console.error(error.message, error.hint)
         return error.exit_code
     except KeyboardInterrupt:
         console.note("interrupted")
@@ -88,7 +88,7 @@ print(f"rank {world.rank} was here", flush=True)
 DISAGREES = """
 def fail():
     if world.rank == 1:
-        raise UsageError("no room", remedy="make some")
+        raise UsageError("no room", hint="make some")
 world.run_on_all(fail)
 """
 IS_KILLED = """

@@ -98,7 +98,7 @@ def test_a_given_rendezvous_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "--ray chooses the hosts" in capsys.readouterr().err
 
 
-def test_without_ray_the_remedy_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_hint_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match="--ray: Ray is not installed here"):
         on_ray.run(2, 0, 1, "cpu")

@@ -151,7 +151,7 @@ def test_an_unknown_key_is_refused_with_the_one_that_was_meant(tmp_path: Path) -
     with pytest.raises(UsageError) as refused:
         parse("--config", str(toml))
     assert refused.value.message == f"training-step in {toml}: there is no such choice"
-    assert refused.value.remedy == "did you mean training_steps?"
+    assert refused.value.hint == "did you mean training_steps?"
 
 
 def test_two_flags_that_contradict_each_other_are_refused() -> None:
@@ -261,7 +261,7 @@ def test_every_name_belongs_to_one_choice(cls: type[Config]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message", "remedy"),
+    ("given", "message", "hint"),
     [
         (("--max-steps", "100", "--num-iterations", "4"), "--max-steps: TRL counts", "--training-steps 25"),
         (("--save-steps", "9", "--updates-per-batch", "2"), "--save-steps: TRL counts", "--save-interval 5"),
@@ -270,12 +270,12 @@ def test_every_name_belongs_to_one_choice(cls: type[Config]) -> None:
         (("--loss", "cispo", "--epsilon-high", "0.5"), "clips the weight at 0.5", "--clip-high is the bound minus 1"),
     ],
 )  # fmt: skip
-def test_a_name_that_means_something_else_is_refused(given: tuple[str, ...], message: str, remedy: str) -> None:
+def test_a_name_that_means_something_else_is_refused(given: tuple[str, ...], message: str, hint: str) -> None:
     given = "--model-name", "m", "--eval-samples", "1", *given
     with pytest.raises(UsageError) as refused:
         parse(*given)
     assert message in refused.value.message
-    assert refused.value.remedy == remedy
+    assert refused.value.hint == hint
 
 
 def test_a_name_of_others_works_where_it_means_the_same(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_an_unknown_variable_is_refused_as_a_typo(
     monkeypatch.setenv(variable, "1")
     with pytest.raises(UsageError) as refused:
         parse("--model", "m", configs=configs)
-    assert (refused.value.message, refused.value.remedy) == (f"{variable}: there is no such choice", hint)
+    assert (refused.value.message, refused.value.hint) == (f"{variable}: there is no such choice", hint)
 
 
 def test_variables_of_other_commands_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_heads_that_parts_do_not_divide_are_refused(tmp_path: Path, mode: Any, n
     assert train.tp_size(6) == (1 if mode == "none" else 6)
     with pytest.raises(UsageError, match="--tensor-parallel-size 8 does not divide the 12 attention heads") as caught:
         layout.check_divides(model, 8)
-    assert caught.value.remedy == "--tensor-parallel-size 6"
+    assert caught.value.hint == "--tensor-parallel-size 6"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_vllm_cannot_cut_is_refused_with_one_that_fits(
     if undivided:
         with pytest.raises(UsageError, match=f"does not divide the {undivided}") as caught:
             layout.check_divides(str(tmp_path), parts)
-        assert caught.value.remedy == f"--tensor-parallel-size {fitting}"
+        assert caught.value.hint == f"--tensor-parallel-size {fitting}"
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -86,10 +86,10 @@ def test_a_batch_is_dealt_out_to_replicas_not_gpus() -> None:
     assert len(gpus_of(4, gpus=8, hosts=3, batch_size=48, group_size=8)) == 8
     with pytest.raises(UsageError, match="4 replicas do not divide the 6 groups of a batch") as caught:
         gpus_of(2, gpus=4, hosts=2, batch_size=48, group_size=8)
-    assert caught.value.remedy == "--batch-size 64"
+    assert caught.value.hint == "--batch-size 64"
     with pytest.raises(UsageError, match="2 replicas do not divide the 3 groups of a batch") as caught:
         gpus_of(gpus=2, batch_size=24, group_size=8, updates_per_batch=3)
-    assert caught.value.remedy == "--batch-size 48"
+    assert caught.value.hint == "--batch-size 48"
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -97,7 +97,7 @@ def test_batches_of_an_atropos_api_are_dealt_out_as_they_come() -> None:
     assert len(gpus_of(gpus=4, batch_size=48, group_size=8, rollouts="atropos", port=65532)) == 4
     with pytest.raises(UsageError, match="--port 65533: the servers of all replicas have ports in a row") as caught:
         gpus_of(gpus=4, rollouts="atropos", port=65533)
-    assert caught.value.remedy == "--port 65532 or lower"
+    assert caught.value.hint == "--port 65532 or lower"
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:1"])
@@ -146,7 +146,7 @@ def test_replicas_that_compute_passes_together_keep_their_own_servers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "choices", "message", "remedy"),
+    ("parts", "choices", "message", "hint"),
     [
         (1, {}, "--context-parallel-size 2 does not divide the 1 replicas of a host", "a multiple of 2: --gpus, or"),
         (1, {"gpus": 3, "batch_size": 48}, "--context-parallel-size 2 does not divide the 3 replicas", "a multiple"),
@@ -154,11 +154,11 @@ def test_replicas_that_compute_passes_together_keep_their_own_servers() -> None:
     ],
 )
 def test_what_cannot_be_cut_into_slices_is_refused(
-    parts: int, choices: dict[str, Any], message: str, remedy: str
+    parts: int, choices: dict[str, Any], message: str, hint: str
 ) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         layout_of(parts, context_parallel_size=2, **choices)
-    assert remedy in caught.value.remedy
+    assert hint in caught.value.hint
 
 
 def test_slices_and_released_gradients_are_refused() -> None:
@@ -167,7 +167,7 @@ def test_slices_and_released_gradients_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "size", "message", "remedy"),
+    ("config", "size", "message", "hint"),
     [
         ({"num_attention_heads": 12}, 8, "8 does not divide the 12 attention heads", "--context-parallel-size 6"),
         ({"num_attention_heads": 7}, 2, "2 does not divide the 7 attention heads", "leave it out"),
@@ -180,21 +180,21 @@ def test_slices_and_released_gradients_are_refused() -> None:
     ],
 )
 def test_models_that_slices_cannot_cut_are_refused_before_vllm_starts(
-    tmp_path: Path, config: dict[str, Any], size: int, message: str, remedy: str
+    tmp_path: Path, config: dict[str, Any], size: int, message: str, hint: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     layout.check_cuts(str(tmp_path), 1)
     with pytest.raises(UsageError, match=f"--context-parallel-size {message}") as caught:
         layout.check_cuts(str(tmp_path), size)
-    assert caught.value.remedy == remedy
+    assert caught.value.hint == hint
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_too_many_gpus_are_refused_with_a_number_that_fits() -> None:
-    for parts, gpus, remedy in ((3, 9, "--gpus 6"), (16, 16, "--gpus 8 --tensor-parallel-size 8"), (1, 9, "--gpus 8")):
+    for parts, gpus, hint in ((3, 9, "--gpus 6"), (16, 16, "--gpus 8 --tensor-parallel-size 8"), (1, 9, "--gpus 8")):
         with pytest.raises(UsageError, match=f"--gpus {gpus}: this host shows 8") as caught:
             gpus_of(parts, gpus=gpus, batch_size=8 * gpus)
-        assert caught.value.remedy == remedy
+        assert caught.value.hint == hint
 
 
 def test_a_host_has_the_gpus_of_all_its_servers() -> None:
@@ -241,7 +241,7 @@ def test_what_cannot_be_trained_in_parts_is_refused(num_parts: int, choices: dic
     with pytest.raises(UsageError) as caught:
         gpus_of(num_parts, **choices)
     assert words in caught.value.message
-    assert caught.value.remedy
+    assert caught.value.hint
 
 
 def test_offloading_with_released_gradients_trains_on_one_gpu() -> None:

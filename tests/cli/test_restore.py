@@ -225,7 +225,7 @@ def test_a_torn_server_is_mended_and_serves_again(bridge: Bridge, server: Server
 
 def test_the_model_that_the_server_began_with_mends_too(bridge: Bridge, server: Server) -> None:
     server.tear()
-    command, restore, model = server.fence.status().remedy().removesuffix(")").rpartition("bridge restore ")
+    command, restore, model = server.fence.status().hint().removesuffix(")").rpartition("bridge restore ")
     assert restore
     assert command.startswith("bridge restore CHECKPOINT")
     bridge.restores(model)
@@ -370,7 +370,7 @@ class Slots:
     async def serve(self, name: str, path: str) -> int:
         assert self._server.engine.paused
         if self.refuses:
-            raise AttachError("vLLM does not load it", remedy="ask vLLM")
+            raise AttachError("vLLM does not load it", hint="ask vLLM")
         self.seated.append((name, path))
         return 0
 
@@ -559,7 +559,7 @@ def test_a_write_that_fails_is_never_served(
     assert server.fence.status().last_checkpoint == str(bridge.folder / "other")
     server.fence.holder = DEAD  # as the server finds it once this process is gone
     assert server.fence.state == "torn"
-    assert server.fence.status().remedy() == f"bridge restore {bridge.folder / 'other'}"
+    assert server.fence.status().hint() == f"bridge restore {bridge.folder / 'other'}"
 
 
 def test_ctrl_c_waits_for_the_end_and_what_was_done_is_told(

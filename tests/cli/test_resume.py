@@ -31,7 +31,7 @@ class Opened:
 
 
 @pytest.mark.parametrize(
-    ("stop_at", "message", "remedy"),
+    ("stop_at", "message", "hint"),
     [
         ("reward_mean", "found 'reward_mean', expected a metric, >= or <=, and a number", "eval_reward_mean>=0.9"),
         ("reward_mean>=1.2.3", "expected a metric, >= or <=, and a number", "in quotes"),
@@ -39,10 +39,10 @@ class Opened:
         ("rollouts>=1", "there is no metric 'rollouts'", "did you mean "),
     ],
 )
-def test_an_invalid_stop_at_is_refused(stop_at: str, message: str, remedy: str) -> None:
+def test_an_invalid_stop_at_is_refused(stop_at: str, message: str, hint: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as refused:
         open_run(TrainConfig.of(model_name="m", stop_at=stop_at))
-    assert remedy in refused.value.remedy
+    assert hint in refused.value.hint
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Workspace:
         with pytest.raises(UsageError, match=match) as caught:
             self.open(**choices)
         assert self.content() == before
-        return caught.value.remedy
+        return caught.value.hint
 
 
 @pytest.fixture
@@ -176,9 +176,9 @@ def test_a_lost_directory_is_made_anew(workspace: Workspace) -> None:
 def test_checkpoints_of_another_run_are_never_overwritten(workspace: Workspace) -> None:
     for step in (2, 4, 6, 100):
         workspace.save(step)
-    remedy = workspace.refused("saved holds checkpoints of another run: step_4, step_6, step_100\n")
-    assert "--resume" in remedy
-    assert "--save-path" in remedy
+    hint = workspace.refused("saved holds checkpoints of another run: step_4, step_6, step_100\n")
+    assert "--resume" in hint
+    assert "--save-path" in hint
     workspace.refused("holds checkpoints of another run", training_steps=1)
     assert workspace.open(save_path=workspace.folder / "fresh").checkpoint is None
 
@@ -189,8 +189,8 @@ def test_a_foreign_folder_in_the_way_is_refused(workspace: Workspace, resume: bo
     (workspace.saved / "step_7" / "thesis.txt").write_text("precious")
     if resume:
         workspace.save(4)
-    remedy = workspace.refused(r"saved/step_7 is not a checkpoint of Bridge", resume=resume, training_steps=10)
-    assert "--resume" not in remedy
+    hint = workspace.refused(r"saved/step_7 is not a checkpoint of Bridge", resume=resume, training_steps=10)
+    assert "--resume" not in hint
     (workspace.saved / "step_7" / "thesis.txt").unlink()
     assert workspace.open(resume=resume, training_steps=10).lines is not None
 
@@ -212,8 +212,8 @@ def test_a_run_without_a_checkpoint_restarts_in_its_directory(workspace: Workspa
     assert opened.lines[-1] == f"no checkpoint to resume from in {workspace.saved}: starting at step 1"
     assert (steps(opened.run.metrics), steps(opened.run.lost_metrics)) == ([], [1, 2, 3, 4, 5])
     opened.run.append(metrics(1))
-    remedy = workspace.refused("mine holds another run", resume=True, run_dir=workspace.mine, save_path=Path("fresh"))
-    assert remedy == "name another with --run-dir, or resume that run: --resume --save-path saved"
+    hint = workspace.refused("mine holds another run", resume=True, run_dir=workspace.mine, save_path=Path("fresh"))
+    assert hint == "name another with --run-dir, or resume that run: --resume --save-path saved"
 
 
 def test_a_run_that_moved_resumes_where_it_moved(workspace: Workspace) -> None:
@@ -232,10 +232,10 @@ def test_a_run_that_moved_resumes_where_it_moved(workspace: Workspace) -> None:
 def test_two_runs_never_write_to_one_folder_of_checkpoints(workspace: Workspace, resume: bool) -> None:
     workspace.save(4)
     with held(workspace.saved) as (first, _):
-        remedy = workspace.refused(
+        hint = workspace.refused(
             f"saved is in use by process {first.pid}", resume=resume, run_dir=workspace.folder / "new"
         )
-    assert f"kill -INT {first.pid}" in remedy
+    assert f"kill -INT {first.pid}" in hint
     assert workspace.open(resume=True).run.path == workspace.mine
 
 
@@ -365,10 +365,10 @@ def test_without_any_run_resume_begins_one(runs: Runs) -> None:
 def test_checkpoints_in_a_named_directory_are_kept(runs: Runs) -> None:
     run = runs.made("mine_too", saved=3)
     run.metrics.unlink()
-    remedy = runs.workspace.refused(
+    hint = runs.workspace.refused(
         "checkpoints holds checkpoints of another run: step_3", save_path=None, run_dir=run.path
     )
-    assert remedy == "resume from the newest with --resume, or name another folder with --run-dir"
+    assert hint == "resume from the newest with --resume, or name another folder with --run-dir"
 
 
 def test_an_event_in_the_run_is_told_to_people(workspace: Workspace) -> None:

@@ -91,7 +91,7 @@ def test_a_rank_other_than_the_slots_is_refused(
     serve = ServeConfig.model_validate({"model": "m", **choices})
     with pytest.raises(UsageError, match=f"--lora-r {rank}: .* rank {slot}") as caught:
         run.for_adapters(serve, rank, flags, in_memory=True)
-    assert "--lora-handover disk" in caught.value.remedy
+    assert "--lora-handover disk" in caught.value.hint
     assert run.for_adapters(serve, rank, flags, in_memory=False).max_lora_rank == (serve.max_lora_rank or rank)
 
 
@@ -264,7 +264,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file, expected a folder") as caught:
         demo._fresh(tmp_path / "file")
-    assert "--out" in caught.value.remedy
+    assert "--out" in caught.value.hint
 
 
 def a_model(folder: Path) -> None:
@@ -291,7 +291,7 @@ def test_nothing_but_its_own_earlier_result_is_removed(tmp_path: Path, make: Cal
     for out in (folder, tmp_path / "link"):
         with pytest.raises(UsageError, match=r"is not empty and holds no|did not make: thesis") as refused:
             demo._fresh(out)
-        assert "--out" in refused.value.remedy
+        assert "--out" in refused.value.hint
     assert sorted(folder.rglob("*")) == before
 
 

@@ -80,7 +80,7 @@ def test_a_folder_that_bridge_did_not_make_is_refused(tmp_path: Path, case: str)
     with pytest.raises(UsageError, match=r"was not made by Bridge, and these files would be replaced: \w") as refused:
         RunDirectory.create(tmp_path, environment="arithmetic")
     assert sorted(tmp_path.rglob("*")) == before
-    assert "--run-dir" in refused.value.remedy
+    assert "--run-dir" in refused.value.hint
 
 
 def test_a_folder_with_files_of_other_names_may_hold_a_run(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_full_disk_is_reported_with_the_file_and_its_room(tmp_path: Path) -> N
             write()
         pattern = rf"cannot write {re.escape(str(path))}: File too large \(with \d+ bytes free\)"
         assert re.fullmatch(pattern, refused.value.message)
-        assert "--resume" in refused.value.remedy
+        assert "--resume" in refused.value.hint
     assert not run.config.exists()
     assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
     RunDirectory.reopen(tmp_path, 0)

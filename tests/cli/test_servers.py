@@ -66,7 +66,7 @@ def refusal(config: TrainConfig) -> str:
     with pytest.raises(BridgeError) as caught:
         running(config)
     assert "\n" not in caught.value.message
-    return f"{caught.value.message}; {caught.value.remedy}"
+    return f"{caught.value.message}; {caught.value.hint}"
 
 
 def test_servers_are_named_by_manifest_folder_address_or_port(host: Host) -> None:

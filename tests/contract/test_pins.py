@@ -172,7 +172,7 @@ def test_a_version_outside_the_range_is_refused_and_the_tried_ones_are_named(
         compatibility.check_installed()
     assert version in refusal.value.message
     assert all(tested in refusal.value.message for tested in TESTED_VERSIONS)
-    assert '"vllm>=0.26,<0.34"' in refusal.value.remedy
+    assert '"vllm>=0.26,<0.34"' in refusal.value.hint
 
 
 def test_a_vllm_that_does_not_fit_is_refused_with_its_version_and_every_symbol(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def test_weights_that_are_no_numbers_are_named(lora_llama: LiveServer, http: htt
         with fence.publish(client, Update()):
             weight.copy_(before)
     assert (refused.status_code, "tensors, the first: model.norm.weight" in refused.json()["error"]) == (409, True)
-    assert refused.json()["remedy"].startswith("bridge restore ")
+    assert refused.json()["hint"].startswith("bridge restore ")
     (check,) = [check for check in map(json.loads, output.splitlines()) if check["name"] == "Server's numbers"]
     assert (check["status"], "model.norm.weight" in check["found"]) == ("FAIL", True)
     assert rolled_out(lora_llama, http)

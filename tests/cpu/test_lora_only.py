@@ -79,26 +79,26 @@ def killed_while_it_writes(server: LiveServer, folder: Path, *flags: str) -> int
     return trainer.pid
 
 
-def check_named(server: LiveServer, folder: Path, remedy: Path, trainer_pid: int) -> None:
+def check_named(server: LiveServer, folder: Path, hint: Path, trainer_pid: int) -> None:
     """Check that doctor reports what is torn, who tore it, and the fix."""
     printed = scenarios.bridge("doctor", "--json", "--vllm-config-path", server.path, folder=folder, expect=3).stdout
     (fence,) = [row for row in map(json.loads, printed.splitlines()) if row["name"] == "Fence"]
-    assert (fence["status"], fence["remedy"]) == ("FAIL", f"bridge restore {remedy}")
+    assert (fence["status"], fence["hint"]) == ("FAIL", f"bridge restore {hint}")
     assert "the adapter may be half-written" in fence["found"]
     assert f"process {trainer_pid} died inside the fence" in fence["found"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "remedy"),
+    ("flags", "hint"),
     [
         (("--save-interval", "1"), f"saved/adapter_step_{KILLED_IN_STEP - 1}"),
         ((), "run/served/bridge-adapter"),  # before the first checkpoint
     ],
 )
 def test_an_adapter_left_torn_is_named_and_mended_and_the_base_is_as_it_was(
-    lora_llama: LiveServer, tmp_path: Path, flags: tuple[str, ...], remedy: str
+    lora_llama: LiveServer, tmp_path: Path, flags: tuple[str, ...], hint: str
 ) -> None:
-    base, whole = lora_llama.sample(), tmp_path / remedy
+    base, whole = lora_llama.sample(), tmp_path / hint
     pid = killed_while_it_writes(lora_llama, tmp_path, *flags)
     torn = lora_llama.status()
     assert (torn.state, torn.writes, torn.last_checkpoint) == ("torn", "adapter", str(whole))

@@ -273,7 +273,7 @@ def test_a_server_without_lora_refuses_adapters_with_the_flag_that_it_lacks(llam
         pytest.raises(AttachError, match="started without LoRA") as caught,
     ):
         client.adapter("trained", tmp_path)
-    assert "bridge serve-vllm --max-lora-rank 16" in caught.value.remedy
+    assert "bridge serve-vllm --max-lora-rank 16" in caught.value.hint
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def check_named(torn: Torn) -> None:
     """Check that doctor and an ordinary trainer both report who died and the fix."""
     done = torn.bridge("doctor", "--json", expect=3)
     rows: dict[str, dict[str, Any]] = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert (rows["Fence"]["status"], rows["Fence"]["remedy"]) == ("FAIL", f"bridge restore {torn.last}")
+    assert (rows["Fence"]["status"], rows["Fence"]["hint"]) == ("FAIL", f"bridge restore {torn.last}")
     assert f"process {torn.trainer_pid} died inside the fence" in rows["Fence"]["found"]
     assert "the server generates nothing" in rows["Fence"]["found"]
     refused = torn.train("--save-path", "elsewhere", steps=1, expect=4)

@@ -65,7 +65,7 @@ def leaves(ranks: Ranks, how: str, way: str) -> Any:
 
 
 def fail() -> None:
-    raise UsageError("no room", remedy="--micro-batch-tokens 512")
+    raise UsageError("no room", hint="--micro-batch-tokens 512")
 
 
 @pytest.mark.parametrize("way", ["gather", "scatter", "layers"])

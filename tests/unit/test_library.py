@@ -103,8 +103,8 @@ def test_no_server_is_answered_in_the_librarys_words(tmp_path: Path, monkeypatch
         monkeypatch.setattr(discovery, "running", lambda found=servers: found)
         with pytest.raises(ManifestError) as refused:
             bridge.attach()
-        assert words in refused.value.remedy
-        assert "--vllm-config-path" not in refused.value.remedy
+        assert words in refused.value.hint
+        assert "--vllm-config-path" not in refused.value.hint
 
 
 def test_importing_it_loads_no_torch() -> None:
@@ -168,6 +168,6 @@ def test_a_loss_that_divides_by_a_length_asks_for_it() -> None:
 def test_a_wrong_choice_is_one_line(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         bridge.SamplingConfig(**wrong)
-    line = f"{caught.value.message} {caught.value.remedy}"
+    line = f"{caught.value.message} {caught.value.hint}"
     assert re.search(words, line), line
     assert "\n" not in line

@@ -294,7 +294,7 @@ class FakeEngine:
     def restart(self, model: str | Path) -> None:
         self.started_with.append(str(model))
         if len(self.started_with) > self.num_lives:
-            raise ServerUnreachableError("it does not come up", remedy="read its log")
+            raise ServerUnreachableError("it does not come up", hint="read its log")
         self.alive = True
 
     def bend(self, dies: Callable[[int], bool]) -> Bend:

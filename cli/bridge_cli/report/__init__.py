@@ -58,9 +58,9 @@ def write(folders: Sequence[Path], target: Path) -> "list[tuple[Run, dict[str, A
         UsageError: a folder is not a run, there are too many, or `target` cannot be written or is not a report.
     """
     if len(folders) > MOST_RUNS:
-        raise UsageError(f"{len(folders)} runs do not fit on one page", remedy=f"name at most {MOST_RUNS}")
+        raise UsageError(f"{len(folders)} runs do not fit on one page", hint=f"name at most {MOST_RUNS}")
     if target.is_dir():
-        raise UsageError(f"{target} is a directory", remedy=f"--out {target / REPORT}")
+        raise UsageError(f"{target} is a directory", hint=f"--out {target / REPORT}")
     from bridge_cli.report import page, record
 
     elsewhere = "name another file with --out"
@@ -68,19 +68,19 @@ def write(folders: Sequence[Path], target: Path) -> "list[tuple[Run, dict[str, A
         if target.exists():
             with target.open("rb") as file:
                 if f'content="{page.GENERATOR}'.encode() not in file.read(HEAD_BYTES):
-                    raise UsageError(f"{target} exists and is not a report", remedy=elsewhere)
+                    raise UsageError(f"{target} exists and is not a report", hint=elsewhere)
         named = zip(folders, names(folders), strict=True)
         runs = [record.read(folder, name, num_runs=len(folders)) for folder, name in named]
     except OSError as error:
         what = error.filename or " or ".join(map(str, folders))
-        raise UsageError(f"cannot read {what}: {error.strerror}", remedy="check its permissions") from error
+        raise UsageError(f"cannot read {what}: {error.strerror}", hint="check its permissions") from error
     content = page.html(runs).encode()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic_file.replace(target, content)
     except (OSError, UsageError) as error:
         message = error.message if isinstance(error, UsageError) else f"cannot write {target}: {error.strerror}"
-        raise UsageError(message, remedy=elsewhere) from error
+        raise UsageError(message, hint=elsewhere) from error
     return [(run, page.values(run)) for run in runs]
 
 

@@ -86,14 +86,14 @@ def read(path: Path, name: str = "", *, num_runs: int = 1) -> Run:
     if not files.metrics.is_file():
         if inside := sorted(path.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime):
             command = shlex.join(["bridge", "report", str(inside[-1].parent)])
-            raise UsageError(f"{path} is not a run directory, but contains some", remedy=command)
+            raise UsageError(f"{path} is not a run directory, but contains some", hint=command)
         fault = (
             "is not a run directory, or has no step yet: no metrics.jsonl" if path.is_dir() else "is not a directory"
         )
-        raise UsageError(f"{path} {fault}", remedy="bridge train prints the run directory when it starts")
+        raise UsageError(f"{path} {fault}", hint="bridge train prints the run directory when it starts")
     rows = {row["step"]: row for _, row in json_objects(files.metrics, notes, has_step)}
     if not rows:
-        raise UsageError(f"{path}: {files.metrics.name} has no complete step", remedy="wait for the first step")
+        raise UsageError(f"{path}: {files.metrics.name} has no complete step", hint="wait for the first step")
     steps = sorted(rows)
     config, server, summary = (_document(file, notes) for file in (files.config, files.server_config, files.summary))
     choices = redaction.redacted(TrainConfig.written(config))

@@ -192,7 +192,7 @@ def test_a_score_that_always_raises_is_refused_with_its_line(model: Path) -> Non
     assert message.startswith("none of 15 made-up completions of the first problems got a reward: Task.score ")
     assert "raised ZeroDivisionError: division by zero (test_rehearsal.py line " in message
     assert message.endswith("on prompt '3+4=' and completion '7'")
-    assert "--max-unscored-share 1" in caught.value.remedy
+    assert "--max-unscored-share 1" in caught.value.hint
     with pytest.raises(RewardError, match=r"Task\.score returned nan, expected a finite number"):
         tried(model, Task(lambda _: float("nan")))
 
@@ -210,11 +210,11 @@ def test_a_score_that_lacks_a_key_is_refused_with_the_way_to_it(model: Path, mon
     monkeypatch.setenv("JUDGE_KEY", "abc")
     with pytest.raises(RewardError, match="PermissionError: 401") as met:
         tried(model, Task(), scores_sample.Judge)
-    assert "it cannot read " in met.value.remedy
-    assert "JUDGE_KEY" in met.value.remedy
+    assert "it cannot read " in met.value.hint
+    assert "JUDGE_KEY" in met.value.hint
     with pytest.raises(RewardError, match="KeyError: 'JUDGE_KEY'") as met:
         tried(model, Task(), scores_sample.keyed)
-    assert met.value.remedy.endswith("--worker-env JUDGE_KEY")
+    assert met.value.hint.endswith("--worker-env JUDGE_KEY")
     assert tried(model, Task(), scores_sample.Judge, worker_env="JUDGE_KEY") == []
 
 

@@ -243,7 +243,7 @@ def test_group_size_that_makes_no_batch_is_refused(model: Path) -> None:
     api = FakeApi(batch_size=10)
     with pytest.raises(UsageError, match=r"groups of 4 do not make up .* batches of 10 sequences") as caught:
         Fed(model, api)
-    assert caught.value.remedy.startswith("--group-size 5")
+    assert caught.value.hint.startswith("--group-size 5")
     assert api.registration == {}, "it never joined"
 
 
@@ -276,7 +276,7 @@ def test_groups_that_are_all_too_long_end_the_feed(model: Path) -> None:
     api = FakeApi(max_token_len=3)
     with pytest.raises(UsageError, match="each of the first 32 groups has a sequence of 3 tokens or more") as caught:
         Fed(model, api)
-    assert "--max-new-tokens" in caught.value.remedy
+    assert "--max-new-tokens" in caught.value.hint
     assert (api.groups, api.left) == ([], [3])
 
 
@@ -377,7 +377,7 @@ def test_adapter_that_changes_its_name_is_refused() -> None:
         pytest.raises(UsageError, match=f"now {ADAPTER}-4") as caught,
     ):
         feeder.endpoints([server.url])
-    assert "--lora-handover memory" in caught.value.remedy
+    assert "--lora-handover memory" in caught.value.hint
 
 
 def test_api_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,8 @@ def test_another_trainers_batch_size_is_refused_first(model: Path) -> None:
     with pytest.raises(UsageError) as caught, running(model, FakeApi(settings={**OURS, "batch_size": 64})):
         pass
     assert caught.value.message.endswith("keeps the settings of another trainer (batch_size 64, expected 8)")
-    assert "/reset_data" in caught.value.remedy
-    assert "run-api" in caught.value.remedy
+    assert "/reset_data" in caught.value.hint
+    assert "run-api" in caught.value.hint
 
 
 def test_another_trainers_length_is_refused_when_ours_is_known(model: Path) -> None:
@@ -156,7 +156,7 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("state", "message", "remedy"),
+    ("state", "message", "hint"),
     [
         ({"is_connected": False}, "no environment is connected", "--env.rollout_server_url http"),
         ({"is_connected": False, "num_waiting": 3}, "no environment is connected", "start one"),
@@ -175,17 +175,17 @@ def test_no_more_is_fetched_than_is_trained_and_the_wait_grows(model: Path) -> N
     ],
 )
 def test_an_empty_api_is_explained_and_ends_the_run(
-    model: Path, state: dict[str, Any], message: str, remedy: str
+    model: Path, state: dict[str, Any], message: str, hint: str
 ) -> None:
     with running(model, FakeApi(**state), atropos_timeout_s=200) as run:
         error = run.fails()
     assert message in error.message
     assert "had no batch for 200 s" in error.message
-    assert remedy in error.remedy
+    assert hint in error.hint
     assert error.exit_code == 5
     words = [line for line in run.notes if line.startswith("no batch from the Atropos API for ")]
     assert [line.partition(" for ")[2].partition(" s:")[0] for line in words] == ["30", "60", "120"]
-    assert all(message in line and remedy in line for line in words)
+    assert all(message in line and hint in line for line in words)
 
 
 def test_the_time_is_that_of_one_step(model: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_missing_api_is_reported_before_the_model_is_read() -> None:
         assert len(server.requests) == 3
         assert server.url in caught.value.message
     assert time.waits == [0.25, 0.5]
-    assert "run-api" in caught.value.remedy
+    assert "run-api" in caught.value.hint
     assert not isinstance(caught.value, ServerUnreachableError)  # which would restart vLLM
 
 
@@ -311,7 +311,7 @@ def test_too_many_groups_with_a_fault_end_the_run(model: Path) -> None:
         error = run.fails(RewardError)
     assert "2 of the 8 sequences" in error.message
     assert "has the token 700, and the model has 0 to 300" in error.message
-    assert "--max-unscored-share" in error.remedy
+    assert "--max-unscored-share" in error.hint
 
 
 def test_a_sequence_that_is_too_long_is_left_out(model: Path) -> None:

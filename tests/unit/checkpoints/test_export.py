@@ -146,7 +146,7 @@ def test_only_an_earlier_export_is_replaced(base: Path, tmp_path: Path) -> None:
     (out / "model.safetensors").write_text("mine")
     with pytest.raises(UsageError, match="out exists, and Bridge did not write it") as refused:
         export(source, out)
-    assert "--out" in refused.value.remedy
+    assert "--out" in refused.value.hint
     assert names(out) == ["model.safetensors"]
     (out / "model.safetensors").unlink()
     export(source, out)
@@ -338,7 +338,7 @@ def test_a_quantized_base_is_refused_by_name(base: Path, tmp_path: Path) -> None
     (quantized / "config.json").write_text(json.dumps(document))
     with pytest.raises(UsageError, match=r"quantized is quantized \(bitsandbytes\)") as refused:
         export(adapter(tmp_path / "adapter", str(quantized)), tmp_path / "out")
-    assert "--model" in refused.value.remedy
+    assert "--model" in refused.value.hint
 
 
 class FakeHub:

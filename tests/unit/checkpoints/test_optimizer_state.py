@@ -250,7 +250,7 @@ def test_a_state_of_another_kind_is_refused_with_its_flags(written: Path, other:
         optimizer_state.read(written, trained, optimizer)
     assert "was written with --optimizer adamw --no-offload-optimizer, and this run has " in caught.value.message
     assert caught.value.message.count(optimizer.flags) == 1
-    assert caught.value.remedy == "resume with --optimizer adamw --no-offload-optimizer"
+    assert caught.value.hint == "resume with --optimizer adamw --no-offload-optimizer"
     check_equal(before, state(trained, optimizer))
     assert all(torch.equal(weights[name], parameter) for name, parameter in trained.items())
 
@@ -297,7 +297,7 @@ def test_a_checkpoint_without_state_is_refused_in_one_line(tmp_path: Path) -> No
     trained = parameters()
     with pytest.raises(CheckpointError, match=r"holds no optimizer state .* saved with --no-save-optimizer") as caught:
         optimizer_state.read(tmp_path, trained, optimizer_of(trained))
-    assert f"--model-name {tmp_path}" in caught.value.remedy
+    assert f"--model-name {tmp_path}" in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]"])

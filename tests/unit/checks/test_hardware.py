@@ -168,7 +168,7 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @pytest.mark.parametrize(
-    ("error", "environment", "remedy"),
+    ("error", "environment", "hint"),
     [
         ("CUDA error: invalid resource handle", {}, "--ipc=host --pid=host"),
         ("pidfd_getfd: Operation not permitted", {}, "SYS_PTRACE"),
@@ -181,9 +181,9 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         ("something never seen", {}, "python -m bridge.checks.child export-cuda"),
     ],
 )  # fmt: skip
-def test_driver_error_is_classified(error: str, environment: dict[str, str], remedy: str) -> None:
+def test_driver_error_is_classified(error: str, environment: dict[str, str], hint: str) -> None:
     check = hardware.judge_trial(Ended(returncode=1, last_error_line=error), environment)
-    assert (check.status, error in check.found, remedy in str(check.remedy)) == ("FAIL", True, True)
+    assert (check.status, error in check.found, hint in str(check.hint)) == ("FAIL", True, True)
 
 
 def test_hanging_driver_fails_the_trial() -> None:

@@ -59,7 +59,7 @@ def test_untrainable_model_fails_with_the_reason(config: dict[str, Any], words: 
     checks = list(model.modes("m", config))
     assert [check.status for check in checks] == ["FAIL"] * 3
     assert any(words in check.found for check in checks)
-    assert checks[0].remedy
+    assert checks[0].hint
 
 
 def test_unshareable_model_names_other_modes() -> None:
@@ -67,8 +67,8 @@ def test_unshareable_model_names_other_modes() -> None:
     shared, *others = model.modes("m", config)
     assert shared.status == "WARN"
     assert "kv_b_proj" in shared.found
-    assert LORA in (shared.remedy or "")
-    assert NONE in (shared.remedy or "")
+    assert LORA in (shared.hint or "")
+    assert NONE in (shared.hint or "")
     assert [check.status for check in others] == ["PASS", "PASS"]
 
 
@@ -146,7 +146,7 @@ def test_notes_name_the_limits_of_a_mode() -> None:
     assert all("auxiliary loss" in text for text in notes.values())
     own_copy = checks[f"Model, {NONE}"]
     assert own_copy.status == "WARN"
-    assert own_copy.remedy == "--mode shared_vllm --dtype bfloat16, or convert it to bfloat16"
+    assert own_copy.hint == "--mode shared_vllm --dtype bfloat16, or convert it to bfloat16"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", None])
@@ -326,7 +326,7 @@ def test_an_adapter_beside_a_whole_model_is_refused(write: Callable[[Path], Path
     assert "it holds a whole model and an adapter (adapter_config.json)" in error.message
     with pytest.raises(UnsupportedModelError, match="it holds a whole model and an adapter") as caught:
         loaded.load(str(folder), device="cpu")  # a reference, or a trainer's own copy: nothing checks them before
-    assert caught.value.remedy == error.remedy
+    assert caught.value.hint == error.hint
 
 
 @pytest.mark.parametrize("config", [tiny.llama(), tiny.qwen2()])
@@ -338,7 +338,7 @@ def test_an_embedding_of_another_size_is_refused(config: PretrainedConfig, vocab
     error = refusal(folder)
     assert error is not None
     assert f"has 301 rows in its files, and its config.json says vocab_size {vocabulary}" in error.message
-    assert error.remedy.startswith('"vocab_size": 301 in its config.json')
+    assert error.hint.startswith('"vocab_size": 301 in its config.json')
 
 
 def test_files_without_an_embedding_or_a_head_are_not_read(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_tokens_are_read_by_a_child_process(tmp_path: Path) -> None:
     turn, rows = model.tokens(found)
     assert (turn.status, rows.status) == ("WARN", "PASS")
     assert turn.found.startswith(f"<|im_end|> ({found.end_id}) ends a turn, and is no eos_token_id")
-    assert turn.remedy == f"add {found.end_id} to eos_token_id in its generation_config.json"
+    assert turn.hint == f"add {found.end_id} to eos_token_id in its generation_config.json"
     few = child.tokens(model_folder(tmp_path / "few", missing=2))
     assert not isinstance(few, str)
     assert "2 tokens of the tokenizer are beyond the model's" in [*model.tokens(few)][1].found

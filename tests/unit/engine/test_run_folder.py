@@ -184,7 +184,7 @@ def test_another_run_is_not_overwritten(attach: Attach, tmp_path: Path) -> None:
     second = attach()
     with pytest.raises(UsageError, match="holds another run") as caught:
         second.log(1, loss=0.0)
-    assert "policy.resume(OPTIMIZER)" in str(caught.value.remedy)
+    assert "policy.resume(OPTIMIZER)" in str(caught.value.hint)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="was not made by Bridge"):

@@ -382,7 +382,7 @@ def test_gradients_of_a_failed_step_are_dropped(
 
     act = step if call == "optim_step" else lambda: policy.train_step(samples)
     with monkeypatch.context() as gone:
-        gone.setattr(FenceClient, "pause", Mock(side_effect=ServerUnreachableError("gone", remedy="none")))
+        gone.setattr(FenceClient, "pause", Mock(side_effect=ServerUnreachableError("gone", hint="none")))
         with pytest.raises(ServerUnreachableError):
             act()
     assert gradients(policy) == []

@@ -68,7 +68,7 @@ def test_each_misuse_ends_in_one_line(tmp_path: Path, case: str) -> None:
     with pytest.raises(RewardError) as caught:
         registry.load(TaskConfig(environment=f"{tmp_path / 'task.py'}:Task"))
     assert expected in caught.value.message
-    assert "\n" not in caught.value.message + caught.value.remedy
+    assert "\n" not in caught.value.message + caught.value.hint
 
 
 @pytest.mark.parametrize("kind", ["Calling", "Chatting", "Branching", "Scored"])

@@ -51,7 +51,7 @@ def refusal(environment: str, **choices: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
         load(environment, **choices)
     assert "\n" not in caught.value.message
-    assert "\n" not in caught.value.remedy
+    assert "\n" not in caught.value.hint
     return caught.value
 
 
@@ -124,13 +124,13 @@ def test_a_parquet_file_is_read(hub: Path, tmp_path: Path) -> None:
 def test_data_that_cannot_be_read_is_not_blamed_on_the_network(tmp_path: Path) -> None:
     refused = refusal("jsonl", data=str(tmp_path))
     assert refused.message.startswith(f"--data {tmp_path}: cannot be loaded: ")
-    assert refused.remedy == "write the problems to a JSONL file and use that: --data path/to/problems.jsonl"
+    assert refused.hint == "write the problems to a JSONL file and use that: --data path/to/problems.jsonl"
 
 
 def test_another_file_is_told_what_jsonl_is(write: Write) -> None:
     refused = refusal("jsonl", data=str(write("prompt,answer", "1+1=,2", name="problems.csv")))
     assert "2 of 2 rows are bad: line 1 is not JSON" in refused.message
-    assert "a JSONL file has a JSON object in each line" in refused.remedy
+    assert "a JSONL file has a JSON object in each line" in refused.hint
 
 
 @pytest.fixture
@@ -205,17 +205,17 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     refused = refusal("gsm8k", data="openai/gsm8k")
     assert refused.message == "--data openai/gsm8k: cannot be loaded: no route"
-    assert "--data path/to/folder" in refused.remedy
+    assert "--data path/to/folder" in refused.hint
 
 
-def test_without_the_library_datasets_the_remedy_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_datasets_the_hint_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install datasets" in refusal("gsm8k", data="openai/gsm8k").remedy
+    assert "pip install datasets" in refusal("gsm8k", data="openai/gsm8k").hint
     load("gsm8k")
 
 
 @pytest.mark.parametrize(
-    ("error", "remedy"),
+    ("error", "hint"),
     [
         (
             ImportError("Using SOCKS proxy, but the 'socksio' package is not installed."),
@@ -226,7 +226,7 @@ def test_without_the_library_datasets_the_remedy_installs_it(monkeypatch: pytest
         (AssertionError(), "check its name and the network"),
     ],
 )
-def test_whatever_a_data_set_raises_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, remedy: str) -> None:
+def test_whatever_a_data_set_raises_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, hint: str) -> None:
     def load_dataset(path: str, **options: Any) -> Any:
         raise error
 
@@ -235,7 +235,7 @@ def test_whatever_a_data_set_raises_is_one_line(monkeypatch: pytest.MonkeyPatch,
     refused = refusal("gsm8k", data="openai/gsm8k")
     assert refused.message.startswith("--data openai/gsm8k: cannot be loaded: ")
     assert (str(error) or "AssertionError") in refused.message
-    assert refused.remedy.startswith(remedy)
+    assert refused.hint.startswith(hint)
 
 
 def test_a_socks_proxy_without_its_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_what_is_neither_there_nor_a_name_is_refused(tmp_path: Path) -> None:
     for flag in ("data", "eval_data"):
         error = refusal("jsonl", **{"data": str(tmp_path / "gone.jsonl"), flag: "gone/data.jsonl"})
         assert "there is no such file or folder" in error.message
-    assert refusal("jsonl").remedy == "--environment jsonl --data path/to/problems.jsonl"
+    assert refusal("jsonl").hint == "--environment jsonl --data path/to/problems.jsonl"
 
 
 def test_jsonl_takes_text_and_messages_with_other_columns(write: Write) -> None:
@@ -402,8 +402,8 @@ def test_choices_that_an_environment_has_no_use_for_are_refused() -> None:
     for choice in registry.OF_DATA:
         assert "only for --environment" in refusal("arithmetic", **{choice: "x"}).message
     assert "no environment 'gsm8'" in refusal("gsm8", data="x").message
-    assert refusal("gsm8", data="x").remedy.startswith("did you mean gsm8k? --environment gsm8k, or ")
-    assert refusal("chess", data="x").remedy.startswith("--environment arithmetic, or ")
+    assert refusal("gsm8", data="x").hint.startswith("did you mean gsm8k? --environment gsm8k, or ")
+    assert refusal("chess", data="x").hint.startswith("--environment arithmetic, or ")
 
 
 def scored(recipe: bytes, problem: Problem, completion: str) -> Any:

@@ -151,10 +151,10 @@ def test_local_files_need_only_pyarrow(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
 
 
-def test_without_pyarrow_the_remedy_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_hint_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "d.parquet", [{"prompt": "p"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert refusal(tmp_path / "d.parquet").remedy.startswith("pip install pyarrow")
+    assert refusal(tmp_path / "d.parquet").hint.startswith("pip install pyarrow")
 
 
 def test_the_index_of_a_data_frame_is_no_column(tmp_path: Path) -> None:
@@ -340,4 +340,4 @@ def test_faults_of_json_are_named_by_their_place(tmp_path: Path, text: str, mess
     ],
 )
 def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
-    assert refusal(Path(name)).remedy
+    assert refusal(Path(name)).hint

@@ -39,7 +39,7 @@ def refusal(name: str) -> UsageError:
     with pytest.raises(UsageError) as caught:
         load(name)
     assert "\n" not in caught.value.message
-    assert "\n" not in caught.value.remedy
+    assert "\n" not in caught.value.hint
     assert caught.value.exit_code == 2
     return caught.value
 
@@ -105,11 +105,11 @@ def test_an_unknown_name_lists_what_is_known() -> None:
     assert "arithmetic, word_problems, gsm8k, jsonl, verifiers:ID, reasoning_gym:TASK or path" in error.message
     assert "path/to/file.py:ClassName" in error.message
     own = "--environment arithmetic, or --environment path/to/file.py:ClassName for your own"
-    assert error.remedy == f"did you mean arithmetic? {own}"
+    assert error.hint == f"did you mean arithmetic? {own}"
 
 
 def test_a_file_without_a_class_name_says_how_to_name_one() -> None:
-    assert refusal("task.py").remedy == "--environment task.py:ClassName"
+    assert refusal("task.py").hint == "--environment task.py:ClassName"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_missing_class_names_the_classes_there_are(write: Write) -> None:
     error = refusal(f"{path}:Sum")
     assert "no class 'Sum'" in error.message
     assert "it defines Alpha, Sums" in error.message
-    assert error.remedy == f"--environment {path}:Sums"
+    assert error.hint == f"--environment {path}:Sums"
     assert "make in" in refusal(f"{path}:make").message
     assert "no class at all" in refusal(f"{write('')}:Sum").message
 

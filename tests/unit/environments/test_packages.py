@@ -91,17 +91,17 @@ def test_tasks_that_take_too_long_are_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("name", "message", "remedy"),
+    ("name", "message", "hint"),
     [
         ("unknown", "^--environment verifiers:unknown: taskset 'unknown' not found", "install the environment ("),
         ("two seats", "^--environment verifiers:two seats: 2 of its agents", "change --env-args, the table [env]"),
         ("unlisted", "^environment verifiers:unlisted: listing its tasks failed: no data", "fix the environment"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(name: str, message: str, remedy: str) -> None:
+def test_what_cannot_be_loaded_is_refused(name: str, message: str, hint: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         registry.load(TaskConfig(environment=f"verifiers:{name}"))
-    assert caught.value.remedy.startswith(remedy)
+    assert caught.value.hint.startswith(hint)
 
 
 def test_the_hint_for_several_agents_is_what_verifiers_reads() -> None:
@@ -119,7 +119,7 @@ def test_arguments_of_another_form_are_refused() -> None:
 def test_a_missing_python_for_verifiers_names_make_verifiers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no file .*/python") as caught:
         registry.load(TaskConfig(environment="verifiers:any", verifiers_python=tmp_path / "python"))
-    assert caught.value.remedy.startswith("make verifiers, or")
+    assert caught.value.hint.startswith("make verifiers, or")
 
 
 def test_an_episode_is_an_agents_trajectory() -> None:
@@ -231,20 +231,20 @@ def test_another_system_prompt_replaces_that_of_reasoning_gym() -> None:
 
 @pytest.mark.usefixtures("gym")
 @pytest.mark.parametrize(
-    ("name", "arguments", "message", "remedy"),
+    ("name", "arguments", "message", "hint"),
     [
         ("cuonting", {}, "Reasoning Gym has no task 'cuonting'", "--environment reasoning_gym:counting"),
         ("counting", {"sise": 1}, "cannot be made with .*unexpected keyword argument 'sise'", "--env-args"),
     ],
 )
-def test_a_task_that_cannot_be_made_is_refused(name: str, arguments: dict[str, Any], message: str, remedy: str) -> None:
+def test_a_task_that_cannot_be_made_is_refused(name: str, arguments: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         registry.load(TaskConfig(environment=f"reasoning_gym:{name}", env_args=arguments))
-    assert remedy in caught.value.remedy
+    assert hint in caught.value.hint
 
 
 def test_without_reasoning_gym_the_package_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UsageError, match="needs the library reasoning-gym") as caught:
         registry.load(TaskConfig(environment="reasoning_gym:counting"))
-    assert caught.value.remedy == "pip install reasoning-gym"
+    assert caught.value.hint == "pip install reasoning-gym"

@@ -34,7 +34,7 @@ def scores(spec: str, completion: str, problem: Problem = PROBLEM) -> tuple[floa
 def refusal(spec: str) -> UsageError:
     with pytest.raises(UsageError) as caught:
         rewards.parse(spec)
-    assert "\n" not in str(caught.value.message) + caught.value.remedy
+    assert "\n" not in str(caught.value.message) + caught.value.hint
     return caught.value
 
 
@@ -154,7 +154,7 @@ def test_verls_form_without_a_ground_truth_is_named(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "message", "remedy"),
+    ("head", "message", "hint"),
     [
         (
             "completions, trainer_state, **kwargs",
@@ -186,10 +186,10 @@ def test_verls_form_without_a_ground_truth_is_named(write: Write) -> None:
         ("question, target", "takes (question, target), and is called with", "def mine("),
     ],
 )
-def test_form_of_another_system_is_refused_by_name(write: Write, head: str, message: str, remedy: str) -> None:
+def test_form_of_another_system_is_refused_by_name(write: Write, head: str, message: str, hint: str) -> None:
     error = refusal(f"{write(f'def mine({head}): return 1.0')}:mine")
     assert message in error.message
-    assert remedy in error.remedy
+    assert hint in error.hint
 
 
 @pytest.mark.parametrize("second", ["answer", "solution", "state", "response"])
@@ -279,16 +279,16 @@ def test_functions_without_a_name_of_their_own_have_the_given_one(write: Write) 
 def test_an_unknown_name_lists_what_is_known_and_guesses() -> None:
     error = refusal("maths")
     assert "no reward 'maths', expected math, exact, format or path/to/file.py:function" in error.message
-    assert error.remedy.startswith("--reward math,")
+    assert error.hint.startswith("--reward math,")
     assert "no reward ''" in refusal("math,").message
-    assert refusal("exakt").remedy.startswith("--reward exact, or ")
+    assert refusal("exakt").hint.startswith("--reward exact, or ")
 
 
 @pytest.mark.parametrize("weight", ["", "two", "nan", "inf", "1=2"])
 def test_a_weight_that_is_no_finite_number_is_refused(weight: str) -> None:
     error = refusal(f"math={weight}")
     assert f"--reward math={weight}: the weight {weight!r} is not a finite number" in error.message
-    assert error.remedy == "--reward math=0.5"
+    assert error.hint == "--reward math=0.5"
 
 
 def test_duplicate_or_weightless_rewards_are_refused(write: Write) -> None:
@@ -315,5 +315,5 @@ def test_what_is_no_reward_is_refused(write: Write, source: str, message: str) -
 
 
 def test_a_reward_file_without_a_function_is_refused(tmp_path: Path) -> None:
-    assert refusal("mine.py").remedy == "--reward mine.py:function"
+    assert refusal("mine.py").hint == "--reward mine.py:function"
     assert "there is no such file" in refusal(f"{tmp_path / 'gone.py'}:mine").message

@@ -94,7 +94,7 @@ def test_each_misuse_ends_in_one_line(load: Load, case: str) -> None:
     with pytest.raises(RewardError) as caught:
         load(source)
     assert expected in caught.value.message
-    assert "\n" not in caught.value.message + caught.value.remedy
+    assert "\n" not in caught.value.message + caught.value.hint
 
 
 HINTED = """
@@ -127,7 +127,7 @@ def test_a_hint_that_a_schema_cannot_tell_is_refused(load: Load, hint: str, name
     with pytest.raises(RewardError) as caught:
         load(source)
     assert f"has the tool add, whose argument a is a {named}, which no JSON schema describes" in caught.value.message
-    assert fix in caught.value.remedy
+    assert fix in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_unusable_function_is_refused_before_a_run(body: str, tmp_path: Path) ->
     assert torch.get_default_dtype() == torch.float32
     assert message in refused.value.message
     assert "\n" not in refused.value.message
-    assert hint in refused.value.remedy
+    assert hint in refused.value.hint
 
 
 @pytest.mark.parametrize(

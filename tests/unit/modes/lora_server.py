@@ -60,7 +60,7 @@ class LoraServer:
                 return as_json({"slot": SLOT})
             case "POST pause" if self.state == "torn" and not body["takeover"]:
                 status = self.status()
-                return refusal(status.torn(), status.remedy())
+                return refusal(status.torn(), status.hint())
             case "POST publish":
                 self.version, self.state = max(self.version + 1, body["version"] or 0), "serving"
         return as_json(self.status().model_dump(mode="json"))
@@ -87,8 +87,8 @@ class LoraServer:
             a[SLOT].copy_(a[SLOT] * self.seats(1.0))
 
 
-def refusal(error: str, remedy: str) -> Answer:
-    return as_json(Refusal(error=error, remedy=remedy).model_dump(), 409)
+def refusal(error: str, hint: str) -> Answer:
+    return as_json(Refusal(error=error, hint=hint).model_dump(), 409)
 
 
 def me() -> ProcessIdentity:

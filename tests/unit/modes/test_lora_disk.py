@@ -32,7 +32,7 @@ def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -
     """Check that it is refused with `words`, and return the hint."""
     with pytest.raises(kind, match=words) as caught:
         world.opened("disk", **choices)
-    return caught.value.remedy
+    return caught.value.hint
 
 
 @pytest.mark.parametrize("stock", [False, True])
@@ -177,8 +177,8 @@ def test_a_checkpoint_comes_back_as_its_version_or_the_next(world: World) -> Non
 def test_a_torn_server_is_refused_before_anything_changes(world: World, resumes: bool) -> None:
     world.export()
     world.server.state = "torn"
-    remedy = refused(world, AttachError, "the adapter may be half-written", resumes=resumes)
-    assert remedy.startswith("bridge restore ADAPTER")
+    hint = refused(world, AttachError, "the adapter may be half-written", resumes=resumes)
+    assert hint.startswith("bridge restore ADAPTER")
     assert world.server.calls == ["POST lease", "GET models", "GET status"]
     assert world.scratch_folders() == []
 

@@ -126,5 +126,5 @@ def test_a_server_without_slots_for_experts_is_refused_with_the_flag(world: Worl
     world.export()
     with pytest.raises(AttachError, match=r"no slot .* 6 modules, the first: .*experts\.lora\.down_proj") as caught:
         opened(world)
-    assert "bridge serve-vllm --lora-experts" in caught.value.remedy
+    assert "bridge serve-vllm --lora-experts" in caught.value.hint
     assert world.server.calls == ["POST lease"]

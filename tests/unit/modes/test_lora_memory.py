@@ -38,7 +38,7 @@ def refused(world: World, kind: type[BridgeError], words: str, **choices: Any) -
     """Check that it is refused with `words`, and return the hint."""
     with pytest.raises(kind, match=words) as caught:
         world.opened("memory", **choices)
-    return caught.value.remedy
+    return caught.value.hint
 
 
 def test_opening_unloads_earlier_adapters_and_fills_the_slot(world: World) -> None:
@@ -215,7 +215,7 @@ def test_a_server_without_slots_is_refused(world: World) -> None:
 
 def test_an_adapter_that_the_server_refuses_leaves_no_trace(world: World) -> None:
     world.export()
-    world.server.refuses["POST adapter"] = as_json({"error": "no room", "remedy": "make some"}, 409)
+    world.server.refuses["POST adapter"] = as_json({"error": "no room", "hint": "make some"}, 409)
     assert refused(world, AttachError, "no room") == "make some"
     assert not world.scratch.exists()
 

@@ -66,7 +66,7 @@ class FakeProcess:
     def restart(self, model: str | Path) -> None:
         self.beside = sorted(folder.name for folder in Path(model).parent.iterdir())
         if self.fails:
-            raise ServerUnreachableError("it does not come up", remedy="read its log")
+            raise ServerUnreachableError("it does not come up", hint="read its log")
         assert (Path(model) / "tokenizer.json").is_file()
         self.note()
         self.started.append(str(model))
@@ -119,7 +119,7 @@ def test_a_server_that_was_not_started_by_us_is_not_restarted(folder: Path, tmp_
     with pytest.raises(UsageError, match="did not start this server") as caught:
         Restart(config, context(tmp_path))
     for way_out in ("bridge run", "--start-command 'vllm serve {model} --port N'", "--reload in-place"):
-        assert way_out in caught.value.remedy
+        assert way_out in caught.value.hint
 
 
 def test_the_copy_is_the_trainers_own_and_counted(folder: Path, tmp_path: Path) -> None:

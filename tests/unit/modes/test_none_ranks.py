@@ -153,7 +153,7 @@ def reloaded(ranks: Ranks, folder: Path) -> list[int]:
         client.models = tuple  # type: ignore[method-assign]
 
         def lost() -> None:
-            raise ServerUnreachableError("gone", remedy="")
+            raise ServerUnreachableError("gone", hint="")
 
         def restart(_: object) -> None:
             running.routes.version = 0
@@ -232,7 +232,7 @@ def without_room(ranks: Ranks, folder: Path) -> None:
         if ranks.rank == 1:
 
             def save(_: Path) -> None:
-                raise BridgeError("no room", remedy="make some")
+                raise BridgeError("no room", hint="make some")
 
             running.mode.save = save  # type: ignore[method-assign,assignment]
         running.publish()

@@ -208,7 +208,7 @@ def test_a_given_host_keeps_the_manifests_port(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [SharedVllm, InPlace])
 def test_beside_another_trainer_it_does_not_start(tmp_path: Path, mode: Callable[..., Mode]) -> None:
     words = "another trainer (pid 4711, run runs/first) is updating this server"
-    with serving(lambda _: as_json({"error": words, "remedy": "wait"}, 409)) as server:
+    with serving(lambda _: as_json({"error": words, "hint": "wait"}, 409)) as server:
         choices = config(server, tmp_path, mode="none", reload="in-place") if mode is InPlace else None
         with pytest.raises(AttachError) as refused:
             mode(choices or config(server, tmp_path), RUN)
@@ -251,7 +251,7 @@ def revived(ranks: Ranks, folder: Path) -> tuple[int, int]:
         answer = mode.client.publish
 
         def lost(*_: object) -> Status:
-            raise ServerUnreachableError("gone", remedy="")
+            raise ServerUnreachableError("gone", hint="")
 
         def restart(_: object) -> None:
             routes.version, mode.client.publish = 0, answer  # type: ignore[method-assign]

@@ -60,7 +60,7 @@ class FakeReceiver:
         self.url = exported.url
 
     def check(self, model: str, vllm: str) -> int:
-        raise AttachError("this one is of Bridge", remedy="")
+        raise AttachError("this one is of Bridge", hint="")
 
     def close(self) -> None:
         """Close nothing."""
@@ -216,7 +216,7 @@ def test_what_cannot_be_fed_is_refused_and_not_touched(
     servers = FedServer(str(folder)), FedServer(**{"model": str(folder)} | fault)
     with pytest.raises(AttachError, match=words) as caught:
         feeding(*servers)
-    assert "\n" not in caught.value.message + caught.value.remedy
+    assert "\n" not in caught.value.message + caught.value.hint
     assert [server.calls for server in servers] == [[], []]
 
 
@@ -299,10 +299,10 @@ def test_a_server_that_may_stay_paused_is_named(opened: Callable[..., Fed], faul
 def test_a_key_that_is_rejected_while_a_pause_is_undone_hides_no_error() -> None:
     class Locked:
         def pause(self, _: str) -> None:
-            raise AttachError("it refuses", remedy="retry")
+            raise AttachError("it refuses", hint="retry")
 
         def resume(self) -> None:
-            raise UsageError("the key is rejected", remedy="set it")
+            raise UsageError("the key is rejected", hint="set it")
 
     notes: list[str] = []
     with pytest.raises(AttachError, match="it refuses"):
@@ -323,7 +323,7 @@ def test_a_receiver_that_fails_inside_ends_the_run_and_none_resumes(
     assert time.perf_counter() - start < SOON_S
     assert "\n" not in caught.value.message
     assert "resume" not in fed.calls()[0]
-    assert "restart it, and each server that stays paused" in caught.value.remedy
+    assert "restart it, and each server that stays paused" in caught.value.hint
     assert fed.servers[0].is_paused
     assert fed.mode.version == 0
 
@@ -343,7 +343,7 @@ def test_a_server_that_does_not_resume_has_whole_weights(opened: Callable[..., F
     with pytest.raises(ServerUnreachableError, match=f"{fed.servers[1].url}.*/resume answered 500: size") as caught:
         fed.publish()
     assert f"its weights are whole; if it is still paused: curl -X POST {fed.servers[1].url}/resume" in (
-        caught.value.remedy
+        caught.value.hint
     )
     assert [server.is_paused for server in fed.servers] == [False, True]
 
@@ -452,7 +452,7 @@ def test_rollouts_of_other_weights_are_not_trained_on(opened: Callable[..., Fed]
         AttachError, match=f"{fed.servers[1].url} serves weights named {name!r}, expected 'ours: ver"
     ) as caught:
         fed.publish()
-    assert "\n" not in caught.value.message + caught.value.remedy
+    assert "\n" not in caught.value.message + caught.value.hint
     with pytest.raises(AttachError, match="serves weights named"):
         fed.mode.check_served()  # as after an evaluation
     assert fed.mode._model.get_parameter(NORM).equal(before)

@@ -469,7 +469,7 @@ def test_a_single_sequence_that_does_not_fit_is_refused() -> None:
         UsageError, match=r"a sequence of 1,200 tokens does not fit .* Tried to allocate 2 GiB"
     ) as caught:
         pass_budget.shrink(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
-    assert caught.value.remedy == "--gradient-checkpointing, which recomputes activations"
+    assert caught.value.hint == "--gradient-checkpointing, which recomputes activations"
 
 
 def test_a_budget_above_the_batch_is_halved_from_the_batch() -> None:

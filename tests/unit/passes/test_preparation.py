@@ -572,7 +572,7 @@ def test_liger_kernel_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"liger-kernel is not installed") as caught:
         layers.use_liger_kernel(on_a_gpu("llama"))
-    assert "pip install liger-kernel" in caught.value.remedy
+    assert "pip install liger-kernel" in caught.value.hint
 
 
 def test_liger_kernel_is_applied_without_its_losses(

@@ -156,7 +156,7 @@ def test_what_was_chosen_later_is_released_too() -> None:
 
     def refuse(_: object, __: object, given: dict[str, Any]) -> None:
         if "attention_mask" in given:
-            raise UsageError("padding", remedy="none")
+            raise UsageError("padding", hint="none")
 
     prepared.hooks.append(model.register_forward_pre_hook(refuse, with_kwargs=True))
     with pytest.raises(UsageError):

@@ -408,7 +408,7 @@ def test_layers_with_different_numbers_of_experts_are_refused() -> None:
     before_N, _ = prepared.logprobs(pack, 1.0)
     with pytest.raises(UnsupportedModelError, match=r"MixtralForCausalLM has \[6, 8\] experts in a layer") as caught:
         RouterReplay.of(model, (2, NUM_CHOSEN))
-    assert caught.value.remedy == "--no-router-replay"
+    assert caught.value.hint == "--no-router-replay"
     assert RouterReplay.if_known(model) is None
     assert prepared.logprobs(pack, 1.0)[0].equal(before_N), "its own routers choose"
 

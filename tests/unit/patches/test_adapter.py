@@ -250,7 +250,7 @@ def test_without_a_slot_for_every_other_adapter_none_is_lent(
     models.lora_requests["other"] = adapter("other", 40)
     with pytest.raises(AttachError, match="1 LoRA slots for 2 adapters") as caught:
         asyncio.run(served.serve("mine", folder))
-    assert "--max-loras 2" in caught.value.remedy
+    assert "--max-loras 2" in caught.value.hint
     assert engine.order == []
 
 
@@ -336,7 +336,7 @@ def test_over_http_a_server_without_lora_refuses_with_the_flag(http: TestClient,
     assert answer.status_code == 409
     refusal = Refusal.model_validate_json(answer.content)
     assert "started without LoRA" in refusal.error
-    assert "bridge serve-vllm --max-lora-rank 16" in refusal.remedy
+    assert "bridge serve-vllm --max-lora-rank 16" in refusal.hint
 
 
 @pytest.mark.parametrize("body", [{"name": "", "path": "/a"}, {"name": "a", "path": "here"}, {"name": "a"}])

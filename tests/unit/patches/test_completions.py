@@ -169,7 +169,7 @@ def test_experts_that_are_not_reported_are_refused_but_for_an_aborted_request(
     answer = http.post(COMPLETIONS, json={**BODY, "experts": 0})
     assert answer.status_code == 409
     assert "reported the experts of 3 tokens, expected 4" in answer.json()["error"]
-    assert "--no-router-replay" in answer.json()["remedy"]
+    assert "--no-router-replay" in answer.json()["hint"]
 
 
 def test_filters_reach_the_engine_and_what_they_kept_comes_back(
@@ -211,7 +211,7 @@ def test_filters_and_speculation_are_refused_together(http: TestClient, engine: 
     assert answer.status_code == 409
     refusal = Refusal.model_validate_json(answer.content)
     assert refusal.error.startswith("top_k, min_p cannot be combined with speculation")
-    assert "--speculative-config" in refusal.remedy
+    assert "--speculative-config" in refusal.hint
 
 
 def test_a_completion_ends_at_tokens_of_the_request(http: TestClient, engine: FakeEngine) -> None:
@@ -287,7 +287,7 @@ def test_weights_that_are_not_finite_are_named_with_the_fix(http: TestClient, en
     assert answer.status_code == 409
     refusal = Refusal.model_validate_json(answer.content)
     assert "NaN or infinity in 4 of 9 tensors, the first: a, b, c" in refusal.error
-    assert refusal.remedy.startswith("bridge restore CHECKPOINT")
+    assert refusal.hint.startswith("bridge restore CHECKPOINT")
 
 
 def test_logprobs_not_finite_despite_the_weights_are_an_error(http: TestClient, engine: FakeEngine) -> None:

@@ -220,7 +220,7 @@ class Choosing(Model):
 def test_what_vllm_does_not_copy_as_it_is_is_refused_by_name(kind: type[Model], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words) as caught:
         laid_out(kind(), SHAPES)
-    assert "lora_only" in caught.value.remedy
+    assert "lora_only" in caught.value.hint
 
 
 def test_a_parameter_that_vllm_has_no_place_for_is_refused() -> None:
@@ -313,7 +313,7 @@ def test_a_worker_refuses_weights_of_another_type_by_name(monkeypatch: pytest.Mo
     model.norm.weight = nn.Parameter(torch.ones(HIDDEN, dtype=torch.int8), requires_grad=False)
     answer = json.loads(worker(model, monkeypatch).bridge_export())
     assert "norm.weight (torch.int8)" in answer["error"]
-    assert answer["remedy"]
+    assert answer["hint"]
 
 
 @pytest.mark.usefixtures("vllm")
@@ -428,7 +428,7 @@ def test_what_a_step_would_not_reach_is_refused_by_name(
     monkeypatch.setitem(RECORDS, model, record)
     with pytest.raises(UnsupportedModelError, match=words) as caught:
         record_of(model)
-    assert "lora_only" in caught.value.remedy
+    assert "lora_only" in caught.value.hint
     assert "\n" not in caught.value.message
 
 
@@ -466,7 +466,7 @@ def test_a_tied_head_with_weights_of_its_own_is_refused(monkeypatch: pytest.Monk
     refusal = tied_record(differ, monkeypatch).refusal
     assert refusal is not None
     assert "head.weight differs from embed.weight, and the configuration ties them" in refusal.message
-    assert '"tie_word_embeddings": false' in refusal.remedy
+    assert '"tie_word_embeddings": false' in refusal.hint
 
 
 def test_a_parameter_replaced_by_another_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_vllm_is_patched_once_and_only_on_request(
 
 def test_nothing_is_patched_in_a_vllm_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
-        raise IncompatibleVersionError("0.1", remedy="another")
+        raise IncompatibleVersionError("0.1", hint="another")
 
     monkeypatch.setattr(compatibility, "check_installed", refuse)
     monkeypatch.setattr(loading, "patch", lambda: pytest.fail("patched"))

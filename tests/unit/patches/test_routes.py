@@ -262,20 +262,20 @@ def test_a_torn_server_refuses_all_but_a_takeover(http: TestClient, app: FastAPI
     assert (torn["state"], torn["last_checkpoint"]) == ("torn", str(tmp_path))
     refused = http.post("/bridge/pause", json=HOLDER)
     assert refused.status_code == 409
-    assert refused.json()["remedy"] == f"bridge restore {tmp_path}"
+    assert refused.json()["hint"] == f"bridge restore {tmp_path}"
     assert http.post("/bridge/pause", json={**HOLDER, "takeover": True}).json()["state"] == "paused"
     assert http.post("/bridge/resume", json=HOLDER).status_code == 409
     assert http.post("/bridge/publish", json=after(0)).json()["state"] == "serving"
 
 
-def test_a_refusal_is_a_conflict_with_its_remedy(http: TestClient, app: FastAPI) -> None:
+def test_a_refusal_is_a_conflict_with_its_hint(http: TestClient, app: FastAPI) -> None:
     answer = http.post("/bridge/publish", json=after(0))
     assert answer.status_code == 409
     assert "does not hold the fence" in Refusal.model_validate_json(answer.content).error
     app.state.bridge_engine.drops = False
     answer = http.post("/bridge/pause", json=HOLDER)
     assert answer.status_code == 409
-    assert answer.json()["remedy"]
+    assert answer.json()["hint"]
     assert http.get("/bridge/status").json()["state"] == "serving"
 
 

@@ -254,7 +254,7 @@ def test_a_dead_holder_leaves_weights_torn_for_writers() -> None:
         assert states == ["paused", "torn"]
         with pytest.raises(AttachError, match=f"process {other.pid} died inside the fence after version 0") as refused:
             await fence.pause(asking(ME, "keep"))
-        assert "bridge restore CHECKPOINT" in refused.value.remedy
+        assert "bridge restore CHECKPOINT" in refused.value.hint
         with pytest.raises(AttachError, match="does not hold"):
             await fence.publish(ME)
         assert (fence.state, fence.version) == ("torn", 0)
@@ -355,7 +355,7 @@ def test_a_takeover_never_robs_a_living_holder() -> None:
         await fence.pause(asking(other, "keep"))
         with pytest.raises(AttachError, match=f"process {other.pid} holds the fence") as refused:
             await fence.pause(asking(ME, "keep", takeover=True))
-        assert refused.value.remedy.endswith(f"kill {other.pid}")
+        assert refused.value.hint.endswith(f"kill {other.pid}")
         assert (fence.state, fence.holder, engine.calls) == ("paused", other, PAUSED)
 
     try:
@@ -385,7 +385,7 @@ def test_a_torn_refusal_names_the_last_checkpoint(tmp_path: Path) -> None:
         async with torn(FakeEngine(), str(tmp_path)) as fence:
             with pytest.raises(AttachError) as refused:
                 await fence.pause(asking(ME, "keep"))
-            assert refused.value.remedy == f"bridge restore {tmp_path}"
+            assert refused.value.hint == f"bridge restore {tmp_path}"
 
     run(passage())
 
@@ -446,7 +446,7 @@ def test_torn_weights_and_adapters_need_their_own_kind() -> None:
         await fence.pause(asking(holder_of(child.pid), "keep", writes="adapter", last_checkpoint="/gone"))
         end(child)
         assert "the adapter may be half-written" in fence.status().torn()
-        assert fence.status().remedy().startswith("bridge restore ADAPTER (/gone is gone")
+        assert fence.status().hint().startswith("bridge restore ADAPTER (/gone is gone")
         with pytest.raises(AttachError, match="the adapter may be half-written"):
             await fence.pause(asking(ME, "keep", takeover=True))
         await fence.pause(asking(ME, "keep", writes="adapter", takeover=True))
@@ -504,7 +504,7 @@ def test_a_server_that_cannot_sleep_says_so_before_it_pauses() -> None:
     async def passage() -> None:
         with pytest.raises(AttachError, match="cannot free its KV cache") as refused:
             await fence.pause(asking(ME, "keep", sleep=True))
-        assert "--kv-sleep never" in refused.value.remedy
+        assert "--kv-sleep never" in refused.value.hint
         assert (engine.calls, fence.state, fence.status().can_sleep) == ([], "serving", False)
 
     run(passage())
@@ -574,7 +574,7 @@ def test_a_kv_cache_without_memory_keeps_the_fence_held(
         for _ in range(2):
             with pytest.raises(AttachError, match=r"does not generate: 9\.00 GiB are needed") as refused:
                 await leave(fence, ME)
-            assert refused.value.remedy.endswith(f"then bridge restore {tmp_path}")
+            assert refused.value.hint.endswith(f"then bridge restore {tmp_path}")
             assert (fence.state, fence.holder, fence.version, engine.paused) == ("paused", ME, 0, True)
         engine.missing = [None, None]
         await leave(fence, ME)

@@ -61,7 +61,7 @@ def test_a_second_trainer_is_refused_and_the_first_named(fence: ServerFence, oth
     with pytest.raises(AttachError) as refused:
         fence.take_lease(ME, "runs/second")
     assert refused.value.message == f"another trainer (pid {other.pid}, run runs/first) is updating this server"
-    assert f"kill -INT {other.pid}" in refused.value.remedy
+    assert f"kill -INT {other.pid}" in refused.value.hint
     lease = fence.status().lease
     assert lease is not None
     assert (lease.holder, lease.run) == (other, "runs/first")

@@ -190,4 +190,4 @@ def test_damaged_file_is_named(file: str, content: bytes, tmp_path: Path) -> Non
 def test_missing_model_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="and no model of that name in the hub's cache") as caught:
         ModelSize.of(name)
-    assert ("hf download" in caught.value.remedy) == name.startswith("org/")  # no path, and nothing with a space
+    assert ("hf download" in caught.value.hint) == name.startswith("org/")  # no path, and nothing with a space

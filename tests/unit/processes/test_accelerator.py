@@ -139,7 +139,7 @@ def test_a_server_alone_expects_the_trainer_of_its_flags() -> None:
     assert accelerator.expected(ServeConfig(model="m", max_lora_rank=64, lora_experts=True)).lora.has_experts
     with pytest.raises(UsageError, match="--max-lora-rank 12: adapters of routed experts have ranks that 8") as caught:
         accelerator.expected(ServeConfig(model="m", max_lora_rank=12, lora_experts=True))
-    assert caught.value.remedy == "--max-lora-rank 16"
+    assert caught.value.hint == "--max-lora-rank 16"
 
 
 @pytest.mark.parametrize(

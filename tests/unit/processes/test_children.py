@@ -405,7 +405,7 @@ def test_an_error_of_ours_inside_vllm_keeps_its_class(tmp_path: Path) -> None:
     error = server_log.own_error(tmp_path / "log")
     assert error is not None
     assert (type(error).__name__, error.exit_code) == ("UnsupportedModelError", 4)
-    assert (error.message, error.remedy) == ("lm_head.weight is repacked", "serve it in bfloat16")
+    assert (error.message, error.hint) == ("lm_head.weight is repacked", "serve it in bfloat16")
 
 
 def test_a_refusal_that_the_server_prints_is_shown(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_refusal_that_the_server_prints_is_shown(tmp_path: Path) -> None:
     error = server_log.own_error(tmp_path / "log")
     assert error is not None
     assert (type(error).__name__, error.exit_code) == ("AttachError", 4)
-    assert (error.message, error.remedy) == (lines[0].removeprefix("error: "), "use --mode none")
+    assert (error.message, error.hint) == (lines[0].removeprefix("error: "), "use --mode none")
     assert server_log.root_error(tmp_path / "log") == lines[0]
 
 

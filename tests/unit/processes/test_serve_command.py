@@ -360,7 +360,7 @@ def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.
     monkeypatch.setattr(accelerator, "gpu_memory_bytes", list)
     with pytest.raises(IncompatibleVersionError) as refused:
         accelerator.choose("auto")
-    assert refused.value.remedy.startswith("pip install")
+    assert refused.value.hint.startswith("pip install")
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ YARN = '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'
 
 @pytest.mark.parametrize("shares_weights", [True, False])
 @pytest.mark.parametrize(
-    ("flags", "remedy"),
+    ("flags", "hint"),
     [
         (["--hf-overrides", YARN], "config.json"),
         (["--hf_overrides.sliding_window", "16"], "config.json"),
@@ -472,10 +472,10 @@ YARN = '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'
         (["--of-a-later-vllm", "1"], "--allow-vllm-flags of-a-later-vllm"),
     ],
 )
-def test_a_flag_that_the_trainer_does_not_know_is_refused(flags: list[str], remedy: str, shares_weights: bool) -> None:
+def test_a_flag_that_the_trainer_does_not_know_is_refused(flags: list[str], hint: str, shares_weights: bool) -> None:
     with pytest.raises(UsageError) as refused:
         vllm_flags.check(flags, {}, shares_weights=shares_weights)
-    assert remedy in refused.value.remedy
+    assert hint in refused.value.hint
 
 
 @pytest.mark.parametrize("name", sorted(vllm_flags.OTHER_VARIABLES))
@@ -504,7 +504,7 @@ def test_unknown_flags_are_allowed_by_one_flag() -> None:
         vllm_flags.check(
             ["--of-a-later-vllm", "--kv-cache-dtype", "fp8", "--another=1", "--first"], {}, insisted="first"
         )
-    assert refused.value.remedy.endswith("--allow-vllm-flags first,of-a-later-vllm,kv-cache-dtype,another")
+    assert refused.value.hint.endswith("--allow-vllm-flags first,of-a-later-vllm,kv-cache-dtype,another")
 
 
 ANY_SERVER = {flag for flag, why in vllm_flags.REFUSED.items() if why.any_server}
@@ -519,7 +519,7 @@ def test_flags_against_one_copy_pass_for_a_stock_server(flags: list[str]) -> Non
 def test_a_server_that_no_trainer_reaches_is_refused(flags: list[str]) -> None:
     with pytest.raises(UsageError) as refused:
         vllm_flags.check(flags, {}, shares_weights=False)
-    assert "one copy" not in refused.value.remedy
+    assert "one copy" not in refused.value.hint
 
 
 def test_all_refused_flags_are_told_at_once() -> None:
@@ -559,7 +559,7 @@ def test_a_port_of_an_address_of_ipv6_is_taken() -> None:
     with start_checks.taking("::1", port, None), socket.create_server(("::1", port), family=socket.AF_INET6):
         with pytest.raises(UsageError, match=f"port {port} is taken by pid {os.getpid()}") as refused:
             start_checks.check_port("::1", port)
-        assert "--port, such as " in refused.value.remedy
+        assert "--port, such as " in refused.value.hint
 
 
 def test_a_free_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +592,7 @@ def test_dynamic_rope_is_served_as_far_as_vllm_has_frequencies(name: str, tmp_pa
     for too_long in (None, 2049):
         with pytest.raises(UsageError, match="has the frequencies of 2048 tokens") as caught:
             start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=too_long))
-        assert caught.value.remedy == "--max-model-len 2048"
+        assert caught.value.hint == "--max-model-len 2048"
     start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=2048))
 
 
@@ -642,7 +642,7 @@ def test_a_file_that_is_no_manifest_is_never_removed(tmp_path: Path, text: str) 
     with pytest.raises(ManifestError, match=r"m\.json is not a manifest of Bridge, and is kept") as refused:
         start_checks.clear_manifest(path)
     assert path.read_text() == text
-    assert str(path) in refused.value.remedy
+    assert str(path) in refused.value.hint
 
 
 def test_a_link_in_the_place_of_the_manifest_is_never_removed(tmp_path: Path) -> None:
@@ -775,7 +775,7 @@ def test_a_stock_server_quantizes_by_vllms_own_flag(monkeypatch: pytest.MonkeyPa
     config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
     with pytest.raises(UsageError, match="this server shares none") as refused:
         start_checks.check_quantization(config, shares_weights=False)
-    assert refused.value.remedy.endswith("-- --quantization fp8_per_block")
+    assert refused.value.hint.endswith("-- --quantization fp8_per_block")
     vllm_flags.check(["--quantization", "fp8_per_block"], {}, shares_weights=False)
 
 
@@ -894,4 +894,4 @@ def test_an_adapter_in_place_of_a_model_is_named(tmp_path: Path, shares_weights:
     with pytest.raises(UsageError, match="it holds an adapter, expected a whole model") as refused:
         start_checks.check_model(str(tmp_path), shares_weights=shares_weights)
     merged = f"{tmp_path.name}-merged"
-    assert refused.value.remedy == f"bridge export {tmp_path} --out {merged}, then --model {merged}"
+    assert refused.value.hint == f"bridge export {tmp_path} --out {merged}, then --model {merged}"

@@ -103,7 +103,7 @@ def is_dead(pid: int | None) -> bool:
 
 
 def ask_in_vain() -> None:
-    raise ServerUnreachableError("no answer", remedy="look into its log")
+    raise ServerUnreachableError("no answer", hint="look into its log")
 
 
 def ask_after_a_kill(server: StartedServer) -> None:
@@ -129,7 +129,7 @@ def test_an_abandoned_start_stops_the_server(tmp_path: Path, log: Path) -> None:
     def check_abort() -> None:
         pids.append(pid_of(server))
         if len(pids) > 1:
-            raise RankError("another rank failed", remedy="it says why")
+            raise RankError("another rank failed", hint="it says why")
 
     with pytest.raises(RankError, match="another rank"), server.running(check_abort):
         pytest.fail("it answers after a minute")
@@ -200,7 +200,7 @@ def test_a_failed_restart_reports_the_servers_own_error(tmp_path: Path, log: Pat
     with pytest.raises(ServerUnreachableError) as refused, served(command, log).running() as server:
         server.restart("second")
     assert "ended with exit code 1: MemoryError: no room for the KV cache" in refused.value.message
-    assert refused.value.remedy == f"bridge doctor, or read {log}"
+    assert refused.value.hint == f"bridge doctor, or read {log}"
     assert all(is_dead(process.pid) for process in family(log))
 
 
@@ -216,14 +216,14 @@ def test_a_dead_server_is_reported_with_its_restarts(tmp_path: Path, log: Path) 
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running() as server:
         restart_twice_and_ask_after_a_kill(server)
     assert ", restarted 2 times, ended with SIGKILL" in refused.value.message
-    assert refused.value.remedy == f"bridge doctor, or read {log}"
+    assert refused.value.hint == f"bridge doctor, or read {log}"
 
 
 def test_a_request_error_of_a_live_server_names_its_log(tmp_path: Path, log: Path) -> None:
     with pytest.raises(ServerUnreachableError) as refused, served(fake(tmp_path), log).running():
         ask_in_vain()
     assert refused.value.message == "no answer"
-    assert refused.value.remedy == f"look into its log (its log: {log})"
+    assert refused.value.hint == f"look into its log (its log: {log})"
 
 
 def test_a_server_that_is_never_well_is_given_up_and_stopped(tmp_path: Path, log: Path) -> None:
@@ -238,12 +238,12 @@ def test_a_server_that_is_never_well_is_given_up_and_stopped(tmp_path: Path, log
 
 
 def test_a_refusal_inside_the_server_keeps_its_class(tmp_path: Path, log: Path) -> None:
-    code = "from bridge.errors import UnsupportedModelError as E; raise E('w is repacked', remedy='take bfloat16')"
+    code = "from bridge.errors import UnsupportedModelError as E; raise E('w is repacked', hint='take bfloat16')"
     command = fake(tmp_path)
     bent = ServerCommand(**{**vars(command), "argv": (command.argv[0], "-c", code, "first")})
     with pytest.raises(UnsupportedModelError) as refused, served(bent, log).running():
         raise AssertionError("it was never ready")
-    assert (refused.value.message, refused.value.remedy) == ("w is repacked", "take bfloat16")
+    assert (refused.value.message, refused.value.hint) == ("w is repacked", "take bfloat16")
 
 
 def test_a_taken_port_is_refused_with_its_holder(tmp_path: Path, log: Path) -> None:
@@ -269,8 +269,8 @@ def test_a_port_on_which_another_server_is_starting_is_refused(tmp_path: Path, l
             served(command, tmp_path / "other.log").running(),
         ):
             raise AssertionError("it was started")
-        assert refused.value.remedy.startswith("choose another with --port;")
-        raise RankError("another rank failed", remedy="it says why")
+        assert refused.value.hint.startswith("choose another with --port;")
+        raise RankError("another rank failed", hint="it says why")
 
     with pytest.raises(RankError, match="another rank"), served(command, log).running(start_another):
         pytest.fail("it answers after a minute")
@@ -290,7 +290,7 @@ def test_a_manifest_of_another_server_that_is_starting_is_refused(tmp_path: Path
             served(other, tmp_path / "other.log").running(),
         ):
             raise AssertionError("it was started")
-        assert refused.value.remedy.startswith("choose another with --vllm-config-path;")
+        assert refused.value.hint.startswith("choose another with --vllm-config-path;")
 
     with served(command, log).running(start_another) as server:
         start_another()

@@ -81,7 +81,7 @@ def test_a_foreign_server_on_the_port_is_left_alone() -> None:
         port = listener.getsockname()[1]
         error = refused("sh {model}", port)
         assert f"port {port} is taken by pid {os.getpid()}" in error.message
-        assert "--vllm-port" in error.remedy
+        assert "--vllm-port" in error.hint
         socket.create_connection(("127.0.0.1", port)).close()
 
 

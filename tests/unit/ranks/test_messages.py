@@ -74,9 +74,9 @@ def test_a_message_that_no_rank_sends_is_refused(message: bytes) -> None:
 def test_an_outcome_carries_results_errors_and_interrupts() -> None:
     sent = Outcome(result=(1,), message=messages.dumps([(1,)]))
     assert Outcome.loads(sent.dumps()).result == (1,)
-    error = Outcome.loads(Outcome.of(CheckpointError("a", remedy="b")).dumps()).error
+    error = Outcome.loads(Outcome.of(CheckpointError("a", hint="b")).dumps()).error
     assert isinstance(error, CheckpointError)
-    assert (error.message, error.remedy) == ("a", "b")
+    assert (error.message, error.hint) == ("a", "b")
     assert isinstance(Outcome.loads(Outcome.of(KeyboardInterrupt()).dumps()).error, KeyboardInterrupt)
     assert Outcome.loads(Outcome.of(ZeroDivisionError("x")).dumps()).fault == "ZeroDivisionError: x"
     with pytest.raises((RankError, ValueError)):

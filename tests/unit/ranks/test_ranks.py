@@ -308,7 +308,7 @@ def fails(ranks: Ranks, who: int, error: BaseException) -> list[str]:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_error_on_one_rank_is_raised_on_all_and_undone(who: int) -> None:
-    outcomes = on_ranks(2, fails, who, UsageError("no", remedy="yes"))
+    outcomes = on_ranks(2, fails, who, UsageError("no", hint="yes"))
     assert outcomes[who] == ["act", "UsageError: no"]
     assert outcomes[1 - who] == ["act", "undo", "UsageError: no"]
 
@@ -342,7 +342,7 @@ def starts_long(ranks: Ranks, is_gone: bool) -> str:
         if ranks.rank == 1 and is_gone:
             os._exit(1)
         if ranks.rank == 1:
-            raise UsageError("no", remedy="yes")
+            raise UsageError("no", hint="yes")
         while True:
             time.sleep(0.1)
             ranks.check_abort()
@@ -383,7 +383,7 @@ def stays_out(ranks: Ranks, who: int) -> str:
 
     def act() -> None:
         if ranks.rank == who:
-            raise UsageError("no", remedy="yes")
+            raise UsageError("no", hint="yes")
         with ranks.in_fence():
             ranks.run_on_all(lambda: None)
 
@@ -713,7 +713,7 @@ def told_apart(ranks: Ranks) -> str:
     """Fail differently on each rank in the same phase."""
 
     def act() -> None:
-        raise UsageError(f"of rank {ranks.rank}", remedy="")
+        raise UsageError(f"of rank {ranks.rank}", hint="")
 
     with pytest.raises(UsageError) as met:
         ranks.run_and_gather(act)

@@ -39,7 +39,7 @@ def fails(ranks: Ranks, who: int, error: Exception) -> tuple[str, bool]:
 
 @pytest.mark.parametrize(("size", "num_parts", "who"), [(3, 1, 0), (3, 1, 2), (4, 2, 3)])
 def test_an_error_inside_an_exchange_is_raised_on_all_ranks(size: int, num_parts: int, who: int) -> None:
-    error = UsageError("no room for the gradients of this slab", remedy="--micro-batch-tokens 512")
+    error = UsageError("no room for the gradients of this slab", hint="--micro-batch-tokens 512")
     for message, is_broken in on_ranks(size, fails, who, error, tp_size=num_parts):
         assert message.startswith("no room for the gradients of this slab")
         assert is_broken
@@ -61,7 +61,7 @@ def computes(ranks: Ranks, who: int, error: Exception) -> str:
 
 
 def test_an_error_inside_a_layer_is_raised_on_all_ranks() -> None:
-    error = UsageError("no layer like this", remedy="another one")
+    error = UsageError("no layer like this", hint="another one")
     for message in on_ranks(4, computes, 2, error, tp_size=2):
         assert message.startswith("no layer like this")
 
@@ -78,7 +78,7 @@ def goes_on(ranks: Ranks) -> float:
 
 def fail_if(it_should: bool) -> None:
     if it_should:
-        raise UsageError("a server died", remedy="it is started again")
+        raise UsageError("a server died", hint="it is started again")
 
 
 def test_an_error_outside_an_exchange_breaks_nothing() -> None:

@@ -71,7 +71,7 @@ def test_a_message_that_the_template_drops_is_refused(tmp_path: Path, case: str)
     assert "the model's chat template drops the message of the role " in caught.value.message
     assert words in caught.value.message
     assert "renders the roles system, user, assistant" in caught.value.message
-    assert fix in caught.value.remedy
+    assert fix in caught.value.hint
 
 
 def test_dropped_turns_of_the_assistant_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_parts_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
     prompt: Any = [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
     with pytest.raises(RewardError) as caught:
         encode(chat.tokenizer(tmp_path, "qwen3"), {"prompt": prompt})
-    assert caught.value.remedy.startswith("write its content as one text, not in parts")
+    assert caught.value.hint.startswith("write its content as one text, not in parts")
 
 
 @pytest.mark.parametrize("how", ["content | upper", "content | tojson", "content | truncate(20)", "content.strip()"])

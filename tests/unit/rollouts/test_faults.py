@@ -172,7 +172,7 @@ def test_what_would_be_refused_again_is_asked_once(status: int) -> None:
 def test_a_rejected_key_names_its_variable(status: int) -> None:
     error, _ = error_of(lambda _: as_json({"error": "Unauthorized"}, status))
     assert type(error) is UsageError  # restarting it would not help
-    assert "VLLM_API_KEY" in error.remedy
+    assert "VLLM_API_KEY" in error.hint
 
 
 @pytest.mark.parametrize("key", [None, "abc"])
@@ -189,7 +189,7 @@ def test_a_hanging_server_is_not_retried_and_is_disconnected() -> None:
     error, server = error_of(always(lambda _: Hang()), request_timeout_s=2)
     assert type(error) is ServerUnreachableError
     assert "no answer within 2 s; tried once" in error.message
-    assert "--request-timeout-s" in error.remedy
+    assert "--request-timeout-s" in error.hint
     assert len(server.completions) == len(server.given_up) == 1
 
 
@@ -621,7 +621,7 @@ def test_a_request_that_no_prompt_would_pass_ends_the_run() -> None:
 
 def test_many_unusable_prompts_in_a_row_end_the_run() -> None:
     counted = Unusable()
-    bad = UnusablePrompt.of({"prompt": "9+9="}, RewardError("no tokens", remedy="r"))
+    bad = UnusablePrompt.of({"prompt": "9+9="}, RewardError("no tokens", hint="r"))
     good, fault = Score(reward=1.0), FailedScore(kind="k", line="l")
     groups: list[list[Score | FailedScore]] = [[bad, bad], [bad, good], [good], [fault]]
     for results in groups:
@@ -633,7 +633,7 @@ def test_many_unusable_prompts_in_a_row_end_the_run() -> None:
 
 
 def test_unusable_prompts_do_not_count_as_failed_scores() -> None:
-    bad = UnusablePrompt.of({"prompt": "9+9="}, RewardError("no tokens", remedy="r"))
+    bad = UnusablePrompt.of({"prompt": "9+9="}, RewardError("no tokens", hint="r"))
     failures, notes = FailedScores("step 1", num_completions=4, max_share=0.2), list[str]()
     failures.add([bad] * 4)
     failures.note(notes.append, set())

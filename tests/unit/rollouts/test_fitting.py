@@ -30,4 +30,4 @@ def test_a_choice_stays_what_it_is_or_is_refused() -> None:
     for typed in (256, 300):  # the first is also the default
         with pytest.raises(UsageError, match=f"--max-new-tokens {typed} leaves no room for a prompt") as caught:
             fitted(256, max_new_tokens=typed)
-        assert "--max-new-tokens 128" in caught.value.remedy
+        assert "--max-new-tokens 128" in caught.value.hint

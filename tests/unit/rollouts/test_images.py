@@ -109,7 +109,7 @@ def refusal(model: Path, prompt: Any, *paths: str, **choices: Any) -> BridgeErro
     with pytest.raises(BridgeError) as caught:
         encode(model, prompt, *paths, **choices)
     assert "\n" not in caught.value.message
-    assert caught.value.remedy
+    assert caught.value.hint
     return caught.value
 
 
@@ -155,7 +155,7 @@ def test_rows_of_an_image_are_runs_of_its_tokens(tmp_path: Path, monkeypatch: py
         written = refusal(tmp_path, f"What does {token} mean? {IMAGE}", paths[0])
         assert isinstance(written, RewardError)
         assert f"has {token}, which stands for {meaning}" in written.message
-        assert f"remove {token} from the text" in written.remedy
+        assert f"remove {token} from the text" in written.hint
 
 
 @pytest.mark.usefixtures("processor")
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path, processor: Pr
     assert "chat template rejects" in refusal(model, [{"role": "user", "content": "q"}], path).message
     adjacent = refusal(model, IMAGE * 2, path, path)
     assert "made 4 image tokens, expected 2, 2" in adjacent.message
-    assert "separate images by text" in adjacent.remedy
+    assert "separate images by text" in adjacent.hint
     processor.expands_twice = True
     twice = refusal(model, MARKER, path)
     assert isinstance(twice, UnsupportedModelError)
@@ -250,7 +250,7 @@ def test_a_missing_processor_and_cut_passes_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = file(tmp_path, "a.png")
-    assert "--tensor-parallel-size" in refusal(model, MARKER, path, pass_size=2).remedy
+    assert "--tensor-parallel-size" in refusal(model, MARKER, path, pass_size=2).hint
 
     def missing(_: str, **__: object) -> None:
         raise ImportError("\nQwen3VLVideoProcessor requires the Torchvision library\nbut it was not found")
@@ -259,7 +259,7 @@ def test_a_missing_processor_and_cut_passes_are_refused(
     refused = refusal(model, MARKER, path)
     assert isinstance(refused, UsageError)
     assert "requires the Torchvision library" in refused.message
-    assert "pip install torchvision pillow" in refused.remedy
+    assert "pip install torchvision pillow" in refused.hint
 
 
 @pytest.mark.usefixtures("processor")

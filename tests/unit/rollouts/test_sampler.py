@@ -242,7 +242,7 @@ def test_a_server_without_token_ids_is_a_usage_error(changes: dict[str, Any]) ->
     error = error_of(bent_choice(**changes))
     assert type(error) is UsageError  # restarting it would not help
     assert "token ids" in error.message
-    assert "bridge serve-vllm" in error.remedy
+    assert "bridge serve-vllm" in error.hint
 
 
 @pytest.mark.parametrize("keep", [0, 2, 4])
@@ -288,7 +288,7 @@ def test_a_text_that_stands_for_no_token_or_several_is_named(text: str, ids: tup
     with pytest.raises(UsageError) as caught:
         told_by_text(lambda _: text, lambda _: ids)
     assert f"{text!r} is the text of {number}" in caught.value.message
-    assert "return_token_ids" in caught.value.remedy
+    assert "return_token_ids" in caught.value.hint
 
 
 def test_tokens_told_by_text_are_of_no_use_without_a_vocabulary() -> None:
@@ -303,7 +303,7 @@ def test_token_ids_of_the_server_come_before_any_text() -> None:
 
 
 def test_nan_weights_are_not_retried_and_keep_the_message() -> None:
-    refusal = Refusal(error="NaN or infinity in 2 of 26 tensors", remedy="bridge restore saved/step_3")
+    refusal = Refusal(error="NaN or infinity in 2 of 26 tensors", hint="bridge restore saved/step_3")
     times: list[float] = []
 
     def bend(_: dict[str, Any], request: HttpRequest) -> Answer:
@@ -311,7 +311,7 @@ def test_nan_weights_are_not_retried_and_keep_the_message() -> None:
         return as_json(refusal.model_dump(), 409)
 
     error = error_of(openai(bend, is_bridge=True), max_retries=5)
-    assert (type(error), error.remedy) == (AttachError, refusal.remedy)
+    assert (type(error), error.hint) == (AttachError, refusal.hint)
     assert refusal.error in error.message
     assert len(times) <= len(PROMPTS)
     assert type(error_of(openai(lambda *_: as_json({"error": "busy"}, 409)))) is ServerUnreachableError
@@ -340,7 +340,7 @@ def test_filters_need_a_server_that_reports_what_they_kept(answers: Answers) -> 
     error = error_of(answers, top_p=0.9, top_k=20)
     assert type(error) is UsageError
     assert error.message.startswith("--top-p 0.9 --top-k 20 needs a server that reports which tokens were kept")
-    assert "bridge serve-vllm" in error.remedy
+    assert "bridge serve-vllm" in error.hint
 
 
 def test_filters_are_sent_where_what_they_kept_comes_back() -> None:
@@ -416,7 +416,7 @@ def test_a_prompt_that_is_too_long_is_the_users_to_mend(document: dict[str, Any]
     error = error_of(openai(lambda *_: as_json(document, status)))
     assert type(error) is RejectedRequestError
     assert "maximum context length is 256 tokens" in error.message
-    assert "--max-model-len" in error.remedy
+    assert "--max-model-len" in error.hint
 
 
 BAD: dict[str, Bend] = {

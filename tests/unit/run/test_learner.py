@@ -696,7 +696,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
 
     with pytest.raises(UsageError, match=r"the optimizer's state does not fit beside the server: CUDA out") as caught:
         learner_of(base(), make_optimizer=Large)
-    assert "--offload-optimizer" in caught.value.remedy
+    assert "--offload-optimizer" in caught.value.hint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -733,7 +733,7 @@ def test_gradient_release_needs_one_pass_per_update(groups: list[Group], tokens:
     while error := refusal(updates[-1]):
         assert same(weights(model), before)
         assert f"of at most {tokens} tokens" in error.message
-        flag, number, *_ = error.remedy.replace(",", "").split()
+        flag, number, *_ = error.hint.replace(",", "").split()
         assert flag == "--updates-per-batch"
         updates.append(int(number))
         assert updates[-1] > updates[-2]

@@ -86,14 +86,14 @@ def test_other_problems_are_refused(run_dir: Path, others: list[Any]) -> None:
     source = saved(run_dir, task(named(NAMES)))
     with pytest.raises(UsageError, match=r"these are not the problems that .*step_4 was trained on") as refused:
         resuming.check(source, config(), task(others))
-    assert refused.value.remedy.startswith("give the same --data, or start a new run from its weights: --model ")
+    assert refused.value.hint.startswith("give the same --data, or start a new run from its weights: --model ")
 
 
 def test_another_seed_is_refused(run_dir: Path) -> None:
     source = saved(run_dir, task(named(NAMES)), seed=3)
     with pytest.raises(UsageError, match=r"--seed 0: .* was trained on 4 problems in the order of --seed 3") as refused:
         resuming.check(source, config(), task(named(NAMES)))
-    assert refused.value.remedy.startswith("--seed 3, or start a new run from its weights: --model ")
+    assert refused.value.hint.startswith("--seed 3, or start a new run from its weights: --model ")
     assert resuming.check(source, config(seed=5), None) == ["changed since step 4: seed 3 -> 5"]  # it has no problems
 
 

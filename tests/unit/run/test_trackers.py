@@ -230,7 +230,7 @@ def test_a_requested_package_that_is_missing_is_refused(package: str, installed:
     reporting.check_trackers(config().tracking)
     with pytest.raises(UsageError, match="not installed") as refused:
         reporting.check_trackers(config(**{package: True}).tracking)
-    assert refused.value.remedy == f"pip install {package}, or leave --{package} out"
+    assert refused.value.hint == f"pip install {package}, or leave --{package} out"
 
 
 def test_a_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_a_requested_tracker_that_fails_to_open_ends_the_run(tmp_path: Path, ins
     installed("tensorboard", "wandb", wandb=FakeWandb(RuntimeError("No API key configured")))
     with pytest.raises(UsageError, match="Weights & Biases cannot be used: RuntimeError: No API key") as refused:
         trackers(config(wandb=True), RunDirectory(tmp_path)).phase("rollouts")
-    assert "--wandb" in refused.value.remedy
+    assert "--wandb" in refused.value.hint
     assert [writer.closed for writer in FakeWriter.made] == [True]
 
 

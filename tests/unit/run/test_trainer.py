@@ -126,7 +126,7 @@ def test_a_reward_of_other_weights_is_not_recorded(running: Running) -> None:
 
     def restarted(version: int) -> None:
         if version == 5:
-            raise AttachError("restarted", remedy="")
+            raise AttachError("restarted", hint="")
 
     with running() as run:
         run.mode.after_evaluation = restarted
@@ -258,7 +258,7 @@ def test_a_server_lost_before_the_first_step_saves_nothing(running: Running) -> 
 def test_weights_written_but_not_published_are_saved(running: Running) -> None:
     def lose_server(version: int) -> None:
         if version == 4:
-            raise ServerUnreachableError("gone", remedy="restart")
+            raise ServerUnreachableError("gone", hint="restart")
 
     with running() as run:
         run.mode.before_publish = lose_server
@@ -267,7 +267,7 @@ def test_weights_written_but_not_published_are_saved(running: Running) -> None:
         run.check_saved("step_2")
 
 
-@pytest.mark.parametrize("error", [UsageError("torn", remedy=""), ZeroDivisionError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [UsageError("torn", hint=""), ZeroDivisionError(), KeyboardInterrupt()])
 def test_an_error_during_the_write_saves_no_torn_weights(
     running: Running, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

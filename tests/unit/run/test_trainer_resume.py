@@ -216,7 +216,7 @@ def test_an_update_written_before_a_loss_is_not_repeated(running: Running) -> No
     def die(version: int) -> None:
         if version in dying:
             dying.remove(version)
-            raise ServerUnreachableError("gone", remedy="restart")
+            raise ServerUnreachableError("gone", hint="restart")
 
     with running(folder="disturbed", before_publish=die) as run:
         run.train(engine=engine)
@@ -231,7 +231,7 @@ def test_an_interrupt_in_the_fence_of_a_server_that_dies_ends_the_run(running: R
     def pressed(version: int) -> None:
         if version == 4:
             os.kill(os.getpid(), signal.SIGINT)
-            raise ServerUnreachableError("gone", remedy="restart")
+            raise ServerUnreachableError("gone", hint="restart")
 
     class Engine(FakeEngine):
         def restart(self, model: str | Path) -> None:
@@ -260,7 +260,7 @@ def test_a_server_lost_in_its_sleep_costs_only_gradients(
     def die(version: int) -> None:
         if version in dying:
             dying.remove(version)
-            raise ServerUnreachableError("gone", remedy="restart")
+            raise ServerUnreachableError("gone", hint="restart")
 
     with running(folder="disturbed", can_sleep=True, **{moment: die}) as run:
         run.train(engine=engine, **choices)
@@ -282,7 +282,7 @@ def test_gradients_outlive_a_server_whose_cache_is_awake(running: Running) -> No
     def die(version: int) -> None:
         if version in dying:
             dying.remove(version)
-            raise ServerUnreachableError("gone", remedy="restart")
+            raise ServerUnreachableError("gone", hint="restart")
 
     with running(before_pause=die) as run:
         run.train(engine=engine)
@@ -313,7 +313,7 @@ def test_weights_that_are_half_written_are_given_to_no_server(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def torn(*_: Any, **__: Any) -> None:
-        raise ServerUnreachableError("torn", remedy="")
+        raise ServerUnreachableError("torn", hint="")
 
     engine = FakeEngine()
     with running() as run:

@@ -62,7 +62,7 @@ def test_a_listed_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
         scoring(tmp_path, variables=["NOT_SET_KEY"]),
     ):
         pass
-    assert met.value.remedy == "export NOT_SET_KEY=..."
+    assert met.value.hint == "export NOT_SET_KEY=..."
 
 
 def test_a_tool_that_lacks_a_secret_is_reported_to_the_user(

@@ -313,20 +313,20 @@ def test_a_recipe_that_raises_ends_the_run_by_one_clear_line(processes: int) -> 
     location = f"scores_sample.py line {scores_sample.broken.__code__.co_firstlineno + 1}"
     error = refused(scores_sample.broken, processes=processes)
     assert error.message == f"making what scores completions raised ValueError: no luck ({location})"
-    assert error.remedy == f"fix {location}, then run the same command again"
+    assert error.hint == f"fix {location}, then run the same command again"
 
 
 def test_a_recipe_that_ends_its_process_says_how() -> None:
     error = refused(scores_sample.ends)
     assert error.message.endswith("cannot make what scores them: it ended its process with exit status 3")
-    assert "--reward-processes 0" in error.remedy
+    assert "--reward-processes 0" in error.hint
 
 
 def test_what_cannot_be_sent_to_a_process_is_refused(tmp_path: Path) -> None:
     here: Any = lambda: None  # noqa: E731  what pickle refuses
     error = refused(here)
     assert "cannot be sent to another process: " in error.message
-    assert "--reward-processes 0" in error.remedy
+    assert "--reward-processes 0" in error.hint
     unfit: Any = {"prompt": "3+4=", "answer": here}
     assert "cannot be sent to another process: " in refused(partial(Sample, tmp_path / "log"), unfit).message
 

@@ -179,7 +179,7 @@ def test_a_list_is_one_finite_reward_per_turn() -> None:
         Score(reward=0.1 + 0.2, parts={"a": -1e-300, "\ud800": 1e29}),
         Score(reward=3.5, turns=[1.0, 2.5]),
         FailedScore(kind="k", line="l"),
-        CannotScore(message="m", remedy="r"),
+        CannotScore(message="m", hint="r"),
     ],
 )
 def test_an_answer_of_a_worker_is_read_as_it_was_sent(answer: Answer) -> None:
@@ -236,7 +236,7 @@ def test_too_many_faults_end_the_run_and_name_the_commonest() -> None:
     assert caught.value.message == (
         "step 1: at least 3 of 8 completions without a reward, more than a share of 0.25; 2 of them: a, on 2"
     )
-    assert "--max-unscored-share" in caught.value.remedy
+    assert "--max-unscored-share" in caught.value.hint
 
 
 @pytest.mark.parametrize(

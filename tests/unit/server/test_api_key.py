@@ -67,7 +67,7 @@ def test_without_the_right_one_it_says_what_to_do(
     with pytest.raises(UsageError) as refusal:
         CLIENTS[name](server.url)
     assert refusal.value.message.startswith(f"the server at {server.url} rejected the request with status 401")
-    assert refusal.value.remedy == "export VLLM_API_KEY=KEY, the key that the server was started with"
+    assert refusal.value.hint == "export VLLM_API_KEY=KEY, the key that the server was started with"
 
 
 @pytest.fixture

@@ -136,13 +136,13 @@ def test_a_server_that_is_gone_is_unreachable(call: str) -> None:
         lambda _: as_json({"more": 1}),
         lambda _: as_json([]),
         lambda _: Answer("<html>", 409),
-        lambda _: as_json({"error": "no remedy"}, 409),
+        lambda _: as_json({"error": "no hint"}, 409),
         lambda _: as_json(["nonsense"], 409),
         lambda _: Answer("not gzip", 200, {"content-encoding": "gzip"}),
     ],
     ids=[
         "dropped", "500", "401", "html", "empty", "another object", "a list",
-        "409 of html", "409 without remedy", "409 of a list", "no gzip",
+        "409 of html", "409 without hint", "409 of a list", "no gzip",
     ],
 )  # fmt: skip
 def test_an_answer_that_is_not_ours_is_unreachable(call: str, answers: Answers) -> None:
@@ -152,9 +152,9 @@ def test_an_answer_that_is_not_ours_is_unreachable(call: str, answers: Answers) 
 
 
 def test_a_refusal_is_told_in_the_servers_own_words() -> None:
-    error = error_of(lambda _: as_json({"error": "torn", "remedy": "restart it"}, 409), "pause")
+    error = error_of(lambda _: as_json({"error": "torn", "hint": "restart it"}, 409), "pause")
     assert type(error) is AttachError
-    assert (error.message, error.remedy, error.exit_code) == ("torn", "restart it", 4)
+    assert (error.message, error.hint, error.exit_code) == ("torn", "restart it", 4)
 
 
 def test_the_servers_own_error_is_quoted() -> None:
@@ -235,7 +235,7 @@ def test_a_lease_of_a_server_that_is_gone_is_no_error() -> None:
 
 
 def test_a_server_that_is_busy_is_told_from_one_that_refuses() -> None:
-    refusal = {"error": "held", "remedy": "wait", "busy": True}
+    refusal = {"error": "held", "hint": "wait", "busy": True}
     assert type(error_of(lambda _: as_json(refusal, 409), "pause")) is FenceBusyError
 
 

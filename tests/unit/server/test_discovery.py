@@ -92,7 +92,7 @@ def test_of_several_servers_none_is_chosen_and_all_are_named(tmp_path: Path) -> 
         with pytest.raises(ManifestError, match="2 servers were started elsewhere") as refused:
             discovery.find()
         for path in (one, two):
-            assert f"--vllm-config-path {path} (tiny, pid " in refused.value.remedy
+            assert f"--vllm-config-path {path} (tiny, pid " in refused.value.hint
         assert [check.status for check in checks.examine(None).checks] == ["SKIP"]
 
 
@@ -131,8 +131,8 @@ def test_doctor_does_not_propose_to_kill_other_servers(
     monkeypatch.setattr(checks, "describe", lambda _: listener)
     check = checks.port(9001, None, {11: name})
     assert check.status == "WARN"
-    assert f"--vllm-config-path {tmp_path / 'm.json'}" in str(check.remedy)
-    assert "kill " not in f"{check.found} {check.remedy}"
+    assert f"--vllm-config-path {tmp_path / 'm.json'}" in str(check.hint)
+    assert "kill " not in f"{check.found} {check.hint}"
 
 
 def test_a_process_with_unreadable_environment_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

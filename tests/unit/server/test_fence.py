@@ -50,7 +50,7 @@ class FakeClient:
         self.believed, self.named = version, last_checkpoint
         others = self.lease is not None and self.lease.holder != Holder.current()
         if others and writes != "nothing":
-            raise AttachError("another trainer", remedy="wait")
+            raise AttachError("another trainer", hint="wait")
         self.writes = writes
         return self._call(f"pause {in_flight}{' takeover' * takeover}{' sleep' * sleep}")
 
@@ -127,13 +127,13 @@ def test_an_error_while_writing_publishes_nothing() -> None:
 
 
 def test_nothing_is_written_when_the_fence_is_refused() -> None:
-    fake = FakeClient({"pause keep": AttachError("held", remedy="wait")})
+    fake = FakeClient({"pause keep": AttachError("held", hint="wait")})
     with pytest.raises(AttachError):
         update(fake, lambda: fake.calls.append("write"))
     assert fake.calls == ["pause keep"]
 
 
-@pytest.mark.parametrize("error", [MemoryError(), ServerUnreachableError("lost", remedy="look")])
+@pytest.mark.parametrize("error", [MemoryError(), ServerUnreachableError("lost", hint="look")])
 def test_a_lost_answer_to_a_pause_resumes_the_server(error: Exception) -> None:
     fake = FakeClient({"pause keep": error})
     with pytest.raises(type(error)):
@@ -210,7 +210,7 @@ def test_an_error_in_prepare_frees_what_was_computed(emptied: list[str]) -> None
 
 
 def test_a_server_that_cannot_go_on_after_an_error_is_told() -> None:
-    fake = FakeClient({"resume": AttachError("no memory", remedy="restore")})
+    fake = FakeClient({"resume": AttachError("no memory", hint="restore")})
 
     def prepare() -> None:
         raise ZeroDivisionError
@@ -417,7 +417,7 @@ def test_frozen_only_reads_once_another_process_has_the_lease() -> None:
 
 
 def test_frozen_raises_the_servers_own_refusal() -> None:
-    fake = FakeClient({"pause keep": AttachError("torn", remedy="restore")})
+    fake = FakeClient({"pause keep": AttachError("torn", hint="restore")})
     with pytest.raises(AttachError, match="torn"), fence.frozen(cast(Any, fake)):
         pytest.fail("the block ran")
 
@@ -441,7 +441,7 @@ def busy_until(fake: FakeClient, attempt: int) -> None:
     def pause(*arguments: Any, **choices: Any) -> Status:
         status = pausing(*arguments, **choices)
         if len(fake.calls) < attempt:
-            raise FenceBusyError("held", remedy="wait")
+            raise FenceBusyError("held", hint="wait")
         return status
 
     fake.pause = pause  # type: ignore[method-assign]
@@ -488,7 +488,7 @@ def test_frozen_resumes_after_an_error_too() -> None:
 
 
 def test_frozen_resumes_after_a_lost_answer() -> None:
-    fake = FakeClient({"pause keep": ServerUnreachableError("gone", remedy="restart")})
+    fake = FakeClient({"pause keep": ServerUnreachableError("gone", hint="restart")})
     with pytest.raises(ServerUnreachableError), fence.frozen(cast(Any, fake)):
         pytest.fail("the block ran")
     assert fake.calls == ["pause keep", "resume"]

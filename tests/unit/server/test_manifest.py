@@ -62,8 +62,8 @@ def refusal(action: Callable[[], object]) -> str:
     with pytest.raises(ManifestError) as caught:
         action()
     assert "\n" not in caught.value.message
-    assert caught.value.remedy
-    assert "\n" not in caught.value.remedy
+    assert caught.value.hint
+    assert "\n" not in caught.value.hint
     return caught.value.message
 
 
@@ -166,7 +166,7 @@ def test_a_link_is_refused_with_what_it_leads_to(path: Path) -> None:
     link.symlink_to(path)
     with pytest.raises(ManifestError, match="is a symbolic link") as refused:
         load(link)
-    assert refused.value.remedy == f"--vllm-config-path {path}"
+    assert refused.value.hint == f"--vllm-config-path {path}"
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])

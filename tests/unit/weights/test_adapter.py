@@ -271,7 +271,7 @@ def test_it_trains_as_plain_adamw_trains_the_saved_one(
 def test_an_unknown_target_module_is_refused(wanted: str, named: str) -> None:
     with pytest.raises(UsageError, match=f"--lora-target-modules {named}: ") as caught:
         put_in(base(), lora_target_modules=wanted)
-    assert "choose among down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.remedy
+    assert "choose among down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.hint
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -281,7 +281,7 @@ def test_an_adapter_of_the_head_is_refused(wanted: str, tied: bool) -> None:
     config.tie_word_embeddings = tied
     with pytest.raises(UsageError, match="--lora-target-modules lm_head: the head gets no adapter") as caught:
         put_in(AutoModelForCausalLM.from_config(config), lora_target_modules=wanted)
-    assert "lm_head" not in caught.value.remedy
+    assert "lm_head" not in caught.value.hint
 
 
 def test_what_peft_cannot_adapt_is_refused() -> None:
@@ -344,7 +344,7 @@ def test_another_adapter_is_refused_and_nothing_is_copied(tmp_path: Path, other:
     for take in (adapter.check, adapter.load):
         with pytest.raises(UsageError, match=words) as caught:
             take(folder)
-        assert f"--lora-r {other.get('lora_r', 8)} " in caught.value.remedy
+        assert f"--lora-r {other.get('lora_r', 8)} " in caught.value.hint
     assert equal(values(adapter), before)
 
 

@@ -43,7 +43,7 @@ def error_of(folder: Path, device: str = "cpu", dtype: torch.dtype | None = None
     with pytest.raises(BridgeError) as caught:
         loaded.load(str(folder), device=device, dtype=dtype)
     assert "\n" not in caught.value.message
-    assert "\n" not in caught.value.remedy
+    assert "\n" not in caught.value.hint
     return caught.value
 
 
@@ -120,7 +120,7 @@ def test_too_little_memory_is_refused_before_loading(folder: Path, monkeypatch: 
     error = error_of(folder, dtype=torch.float32)
     assert type(error) is UsageError
     assert "need 1.27 GiB on cpu, where 1 GiB are free" in error.message
-    assert "--mode shared_vllm" in error.remedy
+    assert "--mode shared_vllm" in error.hint
 
 
 def test_free_memory_is_what_machine_and_container_both_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_no_model_is_told_as_such(tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_there_is_refused(folder: Path, device: str) -> None:
     error = error_of(folder, device)
     assert f"--trainer-device {device}: this process sees 0 GPUs" in error.message
-    assert error.remedy == "--trainer-device cpu"
+    assert error.hint == "--trainer-device cpu"
 
 
 def test_the_chosen_gpu_is_the_one_that_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_parts_of_one_replica_have_no_peers() -> None:
 def fails_within(ranks: Ranks) -> None:
     def act() -> None:
         if ranks.rank == 3:
-            raise UsageError("the disk is full", remedy="make room")
+            raise UsageError("the disk is full", hint="make room")
 
     ranks.run_on_all(lambda: ranks.tp_group.run_on_all(act))
 
@@ -113,7 +113,7 @@ def test_a_part_out_of_memory_ends_its_replica() -> None:
     first, second = on_ranks(2, breaks_off, tp_size=2)
     assert isinstance(second, RankError)
     assert "rank 1 of 2 is out of memory" in second.message
-    assert "--micro-batch-tokens" in str(second.remedy)
+    assert "--micro-batch-tokens" in str(second.hint)
     assert isinstance(first, RankError)
 
 

@@ -134,8 +134,8 @@ def refused(config: PretrainedConfig, kind: type[BridgeError], **server: Any) ->
     model = made(config)
     with pytest.raises(kind) as caught:
         rope.follow_server(model, **{"max_model_len": LONGEST, **server})
-    assert "\n" not in caught.value.message + caught.value.remedy
-    return f"{caught.value.message}; {caught.value.remedy}"
+    assert "\n" not in caught.value.message + caught.value.hint
+    return f"{caught.value.message}; {caught.value.hint}"
 
 
 def test_a_server_of_no_known_length_is_refused() -> None:
