@@ -35,7 +35,7 @@ class Correction:
     kind: Literal["truncate", "mask", "none"] = "none"
     """`truncate` limits the weight to `high`, `mask` sets it to 0 outside of `low` to `high`, `none` sets it to 1."""
     level: Literal["token", "sequence"] | None = None
-    """What has one weight; None: the loss decides."""
+    """One importance weight per token or per sequence; None: as the loss does."""
     low: float = 0.0
     high: float = math.inf
 

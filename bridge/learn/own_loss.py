@@ -67,7 +67,7 @@ class OwnLoss:
     """The function of a user."""
 
     name: str
-    """As --loss names it."""
+    """The value of --loss."""
     function: Callable[[LossTensors], Any]
     metrics: tuple[str, ...] | None = None
     """Names of the metrics that it returns; None: not tried yet."""
@@ -114,7 +114,7 @@ class OwnLoss:
         return RewardError(f"--loss {self.name} {problem}, expected {expected} ({where})", hint=hint)
 
     def _changed(self, names: Sequence[str]) -> RewardError:
-        """Return the error for inputs that were changed in place; views of one tensor are not told apart."""
+        """Return the error for inputs that were changed in place; views of one tensor count as one."""
         return self.fault(
             f"changes tensors.{' or tensors.'.join(names)} in place",
             "that its inputs stay as they are, since later passes read them",
@@ -204,7 +204,7 @@ def load(name: str, *, has_reference: bool) -> OwnLoss:
 
 @lru_cache(maxsize=16)
 def _load(name: str, _folder: Path, _source: bytes, has_reference: bool) -> OwnLoss:
-    """Load and try the function once for each content of its file, which a notebook may edit meanwhile."""
+    """Load and try the function, once per content of its file: a notebook may edit it."""
     function = find_object("loss", name)
     loss = OwnLoss(name=name, function=function)
     try:

@@ -38,7 +38,7 @@ class LossSpec:
     aggregation: Literal["token_mean", "sequence_mean", "constant"]
     """Mean over all tokens, mean over completions of each one's mean over its tokens, or sum over a constant."""
     advantage_scale: AdvantageScale
-    """Whose standard deviation divides the advantages; `leave_one_out`: none, and the baseline is the others' mean."""
+    """Scope of the standard deviation by which advantages are divided; `leave_one_out`: none, with a baseline."""
     clip_low: float
     """The ratio's lower clip is 1 - clip_low."""
     clip_high: float
@@ -46,7 +46,7 @@ class LossSpec:
     clip_dual: float = math.inf
     """The ratio's upper clip where the advantage is negative."""
     ratio_level: Literal["token", "sequence"] = "token"
-    """What has a probability ratio and is clipped: each token, or each completion."""
+    """Ratio and clipping per token, or per completion."""
     clipped: Literal["objective", "weight"] = "objective"
     """`objective`: a ratio past its clip has no gradient, as in PPO. `weight`: the clipped ratio is a constant factor
     of the gradient, so that every token keeps one, as in CISPO."""

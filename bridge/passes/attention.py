@@ -44,7 +44,7 @@ Span = tuple[int, int]
 
 
 class Attended(NamedTuple):
-    """What each span attends to, with shared prompts. One object: a model that drops it drops all of it."""
+    """Attention masks of packed spans that share prompts, in one object, so that a model drops all of it or none."""
 
     keys_U: Tensor
     """int64: places in T."""
@@ -66,7 +66,7 @@ class Spans:
     longest: int
     """Tokens of the longest span."""
     seen: Attended | None = None
-    """What each span attends to; None: only itself."""
+    """Earlier spans that each span attends to; None: only itself."""
 
 
 class Rule(NamedTuple):

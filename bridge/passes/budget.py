@@ -39,9 +39,9 @@ WORDS = {
     HOST_ATTENTION: "activations are recomputed, but for attention, and what is kept is in host memory",
     HOST_INPUTS: "activations are recomputed, and what is kept is in host memory",
 }
-"""What layers can keep, and how it is reported."""
+"""Names of the activations that layers keep, as reports show them."""
 WAYS = (ALL, *WORDS)
-"""From most to least memory on the device."""
+"""Every choice of kept activations, from most to least device memory."""
 MASKED_TOKENS = 8_192
 """Most tokens where attention is not Bridge's: its mask grows quadratically."""
 ENOUGH_TOKENS = 2_048
@@ -56,7 +56,7 @@ WORTH_IT = 0.9
 
 
 class Budget:
-    """How many tokens one run's micro-batches have: it starts with what fits and only shrinks."""
+    """Chooses the tokens of a run's micro-batches: starts with what fits, and only shrinks."""
 
     def __init__(
         self,

@@ -25,9 +25,9 @@ from torch.distributed import _functional_collectives as collectives
 from bridge.passes.recurrence import is_stateful
 
 OWN_NUMBERS = ("num_attention_heads", "num_heads", "num_key_value_heads", "num_key_value_groups")
-"""What attention modules remember about their heads."""
+"""Attributes in which attention modules store their numbers of heads."""
 OWN_SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
-"""What modules with a state remember about theirs."""
+"""Attributes in which layers with a recurrent state store their sizes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Outputs:
     start: int
     """The first of them."""
     num_all: int
-    """Of all parts."""
+    """Heads of the whole layer."""
     is_first: bool
     """Whether no part before this one makes the same."""
     group: str

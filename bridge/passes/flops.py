@@ -51,11 +51,11 @@ class Flops:
     """Operations of one rank's model."""
 
     of_token: float
-    """Of a token in the layers' matrix products and in their states, forward and backward."""
+    """Operations per token in the layers' matrix products and recurrent states, forward and backward."""
     of_row: float
-    """Of a token whose logits are computed, in the head."""
+    """Operations in the head per token whose logits are computed."""
     of_pair: Mapping[int, float]
-    """Of a query and a key that it attends to, by the window of the layers in which it does; 0: no window."""
+    """Attention operations per query-key pair, by the layers' window; 0: no window."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, num_parts: int = 1) -> Self:

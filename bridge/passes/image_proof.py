@@ -27,7 +27,7 @@ TOLERANCE = 1 / 16
 
 Tiny models came to 0 on a CPU, and those of images in another order to 0.9 and more."""
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
-"""What a family raises that must be called differently from the others."""
+"""Errors of a model whose image inputs have another signature."""
 
 
 class _Called(Exception):  # noqa: N818  not an error
@@ -97,9 +97,9 @@ def _positions(given: Mapping[str, Any]) -> Tensor:
 
 
 DEEP = "deepstack_visual_embeds"
-"""What the first layers add to the tokens of images."""
+"""Visual features that the first layers add to image tokens (Qwen3-VL)."""
 KINDS = "mm_token_type_ids"
-"""Which tokens are an image's, for the families whose positions depend on it."""
+"""Marks image tokens, for families whose position ids depend on it."""
 
 
 def given_to_decoder(model: PreTrainedModel, ids: Sequence[int], of_prompt: Images) -> Mapping[str, Any]:

@@ -47,9 +47,9 @@ class Gathered:
 
     def __init__(self) -> None:
         self._positions: dict[int, Any] = {}
-        """Of the tokens of each span, by the index of the first."""
+        """Position ids of each span, by the index of its first token."""
         self._images: dict[int, Images] = {}
-        """Of the prompts, by the index of their first token."""
+        """Images of each prompt, by the index of its first token."""
 
     def add(self, images: Images | None, indices: range, first: int) -> None:
         """Add the tokens from `first` on of a sequence whose prompt has these images; they are at `indices`."""

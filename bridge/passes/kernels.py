@@ -39,7 +39,7 @@ EXAMPLE_ERROR = 0.02
 
 
 class _Choice:
-    """What `choose` chose for this process, which may have several models, such as a frozen reference."""
+    """The kernels of this process; all its models share them, for example a frozen reference."""
 
     head_sizes = frozenset[int]()
     """Sizes of heads with which a long sequence goes to cuDNN."""

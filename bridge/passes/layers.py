@@ -42,14 +42,14 @@ With its own limit, 8, layers would silently run uncompiled."""
 
 
 class Kept(NamedTuple):
-    """What layers keep for the backward pass; they compute the rest again there."""
+    """Activations that layers keep for the backward pass; they recompute the rest."""
 
     all: bool = False
     """Everything: nothing is computed again."""
     attention: bool = False
-    """What attention returned, beside the layer's input."""
+    """Keep the attention output, too, not only the layer's input."""
     on_host: bool = False
-    """In host memory."""
+    """Keep them in host memory."""
 
 
 ALL, ATTENTION, INPUTS = Kept(all=True), Kept(attention=True), Kept()

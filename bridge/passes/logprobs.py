@@ -41,7 +41,7 @@ BLOCK_WORDS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """What a model does to its logits, and the temperature."""
+    """A model's own scaling and soft cap of its logits, and the sampling temperature."""
 
     temperature: float = 1.0
     """Divides the logits, last."""

@@ -36,7 +36,7 @@ class _Kept:
         self._on_host = list[Tensor]()
         self._devices = list[torch.device]()
         self._here: dict[int, tuple[Tensor, Any]] = {}
-        """Those that are on the device, and the event after which their copy there or back is made."""
+        """Tensors on the device, each with the event that marks the end of its copy."""
         self._was_used = set[int]()
         self._stream: torch.cuda.Stream | None = None
 

@@ -66,13 +66,13 @@ class Sample:
     weight: float
     """Factor of each sampled token's term in the loss, which is the sum of the terms of one update."""
     sampled: tuple[bool, ...] | None = None
-    """Which tokens of the completion were sampled; None: all. The others are only read."""
+    """Marks the sampled tokens of the completion; None: all. The others are context."""
     kept: tuple[tuple[float, int], ...] = ()
-    """What top-k, top-p and min-p kept for each sampled token: a threshold and a number, as in `Kept`; empty: all."""
+    """For each sampled token the words that top-k, top-p and min-p kept, as a threshold and a count (see `Kept`)."""
     experts: bytes = b""
     """The experts of each token of prompt and completion but the last, as in `Completion`; empty: unknown."""
     images: Images | None = None
-    """The prompt's."""
+    """Images of the prompt."""
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], str]:
@@ -96,7 +96,7 @@ def of_sampled(values: Sequence[Value], sampled: tuple[bool, ...] | None) -> tup
 
 
 class Kept(NamedTuple):
-    """What top-k, top-p and min-p kept of the vocabulary when each row's token was sampled: the likeliest words."""
+    """The likeliest words, which top-k, top-p and min-p kept when each row's token was sampled."""
 
     thresholds_N: Tensor
     """Between the logit of the last word that was kept and that of the next, over the temperature."""
@@ -112,15 +112,15 @@ class MicroBatch:
     positions_T: Tensor
     spans: Spans
     lengths: Sequence[Span]
-    """On the host: of each span, its tokens and the keys that the last of them attends to."""
+    """For each span, on the host: its number of tokens, and the keys that its last token attends to."""
     indices: Sequence[int]
-    """On the host: of each sequence, its index among the samples that were packed together."""
+    """For each sequence, on the host: its index among the samples packed together."""
     rows_N: Tensor
     targets_N: Tensor
     sequences_N: Tensor
     """The sample of each row, from 0 to num_sequences - 1."""
     sampled_logprobs_N: Tensor
-    """In nats: the server's; NaN where unknown."""
+    """The server's log-probabilities in nats; NaN where unknown."""
     advantages_N: Tensor
     weights_N: Tensor
     """Factor of the row's term in the loss."""

@@ -26,9 +26,9 @@ Note = Callable[[str], None]
 LENGTHS = (24, 13, 7, 6, 2)
 """Tokens of the sequences that are compared."""
 PROMPTS = (8, 8, 3, 3, 1)
-"""How many of them are a prompt."""
+"""Prompt tokens among them."""
 SHARING = ((0, 1), (2, 3))
-"""Which sequences share one."""
+"""Sequences that share a prompt."""
 WINDOW = 5
 """Tokens that sliding windows are narrowed to for the check, so that the sequences are longer."""
 TOLERANCE = 1 / 8
@@ -37,14 +37,14 @@ TOLERANCE = 1 / 8
 Tiny models of 21 families in bf16 came to between 1/260 and 1/70, and those that mix sequences or positions to 1/3 and
 more."""
 ROUNDING_TOLERANCE = 1 / 4
-"""The same where rounding explains it: 28 layers of random bf16 weights on an H200 came to 1/7."""
+"""The tolerance where rounding alone explains a difference: 28 layers of random bf16 weights on an H200 gave 1/7."""
 ROUNDINGS = 2
 """Roundings to the model's dtype that never count: 48 layers of vLLM's dummy weights came to 0.8 on an H200."""
 
 
 @dataclass
 class Expected:
-    """What transformers' eager attention computes for a few sequences, each alone, and how far others may differ."""
+    """Results of transformers' eager attention for a few sequences, each alone, with the tolerance for ours."""
 
     tokens_T: Tensor
     """All sequences, one after the other."""

@@ -32,7 +32,7 @@ from bridge.passes.cut_layers import Outputs, VocabularyPart
 from bridge.weights.parts import Cut, Shared, shared_elements
 
 Cuts = Mapping[str, Cut]
-"""What one part holds of each Hugging Face parameter."""
+"""The share of each Hugging Face parameter that one tensor-parallel rank holds."""
 Axes = Mapping[str, int | None]
 """The axis along which each parameter is cut; None: every part holds all of it."""
 COLUMN, ROW = "column", "row"
@@ -47,13 +47,13 @@ class Parallel:
     """A model that computes with its part of the weights, together with the other parts of its replica."""
 
     cuts: Sequence[Cuts]
-    """By part."""
+    """One mapping per tensor-parallel rank."""
     part: int
     """This one."""
     group: str
     """The name of the parts' process group."""
     shared: Sequence[Shared]
-    """In one order on every part; what no other part holds is left out."""
+    """Parameters that several ranks hold, in the same order on every rank."""
     whole: PreTrainedModel
     """The model as it was before, whole and in float32, without its weights."""
     head_words: VocabularyPart | None

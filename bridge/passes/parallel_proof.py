@@ -39,7 +39,7 @@ FLOOR = 1e-3
 gradients are zero but for rounding, as those of keys' biases without positions."""
 NUM_TOKENS = 24
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, NotImplementedError, RuntimeError)
-"""What a layer raises that cannot compute with a part of its weights."""
+"""Errors of a layer that cannot compute with a share of its weights."""
 
 
 class _Call(NamedTuple):
@@ -51,12 +51,12 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Computed:
-    """What a layer made of its input; gradients are those of this part's elements."""
+    """A layer's output, and the gradients of this rank's share of the weights."""
 
     output: Tensor
     input_gradient: Tensor
     gradients: Mapping[str, Tensor]
-    """By parameter, as the model names it."""
+    """Gradients by the model's parameter names."""
 
 
 def check_layers(model: PreTrainedModel, parallel: Parallel) -> None:

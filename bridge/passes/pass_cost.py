@@ -23,7 +23,7 @@ from bridge.passes.prepared import PreparedModel
 PROBES, PROBE_LENGTH = (1_024, 2_048), 512
 """Tokens of the two measured passes, and of each of their sequences."""
 CPU_PROBES, CPU_PROBE_LENGTH = (64, 128), 32
-"""The same on a CPU, where a pass takes long and counting is exact."""
+"""Probe sizes on a CPU, where a pass takes long and counting is exact."""
 LIVE_LAYERS = 3
 """Layers whose recomputed activations and gradients a backward pass holds at once on a CPU."""
 CPU_LOGITS_BYTES = 3 * 4 * BLOCK_ELEMENTS["cpu"]

@@ -23,7 +23,7 @@ from bridge.passes.routing import RouterReplay
 from bridge.ranks.world import ALONE, Ranks
 
 COMPILE_ERRORS = (TorchDynamoException, CppCompileError, InvalidCxxCompiler)
-"""What torch raises when it cannot compile; anything else is a bug and is raised."""
+"""Errors with which torch.compile fails for lack of a compiler or an unsupported operation; others are raised."""
 
 
 def prepare(

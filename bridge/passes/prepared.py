@@ -32,7 +32,7 @@ REPLACED = (
     "forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
     "_require_grads_hooks", "_compiled_call_impl",
 )  # fmt: skip
-"""Attributes of modules that choose how they compute: their own, transformers' and torch's."""
+"""Attributes that choose how a module computes, set by the model, transformers or torch."""
 
 
 class PreparedModel:
@@ -42,17 +42,17 @@ class PreparedModel:
         """Take a model as transformers made it, or in parts (`parallel.divide`)."""
         self.model = model
         self.parallel = parallel
-        """How this rank's part of the weights computes with the others; None: it has all of them."""
+        """The exchange with other tensor-parallel ranks; None: this rank has all weights."""
         self.replay: RouterReplay | None = None
         """The blocks that take given experts; None: the routers choose."""
         self.slices: Slices | None = None
         """How packs are cut among ranks; None: they are not."""
         self.kept: Kept = ALL
-        """What layers keep for the backward pass."""
+        """Activations that layers keep for the backward pass."""
         self.shares_prompts = False
         """Whether completions of one prompt may share it in a pack."""
         self.hooks = list[RemovableHandle]()
-        """What is called beside the modules until `release`."""
+        """Hooks on modules, which `release` removes."""
         self._are_images_proved = False
         self._attention = attention.chosen(model)
         self._before = {module: _replaceable(module) for module in model.modules()}

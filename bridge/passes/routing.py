@@ -27,17 +27,17 @@ from transformers import PreTrainedModel
 from bridge.errors import BridgeError, UnsupportedModelError, with_class
 
 UNKNOWN = -1
-"""In place of an expert: the router chooses."""
+"""Stands for an expert that was not recorded: the router chooses."""
 NUM_TOKENS = 16
-"""Of the example with which a model is checked."""
+"""Tokens of the example with which a model is checked."""
 SAME = 0.01
 """Largest difference with a router's own choice, as a share of that with another one."""
 HINT = "--no-router-replay"
 CHOICES = (torch.topk, torch.Tensor.topk)
 HELD = ("forward", "num_choices", "chosen_TK", "own_TK", "num_rerouted", "tokens_E")
-"""What a block holds while it takes given experts."""
+"""Attributes of a block while it replays given experts."""
 MISFITS = (AttributeError, TypeError, ValueError, LookupError, NotImplementedError)
-"""What a family raises that must be called differently from the others."""
+"""Errors of a model whose router has another signature."""
 
 
 class Replay(TorchFunctionMode):

@@ -44,7 +44,7 @@ class Slices(NamedTuple):
     group: str
     """The name of the ranks' process group."""
     is_own: tuple[bool, ...]
-    """Of every slice, whether it is this rank's: compiled layers know a tuple's length, and no number's value."""
+    """One-hot index of this rank's slice; a tuple, because torch.compile would specialize on an int."""
 
     @property
     def size(self) -> int:

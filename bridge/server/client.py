@@ -89,7 +89,7 @@ class ServedModel(BaseModel):
 
     id: str
     owned_by: str | None = None
-    """Who made the server: `vllm`, unless a proxy in front of it answers for itself."""
+    """Owner that the server reports: `vllm`, unless a proxy answers for itself."""
     max_model_len: Annotated[int, Field(lt=2**53)] | None = None
     """Longest sequence in tokens; vLLM reports it, for models only."""
 

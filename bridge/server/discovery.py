@@ -21,14 +21,14 @@ from bridge.server.manifest import MANIFEST_NAME, Manifest
 SWITCH = "VLLM_ENABLE_SHARED_WEIGHTS"
 """The variable that enables our plugins, which otherwise do nothing when vLLM loads them."""
 MANIFEST_PATH = "BRIDGE_MANIFEST_PATH"
-"""Where the manifest is written, if not at the default place."""
+"""Environment variable with the manifest's path, if it is not the default."""
 FOLDER = "LOGDIR"
 MEMORY_FILE = "bridge-server-variables"
 """Name of the file in memory with the variables that `/proc/PID/environ` lacks."""
 MAX_BYTES = 2**16
 """Read of that file: any process may have one of this name."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-"""Of a file in memory that is complete."""
+"""Seals of a complete file in memory (memfd)."""
 
 
 def running() -> dict[Path, Manifest]:

@@ -1,4 +1,4 @@
-"""Where rollouts are sampled, and from which model."""
+"""The server and the model that rollouts are sampled from."""
 
 from dataclasses import dataclass
 

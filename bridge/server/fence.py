@@ -52,7 +52,7 @@ class Update:
     sleep: bool = False
     """Give the caller the KV cache's memory, which must be free again at the end."""
     last_checkpoint: Path | None = None
-    """What repairs the server if this process dies while it writes."""
+    """Checkpoint that repairs the server if this process dies while it writes."""
     is_last: bool = False
     """No request follows: a mode that restarts its server does not."""
     version: int | None = None
@@ -60,12 +60,12 @@ class Update:
     takeover: bool = False
     """Everything is written, so that a torn server may be repaired."""
     in_flight: InFlight | None = None
-    """What becomes of requests in flight; None: the run's choice."""
+    """Keep, drain or abort in-flight requests; None: as the run chose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FenceTimes:
-    """What one update took."""
+    """Durations of one update."""
 
     version: int
     """The published version."""
@@ -78,7 +78,7 @@ class FenceTimes:
 
 
 class Pausable(Protocol):
-    """What an update pauses: one server, or several that get the same weights."""
+    """What an update pauses: one server, or all servers that get the same weights."""
 
     def pause(self) -> None: ...
 
@@ -159,7 +159,7 @@ class _Server:
     send_pause: Callable[[BridgeClient], Status]
     update: Update
     resume_limit_s: float
-    """How long other ranks' memory may be in the way of the KV cache when the server resumes."""
+    """Seconds for which other ranks' memory may delay the KV cache's allocation at resume."""
 
     def pause(self) -> None:
         if self.client is not None:

@@ -38,7 +38,7 @@ class LimitedTransport(httpx.BaseTransport):
 
 
 class AsyncLimitedTransport(httpx.AsyncBaseTransport):
-    """The same for an asynchronous client."""
+    """Limits the answers of an asynchronous client."""
 
     def __init__(self, max_bytes: int = MAX_SAMPLED_BYTES, **options: Any) -> None:
         self._inner = httpx.AsyncHTTPTransport(**options)
@@ -55,7 +55,7 @@ class AsyncLimitedTransport(httpx.AsyncBaseTransport):
 
 
 class _Limits:
-    """Those of one answer."""
+    """Limits of one answer."""
 
     def __init__(self, request: httpx.Request, max_bytes: int) -> None:
         request.headers["accept-encoding"] = IDENTITY

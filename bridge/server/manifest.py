@@ -42,7 +42,7 @@ class View(Record):
     parameter: str
     """vLLM's name of the parameter that holds it."""
     offset: int = Field(ge=0)
-    """Elements between the parameter's first element and the view's."""
+    """Offset of the view's first element in the parameter, in elements."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     whole: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class LoraSlot(Record):
 
 
 class Shard(Record):
-    """What one tensor-parallel rank of a server exports: a part of the model."""
+    """The share of the model that one tensor-parallel rank of a server exports."""
 
     rank: int
     gpu_uuid: str | None
@@ -130,7 +130,7 @@ class Manifest(Shard):
     """One server, and what each of its ranks exports: the document has the fields of rank 0 at its top."""
 
     other_shards: tuple[Shard, ...]
-    """What the ranks after the first export, in the order of ranks."""
+    """Shards of the ranks after the first, in order."""
     schema_version: Literal[2] = SCHEMA_VERSION
     """Format of the file."""
     model: str
@@ -158,7 +158,7 @@ class Manifest(Shard):
     server: ProcessIdentity
     """The API server's process."""
     url: Urls = Field(pattern=r"^https?://[^/\s]+:\d{1,5}$")
-    """Where the server answers."""
+    """Address of the server."""
     token: str = Field(pattern=r"^[!-~]+$", repr=False)
     """Bearer token for `/bridge/*`."""
     versions: dict[str, str]
@@ -166,7 +166,7 @@ class Manifest(Shard):
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """In the order of ranks."""
+        """All shards, in the order of ranks."""
         return (self, *self.other_shards)
 
 

@@ -30,11 +30,11 @@ SEED_LIMIT = 2**63
 Version = Annotated[int, Field(ge=0, lt=2**53)]
 """A version of the weights. Some readers of JSON cannot hold larger numbers exactly."""
 InFlight = Literal["keep", "wait", "abort"]
-"""What a pause does with in-flight requests: freeze them, drain them, or abort them."""
+"""How a pause treats in-flight requests: freeze, drain or abort them."""
 FenceState = Literal["serving", "paused", "torn"]
 """`torn`: a process died between pause and publication, and may have begun to write: every weight must be rewritten."""
 Written = Literal["weights", "adapter", "nothing"]
-"""What the holder of the fence writes: weights of the model, an adapter in its slot, or nothing, because it reads."""
+"""What the holder of the fence writes: model weights, an adapter in its slot, or nothing (it only reads)."""
 
 SentArray = tuple[Literal["bfloat16", "float16", "float32", "int64"], tuple[int, ...], Base64Bytes]
 """A tensor: the type of a number, the shape, and all numbers."""
@@ -88,7 +88,7 @@ class Lease(Record):
 
 
 class Capabilities(Record):
-    """What a server can do, which stays the same while it runs."""
+    """Capabilities of a server; they do not change while it runs."""
 
     can_sleep: bool = False
     """Whether a pause can free the KV cache."""
@@ -97,7 +97,7 @@ class Capabilities(Record):
     can_keep_kv: bool = True
     """Whether in-flight requests may keep their keys and values during an update."""
     experts: tuple[int, int] | None = None
-    """In how many layers it reports the experts of a token, and how many there are; None: in none."""
+    """Number of layers for which it reports each token's experts, and experts per layer; None: it reports none."""
     can_receive_weights: bool = False
     """Whether it was started with vLLM's weight transfer by NCCL."""
 
@@ -111,7 +111,7 @@ class Status(Capabilities):
     """Version of the weights; each publication since the server loaded increments it."""
     state: FenceState
     holder: Holder | None = None
-    """Who paused the server."""
+    """The process that paused the server."""
     server: ProcessIdentity
     """The API server's process."""
     writes: Written = "weights"
@@ -152,7 +152,7 @@ class HolderRequest(Record):
     holder: Holder
     """The caller: who takes or has the lease, or pauses or paused the server."""
     client: str = ""
-    """Which client of the holder calls: one process may have several, such as two policies; empty: it has one."""
+    """Client within the holder's process, which may have several policies; empty: it has one."""
 
 
 class LeaseRequest(HolderRequest):
@@ -168,11 +168,11 @@ class PauseRequest(HolderRequest):
     version: Version | None = None
     """The version that the caller expects to be served; None: any."""
     in_flight: InFlight = "keep"
-    """What happens to in-flight requests."""
+    """How the pause treats in-flight requests."""
     last_checkpoint: str | None = None
     """The folder to restore if the holder dies; None: the one that an earlier writer named."""
     writes: Written = "weights"
-    """What will be written."""
+    """What the holder will write."""
     takeover: bool = False
     """Take the fence although something is torn. Only for a caller that rewrites all of it."""
     sleep: bool = False
@@ -196,23 +196,23 @@ class Element(Record):
     parameter: str
     """vLLM's name of the parameter."""
     index: int = Field(ge=0)
-    """Its index in row-major order."""
+    """Row-major index in the parameter."""
     part: int = Field(default=0, ge=0)
-    """Which of vLLM's tensor-parallel ranks holds it."""
+    """vLLM's tensor-parallel rank that holds the element."""
 
 
 class ReadRequest(Record):
     """`POST /bridge/tensors/read`: return single elements as the server sees them."""
 
     elements: tuple[Element, ...]
-    """What to read."""
+    """Elements to read."""
 
 
 class WriteRequest(HolderRequest):
     """`POST /bridge/tensors/write`: set single elements; only for the holder of the fence."""
 
     elements: tuple[Element, ...]
-    """What to write."""
+    """Elements to write."""
     values: tuple[float, ...]
     """One finite value per element, exactly representable in the parameter's type."""
 
@@ -245,7 +245,7 @@ class Finiteness(Record):
     num_tensors: int
     """Parameters and matrices of adapter slots that were scanned."""
     not_finite: tuple[str, ...]
-    """Those that contain NaN or infinity."""
+    """Parameters that contain NaN or infinity."""
 
     def found(self) -> str:
         if not self.not_finite:
@@ -267,7 +267,7 @@ class AdapterSlot(Record):
     """The answer to an `AdapterRequest`."""
 
     slot: int = Field(ge=0)
-    """Its index in the manifest's `lora_slots`."""
+    """Index in the manifest's `lora_slots`."""
 
 
 class CompletionsRequest(Record):
@@ -278,7 +278,7 @@ class CompletionsRequest(Record):
     prompt: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     """Token ids, with every token of an image."""
     images: dict[str, SentArray] = Field(default_factory=dict)
-    """What the model's processor made of the images, by name."""
+    """Output of the model's processor for the images, by name."""
     n: int = Field(ge=1)
     """Number of completions."""
     max_tokens: int = Field(ge=1)
@@ -313,7 +313,7 @@ class Refusal(Record):
     """The answer with status 409: the request cannot be served."""
 
     error: str
-    """What is wrong, what was found and expected."""
+    """What went wrong, the value found and the value expected."""
     hint: str
     """The fix, in one line."""
     busy: bool = False

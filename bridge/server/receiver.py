@@ -29,7 +29,7 @@ MAX_WORKERS = 2**16
 """More are a mistake, and NCCL would wait for them."""
 FLAGS = f"{TRANSFER_FLAG[0]} '{TRANSFER_FLAG[1]}'"
 STOCK = f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL {FLAGS}"
-"""How a stock vLLM is started that can be fed."""
+"""Command that starts a stock vLLM with weight transfer."""
 TransferCall = Literal["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
 """vLLM's names of the calls by which its workers receive weights."""
 
@@ -40,11 +40,11 @@ class TransferRequest(HolderRequest):
     call: TransferCall
     """The workers' method."""
     arguments: dict[str, Any]
-    """Its arguments, by name."""
+    """Arguments of the call, by name."""
 
 
 class _ServerInfo(BaseModel):
-    """What is used of the answer of `GET /server_info`."""
+    """Fields of `GET /server_info` that are read."""
 
     served: str = Field(validation_alias=AliasPath("vllm_config", "model_config", "model"))
     world_size: int = Field(
@@ -79,13 +79,13 @@ class StockReceiver(VllmClient):
     version: int | None = None
     """Version of the weights, if the server reports one with each token."""
     _served: str | None = None
-    """What vLLM calls the weights that it received last; None: it has no such name, as before 0.32."""
+    """Name that vLLM gave the last weights; None before 0.32."""
 
     def __init__(self, url: str, run: str, *, timeout_s: float) -> None:
         super().__init__(url, timeout_s=timeout_s)
         self._run = run
         self._nonce = secrets.token_hex(4)
-        """In the name of the weights: in two containers, two runs may be called the same."""
+        """Makes the name of the weights unique: runs in two containers may have the same name."""
 
     def check(self, model: str, vllm: str) -> int:
         """Return its number of workers; refuse a server that cannot be fed `model` by this `vllm`, and change nothing.
@@ -170,7 +170,7 @@ class StockReceiver(VllmClient):
 
 
 class PatchedReceiver(BridgeClient):
-    """The same of a server of Bridge on this host, whose lease this process takes."""
+    """Receiver of a Bridge server on this host; this process takes its lease."""
 
     version: int | None = None
 

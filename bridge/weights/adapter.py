@@ -96,7 +96,7 @@ class Adapter:
                     layer.scaling[NAME] = 1.0
                     layer.lora_dropout.train()
         self.cuts = [_with_adapter(cuts_of_part, self.modules, lora.r) for cuts_of_part in cuts]
-        """What each part holds of every parameter of the model, by the names that they have now."""
+        """Each tensor-parallel rank's share of every parameter, by its name in the model with the adapter."""
         self._parts = Parts(cuts=self.cuts, tp_group=tp_group) if cuts else None
         for name in self.lr_factors() if self._parts is not None else ():
             matrix = model.get_parameter(name)

@@ -33,13 +33,13 @@ class OpenedModel:
     """The model to train, and where its weights are."""
 
     model: PreTrainedModel
-    """In evaluation mode; what is trained requires gradients, and nothing else does."""
+    """In evaluation mode; only trained parameters require gradients."""
     device: torch.device
-    """Where its weights are."""
+    """Device of the weights."""
     lr_factors: Mapping[str, float]
     """Every trained parameter, by its name in the model -> factor of the learning rate."""
     cuts: Sequence[Mapping[str, Cut]] = ()
-    """What each part of a replica holds of every parameter; empty: the model is whole."""
+    """Each tensor-parallel rank's share of every parameter; empty: one rank has the whole model."""
     open_s: float
     """Seconds to attach or load its weights."""
     weight_bytes: int

@@ -26,7 +26,7 @@ from bridge.errors import UsageError
 from bridge.weights.stored_tensors import EXPERTS, PROJECTIONS
 
 STORED = f"{EXPERTS}.N.gate_proj"
-"""What a checkpoint calls the weights of expert N, by which vLLM and PEFT know the adapter of each."""
+"""Checkpoint name of expert N's weights; vLLM and PEFT name an expert's adapter by it."""
 STORED_BY_EXPERT = "qwen2_moe"
 """transformers' pattern of checkpoints with `experts.7.gate_proj` and so on; PEFT converts adapters by the same one."""
 

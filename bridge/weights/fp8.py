@@ -22,9 +22,9 @@ LARGEST = 448.0
 LEAST = 1e-4
 """A block whose numbers are all smaller is scaled as if this were its largest."""
 LEAST_SCALE = 1 / (LARGEST * 512)
-"""Of a row."""
+"""Smallest scale of a row."""
 DIGESTED = {"": False, " in FP8": True}
-"""What messages add to a parameter's name -> whether the digest is of the FP8 made of it."""
+"""Suffix of a parameter's name in messages -> whether the digest is of its FP8 copy."""
 
 
 def scales_shape(shape: torch.Size, how: Quantization) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ def quantize_blocks(source, values, scales, num_rows, num_columns, BLOCK: tl.con
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize_rows(source, values, scales, num_columns, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Quantize one row for each program; it is in a cache when it is read again. Divisions are exact, as in vLLM's."""
+    """Quantize one row per program; its second read hits the cache. Divisions are exact, as in vLLM's kernel."""
     start = tl.program_id(0).to(tl.int64) * num_columns
     columns = tl.arange(0, CHUNK)
     largest = tl.zeros([CHUNK], tl.float32)

@@ -35,7 +35,7 @@ _TOKENIZER_SUFFIXES = (".tiktoken", ".spm", ".jinja")
 _TEMPLATES = "additional_chat_templates"
 """The one subfolder that transformers writes beside a tokenizer."""
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What vLLM reads of a model with a vision model before it serves text."""
+"""Processor files that vLLM needs for a vision-language model, even to serve text."""
 _WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".index.json", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data",
     ".ot", ".tflite",
@@ -47,9 +47,9 @@ MAX_BYTES = 100 * 2**20
 _EARLIER_ROPE = {
     "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "original_max_position_embeddings",
 }  # fmt: skip
-"""What transformers 4 reads, and transformers 5 keeps in `rope_parameters`."""
+"""Keys of transformers 4 that transformers 5 stores in `rope_parameters`."""
 _EARLIER_NAMES = {"num_experts", "num_local_experts", "n_routed_experts"}
-"""What transformers 5 renamed, and keeps as aliases."""
+"""Keys that transformers 5 renamed and keeps as aliases."""
 _NOT_COMPARED = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 
 Document = dict[str, Any]
@@ -57,14 +57,14 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """What is copied of a source beside its weights and configuration."""
+    """Files of a source folder other than its weights and configuration."""
 
     folder: Path | None
     """None: nothing of the source is on this machine."""
     paths: Mapping[str, Path] = field(default_factory=dict)
-    """By the name in the new folder."""
+    """Source paths by name in the new folder."""
     left_out: tuple[str, ...] = ()
-    """What is not copied, with the reason."""
+    """Files that are not copied, each with the reason."""
 
     @property
     def has_tokenizer(self) -> bool:
@@ -113,7 +113,7 @@ def is_loaded(name: str) -> bool:
 
 
 def copy(files: SourceFiles, folder: Path) -> list[str]:
-    """Copy `files` into the existing `folder`; return what could not be read meanwhile, a line each."""
+    """Copy `files` into the existing `folder`; return one line for each that could no longer be read."""
     missing = []
     for name, path in files.paths.items():
         try:

@@ -117,7 +117,7 @@ class Shared:
         raise AssertionError(f"this rank does not hold {self}")
 
     def num_elements(self, cut: Cut) -> int:
-        """Count them; `cut` is any rank's."""
+        """Return the number of elements; `cut` is any rank's."""
         return math.prod(self.length if axis == self.axis else size for axis, size in enumerate(cut.shape))
 
 
@@ -140,15 +140,15 @@ def shared_elements(cuts: Sequence[Mapping[str, Cut]], adding_up: Collection[str
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What each part holds of every parameter, and the ranks that hold them."""
+    """Each tensor-parallel rank's share of every parameter, and the group of these ranks."""
 
     cuts: Sequence[Mapping[str, Cut]]
-    """By part."""
+    """One mapping per tensor-parallel rank."""
     tp_group: Ranks
 
     @property
     def own(self) -> Mapping[str, Cut]:
-        """What this part holds."""
+        """The shares of this rank."""
         return self.cuts[self.tp_group.rank]
 
     def whole(self, name: str, mine: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ FIXED = "default"
 GENERIC = "Transformers"
 """Prefix of vLLM's classes that run transformers' own model, which chooses by the batch at hand."""
 TOLERANCE = 1e-4
-"""Of a cosine computed in float32 at positions up to some 100,000."""
+"""Error of a cosine in float32 at positions up to about 100,000."""
 
 Parameters = Mapping[str, Any]
 
@@ -114,7 +114,7 @@ def _refuse_dynamic(name: str, parameters: Parameters, most: int, max_model_len:
 
 
 def _longrope(config: Any, layer_type: str | None, parameters: Parameters, max_model_len: int) -> tuple[Tensor, float]:
-    """As `Phi3LongRoPEScaledRotaryEmbedding`: the long factors for all sequences if one may need them."""
+    """Return the table of `Phi3LongRoPEScaledRotaryEmbedding`: long factors for all if any sequence may need them."""
     original = parameters["original_max_position_embeddings"]
     is_long = max_model_len > original
     frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](config, None, seq_len=original + is_long, layer_type=layer_type)

@@ -36,7 +36,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 STACKED = f".{EXPERTS}.lora."
 """Part of the names of what is trained of all experts; saved, each expert's number is in the place of `lora`."""
 _NOT_PLAIN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
-"""What PEFT may add to plain LoRA, and vLLM or the slots' layout leave out; false or empty if unused."""
+"""PEFT's extensions of plain LoRA that vLLM's slots do not have; false or empty if unused."""
 
 
 class Stored(NamedTuple):
