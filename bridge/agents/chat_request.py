@@ -38,7 +38,7 @@ class ChatRequest:
     """The content of a request for one turn."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """As the chat template gets them."""
+    """Messages in the form that the chat template takes."""
     tools: tuple[Mapping[str, Any], ...]
     max_tokens: int | None
     ignored: tuple[str, ...]

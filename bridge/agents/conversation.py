@@ -24,12 +24,12 @@ from bridge.rollouts.chat_template import THOUGHT_ENDS, end_of_turn, lost, stop_
 
 THOUGHT = f"<think>\nI see.\n{THOUGHT_ENDS}"
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
-"""What a template starts a turn with when thinking is off."""
+"""Empty thought with which a template starts a turn when thinking is off."""
 NUM_PROVEN_TURNS = 3
 SHOWN = 40
 """Characters of a rendering on each side of a difference."""
 MOST_ROLES = 20
-"""How many roles an error names, of the messages that a template rejects."""
+"""Most roles of rejected messages that an error lists."""
 KEEPS_TURNS = (
     "give the model a chat template that keeps earlier turns unchanged, as chat_template.jinja in its folder: TRL ships"
     " some in trl/chat_templates/*_training.jinja"
@@ -59,7 +59,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._model_name = model_name
         self.template = {**template, **({"tools": list(tools)} if tools else {})}
-        """What the chat template gets beside the messages."""
+        """Arguments of the chat template other than the messages."""
         if tokenizer.chat_template is None:
             self._refuse("is missing: its tokenizer has none", "use a model with a chat template")
         self._end = self._end_of_turn()

@@ -25,7 +25,7 @@ from bridge.agents import chat_request, responses_api
 from bridge.core.http_limits import Refusal, limit_connections, read_body
 
 KEPT_S = 60
-"""How long a connection without requests is kept."""
+"""Seconds until an idle connection is closed."""
 CLOSING_S = 1
 ACCEPTED_AT_ONCE = 64
 """Connections that the event loop accepts before it looks at any of them."""

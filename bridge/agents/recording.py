@@ -51,7 +51,7 @@ class TurnRequest:
     """A request for a turn, as tokens."""
 
     chat: ChatRequest
-    """Without its messages."""
+    """The request without its messages."""
     key: bytes
     """Digest of the tools and of every message."""
     before: Turn | None
@@ -59,7 +59,7 @@ class TurnRequest:
     added: tuple[int, ...]
     """The tokens that it adds to it; without one, the whole prompt."""
     messages: tuple[Mapping[str, Any], ...]
-    """Those that it adds."""
+    """Messages that this turn adds."""
 
     @property
     def turns(self) -> list[Turn]:
@@ -88,7 +88,7 @@ class Recording:
     def __init__(self, conversation: Callable[[Tools], Conversation], note: Callable[[str], None]) -> None:
         """`conversation` returns that of the model with these tools; `note` gets each warning."""
         self.turns: list[Turn] = []
-        """In the order of their answers."""
+        """Turns in the order of their answers."""
         self._conversation = conversation
         self._note = note
         self._call_numbers = count()

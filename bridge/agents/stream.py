@@ -43,7 +43,7 @@ NUM_PROBLEMS = 3
 NUM_TRIED = 256
 """Problems of a list whose prompts are tried before the start."""
 NUM_MADE = 64
-"""The same if problems are made as they are needed."""
+"""Problems checked at the start if they are generated on demand."""
 MOST_CHARACTERS = 2_000_000
 """Characters of the prompts that are drawn from a list to be tried: reading them takes about a second."""
 LIMIT_S = 10.0

@@ -15,9 +15,9 @@ class Format:
     """A way to write calls as JSON."""
 
     marks: re.Pattern[str]
-    """What stands in front of the JSON, which is an object or a list of them; or the end of a thought."""
+    """Text before the JSON (an object or a list of objects), or the end of a thought."""
     ends: re.Pattern[str]
-    """What stands behind the JSON."""
+    """Text after the JSON."""
     last: re.Pattern[str] | None = None
     """The end of a call; behind the last one of a turn no call is looked for, such as an unclosed `<tool_call>`."""
 
@@ -47,7 +47,7 @@ class Call:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     id: str = "call00000"
-    """As the model wrote it; some templates expect nine letters and digits."""
+    """Id that the model wrote; some templates expect nine letters and digits."""
 
     def as_message(self) -> dict[str, Any]:
         return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": dict(self.arguments)}}

@@ -26,7 +26,7 @@ from bridge.scoring.scorer import Scorer, Trajectory
 from bridge.types import Completion, FinishReason, Problem
 
 NOT_SAMPLED = 0.0, 0
-"""What filters kept for a token that is only read: nothing looks at it."""
+"""Placeholder for the kept words of a context token, which nobody reads."""
 SEQUENCE_BREAK = "\n---\n"
 """Between the texts of the sequences of one trajectory."""
 DEEPEST = 32
@@ -45,7 +45,7 @@ class SequenceBuilder:
     kept: list[tuple[float, int]] = field(default_factory=list)
     """Empty without filters."""
     experts: bytes = b""
-    """Of all tokens but the last, prompt included."""
+    """Experts of all tokens but the last, prompt included."""
     transcript: list[dict[str, Any]] = field(default_factory=list)
     """Each turn and each answer, as in `Completion`."""
     last: str = ""

@@ -16,11 +16,11 @@ from bridge.errors import AtroposError, UsageError
 from bridge.server.limited_http import MAX_SAMPLED_BYTES, LimitedTransport
 
 MASKED = -100
-"""In `masks`, the place of a token that the model did not sample."""
+"""Marks a token in `masks` that the model did not sample."""
 UNKNOWN_LOGPROB = 1.0
-"""In `inference_logprobs`, the place of a masked token, and of a sampled one whose log-probability is unknown."""
+"""Marks a token in `inference_logprobs` that is masked or whose log-probability is unknown."""
 NO_TRAINER = -1
-"""What an API returns in place of a trainer's settings before one has registered."""
+"""Answer of an API instead of a trainer's settings before a trainer registers."""
 WEIGHT_VERSIONS = "weight_versions"
 """In `overrides`, which weights sampled a sequence: [version, number of sampled tokens] for each run of tokens.
 Atropos passes it on; its own environments do not send it."""
@@ -80,7 +80,7 @@ class ScoredGroup(Body):
     tokens: tuple[tuple[int, ...], ...]
     """Each sequence from its first token: the prompt, the completion, and whatever came between several."""
     masks: tuple[tuple[int, ...], ...]
-    """For each token -100 if the model did not sample it, else the token itself; not shifted."""
+    """-100 for each token that the model did not sample, else the token; not shifted."""
     scores: Numbers
     """One reward per sequence."""
     advantages: tuple[Numbers, ...] | None = None
@@ -92,7 +92,7 @@ class ScoredGroup(Body):
     overrides: tuple[dict[str, Any], ...] | None = None
     """Per sequence: `set_advantage_to_zero`, `temperature`, and Bridge's own `WEIGHT_VERSIONS`."""
     group_overrides: dict[str, Any] | None = None
-    """For the whole group: `temperature`, `group_size`."""
+    """Overrides of the whole group: `temperature`, `group_size`."""
     env_id: int | None = None
     """Number of the environment that sent it."""
     messages: Any = None

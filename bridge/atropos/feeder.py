@@ -65,7 +65,7 @@ class FeedProgress:
 
 
 class Membership(NamedTuple):
-    """What an environment knows of the trainer that it feeds."""
+    """Settings of the trainer that an environment feeds."""
 
     env_id: int
     groups_per_batch: int
@@ -166,7 +166,7 @@ class _Feeder:
         self._notes = Notes(note)
         self._counts = Counter[str]()
         self._rewards = deque[float](maxlen=joined.groups_per_batch * config.sampling.group_size)
-        """Of the last batch that was sent."""
+        """Rewards of the last batch that was sent."""
         self._begun = time.monotonic()
         self._unusable = Unusable()
 

@@ -20,7 +20,7 @@ from bridge.types import Completion, Group, Message, Problem, Unscored
 Decode = Callable[[Sequence[int]], str]
 ZERO = "set_advantage_to_zero"
 MAX_LOGPROB = 0.01
-"""In nats; anything above it is more than a rounding error."""
+"""Highest log-probability, in nats, that rounding explains."""
 UNUSED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
 KNOWN_OVERRIDES = {ZERO, WEIGHT_VERSIONS, "temperature", "group_size"}
 

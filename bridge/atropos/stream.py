@@ -43,7 +43,7 @@ class AtroposStream:
 
     skipped: tuple[Group, ...] = ()
     num_in_flight = 0
-    """What is in flight belongs to the environments."""
+    """The environments own what is in flight."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class AtroposStream:
             UsageError: the API keeps another trainer's settings, or the model has no tokenizer.
         """
         self.num_retries = 0
-        """Those of the last step, which include requests for a batch that the API lost."""
+        """Retries of the last step, including requests for a batch that the API lost."""
         self._config = config
         self._note = note
         self._run_name = run_name

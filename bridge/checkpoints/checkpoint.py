@@ -31,7 +31,7 @@ MAX_THREADS = 8
 
 
 class Progress(Record):
-    """How far a run had come."""
+    """Progress of a run at a checkpoint."""
 
     step: int
     """Steps taken."""
@@ -46,7 +46,7 @@ class Progress(Record):
     seed: int | None = None
     """Seed of the problems' order; None: the run has no problems of its own."""
     problems: str | None = None
-    """What identifies the problems in their order (`bridge/run/resuming.py`)."""
+    """Identifies the problems and their order (`bridge/run/resuming.py`)."""
     run_dir: Path
     """The run directory, absolute."""
 

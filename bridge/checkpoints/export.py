@@ -39,13 +39,13 @@ ExportDtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """What the dtype of the files loses of what an adapter adds to the weights."""
+    """Loss of an adapter's change of the weights by the dtype of the files."""
 
     dtype: str
     relative_error: float
-    """Of the change of all weights: its error's norm over its own."""
+    """Norm of the error over the norm of the change, over all weights."""
     cosine: float
-    """Between the change that the files hold and the adapter's."""
+    """Cosine of the change in the files and the adapter's change."""
 
     @property
     def is_large(self) -> bool:
@@ -62,9 +62,9 @@ class Exported:
     is_base: bool = False
     """Whether an adapter was merged that changes nothing: it was never trained, or its alpha is 0."""
     as_adapter: str = ""
-    """How to use an adapter as it is, and lose nothing."""
+    """Command that uses the adapter without merging, which loses nothing."""
     missing: Sequence[str] = ()
-    """What could not be copied beside the weights."""
+    """Files of the source that could not be copied."""
 
 
 def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDtype | None = None) -> Exported:

@@ -68,19 +68,19 @@ class Metric:
     """Key in `metrics.jsonl`, if `derive` is not set."""
     title: str
     about: str = ""
-    """For the docs."""
+    """Description for the docs."""
     unit: str = ""
-    """Of the displayed number: `s`, `ms`, `%`, `nats`, `tokens`, `GiB`, `versions`."""
+    """Unit of the displayed number: `s`, `ms`, `%`, `nats`, `tokens`, `GiB`, `versions`."""
     label: str = ""
     """Legend in its chart; empty: `title`."""
     curve: str = ""
     """Curve in TensorBoard and Weights & Biases, or its prefix if there are several; empty: none."""
     held_out: str = ""
-    """The same for evaluations; empty: evaluations do not have this metric."""
+    """Title in evaluations; empty: evaluations do not have this metric."""
     items: tuple[str, ...] | None = None
     """A list or mapping: the names of the items in order, "" for those not displayed; empty: the mapping's keys."""
     over_run: Literal["", "total", "median", "largest", "overall"] = ""
-    """How the values of all steps are summed up in a report; `overall`: the total per second; empty: they are not."""
+    """How a report summarizes the values of all steps; `overall`: the total per second; empty: not at all."""
     live: bool = False
     """Whether the live view shows it."""
     derive: Derive | None = None
@@ -92,7 +92,7 @@ class Metric:
 
 
 class Chart(NamedTuple):
-    """What one chart of a report shows: metrics of one unit."""
+    """One chart of a report: metrics of one unit."""
 
     section: str
     title: str

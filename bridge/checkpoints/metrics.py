@@ -116,7 +116,7 @@ class Summary:
     reward_before: float | None
     """Mean held-out reward before the first step, also of a resumed run; None without evaluation."""
     reward_after: float | None
-    """The same afterwards."""
+    """Held-out reward after training."""
     rewards: tuple[float, ...]
     """Mean reward of each step."""
     logprob_diff_max: float

@@ -281,7 +281,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _described(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name and the shape of each parameter of an optimizer; no name if it is none of the model's."""
+    """Yield the name and the shape of each parameter of an optimizer; an empty name if the model does not have it."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return ((names.get(id(parameter), ""), [*parameter.shape]) for parameter in parameters(optimizer))
 

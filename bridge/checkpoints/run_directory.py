@@ -49,7 +49,7 @@ class RunDirectory:
     echo: Callable[[str], None] | None = None
     """Shows a person an event when it happens."""
     chosen: TrainConfig | None = None
-    """What the user chose, if the run's configuration has derived values, too."""
+    """The user's own choices, if the configuration also has derived values."""
     is_writer: bool = True
     """False on every rank but the first: it shows events, and writes nothing."""
 
@@ -58,7 +58,7 @@ class RunDirectory:
     server_config = _Entry("serve.json")
     """The server's choices, if the run started the server."""
     starts = _Entry("starts.jsonl")
-    """What each start of the run ran on: versions, commit, device and command, one JSON object a line."""
+    """Versions, commit, device and command of each start of the run, one JSON object a line."""
     metrics = _Entry("metrics.jsonl")
     """The steps, one JSON object a line."""
     rollouts = _Entry("rollouts.jsonl")
@@ -68,7 +68,7 @@ class RunDirectory:
     summary = _Entry("summary.json")
     """The result of the whole run."""
     events = _Entry("events.log")
-    """What happened between the steps, one line each."""
+    """Events between the steps, one line each."""
     server_log = _Entry("serve.log")
     """The server's output, if the run started the server."""
     ranks = _Entry("ranks")

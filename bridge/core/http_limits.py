@@ -84,7 +84,7 @@ async def limit_connections(server_of: Callable[[], Any], *, counts_answered: bo
         await asyncio.sleep(START_POLL_S)
     protocol_class: Any = server.config.http_protocol_class
     silent = dict[Any, None]()
-    """In the order in which they were accepted."""
+    """Silent connections in the order in which they were accepted."""
 
     class LimitedProtocol(protocol_class):  # type: ignore[misc]
         def connection_made(self, transport: Any) -> None:

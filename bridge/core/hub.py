@@ -21,7 +21,7 @@ LIMIT_S = 10.0
 UNREACHABLE = ("ConnectError", "ConnectTimeout", "ConnectionError", "TimeoutError")
 """Names of errors without a connection: the HTTP library of huggingface_hub depends on its version."""
 ELSEWHERE = "VLLM_USE_MODELSCOPE"
-"""With this variable vLLM takes models from another hub."""
+"""Environment variable with which vLLM takes models from another hub."""
 
 
 def fetch_config(model: str) -> Path | None:

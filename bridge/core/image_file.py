@@ -12,7 +12,7 @@ from bridge.core.redaction import escaped
 from bridge.errors import RewardError
 
 DEEP_MODES = ("I", "F")
-"""How Pillow's modes begin whose numbers are larger than a byte. It clips them: nearly everything would be white."""
+"""Prefixes of Pillow's modes with more than 8 bits, which it clips: nearly everything would be white."""
 REPLACE = "replace the file, or leave the row out"
 PROGRAMS = ("EPS", "WMF")
 """Formats that Pillow has other programs draw."""

@@ -25,7 +25,7 @@ SECRET_VARIABLE = re.compile(
 )
 OF_THE_HUB = "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"
 NEEDS_THE_HUB = re.compile(r"huggingface\.co|\bon the Hub\b|\bgated (repo|dataset)\b", re.IGNORECASE)
-"""What errors of the Hugging Face libraries say of a private or gated data set; none of them names the variable."""
+"""Errors of the Hugging Face libraries about a private or gated data set; they do not name the variable."""
 FREE_FLAGS = ("--start-command", "--start_command")
 ACTING = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories of invisible characters: controls, marks of direction, halves of a surrogate pair."""

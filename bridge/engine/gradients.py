@@ -27,12 +27,12 @@ Loss = Callable[[Tensor, MicroBatch], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What `forward_backward` computed."""
+    """Result of `forward_backward`."""
 
     logprobs: Sequence[Tensor]
-    """For each sample, in the order of the call: its sampled tokens' log-probabilities in nats, [N] float32."""
+    """Log-probabilities in nats of each sample's sampled tokens, in the order of the call, [N] float32."""
     entropies: Sequence[Tensor]
-    """The same of the entropies."""
+    """Entropies in nats, in the same order and shape."""
     metrics: Mapping[str, float]
     """Over all ranks, by their names in `metrics.jsonl`: `loss`, `entropy`, `tokens_trained`, the mismatch with the
     server, and those of the loss."""
@@ -43,14 +43,14 @@ class Given:
     """A sample of this rank's, as the caller gave it."""
 
     index: int
-    """Its place in the order of the call."""
+    """Position in the caller's list."""
     sample: Sample
     old_logprobs_N: Tensor | None
     """Its log-probabilities from before the first update of the batch; None: this is the first."""
 
 
 class Gradients:
-    """What one call computes on this rank."""
+    """One call of `forward_backward` on this rank."""
 
     def __init__(self, trainable: Trainable, loss: Loss | LossConfig | None, given: Sequence[Given]) -> None:
         """Take this rank's samples; UsageError if the loss needs what a call does not have."""

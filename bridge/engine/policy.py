@@ -80,7 +80,7 @@ note, warning = logging.getLogger("bridge").info, logging.getLogger("bridge").wa
 CHANGEABLE = {"group_size", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop"}
 """Choices of `SamplingConfig` that a call of `sample` may replace."""
 BEYOND_TRAINING = {"group_size": 1, "temperature": 0}
-"""What a single call may sample with, and no run trains on: one completion, and the likeliest tokens."""
+"""Sampling parameters that a single call may use and no run trains with: one completion, greedy tokens."""
 PER_CALL = {"n": "group_size", "max_tokens": "max_new_tokens"}
 """vLLM's names of these; all others have one name."""
 MOST_IDS = 2**31
@@ -89,7 +89,7 @@ MOST_IDS = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What `optim_step` did."""
+    """Result of `optim_step`."""
 
     times: FenceTimes
     grad_norm: float
@@ -143,12 +143,12 @@ class Policy:
         self._current: tuple[int, str] | None = None
         """The thread and the name of that call."""
         self._failed = ""
-        """What failed inside the fence, which left the server paused; empty: nothing did."""
+        """The call that failed inside the fence and left the server paused; empty: none."""
         self._sleep: _Sleep | None = None
         """None: no fence is open between two calls."""
         self._opened: OpenedModel | None = None
         self.mode = self.ranks.run_on_all(lambda: WAYS[config.way](config, context))
-        """How weights reach the server."""
+        """The mode: how weights reach the server."""
         try:
             lengths = [length for length in self.ranks.all_gather_object(self.mode.max_model_len) if length is not None]
             self.config = fit_completions(config, min(lengths, default=None), self._note)
@@ -224,12 +224,12 @@ class Policy:
 
     @property
     def sampling(self) -> SamplingConfig:
-        """How `sample` samples by default: `group_size`, `max_new_tokens`, `temperature` and so on."""
+        """Default parameters of `sample`: `group_size`, `max_new_tokens`, `temperature` and so on."""
         return self.config.sampling
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where completions are sampled now."""
+        """The server and model that completions are sampled from."""
         return self.mode.endpoint
 
     @property
@@ -1094,7 +1094,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Request:
-    """What one call samples: the same on every rank, each of which samples some of it."""
+    """One call of `sample`, equal on all ranks, each of which samples its share."""
 
     problems: Sequence[Problem]
     prompts: Sequence[Encoded]

@@ -62,7 +62,7 @@ class Trainable:
         self.weights = weights
         """The trained parameters, by name."""
         self.state = state
-        """What a checkpoint holds of the optimizer: as a single process has it."""
+        """Optimizer state as a checkpoint holds it, gathered as for a single process."""
         self.sampling = sampling
         self.ranks = ranks
         self.reference = reference

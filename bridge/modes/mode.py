@@ -27,7 +27,7 @@ class ServerProcess(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What a mode knows of its run."""
+    """Settings of a run that a mode needs."""
 
     name: str
     """Names the run to other trainers that want the same server."""
@@ -76,7 +76,7 @@ class RunContext:
 
 @dataclass(frozen=True, kw_only=True)
 class PausePolicy:
-    """What the server does while this process computes a step's passes."""
+    """Decides whether the server pauses while this process computes a step's passes."""
 
     kv_sleeps: bool | None
     """Whether its KV cache gives up its memory; None: the first batch that is trained on decides."""
@@ -126,7 +126,7 @@ class Mode(ABC):
         self._config = config
         self._run = run
         self._num_starts = 0
-        """How often this run has restarted the server."""
+        """Restarts of the server by this run."""
         self._connect()
 
     @abstractmethod
@@ -141,7 +141,7 @@ class Mode(ABC):
     @property
     @abstractmethod
     def endpoint(self) -> Endpoint:
-        """Where to sample rollouts now."""
+        """The server and model to sample rollouts from."""
 
     @property
     def can_sleep(self) -> bool:
@@ -150,7 +150,7 @@ class Mode(ABC):
 
     @property
     def replayed_experts(self) -> tuple[int, int] | None:
-        """In how many layers the server reports a token's experts, and how many, if the trainer takes them."""
+        """Layers for which the server reports a token's experts, and experts per layer; None: none are replayed."""
         return None
 
     @abstractmethod

@@ -32,7 +32,7 @@ class OwnCopy(Mode):
     """A trainer process with its own weights, beside a server that generates at the same time, or does not run."""
 
     _dtype: torch.dtype | None = None
-    """Of the copy; None: the model's own."""
+    """Dtype of the trainer's copy; None: that of the model."""
     _num_behind = 0
     """Steps that the server does not serve yet."""
 

@@ -30,7 +30,7 @@ class PatchedServer(Mode):
 
     version = 0
     writes: ClassVar[Written] = "weights"
-    """What an update writes."""
+    """Kind of weights that an update writes."""
 
     def open(self) -> OpenedModel:
         """Return a model whose parameters are the server's weights, after a restart too."""
@@ -152,7 +152,7 @@ class PatchedServer(Mode):
             raise
 
     def _learn_status(self) -> Status:
-        """Take the lease, unless nothing is to be written, and return what the server says of itself."""
+        """Take the lease, unless this process only reads, and return the server's status."""
         if self._run.reads_only:
             return self.client.status()
         return fence.when_free(lambda: self.client.take_lease(self._run.name))

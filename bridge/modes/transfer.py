@@ -47,13 +47,13 @@ class Receivers:
         self._in_flight: InFlight = in_flight
         self._note = note
         self.num_workers: Sequence[int] = ()
-        """Of each server."""
+        """Number of workers of each server."""
         self.on_failure: Callable[[BaseException], object] = lambda _: None
         """Called if some worker will not join an exchange, for which the trainer would wait."""
         self.failure: BaseException | None = None
-        """What it was called with."""
+        """Error of the latest failure."""
         self._outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        """How the latest calls ended, one item for each server."""
+        """Outcome of the latest calls, one item per server."""
 
     def check(self, model: str, vllm: str) -> None:
         """Refuse servers that cannot be fed, before any of them changes."""
@@ -253,7 +253,7 @@ class Transfer(OwnCopy):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """End the group if the block fails, and say what to do about an error of NCCL's."""
+        """End the group if the block fails, and add a hint to an error of NCCL."""
         try:
             yield
         except BaseException as error:

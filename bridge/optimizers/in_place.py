@@ -44,7 +44,7 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         self._factors: dict[Tensor, float] = {
             parameter: float(group["factor"]) for group in self.param_groups for parameter in group["params"]
         }
-        """What each parameter is stored multiplied by: its gradient is the unscaled one's divided by it."""
+        """Factor of each stored parameter; its gradient is divided by it."""
         _check_parameters(self._factors)
         self._rates = [float(group["lr"]) for group in self.param_groups]
         """Each group's learning rate before it is scaled."""

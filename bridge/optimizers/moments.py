@@ -52,7 +52,7 @@ class PlainMoments:
     """Moments in a floating-point type."""
 
     dtype: torch.dtype
-    """With bf16, a second moment cannot shrink at a beta2 above 0.99."""
+    """dtype of the moments. In bf16 a second moment cannot shrink at a beta2 above 0.99."""
     block: int = BLOCK_OF_8_BIT
     by_chance: bool = False
 
@@ -73,7 +73,7 @@ class QuantizedMoments:
     """Moments quantized to a few bits, block by block; zeros everywhere are moments of zero."""
 
     bits: int
-    """Of a code: 8 or 4. Two codes of 4 bits share a byte."""
+    """Bits of a code: 8 or 4. Two 4-bit codes share a byte."""
     block: int
     """Elements that share a scale."""
     first_power: int

@@ -50,7 +50,7 @@ class ShardedOptimizer(InPlaceOptimizer):
             member.parameter: (slab, index) for slab in self._slabs for index, member in enumerate(slab.members)
         }
         self._sums: dict[Slab, Tensor] = {}
-        """Of several ranks: the summed gradients [R, B] of this rank's rows, since `exchange`."""
+        """With several ranks: summed gradients [R, B] of this rank's rows, set by `exchange`."""
         self._summed: set[Tensor] = set()
         """Parameters that had a gradient on any rank."""
         self._gathered: tuple[Slab, dict[str, Tensor]] | None = None

@@ -37,11 +37,11 @@ class Member:
     """One parameter's place in a slab."""
 
     parameter: Tensor
-    """Its memory may move between steps."""
+    """The parameter; its memory may move between steps."""
     group: Mapping[str, Any]
-    """Its hyperparameters."""
+    """Hyperparameters of the parameter."""
     rows: range
-    """Its blocks; the last ones may be partly filled."""
+    """Blocks of the parameter; the last one may be partly filled."""
 
 
 @dataclass(eq=False)
@@ -50,11 +50,11 @@ class Slab:
 
     kind: Kind
     number: int
-    """Its index among the optimizer's slabs."""
+    """Index among the optimizer's slabs."""
     members: Sequence[Member]
-    """In the order of their rows."""
+    """Parameters in the slab, in the order of their rows."""
     device: torch.device
-    """Where its state lies."""
+    """Device of the state."""
     ranks: Ranks = ALONE
     state: dict[str, Tensor] = field(default_factory=dict)
     """Tensors [R, elements of a block] by name, of this rank's rows; empty before `allocate`."""

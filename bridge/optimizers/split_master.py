@@ -59,7 +59,7 @@ KINDS: Mapping[str, Kind] = {
     "adamw-8bit": Kind(name="adamw-8bit", moments=EIGHT_BIT),
     "adamw-4bit": Kind(name="adamw-4bit", moments=FOUR_BIT),
 }
-"""By the value of `--optimizer`."""
+"""Optimizers by the value of `--optimizer`."""
 
 
 class Coefficients(NamedTuple):

@@ -83,7 +83,7 @@ class MemoryShare(NamedTuple):
     share: float
     """Value of `--gpu-memory-utilization`."""
     reason: str
-    """What it was derived from."""
+    """Source of the value."""
 
 
 def derive(

@@ -36,7 +36,7 @@ class Child:
     identity: ProcessIdentity
     """Distinguishes it from a later process with the same pid."""
     log: Path
-    """Its stdout and stderr."""
+    """Log file of its stdout and stderr."""
     starter: int = field(default_factory=os.getpid)
     """The pid of the process that started it."""
 

@@ -31,7 +31,7 @@ PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
 """Latent attention in its plain form, unless the caller sets it: the other form computes weights from kv_b_proj, which
 would not follow a step."""
 PYTHON = (sys.executable, "-P")
-"""Without the current folder on its path, as in `vllm serve`: a user's module `bridge` would replace ours."""
+"""Python without the current folder on its path, as in `vllm serve`: a user's module `bridge` would replace ours."""
 PLUGINS = ("bridge", "bridge_routes")
 """Names of our entry points; the package of the first one knows which versions of vLLM it supports."""
 SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
@@ -59,7 +59,7 @@ class ServerCommand:
     host: str
     port: int
     manifest: Path
-    """Where a server that shares its weights will write its manifest, absolute."""
+    """Absolute path of the manifest that a server with shared weights writes."""
     shares_weights: bool = True
     """Whether it runs with our patches; the stock vLLM writes no manifest."""
     routes: tuple[str, ...] = ("/health",)

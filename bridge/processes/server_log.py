@@ -33,14 +33,14 @@ PHASES = {
     "capturing graphs": "Capturing (CUDA|cuda)",
     "opening its port": "Graph capturing finished|init engine|Starting vLLM server|Application startup",
 }
-"""What vLLM does once it has logged a line that contains this."""
+"""Part of a log line -> phase of the start that it opens."""
 FIRST_PHASE = "importing packages"
 LEAST_S = 1.0
 """Phases that took less are left out of the summary."""
 
 
 class StartPhases:
-    """What a starting server does, and for how many seconds it has, as seen whenever `measure` is called."""
+    """Phases of a starting server and their seconds, as of the latest `measure`."""
 
     def __init__(self, log: Path) -> None:
         self._log = log

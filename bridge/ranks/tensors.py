@@ -22,7 +22,7 @@ from bridge.types import Result
 
 
 class Tensors:
-    """What one rank exchanges with the others of its group."""
+    """Exchanges of tensors with the other ranks of a group."""
 
     def __init__(self, rank: int, world_size: int, tp_size: int, cp_size: int) -> None:
         self.rank = rank
@@ -41,7 +41,7 @@ class Tensors:
 
     @property
     def pass_size(self) -> int:
-        """How many ranks compute a pass together."""
+        """Number of ranks that compute one pass together."""
         return self.tp_size * self.cp_size
 
     @property
@@ -51,7 +51,7 @@ class Tensors:
 
     @property
     def num_shares(self) -> int:
-        """How many shares a batch is cut into."""
+        """Number of shares of a batch."""
         return self.world_size // self.pass_size
 
     def one_per_share(self, results: Sequence[Result]) -> list[Result]:

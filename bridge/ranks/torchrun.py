@@ -16,7 +16,7 @@ from bridge.ranks.world import INTERFACES, LOOPBACK, Ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PORT_KEY = "bridge/port"
-"""Where rank 0 writes the port at which it listens."""
+"""Key of the store under which rank 0 writes its port."""
 LIMIT = timedelta(minutes=10)
 """Longest wait for rank 0."""
 

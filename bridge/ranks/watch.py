@@ -47,16 +47,16 @@ class Watch:
         self._phase = phase
         self._groups: list[Any] = []
         self._connections: list[socket.socket] = []
-        """Those over which tensors are exchanged."""
+        """Connections that exchange tensors."""
         self._object_connections: list[socket.socket] = []
-        """Those over which objects are; a rank that failed still reports why."""
+        """Connections that exchange objects; a rank that failed still reports why."""
         self._num_exchanges = 0
         self._is_exchanging = False
         """Whether this rank is in an exchange, its beginning included: NCCL connects to the others at first use."""
         self._members: Collection[int] = ()
-        """Who takes part in it."""
+        """Ranks in the exchange."""
         self._parts: Collection[int] = ()
-        """Who computes together with this rank just now, with exchanges in every layer."""
+        """Tensor- or context-parallel peers of the current pass."""
         self._signs = SignsOfLife(store, rank, world_size)
         self.reason = ""
         """Why the waiting was ended; empty while it was not."""
@@ -206,7 +206,7 @@ class SignsOfLife:
         self._last = {other: b"" for other in range(world_size) if other != rank}
         """The last count of every other rank."""
         self._silent_s = dict.fromkeys(self._last, 0.0)
-        """For how long it has not changed."""
+        """Seconds without a change, by rank."""
         self._count = 0
         self._next = time.monotonic()
 

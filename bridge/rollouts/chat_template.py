@@ -20,7 +20,7 @@ Render = Callable[[Sequence[Message]], str]
 MARKER = "bridgemark{}x"
 """Plain letters and digits, which no template trims, escapes or splits; some write capitals."""
 CONTINUED = "bridgeend"
-"""The same at the end of a message that is continued."""
+"""Marker at the end of a message that is continued."""
 COLUMNS = ("tools", "documents")
 """Keys of a problem that its chat template gets, if it uses them: lists of objects."""
 OWN_ARGUMENTS = "chat_template_kwargs"

@@ -17,7 +17,7 @@ WHOLE: Mapping[str, float] = {
 }
 """Sampling parameter -> the value that changes nothing. `tests/contract` checks that vLLM has no other default."""
 PROTOCOL = ("top_p", "presence_penalty", "frequency_penalty")
-"""Those that are part of OpenAI's protocol, so that any server accepts them."""
+"""Parameters of OpenAI's protocol, which any server accepts."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Those that keep the likeliest tokens alone: the trainer computes the distribution over what they kept, if the server
 reports it."""

@@ -31,7 +31,7 @@ class EventLoop:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        """What the thread that waits does next; it looks whether it still has to wait after each of them."""
+        """Calls for the waiting thread; after each it checks whether to wait on."""
         self._is_waited_for = False
         self._waited_for: asyncio.Task[Any] | None = None
         self._num_awaited = 0

@@ -86,11 +86,11 @@ class Sampled(NamedTuple):
     """The completions of one problem, and the score of each."""
 
     prompt: tuple[int, ...]
-    """What all of their sequences begin with."""
+    """Prompt of all sequences."""
     completions: Sequence[Completion]
     results: Sequence[Score | FailedScore]
     images: Images | None = None
-    """The prompt's."""
+    """Images of the prompt."""
 
 
 MOST_UNUSABLE = 16
@@ -151,7 +151,7 @@ class Completions(GroupSampler):
         self._sampler = sampler
         self._scorer = scorer
         self._turns = asyncio.Semaphore(sampler.config.max_concurrency)
-        """Of prompts with images: pixels are large, and an evaluation begins with all of its problems at once."""
+        """Limits prompts with images: pixels are large, and an evaluation starts all of its problems at once."""
 
     def check_prompt(self, problem: Problem) -> tuple[int, ...]:
         return self._prompts.encode(problem).prompt

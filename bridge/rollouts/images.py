@@ -25,11 +25,11 @@ from bridge.rollouts import chat_template, problems
 from bridge.types import Array, Images, Message, Problem
 
 BESIDE_TENSORS = ("input_ids", "attention_mask", "mm_token_type_ids")
-"""What a processor returns beside the tensors of the images."""
+"""Outputs of a processor that are not image tensors."""
 PART = {"type": "image"}
 """The part of a message that stands for an image."""
 PLACE = "<image>"
-"""Where an image stands in the text of a message, in the rows of other systems."""
+"""Placeholder of an image in the text of a message, in data sets of other systems."""
 WRITTEN = {"image_break_token": "the end of a row of an image", "image_end_token": "the end of an image"}
 """Tokens that a processor writes beside an image's own, by their names as its attributes, and what they stand for."""
 GRIDS = "image_grid_thw"

@@ -31,7 +31,7 @@ but only once, because a second unusable answer is no coincidence; nowhere."""
 IdsOf = Callable[[str], Sequence[int]]
 """The text of a token, as a server writes it -> the ids of all tokens with this text."""
 Dialect = Literal["openai", "vllm", "bridge"]
-"""What a server supports: only the protocol, vLLM's extra fields, or Bridge's own route."""
+"""API of a server: OpenAI's protocol, with vLLM's extra fields, or Bridge's own route."""
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "bridge": protocol.COMPLETIONS}
 TOKEN_ID = re.compile(r"token_id:(\d+)")
 BEYOND_THE_PROTOCOL = {**WHOLE, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": True}
@@ -90,9 +90,9 @@ class Choice(BaseModel):
     versions: tuple[tuple[int, int], ...] | None = None
     """Bridge's own route: each version of the weights, with the number of tokens in a row that it sampled."""
     kept: tuple[tuple[FiniteFloat, int], ...] = ()
-    """The same: what the filters kept for each token, as in `Completion`; empty if none was requested."""
+    """Words that the filters kept for each token, as in `Completion`; empty if not requested."""
     experts: Experts | None = None
-    """The same: of a mixture of experts; None if they were not requested."""
+    """Experts of each token; None if not requested."""
 
 
 class Completions(BaseModel):

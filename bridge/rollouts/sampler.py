@@ -101,7 +101,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         self._turns = asyncio.Semaphore(config.max_concurrency)
         self._ahead = asyncio.Semaphore(AHEAD * config.max_concurrency)
         self.loop = EventLoop()
-        """What runs coroutines that await `one`; tasks that they leave run on."""
+        """Runs coroutines that await `one`; tasks that they leave continue."""
         self._connections = Connections()
 
     def __exit__(self, *_: object) -> None:
@@ -121,7 +121,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What the servers of the last call do not provide for training, a sentence each."""
+        """Capabilities that training needs and the servers of the last call lack, one sentence each."""
         lines = [line for server in self._servers for line in server.lacks(self.config.temperature)]
         if self.vocabulary.end_ids:
             lines += [
@@ -200,7 +200,7 @@ class Sampler(AbstractContextManager["Sampler"]):
     ) -> tuple[Completion, ...]:
         """Return the completions of one prompt, with retries."""
         left = list(servers)
-        """Without those that took too long for this request, and would again."""
+        """Servers that have not timed out on this request."""
         num_failed = num_unusable = 0
         while True:
             try:

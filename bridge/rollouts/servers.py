@@ -35,7 +35,7 @@ UNFIT = (400, 413, 422)
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 """Statuses of a server that is busy or unhealthy, and may recover soon."""
 FIRST_REST_S = 1.0
-"""How long a server that failed gets no requests while another one answers; doubled after each further failure."""
+"""Seconds without requests for a server that failed while another one answers; doubled after each further failure."""
 REST_LIMIT_S = 60.0
 
 
@@ -105,7 +105,7 @@ def _rejection(url: str, route: str, response: httpx.Response) -> Exception:
 
 @dataclass
 class Health:
-    """How healthy the server at one address is."""
+    """Health of the server at one address."""
 
     clock: Callable[[], float] = time.monotonic
     in_flight: int = 0
@@ -144,9 +144,9 @@ class Server:
     health: Health
     """Kept across calls."""
     models: tuple[ServedModel, ...] = ()
-    """What it lists; empty before the first request."""
+    """Models that the server lists; empty before the first request."""
     dialect: Dialect = "openai"
-    """What it understands, judged by its list of models and whether a version came with it."""
+    """API of the server, judged by its list of models and the version in it."""
     reports_versions: bool = True
     """Whether its last answer came with a version."""
     last_request: int = 0

@@ -79,11 +79,11 @@ class EnvironmentStream:
         self._endpoint: Endpoint
         self._own_skipped: list[Group] = []
         self._requeued: list[InFlight] = []
-        """What was in flight when a server was lost or a step failed."""
+        """Groups that were in flight when a server was lost or a step failed."""
         self._counted_retries = 0
         """Requests that were sent again up to the last step taken, and in evaluations since."""
         self._earlier_retries = 0
-        """The same before this step."""
+        """Retries before this step."""
         self._failures: FailedScores
         self._counted_step = 0
         """The step whose failures are counted; 0: none."""

@@ -25,9 +25,9 @@ class Vocabulary:
     end_of_turn: str = ""
     """The token that ends a turn in the chat template, if it has one."""
     end_id: int | None = None
-    """Its id."""
+    """Token id of the end token."""
     end_ids: tuple[int, ...] = ()
-    """The same if servers do not stop at it by themselves: completions of chat messages are told to end there."""
+    """Token ids at which chat completions must stop, if servers do not stop there by themselves."""
     num_embeddings: int | None = None
     """Rows of the model's embedding; None: unknown."""
 

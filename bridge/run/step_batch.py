@@ -29,7 +29,7 @@ class Batch:
     """The samples of one step: those of this rank's share, unless noted otherwise."""
 
     mini_batches: Sequence[list[Sample]] = ()
-    """For each update, the samples to train on."""
+    """Samples to train on, per update."""
     only_ranked: Sequence[list[Sample]] = ()
     """For each update, the samples without a gradient whose tokens are ranked by entropy with the others."""
     num_tokens: int = 0
@@ -69,9 +69,9 @@ class Pass:
 
     batch: MicroBatch
     old_logprobs_N: Tensor | None = None
-    """The trainer's."""
+    """Log-probabilities of the trainer."""
     reference_logprobs_N: Tensor | None = None
-    """The frozen reference's."""
+    """Log-probabilities of the frozen reference."""
     entropies_N: Tensor | None = None
     """The trainer's entropies, with `--top-entropy`."""
 
@@ -83,19 +83,19 @@ class Pass:
 
 @dataclass(kw_only=True)
 class Computed:
-    """What was computed for a batch so far."""
+    """Results for a batch so far."""
 
     entropy: Tensor
     """Sum of the entropies of the policy before the first update."""
     loss_sums: Tensor
-    """For each metric of the loss, its sum over tokens and their number."""
+    """Sum over tokens and number of tokens of each metric of the loss."""
     tally: Tally
     passes: list[list[Pass]] = field(default_factory=list)
-    """For each update."""
+    """Passes of each update."""
     losses: list[Tensor] = field(default_factory=list)
-    """Of every update, and of one that was skipped."""
+    """Loss per update, including a skipped one."""
     norms: list[float] = field(default_factory=list)
-    """The same of the gradients' norms."""
+    """Gradient norm per update."""
     num_updates: int = 0
     """Updates that were taken."""
     is_prepared: bool = False

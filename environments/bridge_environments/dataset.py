@@ -31,7 +31,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 NO_ROWS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files of the library datasets that describe a data set."""
 PARQUET = b"PAR1"
-"""How a Parquet file begins."""
+"""First bytes of a Parquet file."""
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """Columns in which pandas keeps the numbers of the rows of a data frame."""
 SPLIT_WORDS: Mapping[str, Sequence[str]] = {
@@ -51,7 +51,7 @@ class BadRowError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How rows become problems."""
+    """Columns and conversions by which rows become problems."""
 
     problem: Callable[[Mapping[str, Any], str, str], Problem]
     """Turns a row's values into a problem, given the prompt's and the answer's columns; may raise `BadRowError`."""
@@ -71,11 +71,11 @@ class Row(NamedTuple):
     """One row, before it becomes a problem."""
 
     place: str
-    """Where it is, such as `line 7`, for error messages."""
+    """Position for error messages, such as `line 7`."""
     content: Any
-    """Its values, its line of JSON, or the `BadRowError` of a row that cannot be read."""
+    """Values, a line of JSON, or the `BadRowError` of a row that cannot be read."""
     folder: Path | None = None
-    """What paths of images are relative to; None: the rows have no files."""
+    """Folder that image paths are relative to; None: the rows have no files."""
 
 
 @dataclass(frozen=True, kw_only=True)

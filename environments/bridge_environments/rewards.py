@@ -51,7 +51,7 @@ FUNCTIONS = "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|exp
 WORD = rf"(?<![\\\w{{])(?!(?:{FUNCTIONS}|infinity|and|or)\b)[^\W\d_]{{3,}}(?![\w(])"
 """A word outside of LaTeX, which math-verify would read as a product of letters."""
 WORDS_BEHIND = re.compile(rf"(?<=[\d)}}%])\s+\(?{WORD}[^\d\\]*$")
-"""What follows a number: `eggs` in `42 eggs a day`."""
+"""Words after a number: `eggs a day` in `42 eggs a day`."""
 PROSE = re.compile(r"[^\d\\]*[^\W\d_]{3}[^\d\\]*")
 """Words without a number."""
 MAX_ANSWER_CHARACTERS = 400
@@ -64,9 +64,9 @@ END_CHARACTERS = 1000
 """Length of a completion's end in which an answer without a mark is looked for."""
 Score = Callable[[Problem, str], Any]
 TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL's trainer gives to rewards beside prompts, completions and columns."""
+"""Arguments that TRL's trainer passes to rewards other than prompts, completions and columns."""
 VERL: Mapping[str, None] = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
-"""What verl gives to a reward, in its order."""
+"""Arguments that verl passes to a reward, in its order."""
 OTHER_FORMS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "OpenRLHF's": (("queries", "labels"), "labels are problem['answer'], and a query is the prompt and the completion"),
     "verl's batched": (("solution_strs", "ground_truths"), "verl's form for one completion works: solution_str, ..."),
@@ -75,7 +75,7 @@ OTHER_FORMS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "verifiers'": (("completion", "answer"), "answer is problem['answer']; or run the environment: verifiers:ID"),
     "a verifiers rubric's": (("completion", "state"), "or run the whole environment: --environment verifiers:ID"),
 }
-"""Whose form -> the parameters that it is known by, and how to write it."""
+"""System -> parameter names that identify its reward functions, and a signature to show."""
 COMPLETIONS = (
     "completion", "response", "output", "generation", "predict_str", "prediction", "model_output", "model_response",
 )  # fmt: skip
@@ -113,7 +113,7 @@ class Reward:
     """One reward and its weight in the sum."""
 
     name: str
-    """Its name in the metrics."""
+    """Name in the metrics."""
     weight: float
     score: Score
     """Returns the number before its weight."""

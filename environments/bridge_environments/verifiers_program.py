@@ -30,7 +30,7 @@ NO_KEY = "BRIDGE_HAS_NO_KEY"
 
 
 class Refused(Exception):  # noqa: N818  the message is all that matters
-    """What the person who started it can change."""
+    """An error that whoever started the program can fix."""
 
 
 class Host:

@@ -42,7 +42,7 @@ DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which requests a server accepts."""
+    """Rules by which a server accepts requests."""
 
     key_digests: tuple[bytes, ...] = ()
     """SHA-256 of each key; empty: no key is needed."""

@@ -48,7 +48,7 @@ vllm.logprobs: FlatLogprobs: start_indices, logprobs, ranks
 TAIL = 32
 """Tokens of the prompt decoded before a completion: some tokenizers drop the space that a text begins with."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""How the first bytes of a character decode."""
+"""Decoded form of an incomplete character."""
 MOST_BYTES = 4
 """Longest character in UTF-8."""
 

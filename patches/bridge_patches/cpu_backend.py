@@ -58,7 +58,7 @@ CONVOLUTIONS = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
 MODULAR = "finalize_weight_and_reduce_impl"
 """Method of experts that receive the choice of experts for each token (since 0.30; earlier ones choose)."""
 APPLY_ARGUMENTS = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "apply_router_weight_on_input")
-"""What `apply_plain` takes of the arguments of vLLM's experts, beside the activation."""
+"""Arguments of vLLM's experts that `apply_plain` takes, other than the activation."""
 LORA_KERNELS = ("bgmv_expand", "bgmv_expand_slice")
 """The last step of every LoRA product, whole or by slices; `sgmv_*` call them."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

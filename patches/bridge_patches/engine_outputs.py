@@ -54,7 +54,7 @@ vllm.v1.serial_utils
 ROLLOUT = "bridge-rollout-"
 """Part of the ids of requests whose tokens get versions, and wait in the engine; vLLM adds more at both ends."""
 FILTERED = f"{ROLLOUT}filtered-"
-"""The same for requests whose tokens get thresholds, too."""
+"""Prefix of rollout requests whose tokens get thresholds, too."""
 AT_ONCE = "at-once-"
 """Part of the ids of rollouts whose tokens do not wait: vLLM looks for stops in their text."""
 MOST_HELD = 32
@@ -143,7 +143,7 @@ class Step:
 
     @cached_property
     def contents(self) -> list[tuple[str, tuple[int, ...], bytes, int]]:
-        """Of vLLM's three arrays, with plain ranks, the type, the shape of a row, all bytes, and the bytes of a row."""
+        """Return type, row shape, bytes, and bytes per row of vLLM's three arrays, with ranks as plain integers."""
         ids, logprobs, ranks, _ = self.lists
         packed = ranks.astype(np.int64)
         if np.any(is_packed := packed >> RANK_SHIFT != 0):
@@ -172,7 +172,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """What a rollout has sampled since it sent something."""
+    """Tokens that a rollout has sampled since it last sent some."""
 
     output: Any
     """The newest `EngineCoreOutput`."""
@@ -215,7 +215,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._held: dict[str, Held] = {}
-        """By request."""
+        """Held tokens by request."""
 
     def due(self, outputs: Iterable[Any]) -> list[Any]:
         """Return what to send of a step's outputs, and hold the rest."""

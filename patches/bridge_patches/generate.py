@@ -55,7 +55,7 @@ PASSED_ON = frozenset(UNCUT) | {
 }  # fmt: skip
 """Fields that mean the same to Atropos' server and to `/v1/completions`."""
 PASSED_KEYS = ("type", "asgi", "http_version", "method", "scheme", "query_string", "root_path", "client", "server")
-"""What the inner request takes from the ASGI scope of the outer one."""
+"""Keys of the outer request's ASGI scope that the inner one gets."""
 OUTER_HEADERS = {b"content-length", b"transfer-encoding", b"accept-encoding"}
 """Headers that describe the outer body, or would have the inner answer compressed."""
 

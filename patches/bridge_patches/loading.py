@@ -57,7 +57,7 @@ LOADING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeErr
 
 @dataclass
 class Record:
-    """How one model was loaded."""
+    """Record of how one model was loaded."""
 
     expected: dict[str, Shape] = field(default_factory=dict)
     """Hugging Face parameter -> its shape."""

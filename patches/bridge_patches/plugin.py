@@ -27,11 +27,11 @@ vllm.envs: environment_variables
 vllm.entrypoints.cli.main: call main()  # `python -m vllm.entrypoints.cli.main serve` is the server we start
 """
 VARIABLES = (SWITCH, "VLLM_SKIP_WEIGHT_DAEMON")
-"""Bridge's own, although they are named like vLLM's."""
+"""Bridge's environment variables that are named like vLLM's."""
 GRACE_S = 5
 """Whole seconds between SIGTERM, which vLLM's processes handle while they serve, and SIGKILL."""
 POLL_S = 0.5
-"""How often to check that the parent is alive."""
+"""Seconds between checks that the parent is alive."""
 
 _tied: set[int] = set()
 """Processes for which `end_with_parent` was called; a fork inherits it under another pid."""

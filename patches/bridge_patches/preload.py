@@ -24,7 +24,7 @@ vllm.v1.worker.cpu_worker: CPUWorker
 vllm.platforms: current_platform
 """
 MODULES = ("vllm.entrypoints.cli.serve", "vllm.v1.engine.core", "bridge_patches.routes", "bridge_patches.worker")
-"""What the API server imports, and what its engine does, which is a fork of it."""
+"""Modules that the API server and its engine, a fork of it, import."""
 
 
 def main() -> None:

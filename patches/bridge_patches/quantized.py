@@ -60,9 +60,9 @@ class Quantized:
 
     how: Quantization
     source: Tensor
-    """What a trainer updates."""
+    """Weights that a trainer updates."""
     values: Tensor
-    """In rows, as the source."""
+    """FP8 values, in rows as the source."""
     scales: Tensor
 
     def refresh(self) -> None:
@@ -80,7 +80,7 @@ class Quantized:
 
 
 _layers: WeakKeyDictionary[nn.Module, tuple[Quantization, dict[str, Tensor]]] = WeakKeyDictionary()
-"""How each of vLLM's layers is quantized, and what its weights are made from, by their names in it."""
+"""Quantization of each vLLM layer, and the source of its weights by name."""
 
 
 class PlainKernel:

@@ -56,14 +56,14 @@ ROUTED = "routed-"
 
 
 class Recorder:
-    """In a worker: the choices of all layers for the tokens of one step."""
+    """Records, in a worker, the choices of all layers for the tokens of one step."""
 
     def __init__(self, routers: list[Any], num_tokens: int, device: torch.device) -> None:
         """Have the routers, one per layer, report their choices of a step of `num_tokens` at most."""
         self.shape = len(routers), int(routers[0].top_k)
         self.type = torch.uint8 if routers[0].global_num_experts <= 256 else torch.int16
         self._rows = torch.zeros((num_tokens, *self.shape), dtype=torch.int16, device=device)
-        """By token and layer: where graphs write to."""
+        """Experts by token and layer; CUDA graphs write here."""
         self._seen = set[int]()
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._capture, layer))
@@ -99,7 +99,7 @@ class Recorder:
 
 
 _recorder: Recorder | None = None
-"""Of this process's model, if it has experts."""
+"""Recorder of this process's model, if it has experts."""
 
 
 def patch() -> None:
@@ -168,7 +168,7 @@ def _with_rows(output: Any, rows: Callable[[], Any]) -> Any:
 
 @dataclass
 class RequestExperts:
-    """Where a request's tokens are in the KV cache, and the experts of those that were computed."""
+    """Positions of a request's tokens in the KV cache, and the experts of the computed ones."""
 
     blocks: list[int]
     num_prompt: int
@@ -176,19 +176,19 @@ class RequestExperts:
     known: bytearray = field(default_factory=bytearray)
     """The rows of its first tokens, if they are to be reported."""
     num_reported: int = 0
-    """How many bytes of them were, or need not be."""
+    """Bytes of `known` already reported or not requested."""
 
 
 class ExpertsInCache:
-    """In the engine: the experts of all tokens in the KV cache, and those of each request."""
+    """Holds, in the engine, the experts of all tokens in the KV cache and of each request."""
 
     def __init__(self) -> None:
         self._group: int | None = None
         self._block_size = 0
         self._store: Any = None
-        """By place in the KV cache; none before the first step of a model with experts."""
+        """Experts by position in the KV cache; None before the first step of a model with experts."""
         self._requests: dict[str, RequestExperts] = {}
-        """By request."""
+        """Experts by request."""
 
     def take(self, scheduler: Any, scheduled: Any, output: Any) -> None:
         """Keep the experts of a step, and forget requests that had ended when it was scheduled."""

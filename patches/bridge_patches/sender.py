@@ -58,7 +58,7 @@ vllm.entrypoints.serve.dev.server_info.api_router: call async show_server_info(r
 vllm.config.parallel: ParallelConfig: world_size, data_parallel_size
 """
 DEVICE = "cuda"
-"""What NCCL sends from."""
+"""Device that NCCL sends from."""
 
 
 version = compatibility.check_installed

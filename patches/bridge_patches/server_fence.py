@@ -30,11 +30,11 @@ vllm.v1.engine.core_client
     call async AsyncMPClient.call_utility_async(method)
 """
 POLL_S = 0.1
-"""How often to check that a process that waits for a pause, or reads inside one, is alive."""
+"""Seconds between checks that a process that waits for a pause, or reads inside one, is alive."""
 
 
 class Phase(Enum):
-    """Where the fence stands."""
+    """State of the fence."""
 
     SERVING = "serving"
     READING = "reading"
@@ -56,7 +56,7 @@ NEXT: dict[Phase, dict[Step, Phase]] = {
     Phase.REWRITING: {"rewrite": Phase.REWRITING, "publish": Phase.READING},
     Phase.TORN: {"rewrite": Phase.REWRITING},
 }
-"""What is allowed next: to the holder, and once that has ended, to any process."""
+"""Transitions allowed to the holder and, once it has ended, to any process."""
 STATES: dict[Phase, FenceState] = {Phase.SERVING: "serving", Phase.TORN: "torn"}
 """The phases that are not "paused" to clients."""
 
@@ -68,13 +68,13 @@ class ServerFence:
         self.version = 0
         self.holder: Holder | None = None
         self.writes: Written = "weights"
-        """What the last writer wrote."""
+        """Kind of weights that the last writer wrote."""
         self.last_checkpoint: str | None = None
         self._lease: Lease | None = None
         self._takers = set[str]()
         """Clients of the lease's holder that have taken it and not returned it."""
         self._client = ""
-        """Which client of `holder` paused last; empty once it has closed."""
+        """Client of `holder` that paused last; empty once it has closed."""
         self._engine = engine
         self._exported = exported
         self._makes_fp8 = any(shard.quantized for shard in exported.shards)
@@ -84,7 +84,7 @@ class ServerFence:
         """The phase without regard to whether the holder is alive: a publication sent before its death counts."""
         self._watcher: asyncio.Task[None] | None = None
         self._published: tuple[Holder, int] | None = None
-        """Who published last, and the version before."""
+        """Process that published last, and the version before."""
         self._is_asleep = False
         """Whether a rank's KV cache may have no memory: all ranks must wake up before the next token."""
 

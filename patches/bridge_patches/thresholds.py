@@ -41,7 +41,7 @@ vllm.v1.worker.gpu.sample.output: SamplerOutput: logprobs_tensors
 vllm.v1.worker.gpu.input_batch: InputBatch: expanded_idx_mapping, idx_mapping_np
 """
 COUNT_BITS = 20
-"""For the number of kept words, and for a rank: vocabularies are smaller than a million."""
+"""Bits of the number of kept words and of a rank: vocabularies are smaller than a million."""
 THRESHOLD_BITS = 24
 """The first bits of a float32: of a logit of 20, all but 0.0006."""
 RANK_SHIFT = THRESHOLD_BITS + COUNT_BITS
