@@ -36,7 +36,7 @@ def correction(**choices: Any) -> Correction:
         ({"mismatch": "mask", "mismatch_low": 0.9, "mismatch_high": 1.1}, [0, 0, 1, 0, 0]),
     ],
 )
-def test_a_token_weighs_what_the_papers_say(choices: dict[str, Any], weights: list[float]) -> None:
+def test_importance_weights_match_the_papers(choices: dict[str, Any], weights: list[float]) -> None:
     found_N = correction(**choices).weights(old(), SAMPLED_N)
     torch.testing.assert_close(found_N, torch.tensor(weights, dtype=torch.float32), rtol=1e-6, atol=0)
 
@@ -65,7 +65,7 @@ def test_a_sequence_is_masked_by_the_product_of_its_tokens() -> None:
         assert metrics["importance_weight"] == pytest.approx(sum(weights) / 5)
 
 
-def test_what_lies_on_a_bound_is_kept() -> None:
+def test_ratio_on_a_bound_is_kept() -> None:
     both = Correction(kind="mask", low=0.5, high=2.0)
     ratios_N = torch.tensor([0.5, 2.0])
     sampled_N = torch.zeros(2)
@@ -85,7 +85,7 @@ def test_weights_of_huge_differences_are_finite() -> None:
     assert correction(mismatch="mask").weights(old_N, sampled_N).tolist() == [0.0, 0.0]
 
 
-def test_what_is_not_a_number_is_not_hidden_by_a_mask() -> None:
+def test_mask_does_not_hide_nan() -> None:
     for kind in ("truncate", "mask"):
         assert correction(mismatch=kind).weights(torch.tensor([math.nan]), torch.tensor([0.0])).isnan().all()
 
@@ -106,7 +106,7 @@ def test_without_known_logprobs_there_is_no_metric_or_alarm() -> None:
     assert alarm(metrics, threshold=0.1) is None
 
 
-def test_the_measure_is_what_a_person_would_count() -> None:
+def test_mismatch_equals_a_hand_computation() -> None:
     differences_N = torch.tensor([0.0, 0.0005, 0.002, 0.004, 0.02, 0.05, 0.2, 0.5, 1.0, 2.0])
     signs_N = torch.tensor([1.0, -1.0] * 5)
     sampled_N = torch.full((10,), -3.0)
@@ -136,7 +136,7 @@ def test_impossible_tokens_have_an_infinite_kl() -> None:
 @pytest.mark.parametrize(
     ("kind", "changed", "weight"), [("none", 0.0, 1.0), ("truncate", 0.2, 5.75 / 5), ("mask", 0.4, 3.5 / 5)]
 )
-def test_the_share_that_is_truncated_or_left_out_is_told(kind: str, changed: float, weight: float) -> None:
+def test_truncated_and_masked_shares_are_reported(kind: str, changed: float, weight: float) -> None:
     metrics = measure(old(), SAMPLED_N, correction(mismatch=kind)).metrics()
     assert metrics["corrected_share"] == pytest.approx(changed)
     assert metrics["importance_weight"] == pytest.approx(weight, rel=1e-6)
@@ -146,7 +146,7 @@ def test_without_a_correction_nothing_counts_as_corrected() -> None:
     assert measure(old(), SAMPLED_N, correction(mismatch="none", mismatch_high=1.5)).metrics()["corrected_share"] == 0
 
 
-def test_engines_that_agree_are_measured_as_such() -> None:
+def test_equal_engines_have_no_mismatch() -> None:
     assert measure(SAMPLED_N, SAMPLED_N, correction()).metrics() == {
         "logprob_diff_mean": 0, "logprob_diff_max": 0, "logprob_diff_histogram": (1.0, 0, 0, 0, 0, 0, 0, 0),
         "mismatch_kl": 0, "corrected_share": 0, "importance_weight": 1, "effective_share": 1,

@@ -129,7 +129,7 @@ def group_of(lengths: Sequence[int], rewards: Sequence[float]) -> Group:
         ("cispo", -(sum(r * (math.log(r) - 1) for r in (1.1, 1.5, 0.5)) - 0.9 * (math.log(0.9) - 1)) / 4),
     ],
 )
-def test_each_loss_is_what_a_person_would_work_out(loss: str, expected: float) -> None:
+def test_each_loss_equals_a_hand_computation(loss: str, expected: float) -> None:
     spec = spec_of(loss=loss)
     (batch,) = packs(samples([group_of(LENGTHS, (1, 0))], spec, max_new_tokens=10), max_tokens=100, device=CPU)
     logprobs_N, old_N = at(doubled(batch), RATIOS)
@@ -235,7 +235,7 @@ def plain(length: int) -> dict[str, Any]:
         (1.1, 1.25, -2.0, 2.2, 0.0),
     ],
 )
-def test_a_second_clip_bounds_what_a_bad_token_costs(
+def test_dual_clip_bounds_the_loss_of_bad_tokens(
     spec: LossSpec, dual: float, ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     value, (slope,) = loss_and_gradient(batch_of([advantage]), replace(spec, clip_dual=dual), [ratio])
@@ -269,7 +269,7 @@ def test_a_clipped_weight_is_a_constant_factor_of_the_logprob(ratio: float, adva
     assert slope == pytest.approx(-weight * advantage)
 
 
-def test_a_clipped_weight_counts_as_such_whatever_the_advantage() -> None:
+def test_clipped_share_ignores_the_advantages_sign() -> None:
     batch = batch_of([2.0, 2.0, -2.0, -2.0, 2.0])
     logprobs_N, old_N = at(batch, [1.1, 1.5, 1.5, 0.5, 1.4])
     shares = means(policy_loss(logprobs_N, old_N, batch, CISPO)[1])
@@ -501,14 +501,14 @@ def test_the_highest_entropies_are_the_most_uncertain_tokens(share: float, kept:
     assert found_N.nonzero().flatten().tolist() == kept
 
 
-def test_tokens_as_uncertain_as_the_last_of_them_are_kept_too() -> None:
+def test_ties_at_the_entropy_threshold_are_kept() -> None:
     assert least_entropy(tensor(0.5, 0.9, 0.5, 0.1), 0.5) == 0.5
 
 
 # Statistics
 
 
-def test_what_the_clips_left_without_a_gradient_is_counted() -> None:
+def test_tokens_clipped_to_zero_gradient_are_counted() -> None:
     batch = batch_of([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
     logprobs_N, old_N = at(batch, [1.1, 1.5, 0.5, 1.5, 0.5, 0.6])
     _, statistics = policy_loss(logprobs_N, old_N, batch, CLIPPED)

@@ -95,7 +95,7 @@ def test_turns_are_compared_by_their_returns() -> None:
     assert of_tokens("batch", *rewards)[1] == pytest.approx([-1 / 1.04**0.5] * 2 + [0] + [-1 / 1.04**0.5] * 2, rel=1e-5)
 
 
-def test_a_turn_that_no_other_completion_has_gets_no_advantage() -> None:
+def test_turn_without_a_counterpart_gets_no_advantage() -> None:
     assert of_tokens("none", [0, 0, 5], [0, 5]) == [[0.0] * 8, [0.0] * 5]
     assert not has_signal(by_turn([0, 0, 5], [0, 5]))
     assert has_signal(by_turn([0, 1], [1, 0])), "the totals are equal, the turns are not"
@@ -196,7 +196,7 @@ def test_a_sample_has_one_advantage_per_token() -> None:
     assert second.advantages == (0.5, 0.5, 0.5)
 
 
-def test_what_filters_kept_belongs_to_the_sampled_tokens() -> None:
+def test_kept_words_belong_to_the_sampled_tokens() -> None:
     kept = ((0.5, 3), (1.5, 4), (2.5, 5), (3.5, 6))
     filtered = replace(completion(4), kept=kept, sampled=(False, True, False, True))
     (other, one) = made([replace(group([0, 1], [4, 4]), completions=(completion(4), filtered))])
@@ -219,12 +219,12 @@ def test_a_tokens_weight_is_its_losses_aggregation(loss: str, weights: list[floa
 
 
 @pytest.mark.parametrize(("loss", "weight"), [("dapo", 1 / 10), ("grpo", 1 / 4), ("dr_grpo", 1 / 400)])
-def test_what_has_no_advantage_is_left_out_but_counts(loss: str, weight: float) -> None:
+def test_zero_advantage_is_dropped_but_counts_in_the_mean(loss: str, weight: float) -> None:
     (first, _) = made([group([0, 1], [1, 2]), group([3, 3], [3, 4])], loss=loss)
     assert first.weight == weight
 
 
-def test_with_a_divergence_what_has_no_advantage_stays() -> None:
+def test_zero_advantage_stays_with_a_kl_term() -> None:
     trained_samples = made([group([3, 3], [1, 2])], kl_coef=0.1)
     assert [sample.advantages for sample in trained_samples] == [(0.0,), (0.0, 0.0)]
 
@@ -249,7 +249,7 @@ def test_masked_completions_count_but_their_tokens_do_not(loss: str, weight: flo
     assert kept.advantages == pytest.approx([made([cut], loss=loss)[0].advantages[0]] * 2)  # the mean is over all
 
 
-def test_a_batch_of_nothing_but_what_was_cut_off_leaves_nothing() -> None:
+def test_batch_of_truncated_completions_leaves_no_samples() -> None:
     cut = group([0, 1], completions=(completion(2, "length"), completion(7, "abort")))
     for loss in LOSSES:
         assert made([cut], loss=loss, mask_truncated=True, kl_coef=0.1) == []

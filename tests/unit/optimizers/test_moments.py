@@ -129,7 +129,7 @@ def test_600_steps_go_where_float32_moments_go(name: str, least_cosine: float, s
     assert loss < best * 1.1
 
 
-def test_a_second_moment_forgets_gradients_that_are_gone() -> None:
+def test_second_moment_forgets_old_gradients() -> None:
     scale, kept = 10 ** (-2 * torch.rand(8, 256)), []
     for name in ("adamw", "adamw-8bit"):
         weight = torch.nn.Parameter(torch.zeros(8, 256).bfloat16())
@@ -224,6 +224,6 @@ def test_stochastic_rounding_is_right_on_average() -> None:
         assert abs(floats.double().mean().item() - value) < spacing * 4 / 1000  # the deviation is 0.5 / sqrt(1,024,000)
 
 
-def test_what_bf16_holds_is_not_changed() -> None:
+def test_bf16_values_are_unchanged() -> None:
     values = torch.randn(10, 256).bfloat16()
     assert torch.equal(stochastic_round(values.float(), bits_of(key(1), shape=(10, 256))).view(torch.bfloat16), values)

@@ -86,7 +86,7 @@ def test_streamed_gradients_are_summed_in_float32(device: str) -> None:
         assert torch.equal(mine.cpu(), theirs)
 
 
-def test_a_sum_that_was_not_used_is_forgotten_by_the_next_one() -> None:
+def test_unused_sum_is_dropped_by_the_next_one() -> None:
     ours = weights_of()
     optimizer = OffloadedAdamW(ours, lr=1e-3, streams=True)
     with optimizer.releasing():
@@ -140,7 +140,7 @@ def test_nothing_is_held_on_the_device(device: str) -> None:
         assert {tensor.device.type for tensor in optimizer._state()} == {"cpu"}
 
 
-def test_sums_that_do_not_fit_are_allocated_whole_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sum_allocation_is_retried_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = weights_of("cpu")
     optimizer = OffloadedAdamW(ours, streams=True)
     super(OffloadedAdamW, optimizer).allocate()

@@ -215,7 +215,7 @@ def _stepped(kind: str, num_updates: int) -> tuple[torch.nn.Parameter, SplitMast
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_that_torch_saved_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
+def test_state_saved_by_torch_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
     whole, _ = _stepped(kind, 5)
     weight, optimizer = _stepped(kind, 3)
     torch.save({"state": optimizer.state_dict(), "weight": weight.detach()}, tmp_path / "saved.pt")
@@ -333,7 +333,7 @@ def make_from(**choices: Any) -> InPlaceOptimizer:
     )
 
 
-def test_the_factory_makes_what_the_configuration_names() -> None:
+def test_factory_makes_the_configured_optimizer() -> None:
     for name in KINDS:
         made = make_from(optimizer=name, beta1=0.8)
         assert made.flags == f"--optimizer {name} --no-offload-optimizer"
@@ -402,13 +402,13 @@ def check(optimizer: InPlaceOptimizer, expected: BytesPerParameter) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_table_is_what_state_beside_the_weights_takes(name: OptimizerName, dtype: torch.dtype) -> None:
+def test_state_bytes_on_the_device_match_the_table(name: OptimizerName, dtype: torch.dtype) -> None:
     weights = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in MODEL_SHAPES]
     check(SplitMasterAdamW(weights, kind=KINDS[name]), BytesPerParameter.of(name, weight_bytes=dtype.itemsize))
 
 
 @pytest.mark.parametrize("release", [False, True])
-def test_the_table_is_what_state_in_host_memory_takes(release: bool) -> None:
+def test_state_bytes_in_host_memory_match_the_table(release: bool) -> None:
     weights = [nn.Parameter(torch.zeros(shape).bfloat16()) for shape in MODEL_SHAPES]
     expected = BytesPerParameter.of("adamw", offload=True, release=release)
     assert expected.gradient == (0 if release else 2)

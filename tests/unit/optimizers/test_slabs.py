@@ -24,7 +24,7 @@ def parameter(values: Tensor, gradient: Tensor) -> torch.nn.Parameter:
     return made
 
 
-def test_several_pieces_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_equal_one_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(70, 110).bfloat16(), torch.randn(3, 70, 110)
     results = []

@@ -183,7 +183,7 @@ def test_a_batch_without_boundaries_is_one_sequence_a_row() -> None:
     "choices", [{"attention_mask": torch.ones(1, 1, 3, 3)}, {"position_bias": torch.ones(3, 3)}, {"dropout": 0.1},
               {"is_causal": False}],
 )  # fmt: skip
-def test_what_it_cannot_do_is_refused_by_the_layer_s_name(choices: dict[str, Any]) -> None:
+def test_unsupported_attention_is_refused_with_the_layers_name(choices: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 3, 8)
     with pytest.raises(UnsupportedModelError, match=r"the attention of Identity needs a mask, a bias"):
         attention.attend(torch.nn.Identity(), x, x, x, **({"attention_mask": None} | choices))
@@ -258,7 +258,7 @@ def test_completions_sharing_a_prompt_equal_each_alone(family: str) -> None:
 
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("family", ["qwen2", "mistral, by a window", "gpt 2"])
-def test_the_kernel_is_told_what_completions_see(family: str) -> None:
+def test_kernel_attends_to_shared_prompts(family: str) -> None:
     model = tiny(FAMILIES[family])
     ours, expected = shared(model)
     assert_same(ours, expected, model)
@@ -348,7 +348,7 @@ def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_choice")
-def test_what_speaks_against_a_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_against_a_kernel_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = of_heads(128)
     monkeypatch.setattr(kernels, "_error", lambda _: 0.5)
     with pytest.raises(UsageError, match=r"--attention cudnn cannot be used: its error is 50.0%, expected at most 2%"):
@@ -380,7 +380,7 @@ def test_another_model_of_the_process_keeps_its_kernel(monkeypatch: pytest.Monke
     assert kernels.is_long(10**6, 128)
 
 
-def test_the_example_tells_a_right_kernel_from_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_check_detects_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(FAMILIES["qwen3"])
 
     def right(q: Tensor, k: Tensor, v: Tensor, _scale: float | None) -> Tensor:

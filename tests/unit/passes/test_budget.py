@@ -204,7 +204,7 @@ def test_float32_sums_go_before_activations_are_recomputed() -> None:
 
 
 @pytest.mark.parametrize("choices", [{"gradient_release": True, "offload_optimizer": True}, {}])
-def test_nothing_is_widened_where_sums_are_float32_anyway(choices: dict[str, Any]) -> None:
+def test_float32_sums_need_no_widening(choices: dict[str, Any]) -> None:
     trained, notes = (model().bfloat16() if choices else model()), list[str]()
     pass_budget = budget(Memory(10_100, plain=1), notes, trained, **choices)
     pass_budget.max_tokens(samples(*LARGE_BATCH))
@@ -223,7 +223,7 @@ def bf16_error(gradients: Tensor) -> float:
 
 
 @pytest.mark.parametrize("count", [2, 16, 128, 512])
-def test_the_error_of_sums_in_bf16_is_within_what_is_told(count: int) -> None:
+def test_bf16_sum_error_is_within_the_reported_bound(count: int) -> None:
     torch.manual_seed(0)
     noise, turn = torch.randn(count, 4_000), torch.linspace(-1, 1, count).sign()[:, None]
     for gradients in (noise, noise + 0.3, noise + 1, noise + turn):  # the last ones cancel: positive, then negative
@@ -256,7 +256,7 @@ def test_gradients_that_are_there_already_are_not_counted_again() -> None:
     assert budget(memory, [], trained).max_tokens(samples(300)) == 10_000
 
 
-def test_there_is_an_end_to_what_is_useful() -> None:
+def test_useful_micro_batch_size_is_bounded() -> None:
     assert budget(Memory(100_000, plain=1), []).max_tokens(samples(300)) == MOST_TOKENS
     released = budget(Memory(100_000, plain=1), [], gradient_release=True)
     assert released.max_tokens(samples(300)) > MOST_TOKENS  # an update is one pass here
@@ -317,7 +317,7 @@ def test_layers_keep_as_much_as_lets_the_longest_sample_fit(
     assert measured == ways  # decided once
 
 
-def test_what_is_kept_goes_to_the_host_only_if_the_longest_does_not_fit_and_the_host_has_the_memory(
+def test_activations_go_to_the_host_only_if_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few, long = budget(Memory(1_100, plain=1, recomputed=0.7), []), budget(Memory(1_100, plain=1, recomputed=0.7), [])
@@ -349,7 +349,7 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("offloads", [None, False])
-def test_a_run_of_chosen_size_keeps_what_its_longest_sample_wants(offloads: bool | None) -> None:
+def test_chosen_size_keeps_activations_for_the_longest_sample(offloads: bool | None) -> None:
     choices: dict[str, Any] = {
         "micro_batch_tokens": 6_000, "gradient_checkpointing": True, "activation_offload": offloads
     }  # fmt: skip
@@ -376,13 +376,13 @@ def test_activations_are_not_recomputed_if_refused() -> None:
     assert not trained.is_gradient_checkpointing
 
 
-def test_a_probe_that_does_not_fit_leads_to_recomputing() -> None:
+def test_probe_out_of_memory_leads_to_recomputing() -> None:
     trained = model()
     assert budget(Memory(1_100, plain=None, recomputed=0.1), [], trained).max_tokens(samples(300)) == 10_000
     assert trained.is_gradient_checkpointing
 
 
-def test_what_the_user_gave_needs_no_probe() -> None:
+def test_given_sizes_need_no_probe() -> None:
     memory = Memory(1, plain=1)
     assert budget(memory, [], micro_batch_tokens=777).max_tokens(samples(5_000)) == 777
     assert memory.measured == 0
@@ -420,7 +420,7 @@ def test_the_cpu_tries_a_long_sequence_with_a_warning(monkeypatch: pytest.Monkey
     assert notes[-1] == "a sequence of 300 tokens may not fit: the system may kill the process"
 
 
-def test_the_cost_on_the_cpu_is_what_autograd_keeps() -> None:
+def test_cpu_pass_cost_counts_tensors_kept_by_autograd() -> None:
     def layered(layers: int) -> PreTrainedModel:
         config = LlamaConfig(
             vocab_size=97, hidden_size=64, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=4
@@ -479,7 +479,7 @@ def test_a_budget_above_the_batch_is_halved_from_the_batch() -> None:
     assert pass_budget.max_tokens(samples(1_000, 1_000, 1_000)) == 1_500
 
 
-def test_what_the_failed_pass_held_is_free_again() -> None:
+def test_failed_pass_frees_its_memory() -> None:
     class Held:
         alive = 0
 
@@ -518,12 +518,12 @@ def test_the_probe_leaves_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(parameter.grad is None for parameter in trained.parameters())
 
 
-def test_parts_of_a_replica_take_what_fits_on_all_of_them() -> None:
+def test_tp_ranks_take_the_size_that_fits_on_all() -> None:
     pass_budget = budget(Memory(10_100, plain=1), [], parts=Beside())
     assert pass_budget.max_tokens(samples(30)) == (10_100 // 10 - 100) // 10  # less memory, and fewer tokens in it
 
 
-def test_a_part_that_runs_out_of_memory_does_not_retry_alone() -> None:
+def test_tp_rank_out_of_memory_does_not_retry_alone() -> None:
     """The other parts wait for it in the midst of a pass."""
     pass_budget = budget(Memory(1_100, plain=None, recomputed=0.1), [], parts=Beside())
     with pytest.raises(torch.OutOfMemoryError):

@@ -76,12 +76,12 @@ def _states_in_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_operations_are_those_that_torch_counts(family: str) -> None:
+def test_flops_equal_torchs_flop_counter(family: str) -> None:
     model = built(FAMILIES[family]())
     assert unmasked(Flops.of(model)) == pytest.approx(counted(model), rel=ROTARY)
 
 
-def test_head_size_is_that_of_the_largest() -> None:
+def test_head_size_is_the_largest_of_all_layers() -> None:
     assert head_size(FAMILIES["Gemma 4 (text)"]()) == 128
 
 

@@ -177,7 +177,7 @@ def test_the_proof_passes_and_is_not_repeated(model: PreTrainedModel, monkeypatc
 
 
 @torch.no_grad()
-def test_an_image_token_that_was_sampled_is_text(prepared: PreparedModel) -> None:
+def test_sampled_image_token_is_text(prepared: PreparedModel) -> None:
     """In vLLM it has the embedding of the word, since no image belongs to it."""
     model = prepared.model
     first, second, *_ = samples_of(model)
@@ -239,7 +239,7 @@ def test_too_little_memory_says_nothing_about_the_family(
             unproved.prove_images(samples_of(model))
 
 
-def test_the_proof_refuses_a_family_that_is_called_otherwise() -> None:
+def test_image_proof_refuses_a_different_signature() -> None:
     """Mistral 3 gets the grids of Qwen's kind."""
     made = model_of("Mistral 3")
     of_another = FAMILIES["Qwen3-VL"]()

@@ -412,7 +412,7 @@ def test_the_product_and_gradients_are_rounded_once(shape: tuple[int, ...], has_
         assert torch.equal(rounded.grad, right.grad.float().bfloat16())
 
 
-def test_what_is_frozen_gets_no_gradient_and_passes_one_on() -> None:
+def test_frozen_wide_linear_passes_gradients_through() -> None:
     layer = nn.Linear(8, 4, dtype=torch.bfloat16).requires_grad_(False)
     layers.widen(layer)
     rows = random(3, 8).requires_grad_()
@@ -429,7 +429,7 @@ def test_float32_is_multiplied_as_it_is() -> None:
     assert torch.equal(layer(rows), before)
 
 
-def test_a_model_keeps_its_parameters_and_what_it_computes() -> None:
+def test_preparation_keeps_parameters_and_outputs() -> None:
     model = AutoModelForCausalLM.from_config(tiny.llama(), dtype=torch.bfloat16).eval()
     tokens = torch.arange(3, 19).unsqueeze(0)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]

@@ -119,7 +119,7 @@ def test_experts_follow_their_tokens(share_prompts: bool) -> None:
     assert (batch.experts_TX == UNKNOWN).sum() == len(known) + 3, "the last tokens, and a sample without"
 
 
-def test_what_filters_kept_follows_the_rows() -> None:
+def test_kept_words_follow_the_packed_rows() -> None:
     filtered = replace(sample((1, 2, 3), 4, 5), kept=((0.5, 9), (-1.5, 2)))
     (batch,) = pack([sample((6,), 7), filtered])
     assert batch.kept is not None
@@ -153,7 +153,7 @@ def test_unsampled_tokens_have_no_row_but_are_attended_to() -> None:
     assert (packed["rows_N"], packed["targets_N"], packed["sequences_N"]) == ([1, 3, 1], [3, 5, 9], [0, 0, 1])
 
 
-def test_a_token_that_was_not_sampled_is_read_and_has_no_row() -> None:
+def test_context_tokens_have_no_row() -> None:
     spoken = Sample(
         prompt_token_ids=(1, 2),
         token_ids=(3, 4, 5, 6),
@@ -205,7 +205,7 @@ def test_no_pack_is_larger_than_asked_and_every_token_is_in_one() -> None:
     assert sum(len(batch.rows_N) for batch in batches) == sum(lengths) - len(lengths)
 
 
-def test_shorter_samples_fill_the_room_that_longer_ones_leave() -> None:
+def test_short_samples_fill_gaps_beside_long_ones() -> None:
     batches = pack([of_length(length) for length in (3, 7, 6, 4, 2, 8)], max_tokens=10)
     assert [lengths_of(batch) for batch in batches] == [[8, 2], [7, 3], [6, 4]]
 

@@ -146,7 +146,7 @@ def proven(request: pytest.FixtureRequest) -> Proven:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_in_parts_computes_what_the_whole_does(
+def test_tensor_parallel_family_equals_the_whole_model(
     family: str, proven: Proven, pytestconfig: pytest.Config
 ) -> None:
     num_parts, parts = proven
@@ -171,7 +171,7 @@ def test_a_family_in_parts_computes_what_the_whole_does(
         ("Phi-3", cut_layers, "count_own_heads", lambda *_: None, False, r"Phi3ForCausalLM cannot compute with a part"),
     ],
 )
-def test_the_proof_tells_what_is_spoiled(
+def test_proof_names_the_spoiled_parameter(
     family: str, owner: Any, name: str, spoil: Any, outputs_are_right: bool, message: str
 ) -> None:
     """Gradients that parts share, those of a block's inputs, a bias that every part adds, and all heads counted."""
@@ -298,7 +298,7 @@ def with_a_cut_head(ranks: Ranks, cap: float | None, filters: bool, compiles: bo
     ("cap", "filters", "compiles"),
     [(None, False, False), (2.0, True, False), pytest.param(2.0, True, True, marks=pytest.mark.slow)],
 )
-def test_a_head_in_parts_computes_what_the_whole_one_does(cap: float | None, filters: bool, compiles: bool) -> None:
+def test_tensor_parallel_head_equals_the_whole_head(cap: float | None, filters: bool, compiles: bool) -> None:
     for pairs in on_ranks(2, with_a_cut_head, cap, filters, compiles, limit_s=LIMIT_S):
         for actual, expected in pairs:
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -351,7 +351,7 @@ def test_a_parts_config_differs_in_its_heads_alone() -> None:
     assert heads._attn_implementation == attention.NAME
 
 
-def test_a_run_may_hold_what_is_shared_beside_what_is_not() -> None:
+def test_one_run_may_mix_shared_and_own_elements() -> None:
     """A fused parameter with one KV head: on the last part its queries, keys and values follow each other."""
     cuts = [Cut((6,), (((0, 2), (4, 2)),)), Cut((6,), (((2, 4),),))]
     (shared,) = shared_elements([{"w": cut} for cut in cuts], {"w"})

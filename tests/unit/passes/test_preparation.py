@@ -168,7 +168,7 @@ def test_experts_that_rounding_exchanges_are_not_refused(monkeypatch: pytest.Mon
         noted(mixture())
 
 
-def test_experts_that_are_given_hide_no_mixed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_experts_do_not_hide_mixed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mixture()
 
     def as_one(prepared: PreparedModel, tokens_T: Tensor, _: Tensor, __: Any, experts_TX: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ def without_window(call: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         config.sliding_window = window
 
 
-def test_windows_that_layers_hold_are_put_back_too() -> None:
+def test_windows_stored_in_layers_are_restored() -> None:
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=48)).eval()
     held = [layer.self_attn.sliding_window for layer in model.model.layers]
@@ -331,7 +331,7 @@ def test_gradient_hooks_run_once_per_parameter(
 
 
 @pytest.mark.parametrize("offloads", [None, True])
-def test_no_backward_pass_is_compiled_before_it_is_known_what_offloaded_layers_keep(
+def test_backward_is_compiled_after_offloading_is_decided(
     offloads: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.compiler.reset()  # what another test compiled would be used again
@@ -454,7 +454,7 @@ def test_compiled_recomputed_layers_keep_only_inputs(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernel")
-def test_a_layer_that_is_no_single_graph_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_with_graph_breaks_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "eager")
     torch._dynamo.reset()
     expected, model = gradients(PreparedModel(llama())), llama()
@@ -537,7 +537,7 @@ def test_layers_with_numbers_of_their_own_share_their_code(monkeypatch: pytest.M
     assert counters["frames"] == {"total": 4, "ok": 4}, "packed and with shared prompts, with and without gradients"
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_with_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompilable_layers_run_eagerly_with_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no compiler here\nat all")
 

@@ -133,7 +133,7 @@ def test_released_a_model_computes_as_before(kind: str, monkeypatch: pytest.Monk
     assert (prepared.replay, prepared.kept, prepared.shares_prompts) == (None, ALL, False)
 
 
-def test_each_kind_of_preparation_is_one_that_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_preparation_changes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing would have been released."""
     monkeypatch.setattr(layers, "bf16_is_emulated", lambda: True)
     assert prepared_by(llama(), gradient_checkpointing=True).model.is_gradient_checkpointing
@@ -147,7 +147,7 @@ def test_each_kind_of_preparation_is_one_that_shows(monkeypatch: pytest.MonkeyPa
     assert rates.model.layers[0].training
 
 
-def test_what_was_chosen_later_is_released_too() -> None:
+def test_later_choices_are_released_too() -> None:
     """A run's budget lets layers keep less, and a caller adds hooks."""
     model = llama()
     before, expected = held(model), computed(model)
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], type[Bri
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_a_model_that_is_refused_is_left_as_it_was(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_model_is_left_unchanged(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "bf16_is_emulated", lambda: True)
     make, choices, error = REFUSED[reason]
     model = make()

@@ -133,7 +133,7 @@ def on_gpu(name: str) -> Any:
     return tensor
 
 
-def test_what_is_on_the_gpu_does_not_depend_on_how_far_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_is_independent_of_host_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is taken and freed in the order of the stream that computes, never by `record_stream`."""
     cuda, inside, tensors = MagicMock(), list[bool](), [on_gpu(str(number)) for number in range(6)]
     computing = cuda.current_stream.return_value
@@ -163,7 +163,7 @@ def test_what_is_on_the_gpu_does_not_depend_on_how_far_the_host_is_ahead(monkeyp
 @pytest.mark.parametrize(
     "kept", [torch.ones(4, 6)[:, :3], torch.ones(4, 1).expand(4, 3), torch.ones(6, 4)[:3].T, torch.ones(4, 3).T]
 )
-def test_what_comes_back_lies_in_memory_as_before(kept: Tensor) -> None:
+def test_offloaded_tensors_keep_their_strides(kept: Tensor) -> None:
     """Compiled code counts on it."""
     keeper = offload._Kept(set(), kept.numel(), kept.dtype)
     back = keeper.unpack(keeper.pack(kept))

@@ -69,7 +69,7 @@ def test_packed_states_are_those_of_each_sequence(family: str, form: Callable[[P
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_state_that_leaks_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaked_recurrent_state_is_detected(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def leaking(module: nn.Module, hidden_states: Tensor, *args: Any, cu_seq_lens_q: Tensor, **others: Any) -> Any:
         return type(module).forward(module, hidden_states, *args, **others)
 

@@ -316,7 +316,7 @@ WAYS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_choice_is_what_topk_returns_however_it_is_written(way: str, compiles: bool) -> None:
+def test_replay_finds_topk_in_any_spelling(way: str, compiles: bool) -> None:
     def both(scores: Tensor) -> tuple[Any, Any]:
         with routing.Replay(block):
             of_experts = WAYS[way](scores)
@@ -336,7 +336,7 @@ def test_a_choice_is_what_topk_returns_however_it_is_written(way: str, compiles:
     assert of_tokens.indices.equal(scores.topk(NUM_CHOSEN, dim=0).indices), "no choice among experts"
 
 
-def test_routers_that_read_a_choice_by_name_take_given_experts() -> None:
+def test_routers_reading_named_choices_take_given_experts() -> None:
     latent = {"q_lora_rank": 16, "head_dim": 16, "partial_rotary_factor": 0.5, "o_groups": 2, "o_lora_rank": 8}
     kinds = {"mlp_layer_types": ["moe", "moe"], "layer_types": ["sliding_attention", "sliding_attention"]}
     config = DeepseekV4Config(**ROUTED | latent | kinds | {"num_key_value_heads": 1})
@@ -348,14 +348,14 @@ def test_routers_that_read_a_choice_by_name_take_given_experts() -> None:
     assert "forward" not in vars(model.get_decoder().layers[1].mlp)
 
 
-def test_a_model_that_is_called_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_with_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(FAMILIES["mixtral"])
     monkeypatch.setattr(model, "get_decoder", lambda: model)  # as Llama 4 does: it returns no hidden states
     with pytest.raises(UnsupportedModelError, match="cannot be called like other language models: AttributeError"):
         RouterReplay.of(model)
 
 
-def test_a_replay_that_could_not_be_tried_leaves_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_replay_trial_leaves_the_routers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is short, say, and the caller tries again."""
 
     def too_large(_: PreTrainedModel) -> Tensor:

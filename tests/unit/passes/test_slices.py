@@ -189,7 +189,7 @@ def refused(ranks: Ranks, config: PreTrainedConfig) -> None:
     cut_model_of(config, ranks)
 
 
-def test_what_cannot_be_cut_is_refused_by_name() -> None:
+def test_uncuttable_layers_are_refused_by_name() -> None:
     hybrid = Qwen3NextConfig(**SIZES, num_experts=0, layer_types=["linear_attention", "full_attention"])
     for error in on_ranks(2, refused, hybrid, cp_size=2):
         assert "carries a state from token to token" in str(error)
@@ -277,7 +277,7 @@ def lost_inside(ranks: Ranks) -> None:
     ranks.run_on_all(compute)
 
 
-def test_a_rank_that_is_out_of_memory_inside_a_pass_ends_all() -> None:
+def test_out_of_memory_on_one_rank_ends_all() -> None:
     for error in on_ranks(2, lost_inside, cp_size=2):
         assert isinstance(error, RankError)
         assert "out of memory: made up" in error.message or "stopped in a pass" in error.message

@@ -66,7 +66,7 @@ def test_an_unknown_kind_of_value_is_refused_where_it_is_sent() -> None:
         b'{"bridge.nowhere:A": {}}', b'{"bridge.types:Group": {}}', b'{"tensor": ["os", [1], ""]}',
     ],
 )  # fmt: skip
-def test_a_message_that_no_rank_sends_is_refused(message: bytes) -> None:
+def test_message_of_unknown_kind_is_refused(message: bytes) -> None:
     with pytest.raises(RankError, match="cannot be read"):
         messages.loads(message)
 

@@ -128,7 +128,7 @@ def stepped(ranks: Ranks, name: str, dtype: torch.dtype, size: int) -> dict[str,
 
 @pytest.mark.parametrize("name", [*KINDS, OFFLOADED])
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)])
-def test_a_shared_step_is_that_of_one_process_to_the_bit(name: str, size: int, dtype: torch.dtype) -> None:
+def test_sharded_step_equals_one_process_bit_for_bit(name: str, size: int, dtype: torch.dtype) -> None:
     results = on_ranks(size, stepped, name, dtype, size)
     whole = stepped(ALONE, name, dtype, size)
     for mine in results:
@@ -240,7 +240,7 @@ def test_ranks_of_different_parts_are_refused_at_once(monkeypatch: pytest.Monkey
     assert refused[0].message == "the hosts differ in --tensor-parallel-size: 1 and 2"
 
 
-def test_an_optimizer_that_adds_up_no_gradients_is_refused() -> None:
+def test_optimizer_without_gradient_sums_is_refused() -> None:
     def step(ranks: Ranks) -> None:
         updated(base(), made_by(base(seed=8)), make_optimizer=Descent, ranks=ranks)
 
@@ -248,7 +248,7 @@ def test_an_optimizer_that_adds_up_no_gradients_is_refused() -> None:
     assert all("Descent adds up no gradients: several ranks" in error.message for error in refused), refused
 
 
-def test_what_ranks_gathered_of_a_state_is_not_kept() -> None:
+def test_gathered_state_is_not_kept() -> None:
     assert on_ranks(2, read_once) == [(True, True)] * 2
 
 
@@ -313,7 +313,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_undone(who: int) -> None:
     assert outcomes[1 - who] == ["act", "undo", "UsageError: no"]
 
 
-def test_an_interrupt_and_a_bug_end_all_ranks_too() -> None:
+def test_interrupt_or_bug_ends_all_ranks() -> None:
     assert [one[-1] for one in on_ranks(2, fails, 1, KeyboardInterrupt())] == ["KeyboardInterrupt: "] * 2
     first, second = on_ranks(2, fails, 1, ZeroDivisionError("1 / 0"))
     assert second == ["act", "ZeroDivisionError: 1 / 0"]
@@ -329,7 +329,7 @@ def ends(ranks: Ranks, who: int) -> str:
     return met.value.message
 
 
-def test_a_rank_that_is_gone_ends_the_others_at_once() -> None:
+def test_lost_rank_ends_the_others_at_once() -> None:
     first, second = on_ranks(2, ends, 1)
     assert "lost another rank" in first
     assert isinstance(second, EOFError)
@@ -358,7 +358,7 @@ def test_a_failed_rank_ends_anothers_long_wait_with_its_reason() -> None:
     assert on_ranks(2, starts_long, False) == ["no", "no"]
 
 
-def test_a_rank_that_exited_ends_anothers_long_wait() -> None:
+def test_exited_rank_ends_a_long_wait() -> None:
     first, _ = on_ranks(2, starts_long, True)
     assert "lost another rank" in first
 
@@ -496,7 +496,7 @@ def learnt_from(before: dict[str, Tensor], groups: Sequence[Group], choices: dic
 @pytest.mark.parametrize(
     ("size", "choices"), [(2, {}), (3, RELEASED), (2, {"optimizer": "adamw-4bit", "top_entropy": 0.3, **RELEASED})]
 )
-def test_ranks_measure_what_one_process_does(groups: list[Group], size: int, choices: dict[str, Any]) -> None:
+def test_metrics_of_ranks_equal_one_process(groups: list[Group], size: int, choices: dict[str, Any]) -> None:
     """Each step is compared from equal weights: only the order of float32 additions differs.
 
     A sum of n terms is off by less than n * 2^-24 of their sizes. A loss or a mean has a term for each of about 50
@@ -614,7 +614,7 @@ def loses(ranks: Ranks, groups: Sequence[Group], who: int, how: str) -> tuple[Ba
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_no_rank_is_updated_by_a_loss_that_is_no_number_on_one(groups: list[Group], who: int) -> None:
+def test_nan_loss_on_one_rank_updates_no_rank(groups: list[Group], who: int) -> None:
     for learnt, has_moved in on_ranks(2, loses, groups, who, "no number"):
         assert (learnt["updates"], learnt["skipped_updates"], has_moved) == (0, 1, False)
 
@@ -644,7 +644,7 @@ def out_of_memory(_: object) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_does_not_fit_on_one_rank_ends_the_step_on_all(groups: list[Group], who: int) -> None:
+def test_out_of_memory_on_one_rank_ends_the_step_on_all(groups: list[Group], who: int) -> None:
     assert on_ranks(2, runs_out, groups, who) == [[], []]
 
 
@@ -736,7 +736,7 @@ def test_ranks_cannot_be_reached_from_another_host() -> None:
         assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups_of_torch, "RENDEZVOUS_LIMIT_S", 0.2)
     listener, cpu = socket.create_server(("127.0.0.1", 0)), torch.device("cpu")
     with pytest.raises(RankError, match="ended before it was ready"):

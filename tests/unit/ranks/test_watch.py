@@ -101,7 +101,7 @@ def stops(ranks: Ranks, who: int, what: str) -> str:
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("what", ["tensor", "object"])
-def test_a_rank_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, who: int, what: str) -> None:
+def test_stopped_rank_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, who: int, what: str) -> None:
     monkeypatch.setattr(watch, "BEAT_S", 0.2)
     monkeypatch.setattr(watch, "SILENT_LIMIT_S", 2.0)
     message = on_ranks(2, stops, who, what, limit_s=30)[1 - who]

@@ -39,7 +39,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, problem: Any, **template: Any) -
         [{"role": "user", "content": "<tool_response>\n5\n</tool_response>"}],
     ],
 )
-def test_messages_that_come_out_are_encoded(tmp_path: Path, name: str, messages: Any) -> None:
+def test_messages_present_in_the_template_are_encoded(tmp_path: Path, name: str, messages: Any) -> None:
     tokenizer = chat.tokenizer(tmp_path, name)
     text = text_of(tokenizer, {"prompt": messages})
     assert messages[-1]["content"] in text
@@ -94,9 +94,7 @@ def test_dropped_turns_of_the_assistant_are_noted(tmp_path: Path, monkeypatch: p
         ({"content": "It is 5.", "name": "Ann", "thinking": "I add."}, "does not see name, thinking of messages"),
     ],
 )
-def test_what_a_template_leaves_out_of_a_turn_is_noted(
-    tmp_path: Path, name: str, extra: dict[str, str], words: str
-) -> None:
+def test_parts_a_template_drops_are_noted(tmp_path: Path, name: str, extra: dict[str, str], words: str) -> None:
     tokenizer = chat.tokenizer(tmp_path, name)
     problem: Any = {"prompt": [USER, {"role": "assistant", **extra}, USER]}
     lines = [*chat_template.remarks(tokenizer, [problem], {})]
@@ -317,7 +315,7 @@ def adding(tokenizer: Any, form: str) -> Any:
 
 @pytest.mark.parametrize("text", ["2+3=", "<s>2+3=", "<s><|start_header_id|>user", "2+3=<|eot_id|>"])
 @pytest.mark.parametrize("form", ["<s> $A", "<s> $A <|eot_id|>", "$A <|eot_id|>", "$A"])
-def test_a_text_begins_once_and_goes_on(llama: PreTrainedTokenizerBase, form: str, text: str) -> None:
+def test_bos_is_added_once(llama: PreTrainedTokenizerBase, form: str, text: str) -> None:
     tokenizer = adding(llama, form)
     expected = text if text.startswith("<s>") or "<s>" not in form else f"<s>{text}"
     assert tokenizer.decode(begun(tokenizer, text)) == expected

@@ -23,7 +23,7 @@ def test_every_group_arrives_whole_and_is_measured() -> None:
     assert "CPU ms" in rollouts.table([row])
 
 
-def test_memory_that_rises_is_told_from_memory_that_has_spikes() -> None:
+def test_rising_memory_is_distinguished_from_spikes() -> None:
     memory = rollouts.Memory(every=1)
     memory.mib = [100.0] * 10 + [200.0] * 4 + [999.0] + [200.0] * 10 + [999.0] + [200.0] * 4 + [300.0] * 10
     assert memory.growth_mib() == 0

@@ -37,7 +37,7 @@ async def nothing() -> None:
     await asyncio.sleep(0)
 
 
-def test_an_interrupt_that_loses_the_wake_up_call_is_raised() -> None:
+def test_interrupt_with_lost_wake_up_is_raised() -> None:
     loop = EventLoop()
     calls = Interrupted()
     loop._calls = calls
@@ -51,7 +51,7 @@ def test_an_interrupt_that_loses_the_wake_up_call_is_raised() -> None:
     loop.close(nothing())
 
 
-def test_an_interrupt_that_loses_a_call_cancels_its_waiter() -> None:
+def test_interrupt_with_lost_call_cancels_its_waiter() -> None:
     loop = EventLoop()
     loop._calls = Interrupted()
     made: list[str] = []
@@ -125,7 +125,7 @@ def test_an_interrupt_at_any_moment_of_the_first_call_is_raised() -> None:
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # before anything is closed
 @pytest.mark.timeout(60)
-def test_an_interrupt_at_any_moment_of_closing_leaves_nothing_half_closed() -> None:
+def test_interrupt_during_close_leaves_nothing_half_closed() -> None:
     for number in itertools.count():
         loop, presses, ended = EventLoop(), Presses(number), list[str]()
 

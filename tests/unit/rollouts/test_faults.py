@@ -109,7 +109,7 @@ FAULTS: dict[str, Callable[[HttpRequest], Reaction]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_that_passes_costs_a_retry_and_no_sample(fault: str) -> None:
+def test_transient_fault_costs_a_retry_and_no_sample(fault: str) -> None:
     with faulty(at_first(1, FAULTS[fault])) as server, sampler() as ours:
         assert sample(ours, server) == EXPECTED
         assert ours.num_retries == len(PROMPTS)
@@ -142,7 +142,7 @@ def error_of(script: Script, **choices: Any) -> tuple[BridgeError, FaultyServer]
 
 
 @pytest.mark.parametrize(("max_retries", "words"), [(0, "tried once"), (1, "tried 2 times"), (4, "tried 5 times")])
-def test_a_server_that_stays_unwell_ends_with_its_message(max_retries: int, words: str) -> None:
+def test_persistent_server_error_ends_with_its_message(max_retries: int, words: str) -> None:
     error, server = error_of(always(FAULTS["500"]), max_retries=max_retries)
     assert type(error) is ServerUnreachableError
     assert f"answered 500: EngineDead; {words}" in error.message
@@ -154,7 +154,7 @@ def test_a_server_that_stays_unwell_ends_with_its_message(max_retries: int, word
     [("too few", "requested 3 completions, got 2"), ("too many", "requested 3 completions, got 4"),
      ("one twice", "requested 3 completions, got those numbered 0, 1, 1"), ("no JSON", "answered nonsense")],
 )  # fmt: skip
-def test_who_answers_nonsense_twice_means_it(fault: str, words: str) -> None:
+def test_second_invalid_answer_ends_the_run(fault: str, words: str) -> None:
     error, server = error_of(always(FAULTS[fault]))
     assert type(error) is ServerUnreachableError
     assert words in error.message
@@ -163,7 +163,7 @@ def test_who_answers_nonsense_twice_means_it(fault: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422, 501])
-def test_what_would_be_refused_again_is_asked_once(status: int) -> None:
+def test_permanent_refusal_is_not_retried(status: int) -> None:
     _, server = error_of(always(lambda _: as_json({"error": {"message": "no"}}, status)))
     assert len(server.completions) == 1
 
@@ -200,7 +200,7 @@ def test_an_endless_answer_is_limited_like_a_missing_one() -> None:
     assert "no answer within 2 s" in error.message
 
 
-def test_a_server_that_is_gone_is_told_within_seconds() -> None:
+def test_lost_server_is_reported_within_seconds() -> None:
     waits = Waits()
     with sampler(sleep=waits) as ours:
         with faulty(react) as server:
@@ -212,7 +212,7 @@ def test_a_server_that_is_gone_is_told_within_seconds() -> None:
     assert sum(waits) < 8
 
 
-def test_an_address_that_is_none_is_told_at_once() -> None:
+def test_invalid_address_is_reported_at_once() -> None:
     with sampler() as ours, pytest.raises(ServerUnreachableError, match="tried once"):
         ours.sample([Endpoint(url="gopher://here")], PROMPTS, num_samples=1, seed=0)
 
@@ -340,7 +340,7 @@ def test_an_idle_connection_closed_by_the_server_costs_nothing() -> None:
         assert ours.num_retries == 0
 
 
-def test_no_more_requests_are_under_way_than_may_be() -> None:
+def test_in_flight_requests_respect_the_limit() -> None:
     lock, running, most = threading.Lock(), 0, 0
     both = threading.Barrier(2)
 
@@ -428,7 +428,7 @@ class EnoughError(Exception):
     """Raised by a caller that stops early."""
 
 
-def test_a_caller_who_stops_leaves_no_request_running() -> None:
+def test_cancelled_caller_leaves_no_request() -> None:
     def script(request: HttpRequest) -> Reaction:
         return react(request) if request.method == "GET" or len(request.body["prompt"]) == 1 else Hang()
 
@@ -512,7 +512,7 @@ def test_tasks_run_on_while_the_caller_computes() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_call_is_made_in_the_thread_that_waits() -> None:
+def test_calls_run_in_the_waiting_thread() -> None:
     async def called(call: Callable[[], Any]) -> Any:
         assert threading.current_thread() is not threading.main_thread()
         return await ours.loop.call_here(call)
@@ -543,7 +543,7 @@ def test_an_interrupt_while_it_waits_to_try_again_acts_at_once() -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_second_interrupt_ends_what_the_first_one_could_not() -> None:
+def test_second_interrupt_ends_a_stuck_call() -> None:
     async def stubborn() -> None:
         try:
             interrupt(signal.SIGINT)
@@ -556,7 +556,7 @@ def test_a_second_interrupt_ends_what_the_first_one_could_not() -> None:
         ours.loop.run(stubborn())
 
 
-def test_an_interrupt_that_is_held_back_waits_for_the_end() -> None:
+def test_deferred_interrupt_waits_for_the_end() -> None:
     def script(request: HttpRequest) -> Answer:
         if len(server.completions) == 1:
             interrupt(signal.SIGINT)
@@ -613,7 +613,7 @@ def test_a_prompt_that_is_rejected_costs_its_group() -> None:
     assert (group.completions, len(group.unscored)) == ((), 2)
 
 
-def test_a_request_that_no_prompt_would_pass_ends_the_run() -> None:
+def test_request_refused_for_every_prompt_ends_the_run() -> None:
     with faulty(too_long) as server, sampler(top_k=5) as ours, pytest.raises(UsageError) as refused:
         group_of(server, ours)
     assert re.search("^--top-k 5 needs a server that reports [^']*$", refused.value.message)
@@ -688,7 +688,7 @@ def test_when_all_servers_rest_the_first_back_is_used() -> None:
     assert [next_of(servers) for _ in range(2)] == [one, one]
 
 
-def test_a_group_that_was_taken_and_dropped_is_gone_from_memory() -> None:
+def test_dropped_group_is_freed() -> None:
     taken = list[weakref.ref[Completion]]()
 
     async def take(_: int, group: tuple[Completion, ...]) -> None:

@@ -25,7 +25,7 @@ def test_a_default_that_fits_stays(longest: int | None) -> None:
     assert fitted(longest) == (256, [])
 
 
-def test_a_choice_stays_what_it_is_or_is_refused() -> None:
+def test_given_choice_is_kept_or_refused() -> None:
     assert fitted(256, max_new_tokens=255) == (255, [])
     for typed in (256, 300):  # the first is also the default
         with pytest.raises(UsageError, match=f"--max-new-tokens {typed} leaves no room for a prompt") as caught:

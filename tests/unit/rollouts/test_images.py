@@ -212,7 +212,7 @@ def test_turn_without_content_may_stand_beside_images(model: Path, tmp_path: Pat
         assert AutoTokenizer.from_pretrained(model).decode(prompt).endswith("q;assistant:;user:r;")
 
 
-def test_what_does_not_fit_is_refused(model: Path, tmp_path: Path, processor: Processor) -> None:
+def test_misfitting_image_inputs_are_refused(model: Path, tmp_path: Path, processor: Processor) -> None:
     path = file(tmp_path, "a.png")
     none = refusal(model, "what?", path)
     assert "has 0 places for images, expected 1, for " in none.message

@@ -126,7 +126,7 @@ class Exhausted:
 
 
 @pytest.mark.parametrize("size", [0, 2])
-def test_a_pass_without_problems_is_no_endless_search(size: int) -> None:
+def test_empty_epoch_does_not_loop_forever(size: int) -> None:
     problems = endless(Exhausted(size), 0)
     assert len(list(islice(problems, size))) == size
     with pytest.raises(RewardError, match=f"pass {1 + bool(size)} over the environment's problems yielded none"):

@@ -208,7 +208,7 @@ def test_the_version_of_a_token_is_never_guessed(header: str, version: int | Non
 
 
 @pytest.mark.parametrize("reason", get_args(FinishReason))
-def test_every_reason_that_vllm_gives_is_taken(reason: str) -> None:
+def test_every_finish_reason_of_vllm_is_accepted(reason: str) -> None:
     with serving(bent_choice(finish_reason=reason)) as server:
         groups = sampled(Endpoint(url=server.url))
     assert groups[0][1].finish_reason == reason
@@ -233,7 +233,7 @@ def test_every_reason_that_vllm_gives_is_taken(reason: str) -> None:
         {"logprobs": {"token_logprobs": [float("-inf"), -1.0, -1.0]}},
     ],
 )
-def test_a_choice_that_does_not_fit_is_the_servers_fault(changes: dict[str, Any]) -> None:
+def test_misfitting_choice_is_a_server_error(changes: dict[str, Any]) -> None:
     assert type(error_of(bent_choice(**changes))) is ServerUnreachableError
 
 
@@ -284,14 +284,14 @@ def test_token_ids_written_as_text_need_no_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("text", "ids", "number"), [("bad", (), "no tokens"), ("\ufffd", (7, 8, 9), "3 tokens"), ("token_id:x", (), "no")]
 )
-def test_a_text_that_stands_for_no_token_or_several_is_named(text: str, ids: tuple[int, ...], number: str) -> None:
+def test_text_without_a_single_token_is_named(text: str, ids: tuple[int, ...], number: str) -> None:
     with pytest.raises(UsageError) as caught:
         told_by_text(lambda _: text, lambda _: ids)
     assert f"{text!r} is the text of {number}" in caught.value.message
     assert "return_token_ids" in caught.value.hint
 
 
-def test_tokens_told_by_text_are_of_no_use_without_a_vocabulary() -> None:
+def test_tokens_as_text_need_a_vocabulary() -> None:
     with pytest.raises(UsageError, match="returns no token ids"):
         told_by_text(chr)
 
@@ -322,7 +322,7 @@ def test_nan_weights_of_a_stock_server_are_suspected() -> None:
     assert "are its weights NaN?" in error.message
 
 
-def test_what_a_server_lacks_is_known_once_it_has_sampled() -> None:
+def test_missing_capabilities_are_known_after_sampling() -> None:
     with serving(openai()) as server, sampler() as ours:
         assert ours.lacks == ()
         ours.sample([Endpoint(url=server.url)], PROMPTS, num_samples=1, seed=0)
@@ -343,7 +343,7 @@ def test_filters_need_a_server_that_reports_what_they_kept(answers: Answers) -> 
     assert "bridge serve-vllm" in error.hint
 
 
-def test_filters_are_sent_where_what_they_kept_comes_back() -> None:
+def test_filters_are_sent_to_servers_that_report_kept_words() -> None:
     def bend(document: dict[str, Any], _: HttpRequest) -> dict[str, Any]:
         for choice in document["choices"]:
             choice["kept"] = [[0.5, 3], [-1.5, 4], [2.5, 5]]
@@ -412,7 +412,7 @@ TOO_LONG = "This model's maximum context length is 256 tokens. However, you requ
 
 @pytest.mark.parametrize("document", [{"error": {"message": TOO_LONG, "code": 400}}, {"message": TOO_LONG}])
 @pytest.mark.parametrize("status", [400, 422])
-def test_a_prompt_that_is_too_long_is_the_users_to_mend(document: dict[str, Any], status: int) -> None:
+def test_too_long_prompt_is_a_usage_error(document: dict[str, Any], status: int) -> None:
     error = error_of(openai(lambda *_: as_json(document, status)))
     assert type(error) is RejectedRequestError
     assert "maximum context length is 256 tokens" in error.message
@@ -431,7 +431,7 @@ BAD: dict[str, Bend] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_server_that_is_unwell_is_unreachable(kind: str) -> None:
+def test_unhealthy_server_is_unreachable(kind: str) -> None:
     assert type(error_of(openai(BAD[kind]))) is ServerUnreachableError
 
 
@@ -440,7 +440,7 @@ def test_the_servers_words_are_in_the_error() -> None:
 
 
 @pytest.mark.parametrize("body", ["[]", "{}", '{"data": []}', '{"data": [{}]}', "<html>"])
-def test_a_list_of_models_that_is_none_is_unreachable(body: str) -> None:
+def test_invalid_model_list_is_unreachable(body: str) -> None:
     assert type(error_of(lambda _: Answer(body))) is ServerUnreachableError
 
 
@@ -454,7 +454,7 @@ def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("longest", "limit_s"), [(None, 30), (4_096, 30), (65_536, 480)])
-def test_a_long_completion_has_as_much_time_for_each_of_its_tokens(longest: int | None, limit_s: float) -> None:
+def test_time_limit_scales_with_completion_length(longest: int | None, limit_s: float) -> None:
     assert SamplingConfig(max_new_tokens=longest, request_timeout_s=30).answer_limit_s == limit_s
 
 

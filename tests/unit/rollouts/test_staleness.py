@@ -69,7 +69,7 @@ def test_no_group_is_trained_on_late_twice_or_never(seed: int) -> None:
     assert waited > 0
 
 
-def test_groups_that_began_at_once_are_taken_in_their_order() -> None:
+def test_groups_started_together_are_taken_in_order() -> None:
     groups = [Fake(number, 1, is_sampled=number != 1, in_order=True) for number in range(6)]
     later = Fake(6, 1, is_sampled=True)  # when there was room again
     given: Any = [later, *groups]
@@ -216,7 +216,7 @@ def test_every_problem_is_used_once_over_many_steps(model: Path, max_staleness: 
         assert len(set(ours.seeds)) == len(ours.seeds)
 
 
-def test_a_server_that_dies_costs_only_what_was_in_flight(model: Path) -> None:
+def test_lost_server_costs_only_in_flight_groups(model: Path) -> None:
     dead, answered = threading.Event(), list[HttpRequest]()
 
     def bend(document: dict[str, Any], request: HttpRequest) -> Any:

@@ -315,7 +315,7 @@ def test_a_vllm_that_is_gone_or_unwell_is_unreachable(call: str, answer: Answer 
 
 
 @pytest.mark.parametrize("body", ["<html>", "{}", '{"data": []}', '{"data": [{"name": "m"}]}'])
-def test_a_list_of_models_that_is_none_is_unreachable(body: str) -> None:
+def test_invalid_model_list_is_unreachable(body: str) -> None:
     with (
         serving(lambda _: Answer(body)) as server,
         VllmClient(server.url) as client,

@@ -133,7 +133,7 @@ def test_saving_and_loading_keeps_every_bit(tmp_path: Path, dtype: torch.dtype, 
     assert [m.lora_b.data_ptr() for m in adapter.modules.values()] == addresses
 
 
-def test_what_is_saved_names_the_model_and_plain_lora(tmp_path: Path) -> None:
+def test_saved_adapter_names_its_base_and_plain_lora(tmp_path: Path) -> None:
     folder = saved(put_in(base()), tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (8, 16.0, "tiny")
@@ -141,7 +141,7 @@ def test_what_is_saved_names_the_model_and_plain_lora(tmp_path: Path) -> None:
     assert config["bias"] == "none"
 
 
-def test_saving_and_loading_ask_nobody_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_and_loading_do_not_contact_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_if_called(*_: Any, **__: Any) -> bool:
         raise AssertionError("the hub was contacted")
 
@@ -284,7 +284,7 @@ def test_an_adapter_of_the_head_is_refused(wanted: str, tied: bool) -> None:
     assert "lm_head" not in caught.value.hint
 
 
-def test_what_peft_cannot_adapt_is_refused() -> None:
+def test_modules_peft_cannot_adapt_are_refused() -> None:
     """As the layers of the expert of every token in Qwen3-Next: PEFT takes their names for those of stacked experts."""
     model = AutoModelForCausalLM.from_config(FAMILIES["Qwen3-Next"]())
     with pytest.raises(UsageError, match="--lora-target-modules q_proj,gate_proj: "):

@@ -91,7 +91,7 @@ def test_a_step_writes_to_the_server_but_not_its_padding(server: ToyServer) -> N
     assert attached.unshared_parameters() == []
 
 
-def test_what_the_server_writes_the_model_computes_with(server: ToyServer) -> None:
+def test_model_computes_with_the_servers_writes(server: ToyServer) -> None:
     attached = attach(server.manifest)
     before = logits(attached.model)
     server.tensors["model.norm.weight"].fill_(2.0)
@@ -153,7 +153,7 @@ def test_a_parameter_beyond_its_storage_is_refused(llama: ToyServer, offset: int
     assert llama.tensors[QKV].untyped_storage().nbytes() == size
 
 
-def test_a_parameter_that_ends_one_element_too_late_is_refused(llama: ToyServer) -> None:
+def test_view_beyond_its_allocation_is_refused(llama: ToyServer) -> None:
     *_, last = llama.manifest.shards[0].ipc_handles
     handle = llama.manifest.shards[0].ipc_handles[last]
     fits = (handle.storage_size // 2) - llama.tensors[last].numel()
@@ -209,7 +209,7 @@ def test_a_model_of_another_family_is_refused(llama: ToyServer, tmp_path: Path) 
     assert "lm_head.weight" in refused(llama.edited(model=str(tmp_path / "other")), UnsupportedModelError)
 
 
-def test_a_model_that_is_gone_is_refused(llama: ToyServer) -> None:
+def test_missing_model_folder_is_refused(llama: ToyServer) -> None:
     assert "/nowhere" in refused(llama.edited(model="/nowhere/at/all"), UsageError)
 
 
@@ -233,7 +233,7 @@ def test_a_manifest_of_another_kind_of_server_is_refused(llama: ToyServer, chang
     refused(llama.edited(**changes), ManifestError)
 
 
-def test_a_gpu_that_this_process_does_not_see_is_refused(llama: ToyServer) -> None:
+def test_invisible_gpu_is_refused(llama: ToyServer) -> None:
     assert "GPU-none" in refused(llama.edited(gpu_uuid="GPU-none"))
 
 

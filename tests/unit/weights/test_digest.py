@@ -24,7 +24,7 @@ def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_single_bit_counts_whatever_the_type(dtype: torch.dtype) -> None:
+def test_digest_depends_on_every_bit_of_every_dtype(dtype: torch.dtype) -> None:
     tensor = sample(dtype, 4, 3)
     before = digest(tensor)
     assert len(before) == 16

@@ -87,7 +87,7 @@ def test_no_tensor_of_the_size_of_the_weights_is_kept() -> None:
     assert 0 < max(kept) < experts.down_proj.numel()  # type: ignore[operator]
 
 
-def test_a_new_adapter_changes_nothing_and_a_filled_one_can_be_switched_off() -> None:
+def test_new_adapter_is_neutral_and_can_be_disabled() -> None:
     model, alone = base(), base()
     without = alone(IDS).logits
     adapter = put_in(model, lora_target_modules=BOTH)
@@ -187,6 +187,6 @@ def test_experts_without_weights_beside_others_are_refused() -> None:
 @pytest.mark.parametrize(
     ("choices", "reason"), [({"lora_dropout": 0.1}, "with dropout"), ({"lora_r": 4}, "a rank that 8 divides")]
 )
-def test_choices_that_experts_cannot_have_are_refused(choices: dict[str, Any], reason: str) -> None:
+def test_lora_options_unsupported_for_experts_are_refused(choices: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         put_in(base(), lora_target_modules=BOTH, **choices)

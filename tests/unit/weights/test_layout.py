@@ -222,13 +222,13 @@ OWN, WHOLE = meta(6, 4), meta(12, 4)
         ([part(OWN[:3], WHOLE[:3]), part(OWN[3:, :2], WHOLE[3:6, :2]), part(OWN[3:, 2:], WHOLE[6:9, :2])], "stride"),
     ],
 )
-def test_parts_that_are_no_one_view_are_refused(parts: list[Copy], words: str) -> None:
+def test_parts_without_a_common_view_are_refused(parts: list[Copy], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words) as caught:
         join("p", (6, 4), parts)
     assert caught.value.message.startswith("p: ")
 
 
-def test_what_a_part_skips_is_left_out_and_its_runs_are_kept() -> None:
+def test_skipped_rows_split_a_part_into_runs() -> None:
     own, served = meta(12, 6), meta(6, 6)
     parts = [part(own[2:4], served[:2]), part(own[8:12], served[2:])]
     view = join("p", (12, 6), parts)
@@ -303,7 +303,7 @@ def whole_and(*runs: tuple[tuple[int, int], ...], columns: tuple[tuple[int, int]
         ([Cut.whole((8, 4)), Cut.whole((4, 8))], "different shapes"),
     ],
 )
-def test_parts_that_leave_something_out_are_refused(cuts: list[Cut], words: str) -> None:
+def test_parts_with_missing_elements_are_refused(cuts: list[Cut], words: str) -> None:
     views = [
         {"p": View(parameter="w", offset=0, shape=c.part_shape, stride=(1,), whole=c.shape, runs=c.runs)} for c in cuts
     ]
@@ -362,7 +362,7 @@ def check(server: Server, views: dict[str, View]) -> None:
 
 
 @pytest.mark.parametrize("part", range(NUM_TESTS))
-def test_what_is_accepted_is_right_and_the_rest_is_refused(part: int) -> None:
+def test_random_layouts_are_right_or_refused(part: int) -> None:
     num_accepted = num_refused = 0
     for case in range(part, NUM_CASES, NUM_TESTS):
         server = random_server.make(random.Random(case))

@@ -104,7 +104,7 @@ def test_a_quantized_model_is_refused(folder: Path) -> None:
     assert "quantized" in error_of(folder).message
 
 
-def test_a_model_that_is_more_than_a_language_model_is_refused(tmp_path: Path) -> None:
+def test_vision_language_model_is_refused(tmp_path: Path) -> None:
     text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     document = {"model_type": "gemma3", "text_config": text, "architectures": ["Gemma3ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(document))
@@ -123,7 +123,7 @@ def test_too_little_memory_is_refused_before_loading(folder: Path, monkeypatch: 
     assert "--mode shared_vllm" in error.hint
 
 
-def test_free_memory_is_what_machine_and_container_both_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_the_smaller_of_host_and_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.core.memory.available_bytes", lambda: 7)
     for left, free in ((None, 7), (5, 5), (9, 7)):
         monkeypatch.setattr("bridge.core.memory.cgroup_left_bytes", lambda left=left: left)
@@ -165,19 +165,19 @@ def test_missing_or_misfitting_weights_are_refused(folder: Path, damage: Callabl
     assert words in error.message
 
 
-def test_no_model_is_told_as_such(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_reported(tmp_path: Path) -> None:
     assert "no usable model at" in error_of(tmp_path / "nothing").message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_gpu_that_is_not_there_is_refused(folder: Path, device: str) -> None:
+def test_missing_gpu_is_refused(folder: Path, device: str) -> None:
     error = error_of(folder, device)
     assert f"--trainer-device {device}: this process sees 0 GPUs" in error.message
     assert error.hint == "--trainer-device cpu"
 
 
-def test_the_chosen_gpu_is_the_one_that_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_memory_of_the_chosen_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     current = list[torch.device]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -122,7 +122,7 @@ def test_renamed_numbers_of_experts_have_both_names(tmp_path: Path) -> None:
     assert type(config).from_dict(written).to_dict() == config.to_dict() | {"_name_or_path": ""}
 
 
-def test_only_what_has_changed_is_written(source: Path, out: Path) -> None:
+def test_config_keeps_all_unchanged_keys(source: Path, out: Path) -> None:
     change(source, torch_dtype="float16", extra={"of": "others"}, num_hidden_layers=2)
     model = loaded.from_pretrained(str(source), torch.float32)
     model.resize_token_embeddings(tiny.VOCABULARY + 3)

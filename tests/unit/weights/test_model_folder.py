@@ -165,7 +165,7 @@ def test_a_model_of_views_reloads_bitwise_without_extra_bytes(
     assert before == pointers(model)
 
 
-def test_the_folder_has_all_that_the_source_has(source: Path, out: Path) -> None:
+def test_saved_folder_has_the_sources_other_files(source: Path, out: Path) -> None:
     assert save(shared_model(tied=True), str(source), out) == []
     assert sorted(path.name for path in out.iterdir()) == [
         "config.json",
@@ -195,7 +195,7 @@ def test_no_tensor_is_copied_on_its_device(source: Path, out: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_the_file_that_transformers_writes(family: str, source: Path, out: Path, tmp_path: Path) -> None:
+def test_weight_files_equal_those_of_transformers(family: str, source: Path, out: Path, tmp_path: Path) -> None:
     config, theirs = FAMILIES[family](), tmp_path / "theirs"
     model = skeleton.auto_class(config).from_config(config).to(torch.bfloat16)
     model.save_pretrained(theirs)
@@ -323,7 +323,7 @@ def test_an_unreadable_shard_is_named_before_any_write(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
-def test_an_index_that_is_none_is_refused(text: str, source: Path, out: Path) -> None:
+def test_invalid_index_is_refused(text: str, source: Path, out: Path) -> None:
     save(shared_model(tied=True), source, out)
     (out / INDEX_NAME).write_text(text)
     with pytest.raises(UsageError, match="is not an index of weights"):
@@ -335,7 +335,7 @@ def test_a_folder_without_weights_is_refused(out: Path) -> None:
         check(shared_model(tied=True), out)
 
 
-def test_what_transformers_ignores_of_a_folder_is_ignored(source: Path, out: Path) -> None:
+def test_files_ignored_by_transformers_are_ignored(source: Path, out: Path) -> None:
     """As the layers for multi-token prediction that Qwen3.5 and Qwen3-Next are published with."""
     model = AutoModelForCausalLM.from_config(FAMILIES["Qwen3.5 (text)"]()).to(torch.bfloat16)
     save(model, source, out)

@@ -96,7 +96,7 @@ def fails_within(ranks: Ranks) -> None:
     ranks.run_on_all(lambda: ranks.tp_group.run_on_all(act))
 
 
-def test_what_one_replica_agrees_to_raise_is_raised_by_all() -> None:
+def test_error_of_one_replica_is_raised_by_all() -> None:
     for error in on_ranks(4, fails_within, tp_size=2):
         assert isinstance(error, UsageError)
         assert error.message == "the disk is full"

@@ -69,7 +69,7 @@ def hidden(prepared: PreparedModel, *lengths: int) -> Tensor:
 
 
 @pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST])
-def test_a_short_sequence_beside_a_long_one_is_what_it_is_alone(max_model_len: int) -> None:
+def test_short_sequence_beside_a_long_one_is_unchanged(max_model_len: int) -> None:
     model = made(llama(LONG))
     plain = PreparedModel(model)
     beside = hidden(plain, SHORT_SEQUENCE, LONG_SEQUENCE)
@@ -92,7 +92,7 @@ def test_the_factors_are_those_of_the_servers_length(
         torch.testing.assert_close(turned(model, 5, *others), of_factors(factors, 5, scaling))
 
 
-def test_a_phi_with_partly_turned_heads_follows_too() -> None:
+def test_phi_with_partial_rotary_follows_the_server() -> None:
     parameters = LONG | {"partial_rotary_factor": 0.5}
     factors = {name: parameters[name][:8] for name in ("short_factor", "long_factor")}
     model = made(Phi3Config(**SIZES, original_max_position_embeddings=ORIGINAL, rope_parameters=parameters | factors))
@@ -143,7 +143,7 @@ def test_a_server_of_no_known_length_is_refused() -> None:
     assert message.startswith("LlamaForCausalLM has longrope RoPE, which depends on the server's longest sequence")
 
 
-def test_a_server_that_runs_transformers_own_model_is_refused() -> None:
+def test_server_with_transformers_backend_is_refused() -> None:
     message = refused(llama(LONG), UnsupportedModelError, server_class="TransformersForCausalLM")
     assert message.startswith("LlamaForCausalLM has longrope RoPE, and vLLM runs it as TransformersForCausalLM")
 
@@ -179,7 +179,7 @@ def test_an_attached_model_follows_its_server(server: ToyServer) -> None:
         attach(server.edited(max_model_len=LONGEST, model_class="TransformersForCausalLM"))
 
 
-def test_a_loaded_model_and_a_reference_follow_the_server_too(server: ToyServer) -> None:
+def test_loaded_models_follow_the_servers_rope(server: ToyServer) -> None:
     folder = server.manifest.model
     own = loaded.load(folder, device="cpu", max_model_len=LONGEST)
     torch.testing.assert_close(turned(own.model, 5), of_factors("long", 5, 1.4142135))
@@ -199,7 +199,7 @@ def test_a_loaded_model_and_a_reference_follow_the_server_too(server: ToyServer)
     torch.testing.assert_close(turned(reference.prepared.model, 5), of_factors("long", 5, 1.4142135))
 
 
-def test_a_width_that_transformers_does_not_read_is_refused() -> None:
+def test_rope_width_unknown_to_transformers_is_refused() -> None:
     """Transformers before 5.19 rotates whole heads of MiniMax-M2, whose files name a part of them."""
     rope.follow_server(made(minimax_m2()), LONGEST)
     config = minimax_m2()

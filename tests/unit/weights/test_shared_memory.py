@@ -58,7 +58,7 @@ def python(program: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_what_another_process_writes_is_there() -> None:
+def test_writes_of_another_process_are_visible() -> None:
     block = allocate(4096)
     assert block.path.startswith(f"/proc/{os.getpid()}/fd/")
     words(block.storage)[0] = 7
@@ -92,7 +92,7 @@ def test_two_mappings_of_one_process_are_one_memory() -> None:
     assert one.data_ptr() != other.data_ptr()
 
 
-def test_a_mapping_lives_as_long_as_a_tensor_of_it() -> None:
+def test_mapping_lives_as_long_as_its_tensors() -> None:
     block = allocate(256)
     tensor = words(open_storage(block.path, 256))[5:6]
     words(block.storage)[5] = 3
@@ -134,7 +134,7 @@ def test_an_opened_file_leaves_no_descriptor_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "nothing"])
-def test_what_is_no_servers_memory_is_refused_and_not_written(tmp_path: Path, kind: str) -> None:
+def test_foreign_memory_is_refused_and_not_written(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "notes"
     if kind == "file":
         path.write_bytes(b"mine" * 1024)
@@ -145,7 +145,7 @@ def test_what_is_no_servers_memory_is_refused_and_not_written(tmp_path: Path, ki
     assert kind != "file" or path.read_bytes() == b"mine" * 1024
 
 
-def test_a_memfd_that_could_be_cut_short_is_refused() -> None:
+def test_unsealed_memfd_is_refused() -> None:
     unsealed = os.memfd_create("somebody-elses", os.MFD_ALLOW_SEALING)
     os.truncate(unsealed, 4096)
     try:

@@ -89,7 +89,7 @@ def test_how_a_model_was_run_before_does_not_matter(settings: dict[str, Any], tm
 
 @pytest.mark.usefixtures("_nobody_answers")
 @pytest.mark.parametrize("shares_weights", [True, False])
-def test_a_family_that_only_its_code_has_is_refused_alike(tmp_path: Path, shares_weights: bool) -> None:
+def test_remote_code_family_is_refused(tmp_path: Path, shares_weights: bool) -> None:
     model = with_code(tmp_path, family="own_llama")
     words = "is of family own_llama, which transformers .* does not have: only code that comes with it"
     refusals: list[Callable[[], object]] = [
@@ -106,7 +106,7 @@ def test_a_family_that_only_its_code_has_is_refused_alike(tmp_path: Path, shares
         skeleton.tokenizer(model)
 
 
-def test_nothing_that_is_loaded_asks_to_run_code() -> None:
+def test_loading_never_prompts_for_remote_code() -> None:
     """Without the argument, transformers asks on a terminal, and waits."""
     packages = ("bridge", "cli", "environments", "patches")
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
