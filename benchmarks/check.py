@@ -21,8 +21,8 @@ dictionary, or into each item of a list; `["words"]` picks the only item of a li
 the words (or all of them), and a number the item of that position; `[one]` is `["one"]`. `first` and `last` return
 that item of each list.
 
-A table that no file holds needs `<!-- figures: no file -->`, and its text has to say "no result file". In the headlines
-of README.md every number with a unit has to be claimed, and in docs/benchmarks.md every cell of every table.
+A table that no file holds needs `<!-- figures: no file -->`, and its text has to say "no result file". In README.md every
+number with a unit has to be claimed, and in docs/benchmarks.md every cell of every table.
 
 Not covered: whether a phrase says the right thing about a number.
 """
@@ -42,8 +42,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/*.md")
-HEADLINES = "README.md", "## Install"
-"""The page whose headlines have to be claimed, and where they end."""
+HEADLINES = "README.md"
+"""The page on which every number with a unit has to be claimed."""
 WHOLE = "docs/benchmarks.md"
 """The page whose tables have to be claimed."""
 COMMENT = re.compile(r"<!-- figures(: no file)?\s(.*?)-->", re.DOTALL)
@@ -56,6 +56,7 @@ NUMBER = re.compile(r"(?<![\w.,-])(?:-(?=\d))?\d+(?:,\d{3})*(?:\.\d+)?(?!\w|[.,]
 """Not the 7 of 7B, nor the 8 of top-8."""
 UNIT = re.compile(NUMBER.pattern + r"(?=(?: to \d[\d.,]*)?\s*(?:%|(?:s|ms|GiB|GB/s|times|seconds|minutes|tokens)\b))")
 CELL_END = re.compile(r"(?<!\\)\|")
+BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`[^`\n]*`|\]\([^)]*\)|\b\d{4}-\d{2}-\d{2}\b")
 """What holds no figures: code, addresses and dates."""
 ALIAS = re.compile(r"(\w+) = (\S+\.json(?: \S+\.json)*)(?: (\S+))?$")
@@ -300,12 +301,11 @@ def _flat(text: str) -> str:
 
 
 def _unclaimed_headlines(root: Path, every: Sequence[Marked]) -> list[str]:
-    page, end = HEADLINES
-    head = CODE.sub(" ", COMMENT.sub(" ", (root / page).read_text().partition(end)[0]))
-    claimed = " ".join(_phrases(marked) for marked in every if marked.page == page)
-    flat = _flat(head)
+    text = CODE.sub(" ", BLOCK.sub(" ", COMMENT.sub(" ", (root / HEADLINES).read_text())))
+    claimed = " ".join(_phrases(marked) for marked in every if marked.page == HEADLINES)
+    flat = _flat(text)
     return [
-        f"{page}: no claim says where {flat[max(0, one.start() - 30) : one.end() + 12]!r} comes from"
+        f"{HEADLINES}: no claim says where {flat[max(0, one.start() - 30) : one.end() + 12]!r} comes from"
         for one in UNIT.finditer(flat)
         if one[0] not in numbers(claimed)
     ]

@@ -33,7 +33,7 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "results").mkdir()
     (tmp_path / "docs").mkdir()
     (tmp_path / "results" / "grpo.json").write_text(json.dumps({"results": {"7b": ROWS}}))
-    (tmp_path / "README.md").write_text("# Bridge\n\n## Install\n\nIt takes 4 minutes.\n")
+    (tmp_path / "README.md").write_text("# Bridge\n\n```\n4 minutes\n```\n")
     (tmp_path / "docs" / "benchmarks.md").write_text("# Benchmarks\n")
     return tmp_path
 
@@ -99,7 +99,7 @@ def test_a_table_without_a_file_has_to_say_so(tree: Path) -> None:
 def test_headlines_have_to_be_claimed(tree: Path) -> None:
     readme = tree / "README.md"
     readme.write_text(
-        "A step takes 2.9 s (2026-11-25, `--steps 8`), 10 to 40 ms of it waiting.\n## Install\n4 minutes\n"
+        "A step takes 2.9 s (2026-11-25, `--steps 8`), 10 to 40 ms of it waiting.\n```\n4 minutes\n```\n"
     )
     assert len(check.problems(tree, tree / "results")) == 3
     claims = "2.9 s = kept[bridge].step_s\n10 to 40 ms = no file"

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.names_page import PAGE, page
-
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_page_of_borrowed_names_is_the_one_that_is_generated() -> None:
-    assert PAGE.read_text() == page(), "python -m tests.names_page"
 
 
 @pytest.fixture
