@@ -21,8 +21,8 @@ dictionary, or into each item of a list; `["words"]` picks the only item of a li
 the words (or all of them), and a number the item of that position; `[one]` is `["one"]`. `first` and `last` return
 that item of each list.
 
-A table that no file holds needs `<!-- figures: no file -->`, and its text has to say "no result file". In README.md every
-number with a unit has to be claimed, and in docs/benchmarks.md every cell of every table.
+A table that no file holds needs `<!-- figures: no file -->`, and its text has to say "no result file". In README.md
+every number with a unit has to be claimed, and in docs/benchmarks.md every cell of every table.
 
 Not covered: whether a phrase says the right thing about a number.
 """
@@ -57,6 +57,7 @@ NUMBER = re.compile(r"(?<![\w.,-])(?:-(?=\d))?\d+(?:,\d{3})*(?:\.\d+)?(?!\w|[.,]
 UNIT = re.compile(NUMBER.pattern + r"(?=(?: to \d[\d.,]*)?\s*(?:%|(?:s|ms|GiB|GB/s|times|seconds|minutes|tokens)\b))")
 CELL_END = re.compile(r"(?<!\\)\|")
 BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+"""A fenced block of code or output."""
 CODE = re.compile(r"`[^`\n]*`|\]\([^)]*\)|\b\d{4}-\d{2}-\d{2}\b")
 """What holds no figures: code, addresses and dates."""
 ALIAS = re.compile(r"(\w+) = (\S+\.json(?: \S+\.json)*)(?: (\S+))?$")

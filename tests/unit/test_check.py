@@ -98,9 +98,7 @@ def test_a_table_without_a_file_has_to_say_so(tree: Path) -> None:
 
 def test_headlines_have_to_be_claimed(tree: Path) -> None:
     readme = tree / "README.md"
-    readme.write_text(
-        "A step takes 2.9 s (2026-11-25, `--steps 8`), 10 to 40 ms of it waiting.\n```\n4 minutes\n```\n"
-    )
+    readme.write_text("A step takes 2.9 s (2026-11-25, `--steps 8`), 10 to 40 ms of it waiting.\n```\n4 minutes\n```\n")
     assert len(check.problems(tree, tree / "results")) == 3
     claims = "2.9 s = kept[bridge].step_s\n10 to 40 ms = no file"
     assert problems(tree, claims, readme.read_text(), "README.md") == []
