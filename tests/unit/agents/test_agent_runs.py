@@ -434,7 +434,7 @@ def test_a_client_that_goes_on_at_a_limit_counts_as_truncated(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_what_goes_wrong_in_a_run_costs_it_alone(tmp_path: Path, processes: int) -> None:
+def test_fault_in_a_run_costs_only_that_run(tmp_path: Path, processes: int) -> None:
     does = [*HARMLESS, *FAULTS]
 
     def words(prompt: str) -> str:

@@ -47,7 +47,7 @@ def made(folder: Path, name: str, **choices: Any) -> Conversation:
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_between_two_turns_stands_what_the_template_puts_there(tmp_path: Path, name: str) -> None:
+def test_template_text_between_turns_is_kept(tmp_path: Path, name: str) -> None:
     tokenizer = chat.tokenizer(tmp_path, name)
     ours = Conversation(tokenizer, str(tmp_path), tools=[TOOL])
     end = tokenizer.eos_token_id
@@ -63,9 +63,7 @@ def test_between_two_turns_stands_what_the_template_puts_there(tmp_path: Path, n
     [Qwen2Config(eos_token_id=[5, 7]), Qwen3_5Config(text_config={"eos_token_id": [5, 7]})],
     ids=["alone", "inside"],
 )
-def test_without_generation_defaults_a_turn_ends_where_the_language_model_says(
-    config: PretrainedConfig, tmp_path: Path
-) -> None:
+def test_turn_ends_at_eos_without_generation_defaults(config: PretrainedConfig, tmp_path: Path) -> None:
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5")
     (tmp_path / "generation_config.json").unlink()
     config.save_pretrained(tmp_path)
@@ -100,7 +98,7 @@ def test_a_turn_may_hold_several_calls(tmp_path: Path) -> None:
     assert added.count("<|im_end|>") == 2
 
 
-def test_what_a_model_writes_cannot_move_the_end_of_its_turn(tmp_path: Path) -> None:
+def test_written_text_cannot_move_the_end_of_a_turn(tmp_path: Path) -> None:
     ours = made(tmp_path, "qwen2_5")
     expected = ours.tokens_between([CALL], [CALL.answered("19")], 5)
     for odd in (Call(name="add", arguments={"a": "x<|im_end|>\n"}), Call(name="x<|im_end|>y")):

@@ -78,7 +78,7 @@ class Defects:
         assert not self.counts, "\n".join(f"{self.counts[kind]} x {kind}: {self.first[kind]}" for kind in self.counts)
 
 
-def test_whatever_a_reward_says_is_a_score_or_a_fault(texts: list[str]) -> None:
+def test_hostile_reward_is_a_score_or_a_fault(texts: list[str]) -> None:
     defects, judge, parts = Defects(), Judge(), Parts()
     tools, agent = Tools(Judge), Agent(Judge)
     for text in texts:
@@ -107,7 +107,7 @@ def test_whatever_a_reward_says_is_a_score_or_a_fault(texts: list[str]) -> None:
     defects.check()
 
 
-def test_whatever_is_scored_can_be_computed_with(texts: list[str]) -> None:
+def test_hostile_scores_are_finite_numbers(texts: list[str]) -> None:
     defects, rewards = Defects(), [float(10**power) for power in (0, 30, 200, 308)]
     groups = []
     for own in (rewards, [-reward for reward in rewards], [rewards[3], -rewards[3]], rewards[3:] * 3, rewards[2:3]):
@@ -193,7 +193,7 @@ class Posting(Trajectory):
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "mistral", "dividing"])
-def test_whatever_an_agent_sends_and_gets_its_run_goes_on(texts: list[str], tmp_path: Path, name: str) -> None:
+def test_hostile_requests_do_not_end_the_run(texts: list[str], tmp_path: Path, name: str) -> None:
     tiny.qwen2(600).save_pretrained(tmp_path)
     tokenizer = chat.tokenizer(tmp_path, "qwen2_5" if name == "dividing" else name)
     if name == "dividing":
@@ -248,7 +248,7 @@ def test_hostile_text_of_a_model_or_tool_costs_only_its_turn(texts: list[str], t
     defects.check()
 
 
-def test_whatever_is_scored_by_a_worker_comes_back(texts: list[str]) -> None:
+def test_hostile_scores_return_from_a_worker(texts: list[str]) -> None:
     defects = Defects()
 
     async def every(scorer: Scorer) -> None:

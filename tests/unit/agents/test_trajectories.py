@@ -270,7 +270,7 @@ def test_only_sampled_tokens_are_trained_on(tmp_path: Path) -> None:
         assert not any(math.isnan(value) for value in sample.sampled_logprobs)
 
 
-def test_what_filters_kept_stays_with_its_tokens(tmp_path: Path) -> None:
+def test_kept_words_stay_with_their_tokens(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add"), top_p=0.9) as ours:
         (group, *_) = ours.stream.take(2, step=1)
     for one in group.completions:
@@ -302,7 +302,7 @@ def test_each_token_keeps_the_experts_of_the_turn_that_first_reported_them(tmp_p
         assert len(set(rows)) == one.num_turns == 2
 
 
-def test_what_a_reset_adds_may_differ_and_is_read_like_a_prompt(tmp_path: Path) -> None:
+def test_reset_observations_may_differ_and_are_context(tmp_path: Path) -> None:
     with rolled(tmp_path, calls("qwen2_5", "add"), batch_size=24) as ours:
         groups = ours.stream.take(6, step=1)
     (group,) = [group for group in groups if group.problem["start"] == 5]  # type: ignore[typeddict-item]
@@ -369,7 +369,7 @@ FATAL = {
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_what_a_tool_raises_is_its_answer(tmp_path: Path, processes: int) -> None:
+def test_exception_of_a_tool_is_its_answer(tmp_path: Path, processes: int) -> None:
     def say(number: int, turn: int) -> str:
         return calls("qwen2_5", f"misbehave {[*HARMLESS][number % len(HARMLESS)]}")(number, turn)
 
@@ -486,7 +486,7 @@ def test_a_process_that_ends_between_two_calls_is_reported(tmp_path: Path) -> No
     ] * 4
 
 
-def test_a_slow_tool_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_tool_does_not_delay_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tool of a group that begins with the second step waits until two steps have been made of others."""
     gate = tmp_path / "gate"
     monkeypatch.setenv(tools_sample.GATE, str(gate))
@@ -531,7 +531,7 @@ class _Rejecting:
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_what_reset_returns_costs_its_completions_alone(
+def test_invalid_reset_costs_only_its_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_resumed: bool
 ) -> None:
     shop = """

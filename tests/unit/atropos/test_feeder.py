@@ -177,7 +177,7 @@ def test_default_length_fits_the_server(model: Path) -> None:
     assert "--max-new-tokens 32: half of the server's longest sequence, which has 64 tokens" in fed.notes
 
 
-def test_group_marks_what_the_model_sampled(model: Path) -> None:
+def test_group_marks_sampled_tokens(model: Path) -> None:
     api = FakeApi(num_steps=1)
     Fed(model, api)
     group = api.groups[0]
@@ -313,7 +313,7 @@ class Interrupting(Lengths):
         (FakeApi, Interrupting, KeyboardInterrupt, ""),
     ],
 )
-def test_what_ends_the_feed_disconnects_it(
+def test_end_of_the_feed_disconnects(
     model: Path, api: type[FakeApi], environment: type[Lengths], error: type[BaseException], words: str
 ) -> None:
     made = api(num_steps=50)

@@ -133,7 +133,7 @@ def test_where_nothing_was_sampled_no_advantage_is_either() -> None:
         ({"inference_logprobs": [[1, 1, 0.5, -1], [1, 1, -1]]}, "inference_logprobs", "log-probability 0.5"),
     ],
 )
-def test_what_is_wrong_with_a_group_is_found_and_named(change: dict[str, Any], kind: str, message: str) -> None:
+def test_faulty_group_is_refused_with_its_fault(change: dict[str, Any], kind: str, message: str) -> None:
     first, fault = next(flaws(read(pair() | change), **BOUNDS))
     assert first == kind
     assert message in fault

@@ -79,7 +79,7 @@ def refused(ranks: Ranks, model: Path, choices: dict[str, Any]) -> list[Group]:
         ({"batches": [[BAD]]}, RewardError, "has the token 700"),
     ],
 )
-def test_what_the_first_rank_refuses_ends_all_in_the_same_words(
+def test_refusal_on_rank_zero_ends_all_ranks_alike(
     model: Path, choices: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
     for error in on_ranks(2, refused, model, choices):

@@ -324,7 +324,7 @@ def test_a_sequence_that_is_too_long_is_left_out(model: Path) -> None:
 # Notes logged once
 
 
-def test_what_is_not_used_and_what_is_lacking_is_told_once(model: Path) -> None:
+def test_unused_and_missing_fields_are_reported_once(model: Path) -> None:
     odd = pair(
         inference_logprobs=None,
         ref_logprobs=[[0.0], [0.0]],

@@ -46,7 +46,7 @@ def save(path: Path, step: int = 3, write: Callable[[Path], None] = fill) -> Pat
     return checkpoint.save(path / f"step_{step}", write, progress(step))
 
 
-def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
+def test_saved_progress_is_read_back(tmp_path: Path) -> None:
     folder = save(tmp_path)
     assert folder == tmp_path / "step_3"
     assert names(folder) == [MARKER_NAME, CONFIG, WEIGHTS, "optimizer"]
@@ -182,7 +182,7 @@ def test_a_marker_of_another_version_is_refused(text: str, tmp_path: Path) -> No
         read(folder)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_invalid_checkpoint_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent", tmp_path / "file"):
         with pytest.raises(CheckpointError, match=f"{MARKER_NAME} cannot be read"):
             read(folder)

@@ -258,7 +258,7 @@ def test_an_adapter_that_changes_nothing_is_reported(
     assert said == ("modules_to_save" not in settings)
 
 
-def test_what_rounding_loses_is_measured(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounding_loss_is_measured(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Against sums over the files themselves, in float64."""
     small, source = saved_by_peft(tmp_path, lora(target_modules=["q_proj", "down_proj"]), size=2e-3)
     out = tmp_path / "out"
@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_merged_whole_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unmergeable_adapter_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, words = REFUSED[case]
     _, source = saved_by_peft(tmp_path, settings)
     with pytest.raises(UsageError, match=words) as refused:

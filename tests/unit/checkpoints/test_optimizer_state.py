@@ -169,7 +169,7 @@ def test_one_file_at_a_time_is_held_while_writing(tmp_path: Path, monkeypatch: p
     assert max(held) <= 200
 
 
-def test_what_was_taken_over_is_not_the_file_any_more(tmp_path: Path) -> None:
+def test_loaded_state_is_independent_of_the_file(tmp_path: Path) -> None:
     trained = parameters()
     optimizer = optimizer_of(trained)
     step(trained, optimizer, seed=1)
@@ -199,7 +199,7 @@ def test_a_parameter_without_a_gradient_so_far_has_no_state(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_chance_goes_on_where_it_was(device: str, tmp_path: Path) -> None:
+def test_random_state_resumes(device: str, tmp_path: Path) -> None:
     trained = parameters(device)
     torch.manual_seed(5)
     torch.rand(3, device=device)

@@ -53,7 +53,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_nothing_is_there_before_the_end_and_all_of_it_after(tmp_path: Path) -> None:
+def test_folder_appears_only_when_complete(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     with atomic_folder.write(folder, replaceable=ours) as scratch:
         assert scratch.parent == folder.parent
@@ -65,7 +65,7 @@ def test_nothing_is_there_before_the_end_and_all_of_it_after(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_what_may_go_is_replaced_and_nothing_of_it_stays(
+def test_replaceable_folder_is_replaced_entirely(
     can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:
@@ -100,7 +100,7 @@ def test_an_interrupt_between_two_renames_costs_neither_folder(tmp_path: Path, m
     assert [path.name for path in target.iterdir()] == ["new"]
 
 
-def test_what_may_not_go_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_protected_folder_is_refused_before_writing(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.txt").write_text("precious")
     (tmp_path / "file").write_text("precious")
@@ -111,7 +111,7 @@ def test_what_may_not_go_is_refused_before_anything_is_written(tmp_path: Path) -
     assert names(tmp_path / "folder") == ["thesis.txt"]
 
 
-def test_what_came_in_the_way_meanwhile_is_not_replaced_either(tmp_path: Path) -> None:
+def test_folder_created_while_writing_is_not_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
 
     def come(scratch: Path) -> None:
@@ -218,7 +218,7 @@ def printed_path(process: subprocess.Popen[str]) -> Path:
     return Path(process.stdout.readline().strip())
 
 
-def test_the_next_writer_removes_only_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_next_writer_removes_only_a_killed_ones_remains(tmp_path: Path) -> None:
     with started(tmp_path / "two", "wait") as live:
         writing = printed_path(live)  # it has already looked for leftovers
         with started(tmp_path / "one", "die") as killed:

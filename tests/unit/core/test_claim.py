@@ -79,7 +79,7 @@ def test_a_child_that_was_forked_and_lives_on_does_not_hold_it(tmp_path: Path) -
         assert make(tmp_path) == ()
 
 
-def test_a_process_may_claim_twice_and_remove_what_stayed_empty(tmp_path: Path) -> None:
+def test_process_may_claim_twice_and_remove_an_empty_one(tmp_path: Path) -> None:
     made = make(tmp_path / "a" / "b")
     assert made == (tmp_path / "a" / "b", tmp_path / "a")
     assert make(tmp_path / "a" / "b") == ()

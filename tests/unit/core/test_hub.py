@@ -58,7 +58,7 @@ def looked_up(model: str, cache: Path, **surroundings: str) -> dict[str, Any]:
     return document
 
 
-def test_what_the_hub_has_is_fetched_and_then_known_without_it(tmp_path: Path) -> None:
+def test_config_is_fetched_once_and_then_cached(tmp_path: Path) -> None:
     with serving(answer) as hub:
         assert looked_up(NAME, tmp_path, HF_ENDPOINT=hub.url) == {"config": {"model_type": "llama"}}
     assert looked_up(NAME, tmp_path, HF_HUB_OFFLINE="1") == {"config": {"model_type": "llama"}}
@@ -74,9 +74,7 @@ def test_what_the_hub_has_is_fetched_and_then_known_without_it(tmp_path: Path) -
         ("some one/a:b", "no such folder in ", "--model ORGANISATION/NAME"),
     ],
 )
-def test_what_the_hub_does_not_give_is_refused_with_the_reason(
-    tmp_path: Path, model: str, message: str, hint: str
-) -> None:
+def test_unavailable_config_is_refused_with_the_reason(tmp_path: Path, model: str, message: str, hint: str) -> None:
     with serving(answer) as hub:
         document = looked_up(model, tmp_path, HF_ENDPOINT=hub.url)
     assert document["message"].startswith(f"--model {model}: ")
@@ -92,9 +90,7 @@ def test_what_the_hub_does_not_give_is_refused_with_the_reason(
         ({"HF_ENDPOINT": "http://no-such-host.invalid"}, "the hub at http://no-such-host.invalid does not answer"),
     ],
 )
-def test_without_a_hub_only_what_is_in_the_cache_can_be_served(
-    tmp_path: Path, surroundings: dict[str, str], message: str
-) -> None:
+def test_offline_only_cached_models_can_be_served(tmp_path: Path, surroundings: dict[str, str], message: str) -> None:
     document = looked_up(NAME, tmp_path, **surroundings)
     assert message in document["message"]
     assert document["hint"].startswith("give a folder, or download it")

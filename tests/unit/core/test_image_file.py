@@ -110,7 +110,7 @@ def test_a_file_of_zeros_is_not_searched_forever(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, TypeError, KeyError, AssertionError, MemoryError])
 @pytest.mark.parametrize("where", ["open", "load"])
-def test_whatever_pillow_raises_refuses_the_image(
+def test_any_pillow_error_refuses_the_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], where: str
 ) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.bmp")

@@ -136,7 +136,7 @@ def test_an_error_that_is_handled_inside_a_block_costs_no_signal() -> None:
     assert calls == ["handled", "SIGINT"]
 
 
-def test_ctrl_c_while_the_handlers_are_restored_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_handlers_are_restored_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     before, restore = [signal.getsignal(number) for number in SIGNALS], signal.signal
 
     def pressed(number: int, handler: Any) -> Any:

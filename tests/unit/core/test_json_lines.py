@@ -13,7 +13,7 @@ BAD = ["{", "", "[" * 100_000, '{"a":' * 100_000, b"\xff", b'"\xff"', "NaNN", "1
 
 
 @pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))
-def test_what_is_no_document_is_a_value_error(text: str | bytes) -> None:
+def test_invalid_document_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  any kind
         json_lines.parsed(text)
 

@@ -64,7 +64,7 @@ def test_other_texts_keep_their_tilde() -> None:
     assert TrainConfig.of(model_name="m", run_dir="a/~").run_dir == Path("a/~")
 
 
-def test_the_home_folder_of_nobody_is_a_name() -> None:
+def test_unknown_users_home_is_a_plain_name() -> None:
     assert paths.expanded("~nobody-at-all/x") == Path("~nobody-at-all/x")
     assert paths.expanded(Path("~")) == Path(os.environ["HOME"])
 

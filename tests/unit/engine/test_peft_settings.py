@@ -10,7 +10,7 @@ from bridge.engine.peft_settings import lora_of
 from bridge.errors import UsageError
 
 
-def test_what_bridge_trains_is_taken() -> None:
+def test_supported_peft_settings_are_taken() -> None:
     given = peft.LoraConfig(
         r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM"
     )
@@ -34,13 +34,13 @@ def test_what_bridge_trains_is_taken() -> None:
         ({"lora_dropout": 1.5}, "dropout must be less than 1"),
     ],
 )
-def test_what_bridge_does_not_train_is_refused_by_name(choices: dict[str, Any], words: str) -> None:
+def test_unsupported_peft_settings_are_refused_by_name(choices: dict[str, Any], words: str) -> None:
     settings = peft.LoraConfig(**{"target_modules": ["q_proj"], **choices})
     with pytest.raises(UsageError, match=words.replace("(", r"\(")):
         lora_of(settings)
 
 
-def test_anything_else_is_no_adapter() -> None:
+def test_other_objects_are_not_adapters() -> None:
     with pytest.raises(UsageError, match="lora is a dict, expected a"):
         lora_of({"r": 8})
     with pytest.raises(UsageError, match="lora is a IA3Config"):

@@ -190,7 +190,7 @@ def test_one_prompt_in_place_of_a_list_is_refused(policy: bridge.Policy, one: An
         policy.sample(one)
 
 
-def test_a_problem_without_a_prompt_is_refused_with_what_it_has(policy: bridge.Policy) -> None:
+def test_problem_without_a_prompt_is_refused_with_its_keys(policy: bridge.Policy) -> None:
     with pytest.raises(UsageError, match="no 'prompt', only 'question'"):
         policy.sample([{"question": "1 + 1"}])  # type: ignore[list-item]
     assert policy.sample([]) == []
@@ -215,7 +215,7 @@ def test_padding_is_refused_however_the_mask_is_passed(policy: bridge.Policy, by
         policy.model(input_ids=ids, attention_mask=mask) if by_name else policy.model(ids, mask)
 
 
-def test_closing_inside_the_block_is_no_error_at_its_end(policy: bridge.Policy) -> None:
+def test_close_inside_the_block_is_not_an_error(policy: bridge.Policy) -> None:
     policy.close()
     policy.close()
 

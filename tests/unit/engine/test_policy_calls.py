@@ -247,7 +247,7 @@ def test_threads_may_sample_beside_each_other_and_an_update(policy: bridge.Polic
     assert groups == [2] * 15
 
 
-def test_a_sample_whose_thread_was_given_up_is_waited_for(policy: bridge.Policy) -> None:
+def test_sample_of_an_abandoned_thread_is_awaited(policy: bridge.Policy) -> None:
     async def cancelled() -> int:
         task = asyncio.create_task(asyncio.to_thread(policy.sample, ["long " * 4]))
         await asyncio.sleep(0.01)
@@ -259,7 +259,7 @@ def test_a_sample_whose_thread_was_given_up_is_waited_for(policy: bridge.Policy)
     assert asyncio.run(cancelled()) == 1
 
 
-def test_a_sample_ends_when_another_thread_fails_inside_the_fence(policy: bridge.Policy) -> None:
+def test_sample_ends_when_another_thread_fails_in_the_fence(policy: bridge.Policy) -> None:
     paused = threading.Event()
 
     def act(index: int) -> None:
@@ -354,7 +354,7 @@ def test_prompts_may_come_from_a_generator(policy: bridge.Policy) -> None:
         ([[]], "no token ids"),
     ],
 )
-def test_what_is_no_prompt_is_named(policy: bridge.Policy, prompts: Any, words: str) -> None:
+def test_invalid_prompt_is_named(policy: bridge.Policy, prompts: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         policy.sample(prompts)
 

@@ -116,7 +116,7 @@ def test_a_reference_is_not_filtered() -> None:
     assert torch.equal(reference.logprobs(replace(batch, kept=kept), 0.7), reference.logprobs(batch, 0.7))
 
 
-def test_training_goes_on_as_if_nothing_had_happened() -> None:
+def test_reference_does_not_change_training() -> None:
     model = base()
     as_in_a_slot(filled(model))
     before = trained(model)
@@ -204,7 +204,7 @@ def folder(tmp_path: Path) -> Path:
     return tiny.write(tiny.llama(), tmp_path / "model")
 
 
-def test_a_model_beside_the_trained_one_stays_what_it_was(folder: Path) -> None:
+def test_frozen_reference_stays_unchanged(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     reference = opened(config_of(model_name=str(folder), kl_coef=0.1, reference_model=str(folder)), model)
     assert reference is not None
@@ -240,7 +240,7 @@ def test_a_reference_has_the_type_of_the_trained_model(folder: Path) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())  # this one is unchanged
 
 
-def test_without_a_divergence_there_is_no_reference() -> None:
+def test_no_reference_without_a_kl_term() -> None:
     for mode in ("shared_vllm", "lora_only", "none"):
         check_of(config_of(mode=mode))
         assert opened(config_of(mode=mode), base()) is None

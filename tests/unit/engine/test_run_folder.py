@@ -256,7 +256,7 @@ def test_parameters_in_another_order_are_refused(attach: Attach) -> None:
     assert "pause" not in calls(resumed)
 
 
-def test_what_lies_on_the_device_of_a_parameter_is_known() -> None:
+def test_state_on_a_parameters_device_is_listed() -> None:
     """A fused AdamW keeps its count of steps there, and fails with one on the CPU."""
     there, here = torch.zeros(2, 2, device="meta"), torch.zeros(2, 2)
     for parameter, expected in ((there, ["step", "exp_avg"]), (here, ["exp_avg"])):

@@ -506,7 +506,7 @@ def test_an_invalid_sample_is_named(policy: bridge.Policy, fault: str) -> None:
     policy.forward_backward([whole])
 
 
-def test_what_is_no_list_of_samples_is_named(policy: bridge.Policy, groups: list[Group]) -> None:
+def test_invalid_samples_are_named(policy: bridge.Policy, groups: list[Group]) -> None:
     samples: Any
     for samples, words in ((groups, "sample 0 is Group"), (None, "samples is None"), (["a"], "sample 0 is 'a'")):
         with pytest.raises(UsageError, match=words):
@@ -526,7 +526,7 @@ LOSSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_no_loss_is_named(policy: bridge.Policy, groups: list[Group], name: str) -> None:
+def test_invalid_loss_is_named(policy: bridge.Policy, groups: list[Group], name: str) -> None:
     with pytest.raises(UsageError, match=r"the loss .*, expected one number that depends on the log-prob"):
         policy.forward_backward(bridge.samples(groups), LOSSES[name])
     assert gradients(policy) == []

@@ -93,7 +93,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_rehearsal_names_what_keeps_an_agent_from_a_reward(model: Path, tmp_path: Path, case: str) -> None:
+def test_rehearsal_names_the_obstacle_to_a_reward(model: Path, tmp_path: Path, case: str) -> None:
     run, expected = REFUSED[case]
     (tmp_path / "task.py").write_text(IMPORTS + (RUNS + ITERATES).replace("RUN", run))
     with pytest.raises(RewardError) as caught:
@@ -146,7 +146,7 @@ def test_an_unanswerable_request_is_refused_in_one_sentence(case: str) -> None:
     assert caught.value.status == 400
 
 
-def test_what_a_request_asks_is_read_as_the_template_needs_it() -> None:
+def test_request_options_reach_the_template() -> None:
     function = {"name": "add", "arguments": '{"b": 7, "a": 12}'}
     calls = [{"id": "call00000", "type": "function", "function": function}]
     turn = {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None, "reasoning_content": "I add."}

@@ -55,7 +55,7 @@ def test_the_answer_is_found_and_right(completion: str) -> None:
         ("<think>a</think><think>1234", False),
     ],
 )
-def test_a_thought_is_no_answer(completion: str, counts: bool) -> None:
+def test_thought_is_not_an_answer(completion: str, counts: bool) -> None:
     assert rewards.is_right("1234", completion) is counts
     assert rewards.is_marked({"prompt": "q"}, "<think>#### 1") == rewards.is_marked({"prompt": "q"}, "") == 0
 
@@ -80,7 +80,7 @@ def test_a_thought_is_no_answer(completion: str, counts: bool) -> None:
         "#### " + "1234 " * 200,
     ],
 )
-def test_what_is_wrong_empty_or_cut_off_is_not_right(completion: str) -> None:
+def test_wrong_empty_or_truncated_answers_score_zero(completion: str) -> None:
     assert not rewards.is_right("1234", completion)
 
 

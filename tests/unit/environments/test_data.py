@@ -127,7 +127,7 @@ def test_data_that_cannot_be_read_is_not_blamed_on_the_network(tmp_path: Path) -
     assert refused.hint == "write the problems to a JSONL file and use that: --data path/to/problems.jsonl"
 
 
-def test_another_file_is_told_what_jsonl_is(write: Write) -> None:
+def test_other_file_types_are_refused_with_an_explanation(write: Write) -> None:
     refused = refusal("jsonl", data=str(write("prompt,answer", "1+1=,2", name="problems.csv")))
     assert "2 of 2 rows are bad: line 1 is not JSON" in refused.message
     assert "a JSONL file has a JSON object in each line" in refused.hint
@@ -226,7 +226,7 @@ def test_without_the_library_datasets_the_hint_installs_it(monkeypatch: pytest.M
         (AssertionError(), "check its name and the network"),
     ],
 )
-def test_whatever_a_data_set_raises_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, hint: str) -> None:
+def test_errors_of_data_sets_are_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, hint: str) -> None:
     def load_dataset(path: str, **options: Any) -> Any:
         raise error
 
@@ -257,7 +257,7 @@ def test_data_without_a_split_to_train_on_names_the_splits(hub: Path) -> None:
     assert "has no split train, found test" in refusal("gsm8k", data=str(hub)).message
 
 
-def test_what_is_neither_there_nor_a_name_is_refused(tmp_path: Path) -> None:
+def test_missing_file_that_is_not_a_hub_name_is_refused(tmp_path: Path) -> None:
     for flag in ("data", "eval_data"):
         error = refusal("jsonl", **{"data": str(tmp_path / "gone.jsonl"), flag: "gone/data.jsonl"})
         assert "there is no such file or folder" in error.message
@@ -287,7 +287,7 @@ def test_columns_and_evaluation_data_can_be_chosen(write: Write) -> None:
     assert [(problem["prompt"], problem["answer"]) for problem in environment.held_out()] == [("3+3=", "6")]
 
 
-def test_every_bad_line_is_named_with_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_every_bad_line_is_named_with_its_fault(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(
         b'\xef\xbb\xbf{"prompt": "fine", "answer": "1"}\n\n{"prompt": "cut\n[1]\n\xff\n{"answer": "1"}\n'
@@ -418,7 +418,7 @@ def test_a_scorer_can_be_pickled_and_needs_no_data() -> None:
         assert pool.apply(scored, (recipe, problem, "it is 42")) == (1.0, {"math": 1.0, "format": 0.0})
 
 
-def test_the_scorer_of_an_environment_is_what_scores_in_it(write: Write) -> None:
+def test_environment_scores_with_its_own_scorer(write: Write) -> None:
     assert registry.scorer(config("arithmetic")).score({"prompt": "1+1=", "answer": "2"}, "2") == 1.0
     assert registry.scorer(config("gsm8k")).score({"prompt": "-", "answer": "2"}, "#### 2.0") == 1.0
     path = write(OWN, name="task.py")

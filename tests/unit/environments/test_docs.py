@@ -77,7 +77,7 @@ def test_there_are_as_many_examples_as_there_should_be() -> None:
 
 
 @pytest.mark.parametrize(("cell", "verdict"), ROWS)
-def test_every_row_of_what_math_compares_is_true(cell: str, verdict: str) -> None:
+def test_every_row_of_the_math_table_is_true(cell: str, verdict: str) -> None:
     examples = re.findall(r"`(.*?)`", cell)
     for example in ["\n".join(examples)] if "next line" in cell else examples:
         assert rewards.is_right("1234", example) == (verdict == "right"), example

@@ -157,7 +157,7 @@ def test_without_pyarrow_the_hint_installs_it(tmp_path: Path, monkeypatch: pytes
     assert refusal(tmp_path / "d.parquet").hint.startswith("pip install pyarrow")
 
 
-def test_the_index_of_a_data_frame_is_no_column(tmp_path: Path) -> None:
+def test_data_frame_index_is_not_a_column(tmp_path: Path) -> None:
     table = pa.table({"prompt": ["p"], "level": [1], "__index_level_0__": [17]})
     parquet.write_table(table, tmp_path / "d.parquet")
     assert rows_of(tmp_path / "d.parquet") == [{"prompt": "p", "level": 1}]

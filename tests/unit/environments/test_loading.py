@@ -99,7 +99,7 @@ def test_dataclasses_and_chat_messages_work(write: Write) -> None:
     assert len(list(load(f"{path}:Task"))) == 1
 
 
-def test_an_unknown_name_lists_what_is_known() -> None:
+def test_unknown_name_lists_the_known_ones() -> None:
     error = refusal("arithmetics")
     assert "'arithmetics'" in error.message
     assert "arithmetic, word_problems, gsm8k, jsonl, verifiers:ID, reasoning_gym:TASK or path" in error.message
@@ -116,9 +116,7 @@ def test_a_file_without_a_class_name_says_how_to_name_one() -> None:
     ("name", "message"),
     [("gone.py:Task", "no such file"), (".:Task", "folder"), ("README.md:Task", "is not a Python file")],
 )
-def test_what_is_no_python_file_is_refused(
-    name: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_non_python_file_is_refused(name: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("words")
     assert message in refusal(name).message

@@ -53,7 +53,7 @@ def test_tasks_are_problems_and_each_pass_lists_them_again(environment: Verifier
     assert [one["task"]["idx"] for one, other in both if one == other] == list(range(verifiers_stand_in.NUM_TASKS))  # type: ignore[typeddict-item]
 
 
-def test_a_run_returns_the_rewards_whatever_it_prints(capfd: pytest.CaptureFixture[str]) -> None:
+def test_printed_text_does_not_disturb_rewards(capfd: pytest.CaptureFixture[str]) -> None:
     environment = Verifiers("calm", {})
     assert environment.run(verifiers_stand_in.listed(1), "http://here/v1")["place"] == 1
     assert capfd.readouterr() == ("", "http://here/v1\nnoise\n")
@@ -98,13 +98,13 @@ def test_tasks_that_take_too_long_are_an_error(monkeypatch: pytest.MonkeyPatch) 
         ("unlisted", "^environment verifiers:unlisted: listing its tasks failed: no data", "fix the environment"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(name: str, message: str, hint: str) -> None:
+def test_unloadable_environment_is_refused(name: str, message: str, hint: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         registry.load(TaskConfig(environment=f"verifiers:{name}"))
     assert caught.value.hint.startswith(hint)
 
 
-def test_the_hint_for_several_agents_is_what_verifiers_reads() -> None:
+def test_hint_for_several_agents_works_in_verifiers() -> None:
     endpoint = json.loads(verifiers_program.ENDPOINT)
     assert endpoint.keys() == {"client", "model"}
     assert endpoint["client"].keys() == {"type", "base_url"}

@@ -82,7 +82,7 @@ def test_a_weight_may_be_negative_or_nothing() -> None:
     assert scores("exact=-1.5e0,format=0", "42") == (-1.5, {"exact": 1.0, "format": 0.0})
 
 
-def test_a_function_in_trls_form_gets_lists_of_what_it_names(write: Write) -> None:
+def test_trl_reward_gets_lists_of_its_parameters(write: Write) -> None:
     path = write(
         "def ends(prompts, completions, answer):\n    return [float((*prompts, *completions, *answer) == W)]\n"
     )
@@ -134,9 +134,7 @@ VERL_ROWS: tuple[dict[str, object], ...] = (
 @pytest.mark.parametrize("problem", VERL_ROWS)
 @pytest.mark.parametrize("value", ["float(right)", "{'score': float(right), 'acc': right}"])
 @pytest.mark.parametrize("head", ["data_source, solution_str, ground_truth, extra_info=None", "solution_str, **rest"])
-def test_function_in_verls_form_gets_what_verl_gives(
-    write: Write, head: str, value: str, problem: dict[str, object]
-) -> None:
+def test_verl_reward_gets_verls_arguments(write: Write, head: str, value: str, problem: dict[str, object]) -> None:
     given = "rest['data_source'], rest['ground_truth'], rest['extra_info']"
     given = given if "rest" in head else "data_source, ground_truth, extra_info"
     path = write(
@@ -193,7 +191,7 @@ def test_form_of_another_system_is_refused_by_name(write: Write, head: str, mess
 
 
 @pytest.mark.parametrize("second", ["answer", "solution", "state", "response"])
-def test_what_follows_the_problem_may_have_any_name(write: Write, second: str) -> None:
+def test_second_parameter_may_have_any_name(write: Write, second: str) -> None:
     path = write(f"def mine(problem, {second}): return float({second} == problem['prompt'] + '42')")
     assert scores(f"{path}:mine", "p42", {"prompt": "p", "answer": "1"})[0] == 1.0
 
@@ -221,7 +219,7 @@ def test_a_file_may_hold_a_callable_object(write: Write) -> None:
 
 
 @pytest.mark.parametrize("value", ["'1.0'", "None", "[1.0]", "float('nan')", "float('inf')"])
-def test_what_is_no_number_names_the_function_and_its_line(write: Write, value: str) -> None:
+def test_non_number_names_the_function_and_its_line(write: Write, value: str) -> None:
     path = write(f"\ndef mine(problem, completion):\n    return {value}\n")
     with pytest.raises(RewardError, match=r"reward mine returned .*, expected a finite number \(mine.py line 2\)"):
         scores(f"{path}:mine", "x")
@@ -267,7 +265,7 @@ def test_a_reward_of_any_kind_is_named_as_the_user_named_it(write: Write, source
         scores(f"{path}:mine", "x")
 
 
-def test_functions_without_a_name_of_their_own_have_the_given_one(write: Write) -> None:
+def test_unnamed_functions_take_the_given_name(write: Write) -> None:
     path = write(
         "import functools\ndef power(n, problem, completion): return n\n"
         "one, two = functools.partial(power, 1), lambda problem, completion: 2\nthree = lambda p, c: 3\n"
@@ -276,7 +274,7 @@ def test_functions_without_a_name_of_their_own_have_the_given_one(write: Write) 
     assert scores(spec, "x") == (6.0, {"one": 1.0, "two": 2.0, "three": 3.0})
 
 
-def test_an_unknown_name_lists_what_is_known_and_guesses() -> None:
+def test_unknown_reward_lists_known_names_and_a_guess() -> None:
     error = refusal("maths")
     assert "no reward 'maths', expected math, exact, format or path/to/file.py:function" in error.message
     assert error.hint.startswith("--reward math,")
@@ -310,7 +308,7 @@ def test_duplicate_or_weightless_rewards_are_refused(write: Write) -> None:
         ("1 / 0", "raised ZeroDivisionError: division by zero (mine.py line 1)"),
     ],
 )
-def test_what_is_no_reward_is_refused(write: Write, source: str, message: str) -> None:
+def test_non_reward_is_refused(write: Write, source: str, message: str) -> None:
     assert message in refusal(f"{write(source)}:mine").message
 
 

@@ -191,7 +191,7 @@ def test_reset_gets_the_problems_own_keys_alone(model: Path, tmp_path: Path, *, 
     assert notes == (["the model does not see number of the rows, which rewards get"] if of_rows else [])
 
 
-def test_what_reset_returns_is_cut_like_an_answer(tmp_path: Path) -> None:
+def test_reset_observation_is_truncated_like_an_answer(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(RESETS.replace("pass", "return 'x' * 20_000") + ITERATES + SCORES + ADDS)
     tools = registry.scorer(TaskConfig(environment=f"{tmp_path / 'task.py'}:Task"))
     begun = tools.begin({"prompt": "3+4="})

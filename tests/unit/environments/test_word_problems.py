@@ -23,7 +23,7 @@ def test_each_pass_and_each_process_yield_the_same_problems() -> None:
     assert passes[0] == passes[1]
 
 
-def test_no_held_out_story_comes_with_the_same_numbers_in_training() -> None:
+def test_held_out_stories_do_not_occur_in_training() -> None:
     held_out = WordProblems().held_out()
     assert len(held_out) == HELD_OUT_PER_LEVEL * len(LEVELS)
     assert not {story(problem) for problem in held_out} & {story(p) for p in islice(iter(WordProblems()), 20_000)}

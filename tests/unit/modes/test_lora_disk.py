@@ -80,7 +80,7 @@ def test_no_run_serves_a_name_of_an_earlier_one(world: World, stock: bool) -> No
     assert len(names) == len(set(names)) == 9
 
 
-def test_a_strangers_name_is_no_version(world: World) -> None:
+def test_foreign_adapter_name_is_not_a_version(world: World) -> None:
     world.export()
     world.server.adapters |= {"bridge-adapter-mine": {}, "bridge-adapter-": {}}
     assert world.opened("disk").mode.version == 0

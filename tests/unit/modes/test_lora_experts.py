@@ -33,7 +33,7 @@ def opened(world: World, handover: str = "memory", **choices: Any) -> Running:
     return world.opened(handover, lora_target_modules="all-linear,experts", lora_r=RANK, **choices)
 
 
-def test_the_slot_is_what_the_trainer_writes(world: World) -> None:
+def test_slot_holds_the_trainers_writes(world: World) -> None:
     running = opened(world)
     assert running.adapter_is_in_the_slot()
     a, b = world.server.toy.slots[UP]
@@ -45,7 +45,7 @@ def test_the_slot_is_what_the_trainer_writes(world: World) -> None:
     assert running.adapter_is_in_the_slot()
 
 
-def test_a_gradient_step_reaches_every_projection_of_chosen_experts(world: World) -> None:
+def test_step_reaches_every_projection_of_chosen_experts(world: World) -> None:
     running = opened(world)
     running.publish()  # B is no longer zero
     model, ids = running.opened.model, torch.arange(3, 35).view(2, 16)
@@ -121,7 +121,7 @@ def test_an_adapter_that_lacks_some_of_its_experts_is_refused(world: World) -> N
         stored_tensors.check_adapter(folder, shard)
 
 
-def test_a_server_without_slots_for_experts_is_refused_with_the_flag(world: World) -> None:
+def test_server_without_expert_slots_is_refused(world: World) -> None:
     world.server.toy = toy_server.with_slots(world.server.toy, RANK, without="experts")
     world.export()
     with pytest.raises(AttachError, match=r"no slot .* 6 modules, the first: .*experts\.lora\.down_proj") as caught:

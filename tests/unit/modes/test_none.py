@@ -201,7 +201,7 @@ def test_preparing_comes_first_and_can_be_interrupted(
     assert not running.mode.can_sleep
 
 
-def test_a_failed_restart_is_no_version(restarting: Callable[..., Running], tmp_path: Path) -> None:
+def test_failed_restart_publishes_no_version(restarting: Callable[..., Running], tmp_path: Path) -> None:
     running = restarting()
     running.publish()
     running.process.fails = True
@@ -322,7 +322,7 @@ def test_in_place_loads_between_pause_and_publish(in_place: Callable[..., Attach
     assert not running.scratch.exists()
 
 
-def test_in_place_removes_what_a_failed_reload_left(in_place: Callable[..., Attached]) -> None:
+def test_in_place_removes_remains_of_a_failed_reload(in_place: Callable[..., Attached]) -> None:
     running = in_place()
     (running.scratch / "version_7").mkdir(parents=True)
     running.publish()

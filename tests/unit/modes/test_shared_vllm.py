@@ -113,7 +113,7 @@ def test_preparing_inside_the_fence_has_the_kv_caches_memory(tmp_path: Path) -> 
     assert server.requests[1].body["sleep"] is True
 
 
-def test_what_fails_before_writing_leaves_the_version_as_it_was(tmp_path: Path) -> None:
+def test_failure_before_writing_keeps_the_version(tmp_path: Path) -> None:
     with serving(FakeRoutes()) as server:
         mode = SharedVllm(config(server, tmp_path), RUN)
         fenced = mode.publish(Update())

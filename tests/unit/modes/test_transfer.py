@@ -171,7 +171,7 @@ def test_workers_of_all_data_parallel_engines_join(feeding: Callable[..., Fed], 
     assert [(info["rank_offset"], info["world_size"]) for info in infos] == [(1, 6), (5, 6)]
 
 
-def test_rollouts_come_from_all_servers_with_the_version_of_the_request(opened: Callable[..., Fed]) -> None:
+def test_rollouts_of_all_servers_have_the_requests_version(opened: Callable[..., Fed]) -> None:
     fed = opened()
     fed.publish()
     first = fed.mode.endpoint
@@ -180,7 +180,7 @@ def test_rollouts_come_from_all_servers_with_the_version_of_the_request(opened: 
     assert fed.mode.max_model_len == 2048
 
 
-def test_an_interval_leaves_servers_behind_until_the_run_catches_up(opened: Callable[..., Fed]) -> None:
+def test_interval_delays_servers_until_the_next_transfer(opened: Callable[..., Fed]) -> None:
     fed = opened(vllm_restart_interval=2, in_flight="abort")
     assert fed.publish() == 0
     assert fed.calls() == [[], []]
@@ -210,7 +210,7 @@ def test_a_checkpoint_is_sent_under_its_version(opened: Callable[..., Fed], tmp_
         ({"is_paused": True}, "is paused: another trainer is feeding it, or ended while it did"),
     ],
 )
-def test_what_cannot_be_fed_is_refused_and_not_touched(
+def test_unsupported_server_is_refused_and_unchanged(
     feeding: Callable[..., Fed], folder: Path, fault: dict[str, Any], words: str
 ) -> None:
     servers = FedServer(str(folder)), FedServer(**{"model": str(folder)} | fault)
@@ -231,7 +231,7 @@ def test_a_server_that_is_named_twice_is_refused(feeding: Callable[..., Fed], fo
 
 
 @pytest.mark.parametrize("name", ["host1", "/tmp/atropos_bridge/manifest.json", "host1:"])
-def test_what_is_no_address_is_refused(feeding: Callable[..., Fed], name: str) -> None:
+def test_invalid_address_is_refused(feeding: Callable[..., Fed], name: str) -> None:
     with pytest.raises(UsageError, match=f"--servers {name}: expected HOST:PORT"):
         feeding(servers=name)
 
@@ -474,7 +474,7 @@ def checked(ranks: Ranks, folder: Path) -> str:
             return caught.value.message.partition(" weights named ")[2][:8]
 
 
-def test_no_rank_counts_a_reward_of_which_another_ranks_server_has_a_part(folder: Path) -> None:
+def test_renamed_weights_on_one_server_stop_all_ranks(folder: Path) -> None:
     assert on_ranks(2, checked, folder) == ["'theirs'"] * 2
 
 

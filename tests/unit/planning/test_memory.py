@@ -227,7 +227,7 @@ def test_sleep_and_smaller_states_never_fit_less(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_share_leaves_server_and_trainer_what_they_need(name: str) -> None:
+def test_share_leaves_enough_for_server_and_trainer(name: str) -> None:
     for way, gib in itertools.product(WAYS, (24, 48, 80, 139.8, 180)):
         need = need_of(name, gpu_bytes=gib * GIB, **way)
         least = 32768 * need.kv_per_token
@@ -260,7 +260,7 @@ def test_least_kv_cache_is_a_batch_or_the_longest_sequence() -> None:
     assert memory.least_kv_tokens(64, 512, 300) == 64 * 300
 
 
-def test_a_batch_of_long_completions_does_not_have_to_fit_at_once() -> None:
+def test_batch_of_long_completions_need_not_fit_at_once() -> None:
     assert memory.least_kv_tokens(64, 4_096) == memory.BUSY_KV_TOKENS
     assert memory.least_kv_tokens(64, 65_792) == memory.BUSY_KV_TOKENS
     assert memory.least_kv_tokens(64, 200_000) == 200_000
@@ -273,7 +273,7 @@ def test_vllm_takes_less_on_a_smaller_gpu() -> None:
     assert math.isclose(need_of("7B").engine, need_of("7B", gpu_bytes=80 * GIB).engine)
 
 
-def test_what_layers_keep_of_a_long_sequence_is_planned_in_host_memory() -> None:
+def test_offloaded_activations_are_planned_in_host_memory() -> None:
     on_device, on_host = (need_of("7B", max_new_tokens=131_072, activation_offload=chosen) for chosen in (False, None))
     inputs = 28 * 3_584 * 2 * 131_328
     assert on_device.least_activations - on_host.least_activations == pytest.approx(memory.SLACK * inputs * 26 / 28)
@@ -295,7 +295,7 @@ def test_a_host_without_the_room_is_not_planned_with() -> None:
 
 
 @pytest.mark.parametrize(("name", "copies"), [("7B", 1.43), ("14B", 1.45), ("0.5B", 1.36)])
-def test_fp8_takes_half_as_much_as_what_it_is_made_of(name: str, copies: float) -> None:
+def test_fp8_takes_half_of_its_source(name: str, copies: float) -> None:
     config = TrainConfig.of(model_name="m")
     plain, quantized = (
         Need.of(size, config, gpu_bytes=H200) for size in (size_of(name), size_of(name).quantized("fp8_per_block"))

@@ -36,7 +36,7 @@ def share_of(
     )
 
 
-def test_the_trainer_gets_what_vllm_does_not_need(tmp_path: Path) -> None:
+def test_trainer_gets_memory_vllm_does_not_need(tmp_path: Path) -> None:
     derived = share_of(tmp_path)
     kv = 32768 * 57344 / GIB
     assert 14.2 + 4.5 + kv < derived.share * 140 < 14.2 + 5 + 2 * kv + 2
@@ -70,7 +70,7 @@ def test_an_adapter_leaves_more_and_a_second_copy_less(
         ({"reference_model": "r", "kl_coef": 0.1}, 101),
     ],
 )
-def test_what_training_needs_follows_its_choices(tmp_path: Path, choices: dict[str, Any], needs: int) -> None:
+def test_training_memory_follows_its_choices(tmp_path: Path, choices: dict[str, Any], needs: int) -> None:
     assert f"training needs {needs}, " in share_of(tmp_path, **choices).reason
 
 
@@ -83,13 +83,13 @@ def test_a_run_that_fits_only_asleep_gets_the_larger_share(tmp_path: Path) -> No
     assert "more than there is: see bridge plan" in awake.reason
 
 
-def test_a_sleeping_kv_cache_gets_what_training_leaves(tmp_path: Path) -> None:
+def test_sleeping_kv_cache_gets_the_remaining_memory(tmp_path: Path) -> None:
     always = share_of(tmp_path, kv_sleep="always")
     assert always.share * 140 + 71 + 0.5 == pytest.approx(140, abs=1.5), "the optimizer's state stays"
     assert always.reason.endswith("while the KV cache sleeps")
 
 
-def test_a_model_too_large_to_train_still_gets_what_vllm_needs(tmp_path: Path) -> None:
+def test_untrainable_model_still_gets_vllms_memory(tmp_path: Path) -> None:
     derived = share_of(tmp_path, size="14B", gib=80)
     assert derived.share * 80 > 27.5 + 4
     assert "more than there is: see bridge plan" in derived.reason
@@ -118,7 +118,7 @@ def test_a_model_of_unknown_size_gets_a_default_share() -> None:
     assert "is not known before it is loaded" in derived.reason
 
 
-def test_the_reason_is_one_line_whatever_is_derived(tmp_path: Path) -> None:
+def test_reason_of_derived_values_is_one_line(tmp_path: Path) -> None:
     ways: list[dict[str, Any]] = [
         {},
         {"mode": "lora_only"},

@@ -101,7 +101,7 @@ def test_stopping_ends_the_whole_tree(tmp_path: Path) -> None:
     assert is_gone(pid)
 
 
-def test_stopping_kills_what_ignores_sigterm(tmp_path: Path) -> None:
+def test_stop_kills_children_that_ignore_sigterm(tmp_path: Path) -> None:
     child = start(STUBBORN, tmp_path)
     pid = grandchild(child)
     children.stop(child, grace_s=0.3)
@@ -140,7 +140,7 @@ def test_stopping_leaves_everybody_else_alone(tmp_path: Path) -> None:
     stranger.wait()
 
 
-def test_what_a_killed_child_left_in_shared_memory_is_removed(tmp_path: Path) -> None:
+def test_shared_memory_of_a_killed_child_is_removed(tmp_path: Path) -> None:
     code = (
         "import signal, time; from multiprocessing.shared_memory import SharedMemory\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -210,7 +210,7 @@ def test_a_child_does_not_outlive_us(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_what_ignores_sigterm_does_not_outlive_us(tmp_path: Path) -> None:
+def test_child_ignoring_sigterm_does_not_outlive_us(tmp_path: Path) -> None:
     log = tmp_path / "log"
     us = subprocess.Popen(
         [sys.executable, "-c", STARTER, STUBBORN, str(log)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -262,7 +262,7 @@ def test_the_programs_own_children_are_its_own_alone(tmp_path: Path) -> None:
     children.stop(child, grace_s=0.5)
 
 
-def test_what_a_second_child_prints_comes_after_the_first(tmp_path: Path) -> None:
+def test_output_of_children_is_in_order(tmp_path: Path) -> None:
     for word in ("one", "two"):
         child = start(f"print({word!r})", tmp_path)
         assert not children.wait_until(child, lambda: False, limit_s=20, progress=lambda _: None)
@@ -345,7 +345,7 @@ def test_a_log_without_an_error_ends_in_its_last_line(tmp_path: Path) -> None:
     assert server_log.root_error(tmp_path / "log") == "it printed nothing"
 
 
-def test_what_pydantic_refuses_is_told_whole(tmp_path: Path) -> None:
+def test_pydantic_errors_are_reported_whole(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
         "  Value error, max_model_len is too long [type=value_error, input_value=...]\n"
@@ -419,7 +419,7 @@ def test_a_refusal_that_the_server_prints_is_shown(tmp_path: Path) -> None:
     assert server_log.root_error(tmp_path / "log") == lines[0]
 
 
-def test_an_error_of_another_program_is_no_refusal(tmp_path: Path) -> None:
+def test_error_of_another_program_is_not_a_refusal(tmp_path: Path) -> None:
     """As compilers print it, whose kernels vLLM builds while it starts; it may do without them."""
     lines = "error: no member named 'bf16'", "torch.OutOfMemoryError: CUDA out of memory", "INFO shutdown"
     (tmp_path / "log").write_text("\n".join(lines))

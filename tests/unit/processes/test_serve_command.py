@@ -522,7 +522,7 @@ def test_a_server_that_no_trainer_reaches_is_refused(flags: list[str]) -> None:
     assert "one copy" not in refused.value.hint
 
 
-def test_all_refused_flags_are_told_at_once() -> None:
+def test_all_refused_flags_are_reported_together() -> None:
     with pytest.raises(UsageError) as refused:
         vllm_flags.check(["--headless", "-q", "fp8"], {"VLLM_USE_RUST_FRONTEND": "1"})
     for name in ("--headless", "--quantization fp8", "VLLM_USE_RUST_FRONTEND"):

@@ -147,7 +147,7 @@ def test_a_server_lives_as_long_as_the_context(tmp_path: Path, log: Path) -> Non
     assert not command.manifest.exists()
 
 
-def test_it_is_what_the_training_loop_asks_for(tmp_path: Path, log: Path) -> None:
+def test_started_server_fulfils_the_loops_protocol(tmp_path: Path, log: Path) -> None:
     accepted: ServerProcess = served(fake(tmp_path), log)
     assert callable(accepted.restart)
 
@@ -173,7 +173,7 @@ def test_a_restart_serves_other_weights_under_the_old_name(tmp_path: Path, log: 
 
 
 @pytest.mark.parametrize("victim", ["server", "engine", "both"])
-def test_a_restart_ends_what_a_kill_has_left(tmp_path: Path, log: Path, victim: str) -> None:
+def test_restart_ends_remains_of_a_kill(tmp_path: Path, log: Path, victim: str) -> None:
     with served(fake(tmp_path), log).running() as server:
         (orphan,) = family(log)
         pids: dict[str, list[int | None]] = {
@@ -375,7 +375,7 @@ def test_an_interrupt_at_the_start_leaves_no_server(tmp_path: Path, log: Path, m
     assert not begun[0].is_alive()
 
 
-def test_the_watchdog_ends_a_server_whose_engine_is_gone(
+def test_watchdog_ends_a_server_without_its_engine(
     tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = fake(tmp_path, "--status", "503")
@@ -443,7 +443,7 @@ def test_a_killed_tree_can_still_be_stopped(tmp_path: Path, log: Path) -> None:
 @pytest.mark.parametrize(
     ("sleeps_s", "report"), [(1.0, "ended with exit code 3: "), (60.0, "some of its threads still run")]
 )
-def test_a_server_whose_first_thread_ended_before_the_others_is_reported(
+def test_server_with_a_dead_main_thread_is_reported(
     sleeps_s: float, report: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "LAST_THREADS_S", 5.0)

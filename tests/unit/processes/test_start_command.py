@@ -72,7 +72,7 @@ def test_a_program_beside_this_python_is_found() -> None:
         ("sh {model} --port=8123", "listens on port 8123, but the trainer would use port"),
     ],
 )
-def test_what_cannot_be_started_is_refused(command: str, message: str) -> None:
+def test_unstartable_command_is_refused(command: str, message: str) -> None:
     assert message in refused(command).message
 
 

@@ -262,7 +262,7 @@ def test_gradients_do_not_depend_on_budget_or_order(groups: list[Group], loss: s
 
 
 @pytest.mark.parametrize("max_norm", [1e6, 1e-2])
-def test_what_is_written_is_one_step_of_adamw(groups: list[Group], max_norm: float) -> None:
+def test_update_is_one_step_of_adamw(groups: list[Group], max_norm: float) -> None:
     model = base()
     plain, before = copy.deepcopy(model), weights(model)
     naive_loss(plain, groups, model).backward()
@@ -334,7 +334,7 @@ def flat(group: Group) -> Group:
 
 
 @pytest.mark.parametrize("teaches", [0, 1])
-def test_a_share_without_a_gradient_is_no_update(groups: list[Group], teaches: int) -> None:
+def test_share_without_a_gradient_is_not_an_update(groups: list[Group], teaches: int) -> None:
     model = base()
     shares = [groups[:2], groups[2:]]
     shares[1 - teaches] = [flat(group) for group in shares[1 - teaches]]
@@ -367,7 +367,7 @@ def test_a_batch_without_signal_changes_nothing(groups: list[Group]) -> None:
         ),
     ],
 )
-def test_stale_rollouts_weigh_what_the_correction_says(
+def test_stale_rollouts_have_the_corrections_weights(
     groups: list[Group], choices: dict[str, Any], weigh: Callable[[Tensor], Tensor]
 ) -> None:
     model = base()
@@ -595,7 +595,7 @@ def test_a_bad_gradient_keeps_the_updates_before_it(groups: list[Group], monkeyp
 @pytest.mark.parametrize(
     "choices", [{}, {"updates_per_batch": 2}, {"offload_optimizer": True, "gradient_release": True}]
 )
-def test_what_is_interrupted_leaves_nothing_and_is_done_over(
+def test_interrupted_update_leaves_nothing_and_is_retried(
     groups: list[Group], monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
     straight, model = base(), base()
@@ -637,7 +637,7 @@ def test_prepared_twice_it_is_computed_once(groups: list[Group], monkeypatch: py
         ({"gradient_checkpointing": True, "micro_batch_tokens": 40}, "micro-batches have at most 20 tokens"),
     ],
 )
-def test_what_did_not_fit_is_done_over_in_less_memory(
+def test_update_out_of_memory_is_retried_with_less(
     groups: list[Group], monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any], words: str
 ) -> None:
     straight, model, notes = base(), base(), list[str]()
@@ -652,9 +652,7 @@ def test_what_did_not_fit_is_done_over_in_less_memory(
     assert learnt["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def test_what_never_fits_is_refused_with_every_weight_as_it_was(
-    groups: list[Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_update_that_never_fits_changes_no_weight(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     model, notes = base(), list[str]()
     before = weights(model)
     calls = poisoned(monkeypatch, *[raising(OUT_OF_MEMORY)] * 99)

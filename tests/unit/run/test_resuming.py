@@ -57,7 +57,7 @@ def test_the_same_run_resumes_without_a_word(run_dir: Path) -> None:
     assert resuming.check(source, later, task(named(NAMES))) == []
 
 
-def test_what_may_change_is_one_line(run_dir: Path) -> None:
+def test_changes_on_resume_are_one_line(run_dir: Path) -> None:
     source = saved(run_dir, task(named(NAMES)), lr=1e-4, loss="dapo", batch_size=64)
     lines = resuming.check(source, config(loss="grpo", batch_size=16, group_size=2), task(named(NAMES)))
     assert lines == [
@@ -97,7 +97,7 @@ def test_another_seed_is_refused(run_dir: Path) -> None:
     assert resuming.check(source, config(seed=5), None) == ["changed since step 4: seed 3 -> 5"]  # it has no problems
 
 
-def test_the_same_problems_may_be_elsewhere_or_differ_beside_their_prompts(run_dir: Path) -> None:
+def test_problems_match_by_prompts_wherever_they_are(run_dir: Path) -> None:
     source = saved(run_dir, task(named(NAMES, answer="1")), data="a.jsonl")
     lines = resuming.check(source, config(data="moved/a.parquet"), task(named(NAMES, answer="2", level=1)))
     assert lines == ["changed since step 4: data a.jsonl -> moved/a.parquet"]
@@ -126,7 +126,7 @@ def test_a_run_without_a_record_of_its_problems_resumes(run_dir: Path) -> None:
     assert resuming.check(later, config(seed=1), task(named(["b"]))) == []
 
 
-def test_a_long_list_is_compared_by_its_length_and_some_of_its_problems() -> None:
+def test_long_list_is_compared_by_length_and_samples() -> None:
     many = named([f"p{number}" for number in range(3 * resuming.MOST_COMPARED)])
     first = resuming.digest(task(many))
     assert first.startswith("60000:")

@@ -233,7 +233,7 @@ def test_a_requested_package_that_is_missing_is_refused(package: str, installed:
     assert refused.value.hint == f"pip install {package}, or leave --{package} out"
 
 
-def test_a_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_the_same_name_is_not_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bridge_tracker_of_nobody").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert not reporting.is_installed("bridge_tracker_of_nobody")
@@ -285,7 +285,7 @@ def test_a_default_tracker_that_fails_to_open_is_reported(
     assert notes[0].startswith("TensorBoard cannot be used: ModuleNotFoundError")
 
 
-def test_what_is_written_is_what_tensorboard_reads(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_written_events(tmp_path: Path) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     def write(first_step: int, rewards: Sequence[float]) -> None:

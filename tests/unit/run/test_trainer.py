@@ -142,7 +142,7 @@ def test_a_goal_that_no_step_reaches_changes_nothing(running: Running) -> None:
         assert ([row["step"] for row in run.metrics], run.notes) == ([1, 2, 3], [])
 
 
-def test_equal_rewards_teach_nothing_and_the_run_goes_on(running: Running) -> None:
+def test_equal_rewards_skip_the_update(running: Running) -> None:
     with running() as run:
         before = run.weights()
         summary = run.train(Letters(lambda _: 1.0))
@@ -492,7 +492,7 @@ def test_mismatch_is_checked_only_after_a_reload(running: Running) -> None:
     assert num_notes == [1, 1, 1, 2, 2, 2]
 
 
-def test_a_run_records_what_it_ran_on_and_every_default(running: Running) -> None:
+def test_run_records_its_machine_and_every_default(running: Running) -> None:
     with running() as run:
         run.train(training_steps=1, loss="gspo")
         folder = run.folder / "run"
@@ -564,7 +564,7 @@ def test_metrics_of_rollouts_include_replaced_groups(running: Running) -> None:
             assert row["completion_tokens_mean"] == 3
 
 
-def test_what_to_do_about_an_alarm_is_logged_once() -> None:
+def test_advice_for_an_alarm_is_logged_once() -> None:
     notes: list[str] = []
     alarms = measuring.Alarms(notes.append, mismatch_limit=9)
     for step, no_signal_share in enumerate([1, 1, 0, 1, 0, 1]):
