@@ -19,9 +19,9 @@ from bridge.errors import UsageError
 from bridge.processes.server_command import prepare
 from bridge.processes.start_checks import check_model, check_software
 from bridge_cli import console, layout, rank, rank_run, report
+from bridge_cli.live import duration
 from bridge_cli.options import HOME, Json
 from bridge_cli.rank_run import Job, Opened, trained
-from bridge_cli.step_lines import duration
 from bridge_cli.training import load_environment
 from bridge_cli.verify import FAILED_EXIT_CODE, proof
 

@@ -1,6 +1,7 @@
-"""The live view of a run: its lines scroll as usual; progress bars, the metrics and a sample stay below them.
+"""A training run for people: a line per step and per evaluation and, on a terminal, a live view below the lines.
 
-A separate thread draws on the terminal: training hands it lines and metrics, and never waits for it.
+rich's own thread draws the view and prints the lines above it: training hands it both, and does not wait for the
+terminal.
 """
 
 import itertools
@@ -15,19 +16,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from bridge.checkpoints.metric_table import METRICS, Metric, is_number
-from bridge.checkpoints.metrics import Evaluation, StepMetrics
+from bridge.checkpoints.metrics import Evaluation, StepMetrics, Summary
+from bridge.checkpoints.run_directory import labelled_json
+from bridge.core import json_lines
 from bridge.core.interrupt import deferred_interrupt
 from bridge.core.redaction import escaped
 from bridge.run import reporting
 from bridge.types import Group as Rollouts
 from bridge_cli import console
-from bridge_cli.step_lines import Lines, duration, value_range
 
 PERIOD_S = 0.25
 """Between two refreshes of the terminal."""
@@ -47,6 +52,8 @@ READ_CHARACTERS = 4000
 WIDE = re.compile(r"[^\0-\u052f]")
 """Neither Latin nor Greek nor Cyrillic: a terminal may draw such a character two cells wide."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
+GAP = "  "
+"""Between two figures of a line."""
 PHASES = {
     "rollouts": "sampling and scoring",
     "train": "forward and backward",
@@ -57,15 +64,17 @@ PHASES = {
 
 
 @contextmanager
-def reporting_to_people(num_steps: int, opening: str, *, data: Callable[[str], None] | None = None) -> Iterator[Lines]:
+def reporting_to_people(
+    num_steps: int, opening: str, *, data: Callable[[str], None] | None = None
+) -> Iterator[reporting.Reporter]:
     """Report a run of `num_steps` in lines, with a view below them on a terminal that can show it."""
     if not wanted(console.people, os.environ, has_data=data is not None):
         yield Lines(num_steps, opening, data=data)
         return
-    view = View(console.people, num_steps, opening, data=data)
+    view = View(console.people, num_steps)
     with console.shared_with(view.say, view.wait_for):
         try:
-            yield view
+            yield reporting.Reporters(Lines(num_steps, opening, data=data, terminal=console.people), view)
         finally:
             with deferred_interrupt():
                 view.close()
@@ -83,16 +92,53 @@ def wanted(terminal: Console, environment: Mapping[str, str], *, has_data: bool)
     )
 
 
-class View(Lines):
-    """Reports lines, and a view below them."""
+class Lines(reporting.Reporter):
+    """Reports each step and each evaluation in a line: to people, and as JSON to `data`."""
 
     def __init__(
-        self, terminal: Console, num_steps: int, opening: str = "", *, data: Callable[[str], None] | None = None
+        self,
+        num_steps: int,
+        opening: str = "",
+        *,
+        data: Callable[[str], None] | None = None,
+        terminal: Console | None = None,
     ) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        """Report a run of `num_steps`; `opening` comes before the first line, if there is one.
 
-        super().__init__(num_steps, opening, data=data)
+        A step's line is cut to the width of `terminal`; None: it is not cut.
+        """
+        self._num_steps = num_steps
+        self._opening = opening
+        self._data = data
         self._terminal = terminal
+
+    def step(self, metrics: StepMetrics, groups: Sequence[Rollouts]) -> None:  # noqa: ARG002 - the base's
+        width = self._terminal.width if self._terminal else None
+        self._report(step_line(metrics, self._num_steps, width=width), json_lines.line(metrics))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        passed = "".join(f"  pass@{k} {share:.3f}" for k, share in [*evaluation.pass_at_k.items()][-1:])
+        line = (
+            f"held-out reward {evaluation.reward_mean:.3f} after step {evaluation.step}{passed}"
+            f"  {evaluation.num_problems} problems  {evaluation.seconds:.1f} s"
+        )
+        self._report(line, labelled_json("evaluation", evaluation))
+
+    def _report(self, line: str, document: str) -> None:
+        if self._opening:
+            console.note(self._opening, style="dim")
+            self._opening = ""
+        console.note(line)
+        if self._data is not None:
+            self._data(document)
+
+
+class View(reporting.Reporter):
+    """Shows the progress of a run below its lines: bars, the metrics and a sample."""
+
+    def __init__(self, terminal: Console, num_steps: int) -> None:
+        self._terminal = terminal
+        self._num_steps = num_steps
         self._bars = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(None, complete_style="green", finished_style="green", pulse_style="cyan"),
@@ -109,21 +155,20 @@ class View(Lines):
         self._evaluations: list[Evaluation] = []
         self._sample: Rollouts | None = None
         self._num_reports = 0
-        self._drawn: tuple[int, int, int] | None = None
-        """Size of the terminal and number of steps and evaluations that `_body` shows."""
-        self._body: list[Table | Text] = []
+        self._drawn: Drawn | None = None
         self._lines: deque[Text] = deque()
         """Lines that are not printed yet."""
         self._printed: deque[Text] = deque(maxlen=ROWS_FOR_LINES - 1)
         """The last lines; they are printed again when the terminal gets smaller."""
-        self._over = threading.Event()
-        self._painter = threading.Thread(target=self._paint, name="live view", daemon=True)
+        self._size = terminal.size
+        self._painter: Painter | None = None
+        """None until the first phase: what opens a run may ask a person something."""
 
     def say(self, line: Text) -> None:
         """Print `line` above the view soon, or at once if there is no view."""
         self._lines.append(line)
-        if not self._painter.is_alive():
-            self._print_lines()
+        if self._painter is None or self._painter.has_ended.is_set():
+            self.print_lines()
 
     def wait_for(self, what: str) -> None:
         """Show what is awaited; empty: the wait is over."""
@@ -133,7 +178,8 @@ class View(Lines):
     def phase(self, name: reporting.Phase) -> None:
         self._phase = name
         self._bars.reset(self._phase_bar, total=None, description=PHASES[name], detail="", visible=True)
-        if not self._painter.ident:  # not before: what opens a run may ask a person something
+        if self._painter is None:
+            self._painter = Painter(self, self._terminal)
             self._painter.start()
 
     def progress(self, done: int, total: int) -> None:
@@ -153,30 +199,25 @@ class View(Lines):
             detail=f"{duration(pace_s)} a step, {rest}",
         )  # fmt: skip
         self._num_reports += 1
-        self.width = self._terminal.width
-        super().step(metrics, groups)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._evaluations.append(evaluation)
         self._num_reports += 1
-        super().evaluation(evaluation)
 
     def close(self) -> None:
         """Remove the view; the lines stay."""
-        self._over.set()
-        if self._painter.ident:
-            self._painter.join(LONGEST_GOODBYE_S)
-        self._print_lines()
+        if self._painter is not None:
+            self._painter.is_over = True
+            self._painter.has_ended.wait(LONGEST_GOODBYE_S)
+        self.print_lines()
 
     def __rich__(self) -> Group:
-        width, height = self._terminal.size
-        if width < NARROWEST or height < LOWEST:
+        size = self._terminal.size
+        if size.width < NARROWEST or size.height < LOWEST:
             return Group()
-        state = (width, height, self._num_reports)
-        if state != self._drawn:  # else the bars alone move
-            self._drawn = state
-            self._body = self._drawing(width, height)
-        return Group(self._bars.get_renderable(), *self._body)
+        if self._drawn is None or (self._drawn.size, self._drawn.num_reports) != (size, self._num_reports):
+            self._drawn = Drawn(size, self._num_reports, self._drawing(size.width, size.height))
+        return Group(self._bars.get_renderable(), *self._drawn.body)  # between two reports, the bars alone move
 
     def _drawing(self, width: int, height: int) -> list[Table | Text]:
         steps, evaluations = list(self._steps), list(self._evaluations)
@@ -185,25 +226,7 @@ class View(Lines):
         sample = _sample(self._sample, steps[-1].step, width, room) if self._sample and steps and room > 1 else []
         return [table, *sample]
 
-    def _paint(self) -> None:
-        from rich.live import Live
-
-        size = self._terminal.size
-        with (
-            suppress(OSError, SystemExit),  # the terminal is gone: whoever prints the next line finds out
-            Live(self, console=self._terminal, auto_refresh=False, transient=True, redirect_stdout=False) as live,
-        ):
-            while not self._over.wait(PERIOD_S):
-                now = self._terminal.size
-                if now.width < size.width or now.height < size.height:  # terminals wrap longer lines in different ways
-                    self._terminal.clear()
-                    self._lines.extendleft(reversed(self._printed))
-                size = now
-                if not self._print_lines():  # which draws the view as well
-                    live.refresh()
-            self._print_lines()
-
-    def _print_lines(self) -> bool:
+    def print_lines(self) -> bool:
         """Print the waiting lines in one go, and return whether there were any."""
         waiting = []
         with suppress(IndexError):  # another thread may take the last one
@@ -213,6 +236,58 @@ class View(Lines):
             self._printed.extend(waiting)
             self._terminal.print(Text("\n").join(waiting))
         return bool(waiting)
+
+    def fit_terminal(self) -> None:
+        """Clear a terminal that got smaller, and print the last lines again: terminals wrap lines in different ways."""
+        size, self._size = self._size, self._terminal.size
+        if self._size.width < size.width or self._size.height < size.height:
+            self._terminal.clear()
+            self._lines.extendleft(reversed(self._printed))
+
+
+class Drawn(NamedTuple):
+    """What the view shows below its bars."""
+
+    size: ConsoleDimensions
+    num_reports: int
+    """Steps and evaluations that it shows."""
+    body: list[Table | Text]
+
+
+class Painter(Live):
+    """rich's display and its thread, which prints a view's lines, too: only this thread waits for the terminal."""
+
+    def __init__(self, view: View, terminal: Console) -> None:
+        super().__init__(view, console=terminal, refresh_per_second=1 / PERIOD_S, transient=True, redirect_stdout=False)
+        self._view = view
+        self.is_over = False
+        """Set by another thread: the next refresh is the last one."""
+        self.has_ended = threading.Event()
+
+    def start(self, refresh: bool = False) -> None:
+        try:
+            super().start(refresh)
+        except (OSError, SystemExit):
+            self.has_ended.set()  # the terminal is gone: whoever prints the next line finds out
+
+    def refresh(self) -> None:
+        """Print the waiting lines and draw the view; rich's thread calls this. An error ends the view, not the run."""
+        if not self.is_started:  # stop() refreshes once more
+            return
+        is_last = True
+        try:
+            is_over = self.is_over  # before the lines: none comes later
+            self._view.fit_terminal()
+            if not self._view.print_lines():  # which draws the view as well
+                super().refresh()
+            is_last = is_over
+        except (OSError, SystemExit):
+            pass  # the terminal is gone
+        finally:
+            if is_last:
+                with suppress(OSError, SystemExit):
+                    self.stop()
+                self.has_ended.set()
 
 
 class Bars:
@@ -318,3 +393,70 @@ def wrapped(text: str, width: int) -> Iterator[str]:
     for line in text.split("\n"):
         limit = width // 2 if WIDE.search(line) else width
         yield from textwrap.wrap(line, limit, break_on_hyphens=False, replace_whitespace=False) or [""]
+
+
+def step_line(metrics: StepMetrics, num_steps: int, *, width: int | None = None) -> str:
+    """Return the figures of a step in columns: as many as fit into `width`."""
+    figures = [
+        f"step {metrics.step:{len(str(num_steps))}}/{num_steps}",
+        f"reward {metrics.reward_mean:6.3f} +- {metrics.reward_std:.3f}",
+        f"len {whole_or_dash(metrics.completion_tokens_mean):>5}",
+        f"truncated {percent_or_dash(metrics.truncated_share):>4}",
+        f"entropy {or_dash(metrics.entropy, 3)}",
+        f"grad {or_dash(metrics.grad_norm, 3)}",
+        f"|dlogprob| {or_dash(metrics.logprob_diff_mean, 4)}",
+        f"fence {duration(metrics.fence_s) if metrics.is_published else '-':>8}",
+        f"rollout {metrics.rollout_s:5.2f} s",
+        f"train {metrics.train_s:5.2f} s",
+        f"{tokens_per_s(metrics):7,.0f} tok/s",
+    ]
+    while width is not None and len(GAP.join(figures)) > width and len(figures) > 1:
+        figures.pop()
+    return GAP.join(figures)
+
+
+def summary_line(summary: Summary) -> str:
+    """Return the result of a run."""
+    rewards = ""
+    if summary.reward_before is not None and summary.reward_after is not None:
+        rewards = f"  held-out reward {summary.reward_before:.3f} -> {summary.reward_after:.3f}"
+    return (
+        f"done: {summary.steps} steps{rewards}  |dlogprob| max {or_dash(summary.logprob_diff_max, 3)}"
+        f"  fence p50 {duration(summary.fence_p50_ms / 1e3)}"
+    )
+
+
+def tokens_per_s(metrics: StepMetrics) -> float:
+    """Return the sampled tokens per second of sampling."""
+    return metrics.tokens_generated / metrics.sampling_s if metrics.sampling_s else 0.0
+
+
+def duration(seconds: float) -> str:
+    """Return a time in a readable unit, or a dash if it is unknown."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 1:
+        return f"{1e3 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def value_range(low: str, high: str) -> str:
+    """Return a range of two values as text; its unit is written once if both ends have the same, and one alone."""
+    number, *units = low.split(" ")
+    return f"{number if units == high.split(' ')[1:] and len(units) < 2 else low} to {high}"
+
+
+def whole_or_dash(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else "-"
+
+
+def percent_or_dash(share: float) -> str:
+    return f"{share:.0%}" if math.isfinite(share) else "-"
+
+
+def or_dash(value: float, digits: int) -> str:
+    """Return `value`, or a dash of the same width if no token was trained: all rewards of each group were equal."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-".center(digits + 2)

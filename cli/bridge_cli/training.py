@@ -12,7 +12,6 @@ from bridge.config.choices import flag
 from bridge.errors import UsageError
 from bridge.types import Environment, Task
 from bridge_cli import console, live
-from bridge_cli.step_lines import summary_line
 
 if TYPE_CHECKING:
     from bridge.checkpoints.checkpoint import SavedCheckpoint
@@ -75,7 +74,7 @@ def train_in(
     ):
         summary = run_of(reporting.Reporters(curves, lines)).train()
     run.write_summary(summary)
-    console.note(summary_line(summary))
+    console.note(live.summary_line(summary))
     if as_json:
         console.data(labelled_json("summary", summary, run_dir=run.path))
     return summary

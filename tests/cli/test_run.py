@@ -22,7 +22,7 @@ from bridge.processes.server_command import ServerCommand
 from bridge.ranks.world import ALONE
 from bridge.run.trainer import Run
 from bridge.server import api_key
-from bridge_cli import demo, rank, rank_run, run, step_lines, training, verify
+from bridge_cli import demo, live, rank, rank_run, run, training, verify
 from bridge_cli.layout import Layout
 from tests.cli.test_run_directory import evaluation, metrics
 
@@ -159,15 +159,15 @@ def test_the_trainer_sends_the_key_that_vllm_is_started_with(
 def test_a_step_is_one_line() -> None:
     step = metrics(3, rollout_s=2.0, fence_pause_s=0.004, fence_write_s=0.002, fence_publish_s=0.001,
                    tokens_generated=4000, completion_tokens_mean=37.2)  # fmt: skip
-    line = step_lines.step_line(step, 60)
+    line = live.step_line(step, 60)
     assert "\n" not in line
     for part in (
-        "step  3/60", "reward  0.500", "len    37", "truncated  50%", "entropy 0.500", "|dlogprob| 0.5000",
-        "fence   7.0 ms", "2,000 tok/s",
+        "step  3/60", "reward  0.500", "len    37", "truncated  50%", "entropy 0.500", "grad 0.500",
+        "|dlogprob| 0.5000",         "fence   7.0 ms", "2,000 tok/s",
     ):  # fmt: skip
         assert part in line
     assert "max" not in line
-    nothing = step_lines.step_line(metrics(3, completion_tokens_mean=math.nan, truncated_share=math.nan), 60)
+    nothing = live.step_line(metrics(3, completion_tokens_mean=math.nan, truncated_share=math.nan), 60)
     assert "len     -  truncated    -" in nothing
 
 

@@ -20,9 +20,9 @@ from bridge.checkpoints.metric_table import METRICS, Metric, PerSecond
 from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
 from bridge.core.redaction import escaped
+from bridge_cli.live import duration
 from bridge_cli.report.charts import Artist, Drawing, charts
 from bridge_cli.report.record import Column, Run
-from bridge_cli.step_lines import duration
 
 TEMPLATE = Path(__file__).parent / "template"
 MOST_EVENTS = 200
