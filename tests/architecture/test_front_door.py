@@ -1,25 +1,19 @@
 """`bridge --help` imports little, and the installed packages are those of this checkout."""
 
-import importlib
-import inspect
 import json
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from bridge_cli.main import COMMANDS
 from tests.wheels import PACKAGES
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = {"typer", "rich"}
-"""Dependencies that `bridge --help` may import."""
 HEAVY = {"torch", "vllm", "transformers", "matplotlib", "numpy", "httpx", "accelerate"}
-"""Modules that the help of no command may import."""
+"""Modules that no help page may import."""
 
 HELP = """
 import json, sys
@@ -54,20 +48,12 @@ def _loaded(*command: str) -> set[str]:
 def test_help_loads_no_command() -> None:
     loaded = _loaded()
     assert not loaded & {target.partition(":")[0] for target, _ in COMMANDS.values()}
-    dependencies = {Requirement(line).name.replace("-", "_") for line in metadata.requires("bridge-rl") or ()}
-    assert dependencies > LIBRARIES
-    assert loaded & dependencies == LIBRARIES
+    assert not HEAVY & loaded
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_loads_nothing_heavy(command: str) -> None:
     assert not HEAVY & _loaded(command)
-
-
-@pytest.mark.parametrize(("target", "line"), COMMANDS.values(), ids=COMMANDS)
-def test_the_line_of_a_command_is_the_first_one_of_its_docstring(target: str, line: str) -> None:
-    module, _, function = target.partition(":")
-    assert inspect.getdoc(getattr(importlib.import_module(module), function)).partition("\n\n")[0] == line  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -21,15 +21,11 @@ def items(*markers: str, count: int = 100) -> list[pytest.Item]:
     return [cast(pytest.Item, FakeItem(*markers)) for _ in range(count)]
 
 
-def test_a_seed_draws_few_slow_tests_in_their_order() -> None:
+def test_seeds_draw_every_slow_test_in_order() -> None:
     slow = items("slow")
     assert drawn(slow, "a") == drawn(slow, "a") != drawn(slow, "b")
     assert len(drawn(slow, "a")) == NUM_DRAWN
     assert drawn(slow, "a") == sorted(drawn(slow, "a"), key=slow.index)
-
-
-def test_seeds_draw_every_slow_test_and_no_other_one() -> None:
-    slow = items("slow")
     everything = [*items("slow", "core"), *slow, *items("cpu")]
     assert {id(item) for seed in range(200) for item in drawn(everything, str(seed))} == {id(item) for item in slow}
     assert len(drawn(items("slow", count=2), "a")) == 2

@@ -31,7 +31,7 @@ def row(side: str, seed: int, accuracies: list[float], minutes: float) -> dict[s
 ROWS = [row("bridge", 0, [0.1, 0.2, 0.4], 1), row("bridge", 1, [0.1, 0.3, 0.5], 1), row("trl", 0, [0.1, 0.2, 0.3], 2)]
 
 
-def test_evaluations_are_left_out_of_the_minutes() -> None:
+def test_minutes_exclude_evaluations() -> None:
     lines = [evaluated(0, 0.1), {"reward_mean": 0.2}, {"reward_mean": 0.3}, evaluated(2, 0.5)]
     run = Run(begun=100.0, stamps=[136.0, 148.0, 154.0, 160.0], lines=lines)
     before, after = learning.curve(run)
@@ -39,7 +39,7 @@ def test_evaluations_are_left_out_of_the_minutes() -> None:
     assert (after["accuracy"], after["minutes"], after["minutes_of_command"]) == (0.5, 0.3, 0.8)
 
 
-def test_minutes_are_compared_at_gains_that_every_run_reached() -> None:
+def test_minutes_are_compared_at_shared_gains() -> None:
     results = learning.summary(ROWS)
     assert results["gains"] == pytest.approx([0.05, 0.1, 0.15, 0.2])
     ours, trl = (results["minutes_to_gain"][side]["minutes"] for side in learning.SIDES)
@@ -48,23 +48,18 @@ def test_minutes_are_compared_at_gains_that_every_run_reached() -> None:
     table = learning.table({"rows": ROWS, **results})
     assert [line[0] for line in table] == ["", "bridge", "trl", "TRL / Bridge", "with the start"]
     assert table[3][5] == "2.67x"
+    made = _curves.picture({side: learning.points_of(ROWS, side) for side in learning.SIDES})
+    assert len(ET.fromstring(made).findall(".//{http://www.w3.org/2000/svg}polyline")) == 6
 
 
-def test_results_with_other_settings_are_not_mixed(tmp_path: Path) -> None:
+def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
     _results.write("learning", {"settings": {"lr": 1.0}, "rows": ROWS}, tmp_path)
     assert learning.earlier({"lr": 1.0}, tmp_path) == ROWS
     with pytest.raises(SystemExit, match="choose another --out"):
         learning.earlier({"lr": 2.0}, tmp_path)
 
 
-def test_the_picture_is_an_svg_with_a_line_for_each_side() -> None:
-    made = _curves.picture({side: learning.points_of(ROWS, side) for side in learning.SIDES})
-    assert len(ET.fromstring(made).findall(".//{http://www.w3.org/2000/svg}polyline")) == 6
-    assert [*_curves._ticks(100.0)][-1] == 100.0
-    assert [*_curves._ticks(1.3)] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2])
-
-
-def test_trl_has_the_problems_in_the_order_of_bridge_and_their_scores() -> None:
+def test_trl_gets_the_same_problems_and_scores() -> None:
     task = registry.load(TaskConfig(environment=learning.TASK))
     columns = _trl.columns(task, OPTIONS)
     assert len(columns["prompt"]) == 4
