@@ -1,6 +1,7 @@
 """Shared by all tests: a marker per folder, GPU tests only if there is a GPU, and the options of some targets."""
 
 import getpass
+import logging
 import os
 import random
 import shutil
@@ -36,6 +37,9 @@ for ignored in (signal.SIGHUP, signal.SIGQUIT):
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+
+# Tests read in `caplog` what a run would print.
+logging.getLogger("bridge").setLevel(logging.INFO)
 
 # TRL, once imported, silences each vLLM that this process starts later, and some tests read what their server logs.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")

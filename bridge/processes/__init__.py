@@ -6,33 +6,17 @@ May import: `bridge.checks` and what is below it.
 """
 
 import contextlib
-import sys
+import logging
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
-from bridge.core.redaction import escaped
+logger = logging.getLogger(__name__)
 
-
-class Output(Protocol):
-    """Prints notes for the user; the module `bridge_cli.console` implements it."""
-
-    def note(self, text: str, *, style: str = "") -> None:
-        """Show one line."""
-
-    def waiting(self, what: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-        """Show for the duration of the block what is being waited for; the yielded function updates a detail."""
+Waiting = Callable[[str], contextlib.AbstractContextManager[Callable[[str], None]]]
+"""Shows for the duration of a block what is being waited for; the yielded function updates a detail."""
 
 
-class Plain:
-    """Writes lines to stderr, without styles and details."""
-
-    def note(self, text: str, *, style: str = "") -> None:  # noqa: ARG002
-        sys.stderr.write(escaped(text) + "\n")
-
-    @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
-        self.note(f"{what} ...")
-        yield lambda _: None
-
-
-PLAIN = Plain()
+@contextlib.contextmanager
+def logged_wait(what: str) -> Iterator[Callable[[str], None]]:
+    """Log what is being waited for, without details."""
+    logger.info(f"{what} ...")
+    yield lambda _: None

@@ -5,6 +5,7 @@ Not covered: vLLM's flags that Bridge adds or refuses (`vllm_flags.py`), checks 
 
 import atexit
 import glob
+import logging
 import os
 import re
 import shlex
@@ -24,8 +25,10 @@ from bridge.checks import software
 from bridge.config import ServeConfig, TrainConfig
 from bridge.core import paths
 from bridge.errors import IncompatibleVersionError, UsageError
-from bridge.processes import PLAIN, Output, accelerator, start_checks, vllm_flags
+from bridge.processes import accelerator, start_checks, vllm_flags
 from bridge.server import discovery, manifest
+
+logger = logging.getLogger(__name__)
 
 PLAIN_ATTENTION = {"VLLM_MLA_DISABLE": "1"}
 """Latent attention in its plain form, unless the caller sets it: the other form computes weights from kv_b_proj, which
@@ -186,7 +189,6 @@ def prepare(
     *,
     shares_weights: bool = True,
     trainer: TrainConfig = accelerator.FULL,
-    output: Output = PLAIN,
 ) -> ServerCommand:
     """Check everything that can be known before vLLM starts, and return the command that starts it."""
     start_checks.check_software(config.device)
@@ -200,10 +202,10 @@ def prepare(
     command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
     start_checks.check_port(config.host, config.port)
     if shares_weights:
-        start_checks.clear_manifest(command.manifest, output)
+        start_checks.clear_manifest(command.manifest)
     last = f"manifest: {command.manifest}" if shares_weights else "the stock vLLM: no manifest"
     for line in (*command.notes, last):
-        output.note(line, style="dim")
+        logger.info(line)
     return command
 
 

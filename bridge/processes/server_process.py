@@ -10,6 +10,7 @@ Not covered: servers that Bridge did not start, and an engine that hangs while i
 import contextlib
 import http
 import http.client
+import logging
 import signal
 import threading
 import time
@@ -20,12 +21,14 @@ from typing import Literal
 from bridge.core.concurrency import is_readable
 from bridge.core.interrupt import acting_interrupt, deferred_interrupt
 from bridge.errors import BridgeError, ManifestError, ServerUnreachableError
-from bridge.processes import PLAIN, Output, children, server_log
+from bridge.processes import Waiting, children, logged_wait, server_log
 from bridge.processes.children import Child
 from bridge.processes.preload import Preloaded
 from bridge.processes.server_command import ServerCommand
 from bridge.processes.start_checks import check_port, taking
 from bridge.server import api_key, manifest
+
+logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 1800.0
 STOP_GRACE_S = 15.0
@@ -57,7 +60,7 @@ class StartedServer:
         *,
         limit_s: float = START_LIMIT_S,
         hang_limit_s: float = HANG_LIMIT_S,
-        output: Output = PLAIN,
+        waiting: Waiting = logged_wait,
         preloaded: Preloaded | None = None,
     ) -> None:
         self._command = command
@@ -65,7 +68,7 @@ class StartedServer:
         self._host = command.client_host
         self._limit_s = limit_s
         self._hang_limit_s = hang_limit_s
-        self._output = output
+        self._waiting = waiting
         self._preloaded = preloaded or Preloaded(None)
         self._server: Child | None = None
         self._is_ready = False
@@ -149,7 +152,7 @@ class StartedServer:
                 return
             self._verdict = "lost its engine" if bad else f"gave no answer for {self._hang_limit_s:g} s"
             stopped = f"vLLM (pid {server.process.pid}) {self._verdict}: it was stopped"
-            self._output.note(f"{stopped}; its log is {self._log}", style="yellow")
+            logger.warning(f"{stopped}; its log is {self._log}")
             children.kill(server)
             return
 
@@ -163,12 +166,12 @@ class StartedServer:
             detail(f"{elapsed:.0f} s  {phases.measure(elapsed)}")
 
         what = "restarting" if self._restarts else "starting"
-        with self._output.waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
+        with self._waiting(f"{what} vLLM (pid {server.process.pid}, log {self._log})") as detail:
             route = children.wait_until(
                 server, lambda: self._answering(server), limit_s=self._limit_s, progress=progress
             )
         if route is not None:
-            self._output.note(f"vLLM is ready after {time.monotonic() - began:.0f} s{phases.summary()}")
+            logger.info(f"vLLM is ready after {time.monotonic() - began:.0f} s{phases.summary()}")
             return route
         if not server.is_alive():
             raise self._died(server)

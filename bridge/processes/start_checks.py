@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import shlex
 import socket
@@ -16,10 +17,12 @@ from bridge.core import paths
 from bridge.core.address import free_port
 from bridge.core.process import boot_id
 from bridge.errors import IncompatibleVersionError, ManifestError, UnsupportedModelError, UsageError
-from bridge.processes import PLAIN, Output, accelerator, vllm_flags
+from bridge.processes import accelerator, vllm_flags
 from bridge.server import manifest
 from bridge.server.protocol import TRANSFER_FLAG
 from bridge.types import Quantization
+
+logger = logging.getLogger(__name__)
 
 FP8_BLOCKS: dict[Quantization, int] = {"fp8_per_block": 128, "fp8_per_channel": 16}
 """What divides the inputs of a layer: vLLM rounds them in such groups, or its kernels take no others."""
@@ -240,7 +243,7 @@ def _nearest_folder(path: Path) -> Path:
     return next(parent for parent in path.parents if os.access(parent, os.F_OK))
 
 
-def clear_manifest(path: Path, output: Output = PLAIN) -> None:
+def clear_manifest(path: Path) -> None:
     """Remove a stale manifest: once `path`, absolute, exists, the new server can be attached to.
 
     Raises:
@@ -263,7 +266,7 @@ def clear_manifest(path: Path, output: Output = PLAIN) -> None:
     except ManifestError as error:
         if existing is not None:  # else it is of another version
             _refuse_out_of_sight(existing, path)
-        output.note(f"replacing the manifest of a server that is gone: {error.message}", style="yellow")
+        logger.warning(f"replacing the manifest of a server that is gone: {error.message}")
         path.unlink()
         return
     raise UsageError(

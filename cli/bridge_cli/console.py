@@ -1,6 +1,7 @@
 """Print notes on stderr and data on stdout; no text can send escape sequences to the terminal."""
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,10 @@ people = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 LONGEST_FAULT = 8_000
 """Characters of an error or a hint: a wrong value that it quotes may be as long as a file."""
+LONGEST_LOGGED = 10_000
+"""Characters of a line that Bridge logs."""
+LOG_STYLES = {"bridge.processes.server_command": "dim"}
+"""The style of what a logger of Bridge's prints, where it is not plain."""
 STATUS_STYLES = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red", "SKIP": "dim"}
 
 _view: tuple[Callable[[Text], None], Callable[[str], None]] | None = None
@@ -39,6 +44,30 @@ def note(text: str, *, style: str = "") -> None:
         people.print(line)
     else:
         _view[0](line)
+
+
+class _LogHandler(logging.Handler):
+    """Prints what Bridge logs as notes, and warnings in yellow."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "yellow" if record.levelno >= logging.WARNING else LOG_STYLES.get(record.name, "")
+        note(record.getMessage()[:LONGEST_LOGGED], style=style)
+
+
+@contextlib.contextmanager
+def printing_logs() -> Iterator[None]:
+    """Print what Bridge logs in the block; a handler that a user's program installs does not repeat it."""
+    logger, handler = logging.getLogger("bridge"), _LogHandler()
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 def verdict(status: str, text: str) -> None:

@@ -126,7 +126,8 @@ def answer(arguments: Sequence[str]) -> int:
     group: Any = typer.main.get_command(app)
     group.commands |= {name: LazyCommand(name, *known) for name, known in COMMANDS.items()}
     try:
-        code = group.main(list(arguments), prog_name="bridge", standalone_mode=False)
+        with console.printing_logs():
+            code = group.main(list(arguments), prog_name="bridge", standalone_mode=False)
     except BridgeError as error:
         console.error(error.message, error.hint)
         return error.exit_code

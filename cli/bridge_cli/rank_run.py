@@ -121,7 +121,9 @@ def trained(
         def start() -> StartedServer | None:
             if not ranks.is_tp_rank_zero:
                 return None
-            server = StartedServer(commands[0], log, limit_s=job.start_limit_s, output=console, preloaded=job.preloaded)
+            server = StartedServer(
+                commands[0], log, limit_s=job.start_limit_s, waiting=console.waiting, preloaded=job.preloaded
+            )
             return running.enter_context(server.running(ranks.check_abort))
 
         with _compiling_ahead(ranks, job.serve, opened, commands):

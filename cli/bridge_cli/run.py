@@ -138,9 +138,7 @@ class FirstRank:
             _check_adapter(train.model_name, train.lora)
         if train.needs_patched_server:
             start_checks.check_trained_dtype(job.serve)
-        self.command = prepare(
-            job.serve, job.vllm_flags, shares_weights=train.needs_patched_server, trainer=train, output=console
-        )
+        self.command = prepare(job.serve, job.vllm_flags, shares_weights=train.needs_patched_server, trainer=train)
         model_files.source_files(train.model_name)  # every checkpoint holds them
         send_key(job.vllm_flags)
         if job.environment is not None:

@@ -9,7 +9,6 @@ from bridge.config import ServeConfig
 from bridge.processes import accelerator
 from bridge.processes.server_command import prepare
 from bridge.processes.start_checks import taking
-from bridge_cli import console
 from bridge_cli.options import from_config
 
 VllmFlags = Annotated[
@@ -24,6 +23,6 @@ def serve(config: ServeConfig, *, vllm_flags: VllmFlags = None) -> None:
 
     This process becomes vllm serve: Ctrl-C and the exit code are vLLM's own.
     """
-    command = prepare(config, vllm_flags or [], trainer=accelerator.expected(config), output=console)
+    command = prepare(config, vllm_flags or [], trainer=accelerator.expected(config))
     with taking(config.host, config.port, command.awaited_manifest, inherits=True):
         os.execve(command.argv[0], command.argv, command.environment)  # noqa: S606

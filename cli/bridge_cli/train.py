@@ -114,8 +114,11 @@ def _train(world: "Ranks", first: _FirstRank, replicas: Sequence[Running], *, as
     directory, command = first.directory, first.command
     assert directory is not None, "it was opened"
     world.barrier()  # the others join the run directory
+    server = (
+        StartedServer(command, directory.server_log, waiting=console.waiting).running() if command else nullcontext()
+    )
     with (
-        StartedServer(command, directory.server_log, output=console).running() if command else nullcontext() as process,
+        server as process,
         ending.print_at_end(directory, config.checkpoints),
     ):
         train_in(

@@ -1,6 +1,7 @@
 """Output from a server or an environment cannot control the terminal."""
 
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -38,7 +39,13 @@ def wait() -> None:
         detail(ESCAPES)
 
 
+def log() -> None:
+    with console.printing_logs():
+        logging.getLogger("bridge.run").info(ESCAPES)
+
+
 WAYS: dict[str, Any] = {
+    "log": log,
     "note": lambda: console.note(ESCAPES),
     "verdict": lambda: console.verdict("PASS", ESCAPES),
     "error": lambda: console.error(ESCAPES, "none"),
@@ -60,7 +67,7 @@ def test_what_acts_on_a_terminal_is_shown_instead(way: str, is_terminal: bool, m
     assert not any(acting in printed for acting in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e", "\x08"))
 
 
-@pytest.mark.parametrize("way", ["note", "waiting"])
+@pytest.mark.parametrize("way", ["log", "note", "waiting"])
 def test_nor_above_a_live_view(way: str) -> None:
     view = View()
     with console.shared_with(view.say, view.wait_for):
@@ -82,6 +89,22 @@ def test_a_narrow_terminal_cuts_what_is_awaited_and_not_the_detail(
     shown = next(line for line in lines if "161 s  compiling (66 s)" in line)
     assert "starting v" in shown
     assert not has_view or len(shown) <= 40
+
+
+def test_logged_lines_are_printed_once_and_warnings_in_yellow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = io.StringIO()
+    monkeypatch.setattr(console, "people", Console(file=output, force_terminal=True, color_system="standard"))
+    with console.printing_logs():
+        logging.getLogger("bridge.run.trainer").info("plain")
+        logging.getLogger("bridge.processes.server_command").info("dim")
+        logging.getLogger("bridge.processes.server_process").warning("yellow")
+        logging.getLogger("bridge.passes").debug("unseen")
+        logging.getLogger("elsewhere").warning("of another package")
+    logging.getLogger("bridge.run.trainer").info("after the command")
+    assert output.getvalue() == "plain\n\x1b[2mdim\x1b[0m\n\x1b[33myellow\x1b[0m\n"
+    assert caplog.messages == ["of another package", "after the command"]
 
 
 def test_lines_stay_lines(capsys: pytest.CaptureFixture[str]) -> None:

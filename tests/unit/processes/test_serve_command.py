@@ -618,21 +618,21 @@ def test_a_live_servers_manifest_is_refused_with_its_pid(tmp_path: Path) -> None
     assert path.exists()
 
 
-def test_a_stale_manifest_is_replaced_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_manifest_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = written(tmp_path / "m.json", dead())
     start_checks.clear_manifest(path)
     assert not path.exists()
-    assert "is stale" in capsys.readouterr().err
+    assert "is stale" in caplog.text
 
 
-def test_a_manifest_of_another_version_is_replaced_with_a_note(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_manifest_of_another_version_is_replaced_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = written(tmp_path / "m.json", dead())
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 3, "new": "key"}))
     start_checks.clear_manifest(path)
     assert not path.exists()
-    assert "schema version 3" in capsys.readouterr().err
+    assert "schema version 3" in caplog.text
 
 
 @pytest.mark.parametrize("text", ['{"model": ', '{"model": "m", "ipc_handles": {}}', "# My thesis", ""])

@@ -376,32 +376,32 @@ def test_an_interrupt_at_the_start_leaves_no_server(tmp_path: Path, log: Path, m
 
 
 def test_watchdog_ends_a_server_without_its_engine(
-    tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = fake(tmp_path, "--status", "503")
     monkeypatch.setattr(StartedServer, "_answering", lambda *_: "/health")  # it was healthy at first
     with pytest.raises(ServerUnreachableError) as refused, served(command, log).running() as server:
         ask_after_its_end(server)
     assert "lost its engine" in refused.value.message
-    assert f"lost its engine: it was stopped; its log is {log}" in capsys.readouterr().err
+    assert f"lost its engine: it was stopped; its log is {log}" in caplog.messages[-1]
 
 
 def test_the_watchdog_ends_a_hanging_server_and_not_the_next(
-    tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, log: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     command = fake(tmp_path)
     with served(command, log, hang_limit_s=HANG_LIMIT_S).running() as server:
         hanging = pid_of(server)
         kill(hanging, signal.SIGSTOP)
         until(lambda: is_dead(hanging))
-        output = capsys.readouterr().err
-        assert f"vLLM (pid {hanging}) gave no answer for {HANG_LIMIT_S:g} s: it was stopped; its log is {log}" in output
+        stopped = f"vLLM (pid {hanging}) gave no answer for {HANG_LIMIT_S:g} s: it was stopped; its log is {log}"
+        assert stopped in caplog.messages
         server.restart("second")
         assert answer(command) == "second as first"
         time.sleep(2 * HANG_LIMIT_S)
         assert not is_dead(pid_of(server))
         assert answer(command) == "second as first"
-    assert "gave no answer" not in capsys.readouterr().err
+    assert caplog.text.count("gave no answer") == 1
 
 
 def test_a_busy_server_is_not_taken_for_a_hanging_one(tmp_path: Path, log: Path) -> None:
@@ -411,12 +411,12 @@ def test_a_busy_server_is_not_taken_for_a_hanging_one(tmp_path: Path, log: Path)
         assert not is_dead(pid_of(server))
 
 
-def test_the_watchdog_is_quiet_during_a_restart(tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_watchdog_is_quiet_during_a_restart(tmp_path: Path, log: Path, caplog: pytest.LogCaptureFixture) -> None:
     command = fake(tmp_path, "--slow-start-s", str(2 * HANG_LIMIT_S))
     with served(command, log, hang_limit_s=HANG_LIMIT_S).running() as server:
         server.restart("second")
         assert answer(command) == "second as first"
-    assert "it was stopped" not in capsys.readouterr().err
+    assert "it was stopped" not in caplog.text
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 

@@ -3,6 +3,7 @@
 Not covered: a real server (`tests/cpu/test_library.py`).
 """
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import bridge
 from bridge.errors import UsageError
-from bridge.processes import PLAIN
+from bridge.processes import logged_wait
 
 
 @pytest.mark.parametrize("choices", [{"max_modellen": 8}, {"max_model_len": -1}])
@@ -24,12 +25,10 @@ def test_a_choice_that_is_refused_leaves_no_folder(
     assert not [*tmp_path.glob("bridge-serve-*")]
 
 
-def test_notes_go_to_stderr_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    PLAIN.note("vLLM\x1b[31m is ready", style="yellow")
-    with PLAIN.waiting("starting vLLM") as detail:
+def test_what_is_awaited_is_logged_without_its_details(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with logged_wait("starting vLLM") as detail:
         detail("loading")
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "\x1b" not in err
-    assert err.splitlines()[-1] == "starting vLLM ..."
-    assert len(err.splitlines()) == 2
+    assert caplog.record_tuples == [("bridge.processes", logging.INFO, "starting vLLM ...")]
+    assert capsys.readouterr() == ("", "")
