@@ -16,10 +16,10 @@ A page marks its figures in a comment. It holds for the text from there to the n
   as rounded there; several numbers are a tuple. `TEXT = no file` says that they come from none; they are listed.
 - `| EXPRESSION | ... |` is a row of the table: one for each cell but the first, empty for a cell without figures.
 
-Expressions are Python's arithmetic with `mean`, `median`, `min`, `max`, `sum`, `abs` and `len`. `.key` looks into a
-dictionary, or into each item of a list; `["words"]` picks the only item of a list whose `side` and `variant` contain
-the words (or all of them), and a number the item of that position; `[one]` is `["one"]`. `first` and `last` return
-that item of each list.
+Expressions are Python's arithmetic with `mean`, `median`, `stdev`, `min`, `max`, `sum`, `abs` and `len`. `.key` looks
+into a dictionary, or into each item of a list; `["words"]` picks the only item of a list whose `side` and `variant`
+contain the words (or all of them), and a number the item of that position; `[one]` is `["one"]`. `first` and `last`
+return that item of each list.
 
 A table that no file holds needs `<!-- figures: no file -->`, and its text has to say "no result file". In README.md
 every number with a unit has to be claimed, and in docs/benchmarks.md every cell of every table.
@@ -65,7 +65,8 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "mean": statistics.fmean, "median": statistics.median, "min": min, "max": max, "sum": sum, "abs": abs, "len": len,
+    "mean": statistics.fmean, "median": statistics.median, "stdev": statistics.stdev, "min": min, "max": max,
+    "sum": sum, "abs": abs, "len": len,
     "first": lambda lists: [one[0] for one in lists],
     "last": lambda lists: [one[-1] for one in lists],
 }  # fmt: skip
