@@ -5,16 +5,12 @@ import json
 import math
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -25,10 +21,11 @@ from bridge.server.client import BridgeClient
 from bridge.server.fence import Update
 from bridge.server.protocol import VERSION_HEADER, Capabilities, Digests, Finiteness, Holder, Refusal, Status, Values
 from bridge_patches import exporter, routes
-from bridge_patches.server_fence import Phase, ServerFence
+from bridge_patches.server_fence import ServerFence
 from tests.fenced import publish
 from tests.unit import http_server
-from tests.unit.checks_sample import dead_holder, holder_of, manifest
+from tests.unit.checks_sample import holder_of, manifest
+from tests.unit.patches.test_fence_states import listening
 
 ME = Holder.current()
 HOLDER = {"holder": ME.model_dump(mode="json")}
@@ -194,28 +191,6 @@ def test_the_lease_over_http(http: TestClient, app: FastAPI) -> None:
     assert http.request("DELETE", "/bridge/lease", json=HOLDER).json()["lease"] is None
 
 
-def test_a_publication_that_is_sent_twice_is_made_once(http: TestClient) -> None:
-    http.post("/bridge/pause", json=HOLDER)
-    answers = [http.post("/bridge/publish", json=after(0)).json() for _ in range(2)]
-    assert answers[0] == answers[1]
-    assert answers[0]["version"] == 1
-
-
-@contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
-    """Serve `app` as vLLM does, so that a client can disconnect."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 def test_an_abandoned_pending_pause_leaves_the_server_serving(app: FastAPI) -> None:
     class Busy(FakeEngine):
         paused = False
@@ -240,11 +215,6 @@ def test_an_abandoned_pending_pause_leaves_the_server_serving(app: FastAPI) -> N
     assert not engine.paused
 
 
-def test_a_resume_publishes_nothing(http: TestClient) -> None:
-    http.post("/bridge/pause", json=HOLDER)
-    assert http.post("/bridge/resume", json=HOLDER).json()["version"] == 0
-
-
 def test_the_status_has_the_checkpoint_and_versions_only_rise(http: TestClient) -> None:
     paused = http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": "/saved/step_6"})
     assert paused.json()["last_checkpoint"] == "/saved/step_6"
@@ -253,30 +223,6 @@ def test_the_status_has_the_checkpoint_and_versions_only_rise(http: TestClient) 
     published = http.post("/bridge/publish", json={**after(6), "version": 6}).json()
     assert (published["version"], published["last_checkpoint"]) == (7, "/saved/step_6")
     assert http.post("/bridge/publish", json={**after(7), "version": -1}).status_code == 422
-
-
-def test_a_torn_server_refuses_all_but_a_takeover(http: TestClient, app: FastAPI, tmp_path: Path) -> None:
-    http.post("/bridge/pause", json={**HOLDER, "last_checkpoint": str(tmp_path)})
-    app.state.bridge_fence.enter(Phase.WRITING, dead_holder())
-    torn = http.get("/bridge/status").json()
-    assert (torn["state"], torn["last_checkpoint"]) == ("torn", str(tmp_path))
-    refused = http.post("/bridge/pause", json=HOLDER)
-    assert refused.status_code == 409
-    assert refused.json()["hint"] == f"bridge restore {tmp_path}"
-    assert http.post("/bridge/pause", json={**HOLDER, "takeover": True}).json()["state"] == "paused"
-    assert http.post("/bridge/resume", json=HOLDER).status_code == 409
-    assert http.post("/bridge/publish", json=after(0)).json()["state"] == "serving"
-
-
-def test_a_refusal_is_a_conflict_with_its_hint(http: TestClient, app: FastAPI) -> None:
-    answer = http.post("/bridge/publish", json=after(0))
-    assert answer.status_code == 409
-    assert "does not hold the fence" in Refusal.model_validate_json(answer.content).error
-    app.state.bridge_engine.drops = False
-    answer = http.post("/bridge/pause", json=HOLDER)
-    assert answer.status_code == 409
-    assert answer.json()["hint"]
-    assert http.get("/bridge/status").json()["state"] == "serving"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -309,22 +255,6 @@ def test_a_rank_with_another_number_of_tensors_is_named(http: TestClient, app: F
 def test_a_tensor_that_any_rank_finds_broken_is_named_once(http: TestClient, app: FastAPI) -> None:
     app.state.bridge_engine = FakeEngine(1, (2, ["v"]), (2, ["w", "v"]))
     assert http.get("/bridge/tensors/finite").json() == {"num_tensors": 2, "not_finite": ["v", "w"]}
-
-
-def test_writing_is_for_the_holder_of_the_fence_alone(http: TestClient, app: FastAPI) -> None:
-    body = {**HOLDER, "elements": [ELEMENT], "values": [2.5]}
-    weights = app.state.bridge_engine.weights
-    assert http.post("/bridge/tensors/write", json=body).status_code == 409
-    assert weights == {3: 1.5}
-    http.post("/bridge/pause", json=HOLDER)
-    stranger = {"holder": holder_of(1).model_dump(mode="json")}
-    assert http.post("/bridge/tensors/write", json={**body, **stranger}).status_code == 409
-    assert weights == {3: 1.5}
-    assert http.post("/bridge/tensors/write", json=body).status_code == 200
-    assert weights == {3: 2.5}
-    http.post("/bridge/resume", json=HOLDER)
-    assert http.post("/bridge/tensors/write", json={**body, "values": [9.0]}).status_code == 409
-    assert weights == {3: 2.5}
 
 
 def test_weights_are_received_by_the_holder_of_the_fence_alone(http: TestClient, app: FastAPI) -> None:

@@ -38,6 +38,9 @@ class FakeEngine:
         self._dropped = dropped
         self.failing = failing
 
+    def repair(self) -> None:
+        self._moved, self._dropped, self.failing = [[]], True, ""
+
     async def pause_scheduler_async(self, *, mode: InFlight, clear_cache: bool) -> None:
         await self._note(f"pause {mode}")
         assert not clear_cache
@@ -103,31 +106,8 @@ def end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def test_a_passage_pauses_synchronizes_drops_cache_and_publishes() -> None:
-    engine = FakeEngine()
-    fence = ServerFence(engine, manifest())
-
-    async def passage() -> None:
-        assert (fence.state, fence.version, fence.holder) == ("serving", 0, None)
-        await fence.pause(asking(ME, "keep"))
-        assert (fence.state, fence.version, fence.holder) == ("paused", 0, ME)
-        assert engine.paused
-        assert engine.calls == PAUSED
-        await fence.publish(ME)
-        assert (fence.state, fence.version, fence.holder) == ("serving", 1, None)
-        assert engine.calls == [*PAUSED, "resume"]
-
-    run(passage())
-
-
 @pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
-def test_requests_under_way_are_treated_as_asked(in_flight: InFlight) -> None:
-    engine = FakeEngine()
-    run(ServerFence(engine, manifest()).pause(asking(ME, in_flight)))
-    assert engine.calls[0] == f"pause {in_flight}"
-
-
-def test_the_version_is_up_before_a_token_is_generated() -> None:
+def test_pause_and_publish_call_the_engine_in_order(in_flight: InFlight) -> None:
     versions = []
 
     class Engine(FakeEngine):
@@ -135,93 +115,52 @@ def test_the_version_is_up_before_a_token_is_generated() -> None:
             versions.append(fence.version)
             await super().resume_generation()
 
-    fence = ServerFence(Engine(), manifest())
-
-    async def passage() -> None:
-        await fence.pause(asking(ME, "keep"))
-        await fence.publish(ME)
-
-    run(passage())
-    assert versions == [1]
-
-
-def test_a_release_resumes_with_the_same_version() -> None:
-    engine = FakeEngine()
+    engine = Engine()
     fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
-        await fence.pause(asking(ME, "keep"))
-        await fence.release(ME)
+        await fence.pause(asking(ME, in_flight))
+        assert engine.calls == [f"pause {in_flight}", "synchronize", "reset"]
+        await fence.publish(ME)
+        assert engine.calls[3:] == ["resume"]
+        assert versions == [1], "the version is up before a token is generated"
 
     run(passage())
-    assert (fence.state, fence.version, engine.paused) == ("serving", 0, False)
-    assert engine.calls == [*PAUSED, "resume"]
 
 
+@pytest.mark.parametrize("takeover", [False, True])
 @pytest.mark.parametrize(
-    ("engine", "error", "words"),
+    ("broken", "error", "words"),
     [
-        (FakeEngine(dropped=False), AttachError, "prefix cache"),
-        (FakeEngine(moved=[[], ["layer.b", "layer.a"]]), AttachError, "layer.a, layer.b"),
-        (FakeEngine(failing="pause"), RuntimeError, "pause keep failed"),
-        (FakeEngine(failing="synchronize"), RuntimeError, "synchronize failed"),
-        (FakeEngine(failing="reset"), RuntimeError, "reset failed"),
+        ({"dropped": False}, AttachError, "prefix cache"),
+        ({"moved": [[], ["layer.b", "layer.a"]]}, AttachError, "layer.a, layer.b"),
+        ({"failing": "pause"}, RuntimeError, "pause keep failed"),
+        ({"failing": "synchronize"}, RuntimeError, "synchronize failed"),
+        ({"failing": "reset"}, RuntimeError, "reset failed"),
     ],
     ids=["cache kept", "weights moved", "pause raises", "synchronize raises", "reset raises"],
 )
-def test_a_pause_that_fails_leaves_the_server_serving(engine: FakeEngine, error: type[Exception], words: str) -> None:
+def test_failed_pause_resumes_and_can_be_retried(
+    broken: dict[str, Any], error: type[Exception], words: str, takeover: bool
+) -> None:
+    engine = FakeEngine(**broken)
     fence = ServerFence(engine, manifest())
 
     async def passage() -> None:
         with pytest.raises(error, match=words):
-            await fence.pause(asking(ME, "keep"))
+            await fence.pause(asking(ME, "keep", takeover=takeover))
         assert (fence.state, fence.version, fence.holder) == ("serving", 0, None)
         assert engine.calls[-1] == "resume"
         assert not engine.paused
-        with pytest.raises(AttachError, match="nobody"):
-            await fence.publish(ME)
-        assert fence.version == 0
+        engine.repair()
+        await fence.pause(asking(ME, "keep", takeover=takeover))
+        await fence.publish(ME)
+        assert (fence.state, fence.version) == ("serving", 1)
 
     run(passage())
 
 
-def test_a_pause_can_be_tried_again_after_it_failed() -> None:
-    engine = FakeEngine(failing="reset")
-    fence = ServerFence(engine, manifest())
-
-    async def passage() -> None:
-        with pytest.raises(RuntimeError):
-            await fence.pause(asking(ME, "keep"))
-        engine.failing = ""
-        await fence.pause(asking(ME, "keep"))
-        assert fence.state == "paused"
-
-    run(passage())
-
-
-def test_a_second_living_holder_is_refused() -> None:
-    child = living()
-    other = holder_of(child.pid)
-    engine = FakeEngine()
-    fence = ServerFence(engine, manifest())
-
-    async def passage() -> None:
-        await fence.pause(asking(other, "keep"))
-        for refused in (fence.pause(asking(ME, "keep")), fence.publish(ME), fence.release(ME)):
-            with pytest.raises(AttachError, match=str(other.pid)):
-                await refused
-        assert (fence.holder, fence.version) == (other, 0)
-        assert engine.calls == PAUSED
-        await fence.publish(other)
-        assert fence.version == 1
-
-    try:
-        run(passage())
-    finally:
-        end(child)
-
-
-def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
+def test_concurrent_pauses_let_one_process_in() -> None:
     child = living()
     other = holder_of(child.pid)
     engine = FakeEngine()
@@ -240,30 +179,6 @@ def test_two_that_ask_at_once_get_the_fence_one_after_the_other() -> None:
         end(child)
 
 
-def test_a_dead_holder_leaves_weights_torn_for_writers() -> None:
-    child = living()
-    other = holder_of(child.pid)
-    engine = FakeEngine()
-    fence = ServerFence(engine, manifest())
-
-    async def passage() -> None:
-        await fence.pause(asking(other, "keep"))
-        states = [fence.state]
-        end(child)
-        states.append(fence.state)
-        assert states == ["paused", "torn"]
-        with pytest.raises(AttachError, match=f"process {other.pid} died inside the fence after version 0") as refused:
-            await fence.pause(asking(ME, "keep"))
-        assert "bridge restore CHECKPOINT" in refused.value.hint
-        with pytest.raises(AttachError, match="does not hold"):
-            await fence.publish(ME)
-        assert (fence.state, fence.version) == ("torn", 0)
-        assert engine.paused
-        assert engine.calls == PAUSED
-
-    run(passage())
-
-
 @asynccontextmanager
 async def torn(engine: FakeEngine, last_checkpoint: str | None = None) -> AsyncIterator[ServerFence]:
     """A fence whose holder has died."""
@@ -277,59 +192,8 @@ async def torn(engine: FakeEngine, last_checkpoint: str | None = None) -> AsyncI
     yield fence
 
 
-def test_torn_weights_are_repaired_by_a_takeover() -> None:
-    engine = FakeEngine()
-
-    async def passage() -> None:
-        async with torn(engine) as fence:
-            await fence.pause(asking(ME, "keep", takeover=True))
-            assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
-            assert engine.calls == [*PAUSED, *PAUSED]
-            await fence.publish(ME)
-            assert (fence.state, fence.version, engine.paused) == ("serving", 1, False)
-            await fence.pause(asking(ME, "keep"))
-            await fence.release(ME)
-            assert fence.version == 1
-
-    run(passage())
-
-
-def test_a_takeover_cannot_resume_unwritten_weights() -> None:
-    engine = FakeEngine()
-
-    async def passage() -> None:
-        async with torn(engine) as fence:
-            await fence.pause(asking(ME, "keep", takeover=True))
-            for refused in (fence.release(ME), fence.pause(asking(ME, "keep"))):
-                with pytest.raises(AttachError, match="were half-written when this process took them over"):
-                    await refused
-            assert (fence.state, fence.holder, engine.paused) == ("paused", ME, True)
-
-    run(passage())
-
-
-def test_a_takeover_that_dies_leaves_weights_torn() -> None:
-    engine = FakeEngine()
-    child = living()
-
-    async def passage() -> None:
-        async with torn(engine) as fence:
-            await fence.pause(asking(holder_of(child.pid), "keep", takeover=True))
-            end(child)
-            with pytest.raises(AttachError, match=f"process {child.pid} died"):
-                await fence.pause(asking(ME, "keep"))
-            await fence.pause(asking(ME, "keep", takeover=True))
-            await fence.publish(ME)
-            assert (fence.state, fence.version) == ("serving", 1)
-
-    try:
-        run(passage())
-    finally:
-        end(child)
-
-
 @pytest.mark.parametrize("failing", ["pause", "synchronize", "reset"])
-def test_a_failed_takeover_leaves_torn_weights_torn(failing: str) -> None:
+def test_failed_takeover_leaves_weights_torn(failing: str) -> None:
     engine = FakeEngine()
 
     async def passage() -> None:
@@ -345,52 +209,18 @@ def test_a_failed_takeover_leaves_torn_weights_torn(failing: str) -> None:
     run(passage())
 
 
-def test_a_takeover_never_robs_a_living_holder() -> None:
-    child = living()
-    other = holder_of(child.pid)
-    engine = FakeEngine()
-    fence = ServerFence(engine, manifest())
-
+@pytest.mark.parametrize("is_there", [True, False])
+def test_torn_refusal_names_the_last_checkpoint(tmp_path: Path, is_there: bool) -> None:
     async def passage() -> None:
-        await fence.pause(asking(other, "keep"))
-        with pytest.raises(AttachError, match=f"process {other.pid} holds the fence") as refused:
-            await fence.pause(asking(ME, "keep", takeover=True))
-        assert refused.value.hint.endswith(f"kill {other.pid}")
-        assert (fence.state, fence.holder, engine.calls) == ("paused", other, PAUSED)
-
-    try:
-        run(passage())
-    finally:
-        end(child)
-
-
-def test_a_failed_takeover_of_a_serving_server_resumes_it() -> None:
-    engine = FakeEngine(failing="reset")
-    fence = ServerFence(engine, manifest())
-
-    async def passage() -> None:
-        with pytest.raises(RuntimeError):
-            await fence.pause(asking(ME, "keep", takeover=True))
-        assert (fence.state, engine.paused) == ("serving", False)
-        engine.failing = ""
-        await fence.pause(asking(ME, "keep", takeover=True))
-        await fence.publish(ME)
-        assert (fence.state, fence.version) == ("serving", 1)
-
-    run(passage())
-
-
-def test_a_torn_refusal_names_the_last_checkpoint(tmp_path: Path) -> None:
-    async def passage() -> None:
-        async with torn(FakeEngine(), str(tmp_path)) as fence:
-            with pytest.raises(AttachError) as refused:
+        async with torn(FakeEngine(), str(tmp_path) if is_there else None) as fence:
+            with pytest.raises(AttachError, match="died inside the fence after version 0") as refused:
                 await fence.pause(asking(ME, "keep"))
-            assert refused.value.hint == f"bridge restore {tmp_path}"
+            assert f"bridge restore {tmp_path if is_there else 'CHECKPOINT'}" in refused.value.hint
 
     run(passage())
 
 
-def test_a_writer_without_a_checkpoint_keeps_the_last_one() -> None:
+def test_writer_without_a_checkpoint_keeps_the_last() -> None:
     fence = ServerFence(FakeEngine(), manifest())
 
     async def passage() -> None:
@@ -484,20 +314,7 @@ def test_the_kv_cache_sleeps_until_the_next_token() -> None:
     run(passage())
 
 
-def test_a_release_wakes_the_kv_cache_too() -> None:
-    engine = FakeEngine()
-    fence = sleeper(engine)
-
-    async def passage() -> None:
-        await fence.pause(asking(ME, "keep", sleep=True))
-        await fence.release(ME)
-
-    run(passage())
-    assert engine.calls == [*ASLEEP, "wake", "resume"]
-    assert (fence.state, fence.version) == ("serving", 0)
-
-
-def test_a_server_that_cannot_sleep_says_so_before_it_pauses() -> None:
+def test_server_that_cannot_sleep_refuses_the_pause() -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest())
 
@@ -523,7 +340,7 @@ def test_a_failure_before_the_sleep_wakes_nothing(failing: str) -> None:
     run(passage())
 
 
-def test_a_kv_cache_that_falls_asleep_in_part_is_woken_again() -> None:
+def test_kv_cache_asleep_on_some_ranks_is_woken() -> None:
     engine = FakeEngine(failing="sleep")
     fence = sleeper(engine)
 
@@ -660,7 +477,7 @@ def test_fp8_is_made_after_the_write_and_before_the_next_token() -> None:
     run(passage())
 
 
-def test_fp8_follows_weights_that_were_written_and_not_published() -> None:
+def test_fp8_is_made_before_a_release_resumes() -> None:
     engine = FakeEngine(failing="requantize")
     fence = ServerFence(engine, manifest(**QUANTIZED))
 
@@ -677,31 +494,27 @@ def test_fp8_follows_weights_that_were_written_and_not_published() -> None:
     run(passage())
 
 
-@pytest.mark.parametrize(("writes", "published"), [("adapter", True), ("nothing", False)])
-def test_fp8_stays_if_no_weight_was_written(writes: Written, *, published: bool) -> None:
+@pytest.mark.parametrize(
+    ("pauses", "published", "made"),
+    [
+        (["adapter"], True, 0),
+        (["nothing"], False, 0),
+        (["weights", "adapter"], True, 1),
+        (["weights"], False, 1),
+    ],
+)
+def test_fp8_is_made_once_if_weights_were_written(pauses: list[Written], published: bool, made: int) -> None:
     engine = FakeEngine()
     fence = ServerFence(engine, manifest(**QUANTIZED))
 
     async def passage() -> None:
-        await fence.pause(asking(ME, "keep", writes=writes))
+        for writes in pauses:
+            await fence.pause(asking(ME, "keep", writes=writes))
         await (fence.publish(ME) if published else fence.release(ME))
-        assert engine.calls == [*PAUSED, "resume"]
-
-    run(passage())
-
-
-def test_fp8_is_made_if_the_holder_pauses_again_for_its_adapter() -> None:
-    engine = FakeEngine()
-    fence = ServerFence(engine, manifest(**QUANTIZED))
-
-    async def passage() -> None:
-        await fence.pause(asking(ME, "keep"))
+        assert engine.calls.count("requantize") == made
         await fence.pause(asking(ME, "keep", writes="adapter"))
         await fence.publish(ME)
-        assert engine.calls.count("requantize") == 1
-        await fence.pause(asking(ME, "keep", writes="adapter"))
-        await fence.publish(ME)
-        assert engine.calls.count("requantize") == 1, "nothing was written since"
+        assert engine.calls.count("requantize") == made, "no weight was written since"
 
     run(passage())
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import AttachError, FenceBusyError
-from bridge.server.protocol import Holder, InFlight, Written
+from bridge.server.protocol import Holder, InFlight
 from bridge_patches.server_fence import Phase, ServerFence
 from tests.unit.checks_sample import dead_holder, elsewhere, holder_of, manifest
 from tests.unit.patches.test_server_fence import ME, PAUSED, FakeEngine, asking, end, living, run
@@ -87,44 +87,6 @@ def test_the_lease_of_a_dead_process_is_free(fence: ServerFence, child: subproce
 def test_an_invisible_process_gets_no_lease(fence: ServerFence) -> None:
     with pytest.raises(AttachError, match="not visible"):
         fence.take_lease(elsewhere(), "runs/elsewhere")
-
-
-@pytest.mark.parametrize("writes", ["weights", "adapter"])
-@pytest.mark.parametrize("takeover", [False, True])
-def test_a_writer_without_lease_pauses_only_if_it_is_free(
-    fence: ServerFence, engine: FakeEngine, other: Holder, writes: Written, takeover: bool
-) -> None:
-    async def passage() -> None:
-        fence.take_lease(other, "runs/first")
-        with pytest.raises(AttachError, match=f"pid {other.pid}, run runs/first"):
-            await fence.pause(asking(ME, "keep", writes=writes, takeover=takeover))
-        assert engine.calls == []
-        await fence.pause(asking(other, "keep"))
-        await fence.publish(other)
-        fence.release_lease(other)
-        await fence.pause(asking(ME, "keep", writes=writes))
-        await fence.publish(ME)
-        assert fence.version == 2
-
-    run(passage())
-
-
-def test_a_reader_pauses_beside_a_trainer(fence: ServerFence, engine: FakeEngine, other: Holder) -> None:
-    async def passage() -> None:
-        fence.take_lease(other, "runs/first")
-        await fence.pause(asking(ME, "keep", writes="nothing"))
-        assert (fence.state, fence.status().writes) == ("paused", "nothing")
-        with pytest.raises(FenceBusyError, match=f"process {ME.pid} holds the fence"):
-            await fence.pause(asking(other, "keep"))
-        for refused in (fence.publish(ME), fence.publish(other), fence.release(other)):
-            with pytest.raises(AttachError):
-                await refused
-        await fence.release(ME)
-        await fence.pause(asking(other, "keep"))
-        await fence.publish(other)
-        assert (fence.state, fence.version, engine.paused) == ("serving", 1, False)
-
-    run(passage())
 
 
 def test_a_reader_that_dies_leaves_nothing_torn(

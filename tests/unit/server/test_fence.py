@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,14 +27,14 @@ from tests.unit.checks_sample import holder_of
 class FakeClient:
     """Records every call in order, and fails at a chosen one."""
 
-    def __init__(self, failing: dict[str, Exception] | None = None) -> None:
+    def __init__(self, events: "dict[str, Event] | None" = None) -> None:
         self.calls: list[str] = []
         self.version = 4
         self.named: Path | None = None
         self.writes: Written = "weights"
         self.believed: int | None = None
         self.lease: Lease | None = None
-        self._failing = failing or {}
+        self.events = dict(events or {})
 
     def pause(
         self,
@@ -67,8 +67,7 @@ class FakeClient:
 
     def _call(self, name: str) -> Status:
         self.calls.append(name)
-        if name in self._failing:
-            raise self._failing[name]
+        happen(self.events.get(name.split(maxsplit=1)[0]))
         return self.status()
 
 
@@ -98,12 +97,77 @@ def noting(number: int, calls: list[str]) -> Iterator[None]:
         signal.signal(number, previous)
 
 
-def test_an_update_pauses_writes_and_publishes() -> None:
+ERROR = ZeroDivisionError()
+REFUSAL = AttachError("held", hint="wait")
+LOST = ServerUnreachableError("lost", hint="look")
+ALL = "pause prepare prepared write written publish"
+Event = Exception | signal.Signals | None
+
+
+def happen(event: Event) -> None:
+    """Raise an error, or send this process a signal."""
+    if isinstance(event, signal.Signals):
+        interrupt(event)
+    elif event is not None:
+        raise event
+
+
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["", "deferred by the caller too"])
+@pytest.mark.parametrize("takeover", [False, True], ids=["update", "restore"])
+@pytest.mark.parametrize(
+    ("where", "event", "calls", "error"),
+    [
+        ("nowhere", None, ALL, None),
+        ("pause", REFUSAL, "pause", AttachError),
+        ("pause", LOST, "pause resume", ServerUnreachableError),
+        ("pause", MemoryError(), "pause resume", MemoryError),
+        ("pause", signal.SIGINT, "pause resume", KeyboardInterrupt),
+        ("prepare", ERROR, "pause prepare resume", ZeroDivisionError),
+        ("prepare", signal.SIGINT, "pause prepare resume", KeyboardInterrupt),
+        ("prepare", signal.SIGTERM, "pause prepare resume", KeyboardInterrupt),
+        ("write", ERROR, "pause prepare prepared write", ZeroDivisionError),
+        ("write", signal.SIGINT, ALL, KeyboardInterrupt),
+        ("publish", signal.SIGINT, ALL, KeyboardInterrupt),
+        ("publish", LOST, ALL, ServerUnreachableError),
+    ],
+)  # fmt: skip
+def test_an_update_ends_by_what_happens_where(
+    where: str, event: Event, calls: str, error: type[BaseException] | None, takeover: bool, is_deferred: bool
+) -> None:
     fake = FakeClient()
-    times = update(fake, lambda: fake.calls.append("write"), "wait")
-    assert fake.calls == ["pause wait", "write", "publish"]
-    assert times.version == 5
-    assert min(times.pause_s, times.write_s, times.publish_s) >= 0
+    if where in ("pause", "publish"):
+        fake.events[where] = event
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def work(name: str) -> None:
+        fake.calls.append(name)
+        happen(event if where == name else None)
+        fake.calls.append({"prepare": "prepared", "write": "written"}[name])
+
+    with pytest.raises(error) if error else nullcontext(), deferred_interrupt() if is_deferred else nullcontext():
+        update(fake, lambda: work("write"), prepare=lambda: work("prepare"), takeover=takeover)
+    assert [call.split()[0] for call in fake.calls] == calls.split()
+    assert fake.calls[0] == f"pause keep{' takeover' * takeover}"
+    assert fake.version == (5 if "publish" in calls else 4)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_an_error_hides_the_interrupt_before_it() -> None:
+    def write() -> None:
+        interrupt()
+        raise ERROR
+
+    with pytest.raises(ZeroDivisionError):
+        update(FakeClient(), write)
+
+
+@pytest.mark.parametrize("takeover", [False, True])
+@pytest.mark.parametrize("writes", ["weights", "adapter"])
+def test_a_pause_names_version_checkpoint_and_kind(writes: Written, takeover: bool) -> None:
+    fake = FakeClient()
+    change = Update(last_checkpoint=Path("saved/step_2"), takeover=takeover)
+    publish(fence.publish(cast(BridgeClient, fake), change, served=4, writes=writes))
+    assert (fake.believed, fake.named, fake.writes) == (4, Path("saved/step_2"), writes)
 
 
 def test_each_part_is_timed_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,40 +175,6 @@ def test_each_part_is_timed_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     times = update(FakeClient(), lambda: None, prepare=lambda: None)
     assert (times.pause_s, times.prepare_s, times.write_s, times.publish_s) == (1.0, 8.0, 2.0, 4.0)
-
-
-def test_an_error_while_writing_publishes_nothing() -> None:
-    fake = FakeClient()
-
-    def write() -> None:
-        fake.calls.append("write")
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        update(fake, write)
-    assert fake.calls == ["pause keep", "write"]
-    assert fake.version == 4
-
-
-def test_nothing_is_written_when_the_fence_is_refused() -> None:
-    fake = FakeClient({"pause keep": AttachError("held", hint="wait")})
-    with pytest.raises(AttachError):
-        update(fake, lambda: fake.calls.append("write"))
-    assert fake.calls == ["pause keep"]
-
-
-@pytest.mark.parametrize("error", [MemoryError(), ServerUnreachableError("lost", hint="look")])
-def test_a_lost_answer_to_a_pause_resumes_the_server(error: Exception) -> None:
-    fake = FakeClient({"pause keep": error})
-    with pytest.raises(type(error)):
-        update(fake, lambda: fake.calls.append("write"))
-    assert fake.calls == ["pause keep", "resume"]
-
-
-def test_prepare_runs_inside_the_pause_before_the_write() -> None:
-    fake = FakeClient()
-    update(fake, lambda: fake.calls.append("write"), prepare=lambda: fake.calls.append("prepare"))
-    assert fake.calls == ["pause keep", "prepare", "write", "publish"]
 
 
 @pytest.fixture
@@ -169,19 +199,6 @@ def test_memory_stays_cached_where_the_kv_cache_stays(emptied: list[str]) -> Non
 
 class Computed:
     """Something large."""
-
-
-def test_an_error_in_prepare_resumes_the_server_unchanged() -> None:
-    fake = FakeClient()
-
-    def prepare() -> None:
-        fake.calls.append("prepare")
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        update(fake, lambda: fake.calls.append("write"), prepare=prepare)
-    assert fake.calls == ["pause keep", "prepare", "resume"]
-    assert fake.version == 4
 
 
 def test_an_error_in_prepare_frees_what_was_computed(emptied: list[str]) -> None:
@@ -220,35 +237,6 @@ def test_a_server_that_cannot_go_on_after_an_error_is_told() -> None:
     assert isinstance(caught.value.__context__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_in_prepare_resumes_the_server(number: int) -> None:
-    fake = FakeClient()
-
-    def prepare() -> None:
-        fake.calls.append("first half")
-        interrupt(number)
-        fake.calls.append("second half")
-
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), deferred_interrupt():  # as the training loop defers it too
-        update(fake, lambda: fake.calls.append("write"), prepare=prepare)
-    assert fake.calls == ["pause keep", "first half", "resume"]
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_an_interrupt_while_pausing_acts_before_prepare() -> None:
-    fake = FakeClient()
-
-    def pause(*_: Any, **__: Any) -> Status:
-        interrupt()
-        return fake._call("pause")
-
-    fake.pause = pause  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        update(fake, lambda: fake.calls.append("write"), prepare=lambda: fake.calls.append("prepare"))
-    assert fake.calls == ["pause", "resume"]
-
-
 def test_a_second_interrupt_does_not_stop_the_resume() -> None:
     fake = FakeClient()
 
@@ -262,53 +250,12 @@ def test_a_second_interrupt_does_not_stop_the_resume() -> None:
     assert fake.calls == ["pause keep", "resume"]
 
 
-def test_an_interrupt_while_writing_waits_after_prepare() -> None:
-    fake = FakeClient()
-    with pytest.raises(KeyboardInterrupt):
-        update(fake, interrupt, prepare=lambda: fake.calls.append("prepare"))
-    assert fake.calls == ["pause keep", "prepare", "publish"]
-
-
-def test_an_interrupt_while_writing_acts_after_the_publication() -> None:
-    fake = FakeClient()
-
-    def write() -> None:
-        fake.calls.append("first half")
-        interrupt()
-        fake.calls.append("second half")
-
-    with noting(signal.SIGINT, fake.calls):
-        update(fake, write)
-    assert fake.calls == ["pause keep", "first half", "second half", "publish", "SIGINT"]
-
-
-def test_an_interrupt_is_a_keyboard_interrupt_after_the_block() -> None:
-    fake = FakeClient()
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt):
-        update(fake, interrupt)
-    assert fake.calls == ["pause keep", "publish"]
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_whatever_ends_a_process_waits_too(number: signal.Signals) -> None:
     fake = FakeClient()
     with noting(number, fake.calls):
         update(fake, lambda: interrupt(number))
     assert fake.calls == ["pause keep", "publish", number.name]
-
-
-def test_an_interrupt_hides_no_error() -> None:
-    before = signal.getsignal(signal.SIGINT)
-
-    def write() -> None:
-        interrupt()
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        update(FakeClient(), write)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_ignored_interrupt_stays_ignored() -> None:
@@ -340,52 +287,22 @@ def restore(fake: FakeClient, write: Callable[[], None], version: int = 0) -> fe
     return update(fake, write, version=version, takeover=True, last_checkpoint=Path("saved/step_3"))
 
 
-def test_an_update_names_its_checkpoint_and_takes_nothing_over() -> None:
-    fake = FakeClient()
-    update(fake, lambda: None, last_checkpoint=Path("saved/step_2"))
-    assert (fake.calls, fake.named) == (["pause keep", "publish"], Path("saved/step_2"))
-
-
-def test_a_restore_takes_over_and_names_its_own_checkpoint() -> None:
-    fake = FakeClient()
-    restore(fake, lambda: fake.calls.append("write"))
-    assert fake.calls == ["pause keep takeover", "write", "publish"]
-    assert fake.named == Path("saved/step_3")
-
-
 @pytest.mark.parametrize(("version", "published"), [(0, 5), (4, 5), (5, 5), (9, 9)])
 def test_a_restore_publishes_the_later_version(version: int, published: int) -> None:
     assert restore(FakeClient(), lambda: None, version).version == published
 
 
-def test_a_failed_restore_neither_publishes_nor_resumes() -> None:
-    fake = FakeClient()
-
-    def write() -> None:
-        raise OSError("read error")
-
-    with pytest.raises(OSError, match="read error"):
-        restore(fake, write)
-    assert fake.calls == ["pause keep takeover"]
-
-
-def test_an_interrupt_of_a_restore_waits_for_its_end() -> None:
-    fake = FakeClient()
-
-    def write() -> None:
-        interrupt()
-        fake.calls.append("rest")
-
-    with noting(signal.SIGINT, fake.calls):
-        restore(fake, write)
-    assert fake.calls == ["pause keep takeover", "rest", "publish", "SIGINT"]
-
-
-def test_frozen_resumes_without_a_new_version() -> None:
-    fake = FakeClient()
-    with fence.frozen(cast(Any, fake)):
-        fake.calls.append("read")
-    assert fake.calls == ["pause keep", "read", "resume"]
+@pytest.mark.parametrize(
+    ("in_pause", "in_block", "calls"),
+    [(None, None, "pause block resume"), (None, ERROR, "pause block resume"), (LOST, None, "pause resume")],
+)
+def test_frozen_always_resumes_without_a_version(in_pause: Event, in_block: Event, calls: str) -> None:
+    fake = FakeClient({"pause": in_pause})
+    error = next((type(event) for event in (in_pause, in_block) if isinstance(event, Exception)), None)
+    with pytest.raises(error) if error else nullcontext(), fence.frozen(cast(Any, fake)):
+        fake.calls.append("block")
+        happen(in_block)
+    assert [call.split()[0] for call in fake.calls] == calls.split()
     assert fake.version == 4
 
 
@@ -417,7 +334,7 @@ def test_frozen_only_reads_once_another_process_has_the_lease() -> None:
 
 
 def test_frozen_raises_the_servers_own_refusal() -> None:
-    fake = FakeClient({"pause keep": AttachError("torn", hint="restore")})
+    fake = FakeClient({"pause": AttachError("torn", hint="restore")})
     with pytest.raises(AttachError, match="torn"), fence.frozen(cast(Any, fake)):
         pytest.fail("the block ran")
 
@@ -472,31 +389,3 @@ def test_an_interrupt_acts_while_waiting_for_the_fence() -> None:
     with pytest.raises(KeyboardInterrupt), deferred_interrupt():
         update(fake, lambda: fake.calls.append("write"))
     assert set(fake.calls) == {"pause keep"}
-
-
-def test_an_update_names_the_version_that_it_believes_in() -> None:
-    fake = FakeClient()
-    update(fake, lambda: None, served=4)
-    assert fake.believed == 4
-
-
-def test_frozen_resumes_after_an_error_too() -> None:
-    fake = FakeClient()
-    with pytest.raises(ZeroDivisionError), fence.frozen(cast(Any, fake)):
-        raise ZeroDivisionError
-    assert fake.calls == ["pause keep", "resume"]
-
-
-def test_frozen_resumes_after_a_lost_answer() -> None:
-    fake = FakeClient({"pause keep": ServerUnreachableError("gone", hint="restart")})
-    with pytest.raises(ServerUnreachableError), fence.frozen(cast(Any, fake)):
-        pytest.fail("the block ran")
-    assert fake.calls == ["pause keep", "resume"]
-
-
-@pytest.mark.parametrize("writes", ["weights", "adapter"])
-def test_both_ways_say_what_they_write(writes: Written) -> None:
-    updated, restored = FakeClient(), FakeClient()
-    publish(fence.publish(cast(BridgeClient, updated), Update(), writes=writes))
-    publish(fence.publish(cast(BridgeClient, restored), Update(takeover=True), writes=writes))
-    assert (updated.writes, restored.writes) == (writes, writes)
