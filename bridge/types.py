@@ -271,7 +271,8 @@ class TrainedProblems:
         return number < self.below or number in self.beyond
 
     def including(self, numbers: Iterable[int]) -> "TrainedProblems":
-        below, beyond = self.below, self.beyond.union(numbers)
+        below = self.below
+        beyond = self.beyond.union(numbers)
         while below in beyond:
             below += 1
         return TrainedProblems(below=below, beyond=frozenset(number for number in beyond if number >= below))

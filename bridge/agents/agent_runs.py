@@ -234,7 +234,8 @@ class Run:
 
 def _document(request: TurnRequest, completion: Completion, message: dict[str, Any]) -> Document:
     reason = "tool_calls" if message.get("tool_calls") else "stop" if completion.finish_reason == "stop" else "length"
-    num_prompt, num_sampled = len(request.token_ids), len(completion.token_ids)
+    num_prompt = len(request.token_ids)
+    num_sampled = len(completion.token_ids)
     return {
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
         "usage": {

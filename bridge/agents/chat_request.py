@@ -151,7 +151,8 @@ def key(message: Mapping[str, Any]) -> str:
 
 def _message(message: Any) -> dict[str, Any]:
     try:
-        role, content = ROLES[message["role"]], text_of(message.get("content"))
+        role = ROLES[message["role"]]
+        content = text_of(message.get("content"))
         made: dict[str, Any] = {"role": role, "content": content}
         if role == "assistant" and message.get("tool_calls"):
             made["tool_calls"] = [_call(call) for call in message["tool_calls"]]

@@ -117,7 +117,8 @@ class Conversation:
         Sampled turns in `history` are placeholders (`placeholder_turn`); `last` as in `tokens_between`. None: the
         template renders something before that end differently once `added` follows.
         """
-        before, whole = self._rendered(history[:-1], is_open=True), self._rendered([*history, *added], is_open=True)
+        before = self._rendered(history[:-1], is_open=True)
+        whole = self._rendered([*history, *added], is_open=True)
         turn_text, end, behind = whole[len(before) :].partition(self._end)
         thought = THOUGHT.removeprefix("<think>\n" if before.rstrip().endswith("<think>") else "")
         is_kept = turn_text.lstrip().startswith(thought) or THOUGHT not in history[-1]["content"]

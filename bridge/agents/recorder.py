@@ -66,7 +66,8 @@ class Recorder:
         """
         async with self._starting:
             port = await self._started()
-        name, run = secrets.token_hex(16), _Run(answer)
+        name = secrets.token_hex(16)
+        run = _Run(answer)
         self._runs[name] = run
         try:
             yield f"http://127.0.0.1:{port}/{name}/v1"

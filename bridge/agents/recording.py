@@ -64,7 +64,8 @@ class TurnRequest:
     @property
     def turns(self) -> list[Turn]:
         """Return the turns before it, the first one first."""
-        turns, turn = list[Turn](), self.before
+        turns = list[Turn]()
+        turn = self.before
         while turn is not None:
             turns.append(turn)
             turn = turn.request.before
@@ -98,14 +99,18 @@ class Recording:
 
     def begin(self, chat: ChatRequest) -> TurnRequest:
         """Return a request as tokens: those of the turn that it continues, exactly, and what it adds."""
-        conversation, messages = self._conversation(chat.tools), chat.messages
+        conversation = self._conversation(chat.tools)
+        messages = chat.messages
         tools = json.dumps(chat.tools)
         kept = replace(chat, messages=(), tools=self._tools.setdefault(tools, chat.tools))
-        key, end, answered = _chained(b"", tools), 0, b""
+        key = _chained(b"", tools)
+        end = 0
+        answered = b""
         for index, message in enumerate(messages, start=1):
             key = _chained(key, chat_request.key(message))
             if message["role"] == "assistant":
-                end, answered = index, key
+                end = index
+                answered = key
         before = self._known.get(answered)
         if before is not None:
             last = (before.completion.token_ids or (-1,))[-1]
@@ -124,7 +129,8 @@ class Recording:
         completion = replace(completion, text=completion.text.partition(until)[0]) if until else completion
         text, calls = self._conversation(request.chat.tools).read(completion.token_ids, until=until)
         if completion.finish_reason != "stop":
-            text, calls = completion.text, ()
+            text = completion.text
+            calls = ()
         calls = tuple(self._named(index, call) for index, call in enumerate(calls))
         message = as_message(text, calls)
         own: dict[str, Any] = {"role": "assistant", "content": message["content"] or ""}
@@ -144,7 +150,8 @@ class Recording:
     def sequences(self) -> list[SequenceBuilder]:
         """Return the token sequences of the run; each turn is sampled in one of them, and read in the others."""
         continued = {turn.request.before for turn in self.turns}
-        written_turns, sequences = set[Turn](), list[SequenceBuilder]()
+        written_turns = set[Turn]()
+        sequences = list[SequenceBuilder]()
         for last in (turn for turn in self.turns if turn not in continued):
             turns = [*last.request.turns, last]
             own = [turn for turn in turns if turn not in written_turns]

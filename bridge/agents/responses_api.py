@@ -57,7 +57,8 @@ def _chat(given: Item) -> dict[str, Any]:
 def as_document(body: Item, answer: Item) -> dict[str, Any]:
     """Convert the answer to a chat completion into the answer to `body`, the original request."""
     (choice,) = answer["choices"]
-    is_cut, usage = choice["finish_reason"] == "length", answer["usage"]
+    is_cut = choice["finish_reason"] == "length"
+    usage = answer["usage"]
     return {
         "id": _id("resp"),
         "object": "response",
@@ -93,7 +94,8 @@ def as_stream(response: Item, _: Item) -> str:
 
 def _messages(given: Item) -> list[dict[str, Any]]:
     """Return the conversation as messages: the items of one turn of the model become one message."""
-    instructions, items = given.get("instructions"), given["input"]
+    instructions = given.get("instructions")
+    items = given["input"]
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
@@ -166,12 +168,14 @@ def _events(response: Item) -> Iterator[dict[str, Any]]:
 def _pieces(item: Item) -> Iterator[dict[str, Any]]:
     """Yield the events of one item's text, without the item."""
     if item["type"] == "function_call":
-        kind, arguments = "response.function_call_arguments", item["arguments"]
+        kind = "response.function_call_arguments"
+        arguments = item["arguments"]
         yield {"type": f"{kind}.delta", "delta": arguments}
         yield {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
         return
     (part,) = item["content"]
-    at, kind = {"content_index": 0}, f"response.{part['type']}"
+    at = {"content_index": 0}
+    kind = f"response.{part['type']}"
     logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
     yield {"type": f"{kind}.delta", **at, "delta": part["text"], **logprobs}

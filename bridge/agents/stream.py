@@ -88,7 +88,8 @@ def open_stream(
     """Prepare everything that needs no server; with several `ranks`, each rank 0 of a replica samples a share."""
     assert environment is not None, "nothing to sample for"
     task = Task.of(environment)
-    notes, rollouts = Notes(note), config.rollouts
+    notes = Notes(note)
+    rollouts = config.rollouts
     processes = config.task.reward_processes
     if not (task.in_workers and ranks.is_tp_rank_zero):  # else another rank samples and scores
         processes = 0
@@ -214,7 +215,8 @@ def tried(task: Task) -> tuple[list[tuple[str, Problem]], list[str]]:
     """
     problems = iter(task)
     listed = [*islice(problems, length_hint(problems))]
-    chosen, lines = [], []
+    chosen = []
+    lines = []
     for name, whole in (("problem", listed), ("held-out problem", task.held_out())):
         indices = _chosen(whole)
         chosen += [(f"{name} {index + 1} of {len(whole):,}", whole[index]) for index in indices]

@@ -84,7 +84,8 @@ def _written(text: str, form: Format) -> list[tuple[int, int, Any]]:
     last = len(text)
     if form.last is not None:
         last = max((end.end() for end in form.last.finditer(text)), default=0)
-    written, position = list[tuple[int, int, Any]](), 0
+    written = list[tuple[int, int, Any]]()
+    position = 0
     while mark := form.marks.search(text, position):
         position = mark.end()
         if mark[0] == THOUGHT_ENDS:
@@ -107,7 +108,8 @@ def _calls(written: Iterable[Any]) -> Iterator[Call]:
     for content in written:
         for call in content if isinstance(content, list) else [content]:
             given: Any = next((call[name] for name in ARGUMENTS if name in call), {})
-            arguments, call_id = call_arguments(given), call.get("id")
+            arguments = call_arguments(given)
+            call_id = call.get("id")
             if not isinstance(call["name"], str) or not isinstance(arguments, dict):
                 raise TypeError(call)
             known = call_id if isinstance(call_id, str) and re.fullmatch(r"\w{9}", call_id) else f"call{number:05d}"

@@ -200,7 +200,8 @@ class Trajectories(TrajectorySampler):
                 written.prompt = self._prompt(problem, begun.text)
             except RewardError as error:
                 return [written], UnusablePrompt.of(problem, error)
-            longest, num_routed = self._sampler.config.longest, 0
+            longest = self._sampler.config.longest
+            num_routed = 0
             for turn in range(self._max_turns):
                 completion = await self._turn(
                     servers, (*written.prompt, *written.token_ids), seed=seed, number=number, turn=turn,

@@ -26,8 +26,10 @@ WEIGHT_VERSIONS = "weight_versions"
 Atropos passes it on; its own environments do not send it."""
 LIMIT_S = 120.0
 """Longest wait for an answer: a batch of long sequences is some ten megabytes of JSON."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
-"""Seconds before a request is sent again, doubled each time."""
+FIRST_WAIT_S = 0.25
+"""Seconds before the first retry of a request; doubled each time."""
+LONGEST_WAIT_S = 8.0
+"""Longest wait before a retry."""
 
 Numbers = tuple[float | None, ...]
 """An API writes null for NaN."""

@@ -39,8 +39,12 @@ from bridge.server.protocol import ADAPTER
 from bridge.types import Environment, Problem
 from bridge.weights import skeleton
 
-JOIN_POLL_S, POLL_S, REPORT_S = 0.5, 0.25, 10.0
-"""Between two attempts to join, two looks into the queue, and two reports."""
+JOIN_POLL_S = 0.5
+"""Seconds between two attempts to join."""
+POLL_S = 0.25
+"""Seconds between two looks into the queue."""
+REPORT_S = 10.0
+"""Seconds between two reports."""
 SEEDS = 1_000_000
 """Between the first seeds of two environments: each group takes one."""
 MAX_TOO_LONG = 32
@@ -93,7 +97,8 @@ def feed(
     urls = [url.strip().rstrip("/") for url in config.server_url.split(",")]
     lengths = [length for url in urls if (length := max_model_len(url))]
     config = fit_completions(config, min(lengths, default=None), note)
-    tokenizer, task = skeleton.tokenizer(config.model_name), config.task
+    tokenizer = skeleton.tokenizer(config.model_name)
+    task = config.task
     sampler = Sampler(config.sampling, vocabulary=Vocabulary.of(tokenizer, config.model_name))
     scorer = Scorer(
         recipe, processes=task.reward_processes, timeout_s=task.reward_timeout_s, variables=task.worker_env,
@@ -117,7 +122,8 @@ def join(api: AtroposApi, config: FeedConfig, note: Callable[[str], None]) -> Me
 
     A UsageError says that our groups do not make up the trainer's batches.
     """
-    group_size, note_once = config.sampling.group_size, functools.cache(note)
+    group_size = config.sampling.group_size
+    note_once = functools.cache(note)
     while (trainer := api.info()).batch_size < 1:
         note_once(f"{api.url}: waiting for a trainer to register (bridge train --rollouts atropos ...)")
         time.sleep(JOIN_POLL_S)
@@ -180,7 +186,8 @@ class _Feeder:
         seeds = itertools.count(seed_of(self._config.seed, self._joined.env_id * SEEDS))
         fitting = (pair for pair in pairs if not self._is_too_long(len(pair[1]) + 1))
         room = int(self._config.max_queued_batches * self._joined.groups_per_batch)
-        tasks, reported = set[asyncio.Task[None]](), self._begun
+        tasks = set[asyncio.Task[None]]()
+        reported = self._begun
         status = EnvironmentStatus(queue_size=0, current_step=0)
         try:
             while not 0 < self._joined.num_steps <= (status := await self._status(status.current_step)).current_step:
@@ -270,7 +277,8 @@ class _Feeder:
 
     def _check(self, results: Sequence[Score | FailedScore]) -> None:
         """Count the failed scores: too many of them in one batch end the run."""
-        groups, size = self._joined.groups_per_batch, self._config.sampling.group_size
+        groups = self._joined.groups_per_batch
+        size = self._config.sampling.group_size
         if self._counts["scored"] % groups == 0:
             batch = f"groups {self._counts['scored'] + 1} to {self._counts['scored'] + groups}"
             share = self._config.task.max_unscored_share

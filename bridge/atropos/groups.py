@@ -171,7 +171,8 @@ def _of_tokens(
 
 
 def _of_values(group: ScoredGroup, index: int) -> Iterator[tuple[str, str]]:
-    num_tokens, sampled = len(group.tokens[index]), _sampled(group.masks[index])
+    num_tokens = len(group.tokens[index])
+    sampled = _sampled(group.masks[index])
     if not abs(score := _number(group.scores[index])) <= LARGEST:
         yield "scores", f"the score {score}, expected a finite number{limit_note(score)}"
     if group.advantages:

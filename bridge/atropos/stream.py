@@ -24,8 +24,10 @@ from bridge.server.endpoint import Endpoint
 from bridge.types import Environment, Group, TrainedProblems
 from bridge.weights import skeleton
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-"""Seconds between two requests for a batch, half as long again each time."""
+SHORTEST_PAUSE_S = 0.05
+"""Seconds before the second request for a batch; each pause is half as long again."""
+LONGEST_PAUSE_S = 1.0
+"""Longest pause between two requests for a batch."""
 HEALTH_INTERVAL_S = 5.0
 """Seconds between two checks of the server that samples: environments wait forever for one that died."""
 POLLED_PORTS = range(9004, 9008)
@@ -102,7 +104,9 @@ class AtroposStream:
             RewardError: too much of the batch cannot be used.
             UsageError: the API keeps another trainer's settings.
         """
-        before, polls, groups = self._api.num_retries + self._num_lost, self._poll(step), None
+        before = self._api.num_retries + self._num_lost
+        polls = self._poll(step)
+        groups = None
         while groups is None:
             groups = self._ranks.run_and_gather(lambda: next(polls))[0]
         self.num_retries = self._api.num_retries + self._num_lost - before
@@ -133,9 +137,11 @@ class AtroposStream:
         while not self._ranks.is_rank_zero:
             yield None
             self._check_server()
-        batch_size, limit_s = self._config.rollouts.batch_size, self._config.rollouts.atropos_timeout_s
+        batch_size = self._config.rollouts.batch_size
+        limit_s = self._config.rollouts.atropos_timeout_s
         begun = checked = time.monotonic()
-        pause_s, report_s = SHORTEST_PAUSE_S, FIRST_REPORT_S
+        pause_s = SHORTEST_PAUSE_S
+        report_s = FIRST_REPORT_S
         while not self._fetched:
             if batch := self._batch(step):
                 self._fetched = self._groups(batch)
@@ -186,7 +192,8 @@ class AtroposStream:
             UsageError: the API keeps another trainer's settings.
         """
         longest, whose = longest_sequence(self._server_url, getattr(self._model, "max_position_embeddings", None))
-        checkpoints, batch_size = self._config.checkpoints, self._config.rollouts.batch_size
+        checkpoints = self._config.checkpoints
+        batch_size = self._config.rollouts.batch_size
         assert checkpoints.save_path is not None, "derived from the run directory"
         max_token_len = longest + 1  # environments leave out what is as long as this
         is_first = self._api.info().batch_size == NO_TRAINER
@@ -214,7 +221,8 @@ class AtroposStream:
 
     def _groups(self, batch: tuple[ScoredGroup, ...]) -> list[Group]:
         assert self._longest is not None
-        good, bad = list[ScoredGroup](), list[Group]()
+        good = list[ScoredGroup]()
+        bad = list[Group]()
         for scored in batch:
             flaw = next(flaws(scored, longest=self._longest, num_words=self._model.vocab_size), None)
             if flaw is None:

@@ -81,7 +81,9 @@ def export(source: Path, out: Path, *, base: str | None = None, dtype: ExportDty
     if checkpoint.is_checkpoint(source):
         checkpoint.read(source)
     with atomic_folder.write(out, replaceable=_is_export, flag="--out") as scratch:
-        rounding, missing, as_adapter = None, list[str](), ""
+        rounding = None
+        missing = list[str]()
+        as_adapter = ""
         if is_adapter:
             as_adapter = _serve(source, _settings(source))
             base = base or _base_of(source)

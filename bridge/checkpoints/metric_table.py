@@ -104,10 +104,13 @@ class Chart(NamedTuple):
     """Names of metrics that another chart declares."""
 
 
-LEARNING, ENGINES, TIME = "Learning", "Two engines, one policy", "Time and memory"
+LEARNING = "Learning"
+ENGINES = "Two engines, one policy"
+TIME = "Time and memory"
 BINS = (*(f"below_{edge:g}" for edge in LOGPROB_DIFF_EDGES), f"from_{LOGPROB_DIFF_EDGES[-1]:g}")
 """Bins of `logprob_diff_histogram`; each begins where the previous one ends."""
-LARGE_BIN, MOST_LAGS = 5, 9
+LARGE_BIN = 5
+MOST_LAGS = 9
 FENCE = ("fence_pause_s", "fence_write_s", "fence_publish_s")
 CHARTS = (
     Chart("", "Mean reward", "Of each step's completions, and of the held-out problems.", (

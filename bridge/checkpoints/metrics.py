@@ -163,11 +163,9 @@ def goal_of(stop_at: str | None, of_loss: Collection[str]) -> Goal:
             else "take a field of metrics.jsonl, or of evaluations.jsonl with eval_ before it",
         )
     of_evaluation = condition[1] not in of_steps
-    name, compare, bound = (
-        condition[1].removeprefix("eval_" if of_evaluation else ""),
-        COMPARISONS[condition[2]],
-        condition[3],
-    )
+    name = condition[1].removeprefix("eval_" if of_evaluation else "")
+    compare = COMPARISONS[condition[2]]
+    bound = condition[3]
     return lambda record: (
         isinstance(record, Evaluation) == of_evaluation and compare(number(record, name), float(bound))
     )

@@ -178,7 +178,8 @@ class WholeState:
 
     def parts(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of the whole parameter in its stored form."""
-        name, own = self._names[parameter], self._optimizer.parts(parameter)
+        name = self._names[parameter]
+        own = self._optimizer.parts(parameter)
         if self.codes is None:
             return {key: self._parts.whole(name, part) for key, part in own.items()}
         first, second = _decoded(self.codes, own, parameter.shape)

@@ -11,8 +11,10 @@ from typing import Any
 from bridge.core import json_lines
 from bridge.types import Completion, Group
 
-LONGEST_TEXT, LONGEST_COLUMN = 100_000, 2_000
-"""Characters of a text, and of a column of the problem as JSON."""
+LONGEST_TEXT = 100_000
+"""Characters of a text."""
+LONGEST_COLUMN = 2_000
+"""Characters of a column of the problem, as JSON."""
 BESIDE_COLUMNS = ("prompt", "answer")
 """Keys of a problem that may be as long as a text."""
 
@@ -43,7 +45,8 @@ def _column(name: str, value: Any) -> Any:
     longest = LONGEST_TEXT if name in BESIDE_COLUMNS else LONGEST_COLUMN
     if isinstance(value, str):
         return cut(value, longest)
-    size, pieces = 0, list[str]()
+    size = 0
+    pieces = list[str]()
     try:
         for piece in json.JSONEncoder(default=repr, skipkeys=True).iterencode(value):
             pieces.append(piece)

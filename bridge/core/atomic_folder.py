@@ -24,7 +24,8 @@ from bridge.errors import BridgeError, UsageError
 _SCRATCH_NAME = re.compile(
     r"\..+\.(?P<pid>\d+)-(?P<start_ticks>\d+)-(?P<namespace>\d+)-(?P<boot>\w{8})-(?P<host>\w{8})-\w{8}\.scratch"
 )
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 @contextmanager

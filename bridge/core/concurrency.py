@@ -63,7 +63,8 @@ def map_in_threads(call: Callable[[Item], Result], items: Iterable[Item], num_th
 
     After an error or an interrupt no call begins any more, and those that have begun are left behind.
     """
-    turns, is_over = threading.Semaphore(num_threads), threading.Event()
+    turns = threading.Semaphore(num_threads)
+    is_over = threading.Event()
 
     def run(item: Item) -> Result:
         with turns:

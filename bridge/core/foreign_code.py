@@ -118,7 +118,8 @@ def find_object(choice: Choice, name: str) -> Any:
     """
     file = check_file(choice, name)
     path, _, attribute = name.rpartition(":")
-    noun, example = NOUNS[choice], FORMS[choice].rpartition(":")[2]
+    noun = NOUNS[choice]
+    example = FORMS[choice].rpartition(":")[2]
     module = _module(choice, file, name)
     target = getattr(module, attribute, None)
     if _fits(choice, target):
@@ -140,7 +141,8 @@ def check_file(choice: Choice, name: str) -> Path:
     """
     written, _, _ = name.rpartition(":")
     if not written:
-        noun, example = NOUNS[choice], FORMS[choice].rpartition(":")[2]
+        noun = NOUNS[choice]
+        example = FORMS[choice].rpartition(":")[2]
         raise UsageError(f"{choice} {name!r} does not name a {noun}", hint=f"--{choice} {name}:{example}")
     path = paths.expanded(written)
     if not paths.is_file(path):

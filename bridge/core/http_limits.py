@@ -46,7 +46,9 @@ async def read_body(
         Refusal: the body is too large or too late; the connection should be closed, since the rest may still arrive.
     """
     length = dict(headers).get(b"content-length", b"").decode("latin-1")
-    size, received, messages = int(length) if length.isdecimal() else 0, 0, list[Message]()
+    size = int(length) if length.isdecimal() else 0
+    received = 0
+    messages = list[Message]()
     waited_s = 0.0
     while size <= limit_bytes and (not messages or messages[-1].get("more_body", False)):
         receiving = asyncio.ensure_future(receive())

@@ -74,14 +74,16 @@ def cut(path: Path, step: int) -> int | None:
     Raises:
         UsageError: the disk is full or refuses.
     """
-    last, end = None, 0
+    last = None
+    end = 0
     if not path.exists():
         return last
     with path.open("rb") as file:
         for line in file:
             if not (line_step := _step_of(line)) <= step:
                 break
-            last, end = int(line_step), end + len(line)
+            last = int(line_step)
+            end = end + len(line)
         file.seek(end)
         rest = file.read()
     if rest:

@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
-CONFIG_NAME, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-"""The files that make a folder a model of transformers, and an adapter of PEFT."""
+CONFIG_NAME = "config.json"
+"""File of a transformers model."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a PEFT adapter."""
 
 
 def expanded(path: str | Path) -> Path:

@@ -98,7 +98,8 @@ def hide_environment() -> None:
     import ctypes
 
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    address, end = int(fields[47]), int(fields[48])
+    address = int(fields[47])
+    end = int(fields[48])
     for entry in ctypes.string_at(address, end - address).split(b"\0"):
         name, equals, _ = entry.partition(b"=")
         if equals and SECRET_VARIABLE.search(os.fsdecode(name)):

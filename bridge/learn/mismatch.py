@@ -150,7 +150,8 @@ def measure(
 
 def alarm(metrics: Mapping[str, Any], threshold: float) -> str | None:
     """Return one line with the likely causes if the mean mismatch is at least `threshold`, in nats."""
-    mean, largest = metrics["logprob_diff_mean"], metrics["logprob_diff_max"]
+    mean = metrics["logprob_diff_mean"]
+    largest = metrics["logprob_diff_max"]
     if not mean >= threshold:
         return None
     low, high = HEALTHY_NATS

@@ -219,7 +219,8 @@ def _load(name: str, _folder: Path, _source: bytes, has_reference: bool) -> OwnL
 
 def example_tensors(lengths: tuple[int, ...], *, has_reference: bool) -> LossTensors:
     """Return a small micro-batch, the same every time."""
-    num_rows, generator = sum(lengths), torch.Generator().manual_seed(0)
+    num_rows = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
     sampled = -0.5 - torch.rand(num_rows, generator=generator)
     old, new, reference = (sampled + 0.1 * torch.randn(num_rows, generator=generator) for _ in range(3))
     return LossTensors(

@@ -152,13 +152,15 @@ def policy_loss(
     impossible_N = old_logprobs_N == -math.inf  # times a weight of 0, a term that is not finite would be NaN
     logprobs_N, old_logprobs_N = (logprobs.masked_fill(impossible_N, 0.0) for logprobs in (logprobs_N, old_logprobs_N))
     kl_N = torch.zeros_like(logprobs_N)
-    advantages_N, kl_coef = batch.advantages_N, spec.kl_coef
+    advantages_N = batch.advantages_N
+    kl_coef = spec.kl_coef
     if reference_logprobs_N is not None:
         reference_logprobs_N = reference_logprobs_N.masked_fill(impossible_N, 0.0)
         kl_N = divergence(logprobs_N, reference_logprobs_N)
         if spec.kl_in_reward:
             penalties_N = _from_here_on(old_logprobs_N - reference_logprobs_N, batch)
-            advantages_N, kl_coef = advantages_N - kl_coef * penalties_N, 0.0
+            advantages_N = advantages_N - kl_coef * penalties_N
+            kl_coef = 0.0
     measured: dict[str, Any] = {"kl": (kl_N.detach(), len(kl_N))}
     if spec.own is None:
         ratios_N = _log_ratios(logprobs_N, old_logprobs_N, batch, spec).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -199,10 +201,12 @@ def _gains(logprobs_N: Tensor, ratios_N: Tensor, advantages_N: Tensor, spec: Los
 
 def _clipped(ratios_N: Tensor, advantages_N: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """Return which tokens are clipped low, and which high."""
-    low_N, high_N = ratios_N < 1 - spec.clip_low, ratios_N > 1 + spec.clip_high
+    low_N = ratios_N < 1 - spec.clip_low
+    high_N = ratios_N > 1 + spec.clip_high
     if spec.clipped == "weight":
         return low_N, high_N
-    is_bad_N, is_good_N = advantages_N < 0, advantages_N > 0
+    is_bad_N = advantages_N < 0
+    is_good_N = advantages_N > 0
     return low_N & is_bad_N, (high_N & is_good_N) | ((ratios_N > spec.clip_dual) & is_bad_N)
 
 

@@ -135,7 +135,8 @@ def all_samples(groups: Sequence[Group], spec: LossSpec, *, max_new_tokens: int)
 
 
 def _sample(group: Group, completion: Completion, advantages: tuple[float, ...], weight: float) -> Sample:
-    tokens, sampled = completion.token_ids, completion.sampled
+    tokens = completion.token_ids
+    sampled = completion.sampled
     assert len(tokens) == len(completion.logprobs), (tokens, completion.logprobs)
     first = 0 if sampled is None else sampled.index(True)  # what comes before it is read like a prompt
     return Sample(

@@ -106,7 +106,8 @@ class LoraMemory(_LoraMode, PatchedServer):
 
     def _move_into_slot(self, *, takeover: bool, version: int | None = None) -> None:
         """Let the server load the adapter into a slot, and move the adapter's tensors there; AttachError: none fits."""
-        ranks, ours = self._run.ranks, self._adapter.modules
+        ranks = self._run.ranks
+        ours = self._adapter.modules
         ranks.tp_group.run_on_all(self._refuse_unfit_slots)
         hand_over = partial(self._run.saved, ADAPTER, self._adapter.save)
         ranks.tp_group.run_on_all(hand_over if ranks.is_tp_rank_zero else self._adapter.send_parts)
@@ -127,7 +128,8 @@ class LoraMemory(_LoraMode, PatchedServer):
             raise
 
     def _refuse_unfit_slots(self) -> None:
-        slots, rank = self._attached.shard.lora_slots, self._config.lora.r
+        slots = self._attached.shard.lora_slots
+        rank = self._config.lora.r
         if not slots:
             raise AttachError(
                 "the server takes no adapters, or none whose slots can be shared",
@@ -160,7 +162,8 @@ class LoraMemory(_LoraMode, PatchedServer):
         for name, ours in self._adapter.modules.items():
             slot = self._attached.shard.lora_slots[name]
             held = open_handles({"a": slot.lora_a, "b": slot.lora_b}, self._attached.device)
-            a, b = held["a"][number].view_as(ours.lora_a), held["b"][number].view_as(ours.lora_b)
+            a = held["a"][number].view_as(ours.lora_a)
+            b = held["b"][number].view_as(ours.lora_b)
             opened[name] = Matrices(nn.Parameter(a), nn.Parameter(b))
             if not _stored_equal(opened[name], ours):
                 raise AttachError(
@@ -241,7 +244,8 @@ class LoraDisk(_LoraMode):
 
     def _find_manifest(self) -> Manifest | None:
         """Return the manifest of the server, if there is one; one that the user named has to be usable."""
-        server, model_name = self._config.server, self._config.model_name
+        server = self._config.server
+        model_name = self._config.model_name
         if server.config_path is not None:
             return manifest_of(server, model_name)
         try:
@@ -257,7 +261,8 @@ class LoraDisk(_LoraMode):
 
     def _open_client(self) -> VllmClient:
         """Connect to the server, and take its lease if it has one; AttachError: another trainer has it."""
-        exported, timeout_s = self._exported, self._config.sampling.request_timeout_s
+        exported = self._exported
+        timeout_s = self._config.sampling.request_timeout_s
         if exported is None:
             return VllmClient(self._config.server.url(), timeout_s=timeout_s)
         client = BridgeClient(exported, timeout_s=timeout_s, url=self._config.server.url(exported.url))
@@ -274,7 +279,8 @@ class LoraDisk(_LoraMode):
                 self._why_copied = error.message
             else:
                 return self._attached.opened()
-        name, device = self._config.model_name, self._config.trainer_device
+        name = self._config.model_name
+        device = self._config.trainer_device
         return loaded.load(name, device=device, max_model_len=self.max_model_len, server_class=server_class)
 
     def _serve_first(self) -> None:

@@ -208,7 +208,8 @@ class SharedVllm(PatchedServer):
     """`shared_vllm`: a trainer attached to one live server, by a process for each part of the weights."""
 
     def save(self, folder: Path) -> None:
-        model, source = self._attached.model, self._config.model_name
+        model = self._attached.model
+        source = self._config.model_name
         self._note_missing(model_folder.save(model, source, folder, self._parts))
 
     def send_parts(self) -> None:
@@ -216,7 +217,8 @@ class SharedVllm(PatchedServer):
             model_folder.send_parts(self._attached.model, self._parts)
 
     def restore(self, checkpoint: Path, *, version: int) -> None:
-        model, parts = self._attached.model, self._parts
+        model = self._attached.model
+        parts = self._parts
         model_folder.check(model, checkpoint, parts)  # before the server pauses
         with self.publish(Update(version=version, takeover=True, last_checkpoint=checkpoint)):  # even a torn server
             model_folder.load_into(model, checkpoint, parts)

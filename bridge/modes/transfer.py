@@ -210,7 +210,8 @@ class Transfer(OwnCopy):
 
     def _find_servers(self) -> list[Receiver]:
         """Return the servers of --servers, or the one of --vllm-config-path or --vllm-port."""
-        server, timeout_s = self._config.server, self._config.sampling.request_timeout_s
+        server = self._config.server
+        timeout_s = self._config.sampling.request_timeout_s
         own = {} if self._run.process else {exported.url: exported for exported in discovery.running().values()}
         names = server.servers or (str(server.config_path or server.url()),)
         files = [name for name in names if name == str(server.config_path) or Path(name).exists()]

@@ -97,7 +97,8 @@ def with_factors(groups: Iterable[dict[str, Any]], factors: Mapping[Tensor, floa
         if plain or not scaled:
             made.append({**group, "params": plain})
         for parameter in scaled:
-            factor, rates = factors[parameter], {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+            factor = factors[parameter]
+            rates = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
             eps = group.get("eps", EPS) / factor
             made.append({**group, **scaled_group(parameter, factor, **rates), "eps": eps})
     return made

@@ -65,7 +65,8 @@ def each_group(groups: Sequence[Sequence[Tensor]], take: Callable[[int], None]) 
     process that has the same groups makes the same calls, whatever its gradients.
     """
     number_of = {parameter: number for number, group in enumerate(groups) for parameter in group}
-    missing, taken = [len(group) for group in groups], 0
+    missing = [len(group) for group in groups]
+    taken = 0
 
     @torch.no_grad()
     def completed(parameter: Tensor) -> None:

@@ -167,7 +167,8 @@ class InPlaceOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: it belongs to another kind of optimizer, or to other parameters; nothing was loaded.
         """
-        parameters, state = [*self._steps], state_dict["state"]
+        parameters = [*self._steps]
+        state = state_dict["state"]
         if (flags := state_dict.get("flags", "another optimizer")) != self.flags:
             raise CheckpointError(
                 f"the optimizer's state was saved with {flags}, and this one is {self.flags}",

@@ -32,8 +32,11 @@ from torch import Tensor
 from bridge.config.optimizers import BLOCK_OF_4_BIT, BLOCK_OF_8_BIT
 
 State = Mapping[str, Tensor]
-FIRST, SECOND, BOTH = "exp_avg", "exp_avg_sq", "exp_avg_codes"
-FIRST_SCALE, SECOND_SCALE = "exp_avg_scale", "exp_avg_sq_scale"
+FIRST = "exp_avg"
+SECOND = "exp_avg_sq"
+BOTH = "exp_avg_codes"
+FIRST_SCALE = "exp_avg_scale"
+SECOND_SCALE = "exp_avg_sq_scale"
 _FACTORS = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit words
 _GOLDEN = 0x9E3779B9 - 2**32
 
@@ -107,7 +110,8 @@ class QuantizedMoments:
         return self._encoded(first_RB, second_RB, (half, half))
 
     def _encoded(self, first_RB: Tensor, second_RB: Tensor, chances: tuple[Tensor, Tensor]) -> State:
-        first_scale, second_scale = first_RB.abs().amax(1, keepdim=True), second_RB.amax(1, keepdim=True)
+        first_scale = first_RB.abs().amax(1, keepdim=True)
+        second_scale = second_RB.amax(1, keepdim=True)
         first_RB = quantize_signed(_divided(first_RB, first_scale), self.bits, self.first_power, chances[0])
         second_RB = quantize_unsigned(_divided(second_RB, second_scale), self.bits, self.second_power, chances[1])
         codes = {FIRST: first_RB, SECOND: second_RB} if self.bits == 8 else {BOTH: pack(first_RB, second_RB)}
@@ -115,7 +119,8 @@ class QuantizedMoments:
 
 
 Moments = PlainMoments | QuantizedMoments
-FLOAT32, BFLOAT16 = PlainMoments(torch.float32), PlainMoments(torch.bfloat16)
+FLOAT32 = PlainMoments(torch.float32)
+BFLOAT16 = PlainMoments(torch.bfloat16)
 EIGHT_BIT = QuantizedMoments(bits=8, block=BLOCK_OF_8_BIT, first_power=4, second_power=8)
 FOUR_BIT = QuantizedMoments(bits=4, block=BLOCK_OF_4_BIT, first_power=2, second_power=2)
 
@@ -129,9 +134,11 @@ def dequantize_signed(code: Tensor, bits: int, power: int) -> Tensor:
 
 def quantize_signed(value: Tensor, bits: int, power: int, chance: Tensor) -> Tensor:
     """Return one of the two int8 codes around a value from -1 to 1, so that its level is right on average."""
-    size, largest = value.abs(), 2 ** (bits - 1) - 1
+    size = value.abs()
+    largest = 2 ** (bits - 1) - 1
     lower = (_root(size, power) * largest).floor().clamp(0, largest - 1)
-    low, high = dequantize_signed(lower, bits, power), dequantize_signed(lower + 1, bits, power)
+    low = dequantize_signed(lower, bits, power)
+    high = dequantize_signed(lower + 1, bits, power)
     code: Tensor = value.sign() * (lower + ((size - low) / (high - low) > chance))
     return code.to(torch.int8)
 
@@ -148,7 +155,8 @@ def quantize_unsigned(value: Tensor, bits: int, power: int, chance: Tensor) -> T
     Values below the lowest level get the lowest.
     """
     lower = (_root(value, power) * 2**bits - 1).floor().clamp(0, 2**bits - 2)
-    low, high = dequantize_unsigned(lower, bits, power), dequantize_unsigned(lower + 1, bits, power)
+    low = dequantize_unsigned(lower, bits, power)
+    high = dequantize_unsigned(lower + 1, bits, power)
     code: Tensor = lower + ((value - low) / (high - low) > chance)
     return code.to(torch.uint8)
 
@@ -166,7 +174,8 @@ def unpack(both: Tensor) -> tuple[Tensor, Tensor]:
 def _root(value: Tensor, power: int) -> Tensor:
     """Return value ** (1 / power), by square roots where possible: they are cheaper on a GPU."""
     while power % 2 == 0:
-        value, power = value.sqrt(), power // 2
+        value = value.sqrt()
+        power = power // 2
     return value if power == 1 else value.pow(1 / power)
 
 

@@ -122,7 +122,8 @@ class OffloadedAdamW(ShardedOptimizer):
             with self._rows_of_all(slab, Tensor.detach) as weight_RB:
                 for member in members:
                     rows = slab.own(member)
-                    weight_rb, sum_rb = weight_RB[rows.start : rows.stop], self._sums[slab][slab.held(rows)]
+                    weight_rb = weight_RB[rows.start : rows.stop]
+                    sum_rb = self._sums[slab][slab.held(rows)]
                     self._step_member(slab, member, weight_rb, sum_rb, factor)
                 self._to_host.finish()
         self._to_host.finish()
@@ -137,7 +138,8 @@ class OffloadedAdamW(ShardedOptimizer):
 
     def _step_member(self, slab: Slab, member: Member, weight: Tensor, gradient: Tensor, factor: float) -> None:
         """Step this rank's rows of a member, of which `weight` and `gradient` are."""
-        rows, block = slab.own(member), slab.kind.moments.block
+        rows = slab.own(member)
+        block = slab.kind.moments.block
         num_elements = min(len(rows) * block, member.parameter.numel() - (rows.start - member.rows.start) * block)
         if num_elements <= 0:  # it has none, or only the padding at the end
             return
@@ -160,7 +162,8 @@ class OffloadedAdamW(ShardedOptimizer):
     ) -> None:
         """Step one chunk of the master by a gradient in host memory, and start sending the weight."""
         weight, master, first, second = state
-        gradient, before = gradient.float() * factor, master.to(weight.dtype, copy=True)
+        gradient = gradient.float() * factor
+        before = master.to(weight.dtype, copy=True)
         beta1, beta2 = group["betas"]
         adamw(
             [master], [gradient], [first], [second], [], [torch.tensor(number - 1.0)], fused=True, amsgrad=False,

@@ -83,7 +83,8 @@ class ShardedOptimizer(InPlaceOptimizer):
         """Return this rank's summed gradients of a slab with zeros where another part counts them."""
         block = slab.kind.moments.block
         for member in slab.members:
-            rows, others = slab.own(member), self._replicated.get(member.parameter)
+            rows = slab.own(member)
+            others = self._replicated.get(member.parameter)
             if rows and others:
                 held = slab.held(rows)
                 kept_RB = counted(sum_RB[held], others, (rows.start - member.rows.start) * block)

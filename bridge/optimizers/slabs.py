@@ -92,7 +92,8 @@ class Slab:
 
     def parts(self, member: Member, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return views of one member's part of the whole slab's `state`, without the padding of its last block."""
-        rows, made = slice(member.rows.start, member.rows.stop), {}
+        rows = slice(member.rows.start, member.rows.stop)
+        made = {}
         for name, part in self.kind.parts(member.parameter.dtype).items():
             entries = state[name][rows].view(-1)[: -(-member.parameter.numel() // part.elements)]
             made[name] = entries.view(member.parameter.shape) if part.elements == 1 else entries
@@ -100,7 +101,8 @@ class Slab:
 
     def put(self, member: Member, name: str, part: Tensor) -> None:
         """Copy one part of a member's whole state into this rank's rows."""
-        width, rows = self.state[name].shape[1], self.own(member)
+        width = self.state[name].shape[1]
+        rows = self.own(member)
         flat = part.reshape(-1)[(rows.start - member.rows.start) * width :]
         own = self.state[name][self.held(rows)].view(-1)
         own[: len(flat)].copy_(flat[: len(own)])
@@ -122,7 +124,8 @@ class Slab:
         runs = groupby(enumerate(indices), key=lambda pair: (pair[1] - pair[0], steps[self.members[pair[1]].parameter]))
         for (_, step), run in runs:
             members = [self.members[index] for _, index in run]
-            first, num_rows = members[0].rows.start, members[-1].rows.stop - members[0].rows.start
+            first = members[0].rows.start
+            num_rows = members[-1].rows.stop - members[0].rows.start
             most_rows = PIECE_ELEMENTS[members[0].parameter.device.type] // self.kind.moments.block
             num_pieces = -(-num_rows // most_rows) if len(members) == 1 else 1
             bounds = [first + number * num_rows // num_pieces for number in range(num_pieces + 1)]

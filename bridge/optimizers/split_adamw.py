@@ -106,7 +106,8 @@ class SplitMasterAdamW(ShardedOptimizer):
         numbers = {parameter: number for number, parameter in enumerate(self._steps)}
         firsts = {slab: min(numbers[member.parameter] for member in slab.members) for slab in self._slabs}
         last_first = sorted(self._slabs, key=lambda slab: -firsts[slab])
-        norms, ready = list[Tensor](), list[Tensor]()
+        norms = list[Tensor]()
+        ready = list[Tensor]()
 
         def take(number: int) -> None:
             slab = last_first[number]
@@ -162,7 +163,8 @@ class SplitMasterAdamW(ShardedOptimizer):
 
     def _scalars(self, pieces: Sequence[Piece], max_norm: float) -> Iterator[Sequence[Tensor]]:
         """Yield each piece's coefficients and place on the device, copied in one go."""
-        coefficients, counters = [], []
+        coefficients = []
+        counters = []
         for piece in pieces:
             group = piece.members[0].group
             assert len({hyperparameters(member.group) for member in piece.members}) == 1, "changed since then"
@@ -172,7 +174,8 @@ class SplitMasterAdamW(ShardedOptimizer):
         yield from zip(*(_on_device(rows, dtype, self._device) for rows, dtype in columns), strict=True)
 
     def _step_piece(self, piece: Piece, norm: Tensor, scalars: Sequence[Tensor]) -> None:
-        weight_RB, gradient_RB = piece.blocks(_bits), piece.blocks(_gradient)
+        weight_RB = piece.blocks(_bits)
+        gradient_RB = piece.blocks(_gradient)
         step = self._update(piece.members[0].parameter.dtype, gradient_RB.dtype)
         num_changed_R = step(weight_RB, gradient_RB, piece.state, scalars[0], norm, scalars[1])
         self._num_changed.append(num_changed_R.sum())  # outside the kernel, which would sum them in one block
@@ -180,7 +183,8 @@ class SplitMasterAdamW(ShardedOptimizer):
 
     def _step_own_rows(self, slab: Slab, pieces: Iterable[tuple[Piece, Sequence[Tensor], Tensor]]) -> None:
         """Update this rank's rows of a slab, each piece by its norm, and gather those of all ranks."""
-        sum_RB, mine = self._sums[slab], slab.mine
+        sum_RB = self._sums[slab]
+        mine = slab.mine
         step = self._update(slab.members[0].parameter.dtype, sum_RB.dtype)
         with self._rows_of_all(slab, _bits) as weight_RB:
             for piece, (coefficients, first), norm in pieces:

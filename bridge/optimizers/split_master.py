@@ -122,7 +122,8 @@ def update(
         -> [R] int32.
     """
     decay, lerp1, beta2, lerp2, step_size, root_bias2, eps, largest, max_norm = coefficients.unbind()
-    is_bf16, keep = weight_RB.dtype == torch.int16, norm.isfinite()
+    is_bf16 = weight_RB.dtype == torch.int16
+    keep = norm.isfinite()
     gradient_RB = gradient_RB.float() * torch.where(norm > max_norm, max_norm / norm, 1.0)
     first_RB, second_RB = kind.moments.decode(state)
     first_RB = torch.lerp(first_RB, gradient_RB, lerp1)

@@ -155,10 +155,13 @@ def _in_spans(
     if starts_S1.shape[0] == 2 and (seen is None or seen.longest == most) and _fits_one(query, value, rule):
         return kernels.by_cudnn(query, key, value, rule.scale).transpose(1, 2)
     q_TAD, k_UKD, v_UKD = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
-    starts, longest = (starts_S1, starts_S1), (most, most)
+    starts = (starts_S1, starts_S1)
+    longest = (most, most)
     if seen is not None:
-        k_UKD, v_UKD = _gathered(k_UKD, seen.keys_U), _gathered(v_UKD, seen.keys_U)
-        starts, longest = (starts_S1, seen.starts_S1), (most, seen.longest)
+        k_UKD = _gathered(k_UKD, seen.keys_U)
+        v_UKD = _gathered(v_UKD, seen.keys_U)
+        starts = (starts_S1, seen.starts_S1)
+        longest = (most, seen.longest)
     if _fits_kernel(q_TAD, v_UKD, rule):
         packed = kernels.by_varlen(q_TAD, k_UKD, v_UKD, starts, longest, scale=rule.scale, window=rule.window)
         return packed.unsqueeze(0)
@@ -206,7 +209,9 @@ def similar(spans: Iterable[Span]) -> Iterator[list[Span]]:
         shortest, longest = (min(shortest, span[1]), max(longest, span[1])) if block else (span[1], span[1])
         if block and (shortest < LEAST_FILLED * longest or (len(block) >= ENOUGH and span != block[-1])):
             yield block
-            block, shortest, longest = [], span[1], span[1]
+            block = []
+            shortest = span[1]
+            longest = span[1]
         block.append(span)
     yield block
 
@@ -261,7 +266,9 @@ def in_rows(q_SALD: Tensor, k_SKMD: Tensor, v_SKMD: Tensor, *, rule: Rule, seen_
     if not q_SALD.is_cuda and q_SALD.dtype != torch.float32:
         rows = (x_SXLD.float() for x_SXLD in (q_SALD, k_SKMD, v_SKMD))
         return in_rows(*rows, rule=rule, seen_SLM=seen_SLM).to(q_SALD.dtype)
-    groups, num_queries, num_keys = q_SALD.shape[1] // k_SKMD.shape[1], q_SALD.shape[2], k_SKMD.shape[2]
+    groups = q_SALD.shape[1] // k_SKMD.shape[1]
+    num_queries = q_SALD.shape[2]
+    num_keys = k_SKMD.shape[2]
     is_spelled_out = rule.cap is not None or rule.sinks_A is not None
     is_whole = seen_SLM is None and num_queries == num_keys and (rule.window is None or rule.window >= num_keys)
     if seen_SLM is None and (is_spelled_out or not is_whole):

@@ -150,7 +150,8 @@ class Budget:
         """
         assert self._tokens is not None, "no budget was requested yet"
         let_go(error, self._model.device)
-        longest, halved = self._longest, min(self._tokens, self._total) // 2
+        longest = self._longest
+        halved = min(self._tokens, self._total) // 2
         is_small = halved < max(longest, ENOUGH_TOKENS)
         if self.sums_in_float32 and is_small:
             self.sums_in_float32 = False
@@ -203,7 +204,8 @@ class Budget:
 
     def _ways(self) -> list[Kept]:
         """Return what layers may keep in passes over the longest sample, from most to least memory on the device."""
-        recomputes, offloads = self._compute.gradient_checkpointing, self._compute.activation_offload
+        recomputes = self._compute.gradient_checkpointing
+        offloads = self._compute.activation_offload
         if not offloads and (recomputes is False or not self._model.supports_gradient_checkpointing):
             return []
         is_long = self._on_gpu and self._longest >= LONG_TOKENS
@@ -235,7 +237,9 @@ class Budget:
             recompute_activations(self._prepared, self._note, kept)
 
     def _measured(self) -> int:
-        free, wanted, fitting = self._free(), self._wanted, -1
+        free = self._free()
+        wanted = self._wanted
+        fitting = -1
         for way in self._ways() or [self._prepared.kept]:
             if fitting >= (self._least if way.on_host else wanted):
                 break

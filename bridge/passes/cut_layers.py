@@ -99,7 +99,8 @@ def count_own_heads(block: nn.Module, num_parts: int) -> None:
     if not isinstance(num_heads, int):
         return
     all_pairs = getattr(config, "num_key_value_heads", None) or num_heads
-    heads, pairs = num_heads // num_parts, max(1, all_pairs // num_parts)
+    heads = num_heads // num_parts
+    pairs = max(1, all_pairs // num_parts)
     block.config = OwnHeads(config, {"num_attention_heads": heads, "num_key_value_heads": pairs})  # type: ignore[assignment]
     for name, number in zip(OWN_NUMBERS, (heads, heads, pairs, heads // pairs), strict=True):
         if isinstance(getattr(block, name, None), int):
@@ -188,7 +189,8 @@ def _over_all_parts(norm: nn.Module, own: Tensor) -> Tensor:
 
     Each part knows only its share of the gradient, so shares are added up in the backward pass, too.
     """
-    outputs, num_own = norm.outputs, own.shape[-1]
+    outputs = norm.outputs
+    num_own = own.shape[-1]
     assert isinstance(outputs, Outputs)
     if num_own == outputs.num_all:  # it stands elsewhere, where nothing is cut
         return type(norm).forward(norm, own)  # type: ignore[no-any-return]

@@ -94,7 +94,8 @@ def positions(num_tokens: int, images: Images | None) -> Any:
     axis; the text behind it begins after the largest of them.
     """
     result = np.empty((3, num_tokens), dtype=np.int64)
-    end, begin = 0, 0
+    end = 0
+    begin = 0
     for start, grid in zip(images.starts, images.grids, strict=True) if images else ():
         result[:, end:start] = np.arange(begin, begin + start - end)
         begin += start - end

@@ -92,7 +92,8 @@ def by_varlen(
         options["enable_gqa"] = True
     else:
         groups = q_TAD.shape[1] // k_UKD.shape[1]
-        k_UKD, v_UKD = k_UKD.repeat_interleave(groups, dim=1), v_UKD.repeat_interleave(groups, dim=1)
+        k_UKD = k_UKD.repeat_interleave(groups, dim=1)
+        v_UKD = v_UKD.repeat_interleave(groups, dim=1)
     output_TAD = varlen_attn(q_TAD, k_UKD, v_UKD, *starts, *longest, **options)
     assert isinstance(output_TAD, Tensor), "only the output was requested"
     return output_TAD

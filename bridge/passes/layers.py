@@ -52,8 +52,11 @@ class Kept(NamedTuple):
     """Keep them in host memory."""
 
 
-ALL, ATTENTION, INPUTS = Kept(all=True), Kept(attention=True), Kept()
-HOST_ATTENTION, HOST_INPUTS = Kept(attention=True, on_host=True), Kept(on_host=True)
+ALL = Kept(all=True)
+ATTENTION = Kept(attention=True)
+INPUTS = Kept()
+HOST_ATTENTION = Kept(attention=True, on_host=True)
+HOST_INPUTS = Kept(on_host=True)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -120,7 +120,8 @@ def head_of(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor 
 
     UnsupportedModelError: the head is more than a weight and a bias.
     """
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
     if "weight" not in head._parameters:  # its weight is that of a layer inside, and not all that it computes with
         raise UnsupportedModelError(
             f"the head of {type(model).__name__} is wrapped, such as by an adapter: a {type(head).__name__}, expected a"
@@ -160,7 +161,8 @@ class _TokenLogprobs(torch.autograd.Function):
         maxima_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
         maxima_N = maxima_N if kept is None else kept.thresholds_N
         sums = _Sums(maxima_N, *torch.zeros_like(maxima_N).repeat(4, 1).unbind())
-        add, hidden = _compiled(_added) if compiles else _added, _operand(hidden_NH)
+        add = _compiled(_added) if compiles else _added
+        hidden = _operand(hidden_NH)
         for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
             raw_NW = _multiply(hidden, _operand(head_VH[block]).T)
             sums = add(sums, raw_NW, bias_W, targets_N - block.start, by, kept)
@@ -172,7 +174,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.compiles = compiles
         ctx.kept = kept
         ctx.words = words
-        logprobs_N, entropies_N = sums.targets_N - normalizers_N, normalizers_N - sums.products_N / sums.weights_N
+        logprobs_N = sums.targets_N - normalizers_N
+        entropies_N = normalizers_N - sums.products_N / sums.weights_N
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -181,13 +184,15 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, gradient_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, head_VH, bias_V, targets_N, normalizers_N = ctx.saved_tensors
         needs_hidden, needs_head, needs_bias, *_rest = ctx.needs_input_grad
-        hidden, differentiate = _operand(hidden_NH), _compiled(_raw_gradient) if ctx.compiles else _raw_gradient
+        hidden = _operand(hidden_NH)
+        differentiate = _compiled(_raw_gradient) if ctx.compiles else _raw_gradient
         gradient_N = gradient_N.contiguous()  # that of a sum is one number, expanded: torch would compile for it alone
         hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
         head_gradient_VH = torch.empty_like(head_VH) if needs_head else None
         bias_gradient_V = torch.empty_like(bias_V) if needs_bias else None
         for block, bias_W in _blocks(len(hidden_NH), head_VH, bias_V):
-            head, targets = _operand(head_VH[block]), targets_N - block.start
+            head = _operand(head_VH[block])
+            targets = targets_N - block.start
             raw_NW = _multiply(hidden, head.T)
             dtype = head.dtype if bias_gradient_V is None else raw_NW.dtype
             raw_NW = differentiate(raw_NW, bias_W, gradient_N, targets, normalizers_N, ctx.by, dtype, ctx.kept)

@@ -91,7 +91,8 @@ class _Kept:
         """Start to copy a tensor back, unless it is on its way."""
         if number in self._here:
             return
-        on_host, device = self._on_host[number], self._devices[number]
+        on_host = self._on_host[number]
+        device = self._devices[number]
         if self._stream is None:
             self._here[number] = on_host, None
             return

@@ -66,7 +66,8 @@ class Expected:
         """Run the model on the sequences, each alone and all as one, with eager attention and with its own."""
         model = prepared.model
         bounds = (getattr(model.config.get_text_config(), "max_position_embeddings", None), max_model_len)
-        tokens_T, own_attention = example_tokens(model), attention.chosen(model)
+        tokens_T = example_tokens(model)
+        own_attention = attention.chosen(model)
         attention.choose(model, "eager")  # the others leave out what they lack, as sdpa does Gemma 2's cap
         with _checking(model):
             experts_TX = _own_experts(prepared, tokens_T)
@@ -91,7 +92,8 @@ class Expected:
 
         Do it again with the first sequence at the end of the longest possible one: the others must not depend on it.
         """
-        tokens_T, experts_TX = self.tokens_T, self.experts_TX
+        tokens_T = self.tokens_T
+        experts_TX = self.experts_TX
         with torch.no_grad(), _checking(prepared.model):
             if share_prompts:
                 hidden_TH = packed_sharing(prepared, tokens_T, experts_TX)
@@ -148,7 +150,8 @@ def packed_sharing(prepared: PreparedModel, tokens_T: Tensor, experts_TX: Tensor
     """Return the last hidden states of the sequences of `LENGTHS`, packed with shared prompts: [T] -> [T, H]."""
     samples = []
     for part_T, prompt, part_TX in zip(tokens_T.split(LENGTHS), PROMPTS, _split(experts_TX), strict=True):
-        ids, zeros = tuple(part_T.tolist()), (0.0,) * (len(part_T) - prompt)
+        ids = tuple(part_T.tolist())
+        zeros = (0.0,) * (len(part_T) - prompt)
         tokens: dict[str, Any] = {"prompt_token_ids": ids[:prompt], "token_ids": ids[prompt:]}
         if part_TX is not None:
             tokens["experts"] = part_TX[:-1].cpu().numpy().astype("<i2").tobytes()

@@ -35,7 +35,8 @@ Cuts = Mapping[str, Cut]
 """The share of each Hugging Face parameter that one tensor-parallel rank holds."""
 Axes = Mapping[str, int | None]
 """The axis along which each parameter is cut; None: every part holds all of it."""
-COLUMN, ROW = "column", "row"
+COLUMN = "column"
+ROW = "row"
 BOTH = {COLUMN, ROW}
 FLAT_ELEMENTS = 2**26
 """Most elements of gradients that are combined at once, in float32."""
@@ -66,19 +67,22 @@ class Parallel:
         That is the sum of gradients that add up, and the first part's of others. Every part calls it with gradients of
         the same parameters: one collective, or a few for large models.
         """
-        batch, num_elements = list[Shared](), 0
+        batch = list[Shared]()
+        num_elements = 0
         for shared in self.shared:
             if shared.name in gradients:
                 batch.append(shared)
                 num_elements += shared.num_elements(self.cuts[0][shared.name])
             if num_elements > FLAT_ELEMENTS:
                 self._combine_at_once(batch, gradients)
-                batch, num_elements = [], 0
+                batch = []
+                num_elements = 0
         if batch:
             self._combine_at_once(batch, gradients)
 
     def _combine_at_once(self, batch: Sequence[Shared], gradients: Mapping[str, Tensor]) -> None:
-        cuts, device = self.cuts[self.part], gradients[batch[0].name].device
+        cuts = self.cuts[self.part]
+        device = gradients[batch[0].name].device
         sizes = [shared.num_elements(cuts[shared.name]) for shared in batch]
         shares = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         held = (shared for shared in batch if self.part in shared.parts)
@@ -96,12 +100,14 @@ def divide(model: PreTrainedModel, cuts: Sequence[Cuts], group: dist.ProcessGrou
 
     `cuts` are those of every part, in the order of their ranks in `group`.
     """
-    part, group_name = dist.get_rank(group), group.group_name
+    part = dist.get_rank(group)
+    group_name = group.group_name
     whole = _whole(model, cuts[part])
     axes = {parameter: _cut_axis(parameter, [of_part[parameter] for of_part in cuts]) for parameter in cuts[0]}
     kinds = _kinds(model, axes, cuts[part])
     blocks = _blocks(model, kinds)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if embedding_words := _words(model, embedding, axes, cuts, part, group_name):
         cut_layers.make_vocabulary(embedding, embedding_words)
     head_words = _words(model, head, axes, cuts, part, group_name)

@@ -82,7 +82,8 @@ def check_slices(prepared: PreparedModel) -> None:
 
     Call it on every rank among which they are, once the model is prepared.
     """
-    model, cut = prepared.model, prepared.slices
+    model = prepared.model
+    cut = prepared.slices
     if cut is None:
         return
     names = _one_of_each(
@@ -122,7 +123,8 @@ def _over_slices(computed: _Computed, cut: Slices) -> _Computed:
 
 
 def _check_layer(name: str, call: _Call, model: PreTrainedModel, parallel: Parallel) -> None:
-    own, whole_layer = parallel.cuts[parallel.part], parallel.whole.get_submodule(name).eval()
+    own = parallel.cuts[parallel.part]
+    whole_layer = parallel.whole.get_submodule(name).eval()
     _fill(whole_layer, call.args[0])
     layer = copy.deepcopy(model.get_submodule(name)).eval().requires_grad_()
     for leaf, parameter in layer.named_parameters():
@@ -174,7 +176,8 @@ def _fill(whole: nn.Module, like: Tensor) -> None:
     for name, empty in [*whole.named_parameters()]:
         owner, _, leaf = name.rpartition(".")
         weight = torch.empty(empty.shape, device=like.device)
-        is_factor, std = weight.ndim < 2 and "bias" not in leaf, weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1
+        is_factor = weight.ndim < 2 and "bias" not in leaf
+        std = weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1
         setattr(whole.get_submodule(owner), leaf, nn.Parameter(weight.normal_(float(is_factor), std, generator=chance)))
     whole.to(like.device)
 
@@ -186,13 +189,16 @@ def _run(
 
     The input and what weighs the output are the same on every rank, or this rank's slices of that.
     """
-    hidden, like = call.args[0], dict[str, Any](device=call.args[0].device)
-    chance, gradients = torch.Generator(**like).manual_seed(1), dict[str, Tensor]()
+    hidden = call.args[0]
+    like = dict[str, Any](device=call.args[0].device)
+    chance = torch.Generator(**like).manual_seed(1)
+    gradients = dict[str, Tensor]()
     shape = hidden.shape if cut is None else (1, sum(LENGTHS), hidden.shape[2])
     inputs = torch.empty(shape, **like).normal_(generator=chance)
     weights = torch.linspace(-1, 1, inputs.numel(), **like).view(shape)
     if cut is not None:
-        inputs, weights = cut.own(inputs, 1), cut.own(weights, 1)
+        inputs = cut.own(inputs, 1)
+        weights = cut.own(weights, 1)
     hidden = inputs.requires_grad_()
     names: dict[Tensor, str] = {parameter: f"{name}.{leaf}" for leaf, parameter in layer.named_parameters()}
 

@@ -20,10 +20,14 @@ from bridge.passes.logprobs import BLOCK_ELEMENTS
 from bridge.passes.packing import MicroBatch, Sample, packs
 from bridge.passes.prepared import PreparedModel
 
-PROBES, PROBE_LENGTH = (1_024, 2_048), 512
-"""Tokens of the two measured passes, and of each of their sequences."""
-CPU_PROBES, CPU_PROBE_LENGTH = (64, 128), 32
-"""Probe sizes on a CPU, where a pass takes long and counting is exact."""
+PROBES = (1_024, 2_048)
+"""Tokens of the two measured passes."""
+PROBE_LENGTH = 512
+"""Tokens of each of their sequences."""
+CPU_PROBES = (64, 128)
+"""Tokens of the two measured passes on a CPU, where a pass takes long and counting is exact."""
+CPU_PROBE_LENGTH = 32
+"""Tokens of each of their sequences on a CPU."""
 LIVE_LAYERS = 3
 """Layers whose recomputed activations and gradients a backward pass holds at once on a CPU."""
 CPU_LOGITS_BYTES = 3 * 4 * BLOCK_ELEMENTS["cpu"]

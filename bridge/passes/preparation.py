@@ -186,7 +186,8 @@ def _recompute(prepared: PreparedModel, note: Note, *, keeps_attention: bool = F
 def _against_recomputing(prepared: PreparedModel) -> str | None:
     """Compile the layers and return why their code cannot run twice; None: it can."""
     device = prepared.model.device
-    num_breaks, random_state = _num_breaks(), _random_state(device)
+    num_breaks = _num_breaks()
+    random_state = _random_state(device)
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
             _run_all_forms(prepared)
@@ -211,7 +212,8 @@ def _run_all_forms(prepared: PreparedModel) -> None:
     No gradient is left, and no hook on gradients is called.
     """
     model = prepared.model
-    tokens_T, trained = packing_proof.example_tokens(model), layers.first_trained(model)
+    tokens_T = packing_proof.example_tokens(model)
+    trained = layers.first_trained(model)
     lengths = packing_proof.LENGTHS
     forms: list[Callable[[], Tensor]] = [
         lambda: packing_proof.packed(prepared, tokens_T, lengths),

@@ -95,7 +95,9 @@ class PreparedModel:
         Raises:
             UnsupportedModelError: the pack is cut, and the model's attention is not Bridge's.
         """
-        model, cut, num_tokens = self.model, self.slices, len(tokens_T)
+        model = self.model
+        cut = self.slices
+        num_tokens = len(tokens_T)
         is_ours = attention.chosen(model) == attention.NAME
         if cut is not None:
             assert packed_images is None, "images cannot be cut"
@@ -108,7 +110,8 @@ class PreparedModel:
             spans = cut.padded(spans, num_tokens)
             if experts_TX is not None:
                 experts_TX = cut.own(experts_TX - UNKNOWN) + UNKNOWN  # of the padding, too
-            tokens_T, positions_T = cut.own(tokens_T), cut.own(positions_T)
+            tokens_T = cut.own(tokens_T)
+            positions_T = cut.own(positions_T)
         if self.replay is not None:
             self.replay.choose(experts_TX, len(tokens_T))
         assert is_ours or spans.seen is None, "only Bridge's attention can share a prompt"

@@ -52,7 +52,8 @@ class Replay(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result, block = func(*args, **(kwargs or {})), self._block
+        result = func(*args, **(kwargs or {}))
+        block = self._block
         scores_TE = _scores(*args, **(kwargs or {})) if func in CHOICES else None
         if scores_TE is None:
             return result
@@ -150,7 +151,8 @@ class RouterReplay:
 
     def _prove(self, model: PreTrainedModel, shape: tuple[int, int] | None) -> None:
         """Check on an example that the blocks choose as many experts as the server, and compute with given ones."""
-        name, blocks = type(model).__name__, self._blocks
+        name = type(model).__name__
+        blocks = self._blocks
         with refusing_misfits(model, HINT):
             plain_TH = _hidden(model)
         own = [block.own_TK for block in blocks if block.own_TK is not None]
@@ -250,7 +252,8 @@ def _are_groups(block: Any, scores_TG: Tensor) -> bool:
 
 def _groups_of_given(block: Any, scores_TG: Tensor, own_TC: Tensor) -> tuple[Tensor, Tensor]:
     """Return groups that hold all given experts, the router's own where none are given; and where these are others."""
-    chosen_TK, num_groups = block.chosen_TK.long(), scores_TG.shape[1]
+    chosen_TK = block.chosen_TK.long()
+    num_groups = scores_TG.shape[1]
     is_known_T1 = chosen_TK[:, :1] != UNKNOWN
     none_TG = torch.zeros_like(scores_TG, dtype=torch.bool)
     groups_TK = chosen_TK.clamp(min=0) // (block.num_choices // num_groups)

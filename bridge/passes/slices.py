@@ -70,7 +70,8 @@ class Slices(NamedTuple):
         lacking = self.size * self.length(num_tokens) - num_tokens
         if not lacking:
             return spans
-        seen, starts_S1 = spans.seen, _longer(spans.starts_S1, lacking)
+        seen = spans.seen
+        starts_S1 = _longer(spans.starts_S1, lacking)
         if seen is not None:
             keys_U = torch.cat([seen.keys_U, torch.arange(num_tokens, num_tokens + lacking, device=starts_S1.device)])
             seen = Attended(keys_U, _longer(seen.starts_S1, lacking), seen.longest + lacking)
@@ -85,7 +86,8 @@ class Slices(NamedTuple):
 
         Shapes: [1, A, L, D], [1, K, L, D] x 2 -> [1, A / C, T, D], [1, some, T, D] x 2.
         """
-        num_heads, num_pairs = query.shape[1], key.shape[1]
+        num_heads = query.shape[1]
+        num_pairs = key.shape[1]
         together = num_heads // num_pairs  # query heads of one key-value head
         repeats = together // math.gcd(together, num_heads // self.size)
         if repeats > 1:
@@ -145,7 +147,8 @@ def cut(model: PreTrainedModel, group: Ranks) -> Slices:
     Raises:
         UnsupportedModelError: its attention heads cannot be divided, or it carries a state from token to token.
     """
-    num_heads, name = model.config.get_text_config().num_attention_heads, type(model).__name__
+    num_heads = model.config.get_text_config().num_attention_heads
+    name = type(model).__name__
     if num_heads % group.world_size:
         raise UnsupportedModelError(
             f"--context-parallel-size {group.world_size} does not divide the {num_heads} attention heads of {name}",

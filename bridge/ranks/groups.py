@@ -40,7 +40,8 @@ def rendezvous(
     Raises:
         RankError: another rank did not join.
     """
-    is_server, on_gpu = listener is not None, device.type == "cuda"
+    is_server = listener is not None
+    on_gpu = device.type == "cuda"
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host, port, world_size, is_server, DEVICE_LIMIT, wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),

@@ -67,7 +67,8 @@ class Outcome:
         """Return a line about an error, and the result on the next one."""
         error = self.error
         kind = INTERRUPTED if isinstance(error, KeyboardInterrupt) else ""
-        text, hint = self.fault, ""
+        text = self.fault
+        hint = ""
         if isinstance(error, BridgeError):
             kind = name_of(type(error))
             text = error.message

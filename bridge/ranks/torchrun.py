@@ -66,7 +66,8 @@ def join(device: torch.device, *, tp_size: int) -> Ranks:
         UsageError: the processes are no multiple of `tp_size`, or have joined already.
         RankError: one did not join.
     """
-    number, size = rank(), world_size()
+    number = rank()
+    size = world_size()
     if size % tp_size:
         raise UsageError(
             f"{size} processes were started, and the server's weights are in {tp_size} parts",
@@ -78,7 +79,8 @@ def join(device: torch.device, *, tp_size: int) -> Ranks:
             hint="attach one policy in each process, before init_process_group; others with reads_only=True",
         )
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     if is_one_host:
         os.environ.update({name: os.environ.get(name, "lo") for name in INTERFACES})
     own_host = LOOPBACK if is_one_host else ""

@@ -142,7 +142,9 @@ class Watch:
         last = 0
         while not self._is_over.wait(PERIOD_S):
             self._num_rounds += 1
-            before, is_lost, waits = is_lost, False, False
+            before = is_lost
+            is_lost = False
+            waits = False
             with suppress(Exception):  # any error: without this thread, a rank may wait forever
                 is_lost = self.is_lost({*self._members, *self._parts})
                 waits = bool(self._parts) or self._is_exchanging

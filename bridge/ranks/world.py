@@ -150,7 +150,8 @@ class Ranks(Tensors):
     @contextmanager
     def in_fence(self) -> Iterator[None]:
         """Wait for other ranks at most `FENCE_LIMIT` inside the block."""
-        before, self._all._limit = self._all._limit, FENCE_LIMIT
+        before = self._all._limit
+        self._all._limit = FENCE_LIMIT
         try:
             yield
         finally:

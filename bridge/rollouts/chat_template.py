@@ -29,7 +29,8 @@ SEEN_ANYWAY = ("prompt", "messages", "plain_prompt", "images", "answer", "soluti
 """Keys of a problem that are its prompt, or what it is scored by."""
 NO_LOSS = ("role", "content", "type", "id", "tool_call_id")
 """Keys of a message that a template may leave out: the content is checked by itself."""
-THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+THOUGHT_BEGINS = "<think>"
+THOUGHT_ENDS = "</think>"
 AS_SYSTEM = "developer"
 """The role that OpenAI's newer models have in place of `system`; few templates know it."""
 MEANT = {
@@ -71,7 +72,8 @@ def apply_chat_template(
             hint="add the answers as messages of the role tool, or leave the calls out",
         )
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
-    texts, failures = list[str](), list[Exception]()
+    texts = list[str]()
+    failures = list[Exception]()
     for form in _forms(messages):
         try:
             texts.append(_open(render, form))
@@ -270,8 +272,10 @@ def refuse_lost(render: Render, given: Sequence[Message]) -> None:
     missing = [index for index in lost(render, given) if given[index]["role"] != "assistant"]
     if not missing:
         return
-    index, rendered = missing[0], roles(render)
-    role, first = given[index]["role"], given[0]["role"]
+    index = missing[0]
+    rendered = roles(render)
+    role = given[index]["role"]
+    first = given[0]["role"]
     place = " that is not the first message" if role == first == "system" and index else ""
     hint = f"write {MEANT[role]} in place of {role}" if role in MEANT else ""
     if isinstance(given[index].get("content"), list) and role in rendered:
@@ -452,7 +456,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, **template: Any) -> str:
         return _first_token(tokenizer, followed.rpartition(SEEN)[2].lstrip())
     end = ""
     while token := _first_token(tokenizer, behind):
-        end, behind = token, behind.removeprefix(token)
+        end = token
+        behind = behind.removeprefix(token)
     return end
 
 

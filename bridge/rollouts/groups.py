@@ -194,7 +194,8 @@ def penalized(group: Group, rollouts: RolloutConfig, longest: int) -> Group:
 
     Source: DAPO (arXiv 2503.14476), equation 13.
     """
-    buffer, penalty = rollouts.overlong_buffer, rollouts.overlong_penalty
+    buffer = rollouts.overlong_buffer
+    penalty = rollouts.overlong_penalty
     if not buffer:
         return group
     begin = longest - buffer

@@ -105,7 +105,8 @@ class Prompts:
             ) from error
 
     def _with_images(self, problem: Problem) -> Encoded:
-        config, processor = self._config, self._processor
+        config = self._config
+        processor = self._processor
         text = self._text(problem)
         _check_markers(text, problem, processor)
         read = [image_file.read(path) for path in problem["images"]]
@@ -163,7 +164,8 @@ class Prompts:
 
 def _check_markers(text: str, problem: Problem, processor: Any) -> None:
     """Raise RewardError unless the text has a place for each image, and no token that the processor writes."""
-    num_markers, num_images = text.count(processor.image_token), len(problem["images"])
+    num_markers = text.count(processor.image_token)
+    num_images = len(problem["images"])
     if num_markers != num_images:
         raise RewardError(
             f"the prompt {described(problem['prompt'])} has {num_markers} places for images, expected {num_images},"
@@ -192,7 +194,8 @@ def _in_parts(messages: Sequence[Message], problem: Problem) -> Iterator[Message
     parted = [{**message, "content": _parts(message.get("content") or "")} for message in messages]
     has_parts = any(part.get("type") == "image" for message in parted for part in message["content"])
     texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
-    num_places, num_images = sum(text.count(PLACE) for text in texts), len(problem["images"])
+    num_places = sum(text.count(PLACE) for text in texts)
+    num_images = len(problem["images"])
     if num_places and not has_parts:
         if num_places != num_images:
             raise RewardError(

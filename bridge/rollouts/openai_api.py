@@ -157,7 +157,8 @@ def completion(url: str, choice: Choice, version: str, ids_of: IdsOf | None, num
     Without versions per token, a header such as `3-4`, of a request that was in flight during a publication, says
     nothing of a single one.
     """
-    written, token_ids = choice.logprobs, choice.token_ids
+    written = choice.logprobs
+    token_ids = choice.token_ids
     if written is None or (token_ids is None and written.tokens is None):
         raise _without_token_ids(url)
     if token_ids is None:

@@ -111,7 +111,8 @@ def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         ids.pop()
         added.pop()
     num_before = added.index(0)
-    before, rest = ids[:num_before], ids[num_before:]
+    before = ids[:num_before]
+    rest = ids[num_before:]
     return rest if rest[:num_before] == before else ids
 
 

@@ -249,7 +249,8 @@ class Sampler(AbstractContextManager["Sampler"]):
         name = server.endpoint.model or models[0].id
         images = {"images": openai_api.sent(body["images"])} if "images" in body else {}  # a copy: not before its turn
         answer, version = await server.complete(self._connections, {**fields, **body, **images, "model": name})
-        choices, url = openai_api.in_order(answer, body["n"]), server.endpoint.url
+        choices = openai_api.in_order(answer, body["n"])
+        url = server.endpoint.url
         num_prompt = len(body["prompt"]) - body.get("experts", 0)
         ids_of = self.vocabulary.ids_of
         made = tuple(openai_api.completion(url, choice, version, ids_of, num_prompt) for choice in choices)
@@ -259,7 +260,8 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     def _ended(self, dialect: Dialect, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return a request that ends at special tokens by their ids; the protocol alone has no field for these."""
-        texts, special = body.get("stop", ()), self.vocabulary.special
+        texts = body.get("stop", ())
+        special = self.vocabulary.special
         stop = {"stop": [*texts]}
         if dialect != "openai":
             ids = [*body.get("stop_token_ids", ()), *(special[text] for text in texts if text in special)]

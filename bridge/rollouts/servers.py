@@ -85,7 +85,8 @@ class Connections:
 
 
 def _rejection(url: str, route: str, response: httpx.Response) -> Exception:
-    words, status = error_message(response), response.status_code
+    words = error_message(response)
+    status = response.status_code
     if refusal := refusal_of(response):
         return AttachError(f"the server at {url}: {refusal.error}", hint=refusal.hint)
     if status in UNFIT:
@@ -201,7 +202,8 @@ def next_of(servers: Iterable[Server]) -> Server:
     """
 
     def key(server: Server) -> tuple[bool, float, int, int]:
-        health, is_well = server.health, server.health.is_well()
+        health = server.health
+        is_well = server.health.is_well()
         return not is_well, 0.0 if is_well else health.rests_until, health.in_flight, server.last_request
 
     server = min(servers, key=key)

@@ -132,7 +132,8 @@ class EnvironmentStream:
         """Sample and score the held-out problems, with the same seeds each time."""
         if not self._held_out:
             return None
-        total, num_samples = len(self._held_out), self._config.evaluation.samples
+        total = len(self._held_out)
+        num_samples = self._config.evaluation.samples
         temperature = self._config.evaluation.temperature
         params = {} if temperature is None else {"temperature": temperature}
         failures = self._failures_of(f"evaluation after step {step}", total, num_samples)
@@ -202,8 +203,10 @@ class EnvironmentStream:
         if room <= 0:
             return
         in_order = not self._in_flight or bool(self._requeued)
-        started, self._requeued = self._requeued[:room], self._requeued[room:]
-        replica, num_replicas = self._ranks.dp_rank, self._ranks.dp_size
+        started = self._requeued[:room]
+        self._requeued = self._requeued[room:]
+        replica = self._ranks.dp_rank
+        num_replicas = self._ranks.dp_size
         untrained = (pair for pair in self._order if pair[0] % num_replicas == replica and pair[0] not in self._trained)
         fresh = islice(untrained, room - len(started))
         started += [InFlight(number=number, problem=problem, begun=step) for number, problem in fresh]
@@ -218,7 +221,9 @@ class EnvironmentStream:
 
         They fit if completions are half as long as the longest on average.
         """
-        rollouts, sampling, kv_tokens = self._config.rollouts, self._config.sampling, self._endpoint.kv_tokens
+        rollouts = self._config.rollouts
+        sampling = self._config.sampling
+        kv_tokens = self._endpoint.kv_tokens
         if rollouts.groups_in_flight is not None:
             return max(1, rollouts.groups_in_flight // self._ranks.dp_size)
         most = count * (rollouts.max_staleness + 1)

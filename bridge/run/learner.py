@@ -269,7 +269,8 @@ class Learner:
     def _remember(self, model_pass: Pass, logprobs_N: Tensor, entropies_N: Tensor) -> None:
         model_pass.old_logprobs_N = logprobs_N
         self._computed.entropy += entropies_N.sum(dtype=torch.float64)
-        batch, spec = model_pass.batch, self.spec
+        batch = model_pass.batch
+        spec = self.spec
         self._computed.tally += measure(
             logprobs_N, batch.sampled_logprobs_N, spec.correction, spec.weighted_sequences(batch)
         )

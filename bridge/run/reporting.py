@@ -254,7 +254,8 @@ def _sample_text(groups: Sequence[Group]) -> str | None:
     shown = sample(groups)
     if shown is None:
         return None
-    prompt, answer = prompt_text(shown)[-LONGEST_TEXT:], shown.completions[0].text[:LONGEST_TEXT]
+    prompt = prompt_text(shown)[-LONGEST_TEXT:]
+    answer = shown.completions[0].text[:LONGEST_TEXT]
     text = f"{prompt}\n\n--- reward {shown.rewards[0]:.3f} ---\n\n{answer}"
     return text.encode(errors="backslashreplace").decode()  # a lone surrogate is not valid UTF-8
 

@@ -125,7 +125,8 @@ def _choices(run: RunDirectory) -> Mapping[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], keys: set[str], step: int) -> Iterator[str]:
-    old, new = redaction.redacted(before), redaction.redacted(now)
+    old = redaction.redacted(before)
+    new = redaction.redacted(now)
     changes = [f"{key} {_shown(old[key])} -> {_shown(new[key])}" for key in now if key in keys]
     if changes:
         yield f"changed since step {step}: {', '.join(changes)}"

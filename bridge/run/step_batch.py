@@ -114,7 +114,8 @@ class Computed:
 
         Those of the policy and of the mismatch are from before the first update.
         """
-        model, replay = prepared.model, prepared.replay
+        model = prepared.model
+        replay = prepared.replay
         rerouted_2 = torch.zeros(2, dtype=torch.int64, device=model.device) if replay is None else replay.rerouted()
         num_rerouted, num_replayed = ranks.all_reduce(rerouted_2.double()).tolist()  # also of slices
         tokens_LE = torch.zeros(0, 0).double() if replay is None else replay.expert_tokens().double()

@@ -110,7 +110,8 @@ class Run:
             if not self._is_last(self._config.training_steps):
                 self._catch_up()
             after = self._evaluate()
-            checkpoint, last = self._save(), self._checkpoints.step
+            checkpoint = self._save()
+            last = self._checkpoints.step
             self._directory.record(f"done after step {last}; checkpoint {checkpoint}")
             return measuring.summary(
                 self._steps, self._opened, last=last, version=self._policy.version, checkpoint=checkpoint,
@@ -125,7 +126,8 @@ class Run:
         return self._ranks.run_on_rank_zero(self._directory.last_evaluated) != self._begun_at
 
     def _take_steps(self) -> None:
-        last, interval = self._config.training_steps, self._config.evaluation.interval
+        last = self._config.training_steps
+        interval = self._config.evaluation.interval
         for step in range(self._begun_at + 1, last + 1):
             self._reporter.phase("rollouts")
             start = time.perf_counter()
@@ -164,7 +166,8 @@ class Run:
     def _publish(self, step: int, groups: Sequence[Group], seconds: tuple[float, float]) -> StepMetrics:
         """Update the weights inside the fence, publish them, and return and append the metrics."""
         served = self._policy.version
-        repair, sleeps = self._checkpoints.last, bool(self._pauses.kv_sleeps)
+        repair = self._checkpoints.last
+        sleeps = bool(self._pauses.kv_sleeps)
         update = Update(sleep=sleeps, last_checkpoint=repair, is_last=self._is_last(step))
         with self._policy.fence(update) as window:
             if self._checkpoints.step != step:  # else the server died after the write
@@ -220,7 +223,8 @@ class Run:
 
     def _open(self, opened: ExitStack) -> None:
         """Connect to the server, open the stream and the model, and load the checkpoint; `opened` closes them."""
-        ranks, directory = self._ranks, self._directory
+        ranks = self._ranks
+        directory = self._directory
         scratch = directory.served if ranks.is_rank_zero else directory.ranks / str(ranks.rank) / directory.served.name
         context = RunContext(
             name=str(directory.path.absolute()), scratch=scratch, note=directory.note,
@@ -243,14 +247,16 @@ class Run:
 
     def _settled(self) -> TrainConfig:
         """Return the configuration with the defaults that the loss and the optimizer chose."""
-        config, spec = self._config.settled(), self._learner.spec
+        config = self._config.settled()
+        spec = self._learner.spec
         parts = () if config.loss.is_own else LOSS_PARTS
         chosen = {part: value for part in parts if (value := getattr(spec, part)) != math.inf}
         betas = self._learner.optimizer.param_groups[0].get("betas") or (None, None)
         return config.changed(**chosen, beta2=config.optimizer.beta2 if betas[1] is None else betas[1])
 
     def _open_stream(self) -> Stream:
-        config, directory = self._config, self._directory
+        config = self._config
+        directory = self._directory
         folder = (config.checkpoints.save_path or directory.checkpoints).absolute()
         name = (folder.parent if folder.name == directory.checkpoints.name else folder).name or "bridge"
         stream: Stream = import_module(SOURCES[config.rollouts.source].module).open_stream(
@@ -260,7 +266,8 @@ class Run:
         return stream
 
     def _open_learner(self) -> None:
-        config, note = self._config, self._directory.note
+        config = self._config
+        note = self._directory.note
         if left_out := model_files.source_files(config.model_name, download=True).note():  # checkpoints need them
             note(left_out)
         self._opened = self._policy.open().opened
@@ -288,7 +295,8 @@ class Run:
             self._stream.resume(self._checkpoints.trained)
             self._begun_at = self._checkpoints.step
         elif self._config.mode == "shared_vllm" and self._policy.version:  # the other modes bring their own weights
-            model, version = self._config.model_name, self._policy.version
+            model = self._config.model_name
+            version = self._policy.version
             self._directory.note(
                 f"the server was trained before: step 1 starts from its weights, version {version}, not from those of"
                 f" {model} (bridge restore {shlex.quote(model)} loads these)"

@@ -155,7 +155,8 @@ class VllmClient:
 
     def _change_adapters(self, route: str, body: dict[str, str], *, limit_s: float | None) -> None:
         response = self._send("POST", route, body, limit_s=limit_s)
-        status, words = response.status_code, error_message(response)
+        status = response.status_code
+        words = error_message(response)
         if response.is_server_error:
             raise unreachable(self.url, f"{route} answered {status}: {words}")
         if not response.is_success:

@@ -136,7 +136,8 @@ class StockReceiver(VllmClient):
 
     def publish(self, version: int) -> None:
         """Generate with the weights that it received, and name them."""
-        name, limit_s = f"{self._run}: version {version} ({self._nonce})", self._control_limit_s
+        name = f"{self._run}: version {version} ({self._nonce})"
+        limit_s = self._control_limit_s
         try:
             response = self._send("POST", "/update_weight_version", {"new_version": name}, limit_s=limit_s)
             if response.status_code != httpx.codes.NOT_FOUND:

@@ -170,7 +170,8 @@ class Adapter:
 
     def _unscaled(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is saved, whole; B in a wider type unless its own can be multiplied back to the very same bits."""
-        state, parts = self._state(), self._parts
+        state = self._state()
+        parts = self._parts
         if parts is not None:
             parts.check_equal({_name_of(key): tensor for key, tensor in state.items()})
         exact = math.frexp(self.scaling)[0] == 0.5  # a power of two

@@ -104,10 +104,12 @@ def attach(manifest: Manifest, rank: int = 0, *, num_parts: int = 1) -> Attached
     _check_layout(manifest, shard, skeleton.shapes(model))
     rope.follow_server(model, manifest.max_model_len, server_class=shard.model_class)
     device = leave_core_to_server() if shard.gpu_uuid is None else cuda_ipc.device_of(shard.gpu_uuid)
-    before, start = _allocated_bytes(device), time.perf_counter()
+    before = _allocated_bytes(device)
+    start = time.perf_counter()
     tensors = open_handles(shard.ipc_handles, device)
     _assign(model, _views(shard, tensors))
-    attach_s, after = time.perf_counter() - start, _allocated_bytes(device)
+    attach_s = time.perf_counter() - start
+    after = _allocated_bytes(device)
     _move_buffers(model, device)
     return AttachedModel(
         model=model.eval(),
@@ -125,7 +127,8 @@ def reattach(attached: AttachedModel, manifest: Manifest) -> AttachedModel:
     """Point the parameters of an attached model at a restarted server; they stay the same objects."""
     start = time.perf_counter()
     _refuse_other_servers(manifest, len(attached.cuts))
-    shard, before = manifest.shards[attached.shard.rank], attached.shard.gpu_uuid
+    shard = manifest.shards[attached.shard.rank]
+    before = attached.shard.gpu_uuid
     if shard.gpu_uuid != before:
         raise ManifestError(
             f"the restarted server is on {shard.gpu_uuid or 'the CPU'}, the trainer is on {before or 'the CPU'}",

@@ -95,7 +95,8 @@ def _in_part(corner: Shape, runs: Sequence[Runs]) -> Shape:
 def _box(name: str, shape: Shape, copy: Copy) -> _Box:
     """Return the part as a box; None if it continues from one row into the next."""
     own = contiguous_stride(shape)
-    low, rest = [], copy.start
+    low = []
+    rest = copy.start
     for step in own:
         low.append(rest // step)
         rest %= step
@@ -220,7 +221,8 @@ def _ownership_faults(
         else:
             owned[view.parameter].append((view.offset, view.offset + math.prod(view.shape), name))
     for parameter, spans in owned.items():
-        total, tail = math.prod(server_shapes[parameter]), padding.get(parameter, 0)
+        total = math.prod(server_shapes[parameter])
+        tail = padding.get(parameter, 0)
         edges = [(0, 0, "its start"), *sorted(spans), (total - tail, total, "its end")]
         for (_, end, before), (start, _, after) in pairwise(edges):
             if end != start:

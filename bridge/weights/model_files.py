@@ -193,7 +193,8 @@ def _read(source: Path | None) -> Document | None:
 def _update(written: Document, original: Document, current: Document, aliases: Mapping[str, str]) -> None:
     """Change in `written` what differs between the configuration that it describes and the `current` one."""
     for name in current.keys() - _NOT_COMPARED:
-        value, before = current[name], original.get(name)
+        value = current[name]
+        before = original.get(name)
         if value == before:
             continue
         if name == "rope_parameters":
@@ -226,7 +227,8 @@ def _with_earlier_form(written: Document, config: "PretrainedConfig") -> Documen
 
     Without this a model is read with a RoPE base of 10,000, or with another number of experts, silently.
     """
-    kind, text_kind = type(config), type(config.get_text_config())
+    kind = type(config)
+    text_kind = type(config.get_text_config())
     extended = _with_earlier_keys(written, kind.attribute_map)
     if isinstance(text := written.get("text_config"), dict):
         extended = {**extended, "text_config": _with_earlier_keys(text, text_kind.attribute_map)}
@@ -286,7 +288,8 @@ def found(source: str | Path, *, download: bool = False) -> SourceFiles:
 
 def _listed(folder: Path) -> SourceFiles:
     """Choose among what lies in `folder`; hidden files belong to other programs."""
-    paths, left_out = dict[str, Path](), []
+    paths = dict[str, Path]()
+    left_out = []
     is_ours = (folder / CHECKPOINT_MARKER).is_file()
     try:
         held = sorted(folder.iterdir())

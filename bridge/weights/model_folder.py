@@ -158,7 +158,8 @@ def check(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> N
 
 def load_into(model: PreTrainedModel, folder: Path, parts: Parts | None = None) -> None:
     """Copy the folder's weights, or this rank's part of them, into the model's own; a misfit touches none."""
-    whole, held = _on_meta(model, parts), state(model)
+    whole = _on_meta(model, parts)
+    held = state(model)
     firsts = first_names(model) | {name: name for name in held}
     views = saved_form(model, {name: whole[first] for name, first in firsts.items()})
     owners = {storage_of(tensor): name for name, tensor in whole.items()}

@@ -20,7 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bridge.errors import UnsupportedModelError, UsageError
 
-LONGROPE, DYNAMIC = "longrope", "dynamic"
+LONGROPE = "longrope"
+DYNAMIC = "dynamic"
 FIXED = "default"
 """The type with which transformers never recomputes a module's frequencies."""
 GENERIC = "Transformers"
@@ -43,7 +44,8 @@ def follow_server(model: PreTrainedModel, max_model_len: int | None, *, server_c
     """
     _check_width(model)
     for module, layer_type, parameters in _dependent(model):
-        kind, name = parameters["rope_type"], type(model).__name__
+        kind = parameters["rope_type"]
+        name = type(model).__name__
         if server_class.startswith(GENERIC):
             raise UnsupportedModelError(
                 f"{name} has {kind} RoPE, and vLLM runs it as {server_class}, whose frequencies change with each batch",
@@ -78,7 +80,8 @@ def _check_width(model: PreTrainedModel) -> None:
     MiniMax-M2's `rotary_dim` is such a field: vLLM reads it, and transformers before 5.18 rotates whole heads.
     """
     for module in model.modules():
-        frequencies, config = getattr(module, "inv_freq", None), getattr(module, "config", None)
+        frequencies = getattr(module, "inv_freq", None)
+        config = getattr(module, "config", None)
         width = getattr(config, "rotary_dim", None)
         if frequencies is not None and isinstance(width, int) and 2 * len(frequencies) != width:
             raise UnsupportedModelError(
@@ -91,7 +94,8 @@ def _check_width(model: PreTrainedModel) -> None:
 def _dependent(model: PreTrainedModel) -> Iterator[tuple[Any, str | None, Parameters]]:
     """Yield each module whose frequencies depend on the length, with the type of layer that it serves (None: all)."""
     for module in model.modules():
-        kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+        kinds = getattr(module, "rope_type", None)
+        config = getattr(module, "config", None)
         given = getattr(config, "rope_parameters", None) or {}
         nested = {layer: given.get(layer) for layer in kinds} if isinstance(kinds, dict) else {None: given}
         for layer_type, parameters in nested.items() if kinds is not None else ():

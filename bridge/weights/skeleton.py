@@ -123,7 +123,8 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 def _untrainable(skeleton: PreTrainedModel) -> str | None:
     """Return why `bridge/passes` cannot run this class, whatever its weights are."""
-    decoder, head = skeleton.get_decoder(), skeleton.get_output_embeddings()
+    decoder = skeleton.get_decoder()
+    head = skeleton.get_output_embeddings()
     taken = inspect.signature(decoder.forward).parameters
     if decoder is skeleton or "input_ids" not in taken:
         return "has no decoder that transformers finds: its get_decoder() returns something else"

@@ -85,11 +85,13 @@ def write_shards(
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], copied: Callable[[Tensor], Tensor]) -> Iterator[dict[str, Tensor]]:
-    shard, num_bytes = dict[str, Tensor](), 0
+    shard = dict[str, Tensor]()
+    num_bytes = 0
     for key, tensor in tensors:
         if shard and num_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             yield shard
-            shard, num_bytes = {}, 0
+            shard = {}
+            num_bytes = 0
         shard[key] = copied(tensor)
         num_bytes += tensor.nbytes
     if shard:
@@ -158,7 +160,8 @@ def _misfits(shapes: Mapping[str, Shape], shard: Shard) -> Iterator[str]:
             yield f"there is no slot for {name}"
             continue
         is_a = matrix["side"] == "A"  # a slot is [adapters, 1 or experts, *matrix]; an adapter may have a lower rank
-        most, held = slot.lora_a.shape[2], (slot.lora_b.shape[2], slot.lora_a.shape[3])
+        most = slot.lora_a.shape[2]
+        held = (slot.lora_b.shape[2], slot.lora_a.shape[3])
         view = shard.param_mappings.get(f"{module}.weight")  # none of experts, whose slots are whole
         outputs, inputs = held if view is None else cut_of(view).shape
         room, rank, width = ((most, inputs), 0, 1) if is_a else ((outputs, most), 1, 0)

@@ -165,9 +165,11 @@ def _rows(path: Path) -> Iterable[Row]:
         content = b"" if is_parquet else path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", hint="name a readable file") from error
-    noun, contents = "row", _parquet(path) if is_parquet else _json_list(path, content)
+    noun = "row"
+    contents = _parquet(path) if is_parquet else _json_list(path, content)
     if contents is None:
-        noun, contents = "line", content.split(b"\n")
+        noun = "line"
+        contents = content.split(b"\n")
     folder = path.parent.absolute()
     is_line = noun == "line"
     return (
@@ -431,7 +433,8 @@ def gsm8k_problem(values: Mapping[str, Any], prompt_column: str, answer_column: 
     """Return a problem: the question as chat messages and as text, the final number, and the worked solution."""
     if values.get("images"):
         raise BadRowError("has images, which only --environment jsonl reads")
-    question, solution = column(values, prompt_column), str(column(values, answer_column))
+    question = column(values, prompt_column)
+    solution = str(column(values, answer_column))
     if not isinstance(question, str) or not question.strip():
         raise BadRowError(f"has the question {shortened(repr(question))}, expected text")
     last = solution.rpartition("####")[2].strip().removeprefix("$")

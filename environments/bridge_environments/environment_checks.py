@@ -162,7 +162,8 @@ def problem_fault(problem: object, *, opens_images: bool = True) -> str:
         return f"found {shortened(repr(problem))} of type {type(problem).__name__}, expected a dict with a prompt"
     if "prompt" not in problem:
         return f"no prompt, found the keys {shortened(list(problem))}"
-    prompt, images = problem["prompt"], problem.get("images")
+    prompt = problem["prompt"]
+    images = problem.get("images")
     if isinstance(prompt, str):
         return (_text_fault(prompt) or images_fault(images, opens=opens_images)) if prompt else "its prompt is empty"
     has_images = bool(images)

@@ -125,7 +125,8 @@ class Verifiers:
         try:
             return self._process.answer({"method": method, "given": given}, None if method == "run" else LOAD_LIMIT_S)
         except (OSError, EOFError, ValueError) as error:  # it ended, was late, or something else wrote to the socket
-            process, self._process = self._process, None
+            process = self._process
+            self._process = None
             how = f"took longer than {LOAD_LIMIT_S:g} s" if isinstance(error, TimeoutError) else "ended"
             status = process.end()
             raise FailedRequestError(f"its process {how} (exit status {status}); its output is above") from error

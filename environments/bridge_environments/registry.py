@@ -258,7 +258,8 @@ def _instructed(problem: Problem, system_prompt: str | None, *, is_chat: bool = 
     """
     if system_prompt is None:
         return problem
-    prompt, plain = problem["prompt"], problem.get("plain_prompt")
+    prompt = problem["prompt"]
+    plain = problem.get("plain_prompt")
     if isinstance(prompt, str):
         if not system_prompt:
             return problem
@@ -266,7 +267,8 @@ def _instructed(problem: Problem, system_prompt: str | None, *, is_chat: bool = 
         prompt = [{"role": "user", "content": prompt}]
     own = prompt
     if prompt[0]["role"] in ("system", "developer"):
-        own, before = prompt[1:], prompt[0]["content"]
+        own = prompt[1:]
+        before = prompt[0]["content"]
         plain = plain and plain.removeprefix(f"{before}\n\n")
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     changed = {**problem, "prompt": [*system, *own]}

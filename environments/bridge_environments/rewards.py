@@ -89,7 +89,8 @@ def exact(problem: Problem, completion: str) -> float:
 
     A column of numbers with gaps has floats: 3.0 is 3, too.
     """
-    answer, given = problem["answer"], completion.strip()
+    answer = problem["answer"]
+    given = completion.strip()
     is_whole = isinstance(answer, float) and answer.is_integer()
     return float(given == str(answer).strip() or (is_whole and given == f"{answer:.0f}"))
 
@@ -236,7 +237,8 @@ def _own(name: str, weight: float) -> Reward:
     if inspect.iscoroutinefunction(score):
         raise UsageError(f"reward {name} is an async function, expected a plain one", hint=hint)
     try:
-        parameters, code = inspect.signature(score).parameters, getattr(inspect.unwrap(score), "__code__", None)
+        parameters = inspect.signature(score).parameters
+        code = getattr(inspect.unwrap(score), "__code__", None)
         if not parameters.keys() & {"completions", "solution_str"}:
             _check_order(name, list(parameters), hint)
             inspect.signature(score).bind({}, "")
@@ -362,7 +364,8 @@ def is_right(answer: object, completion: str) -> bool:
     import sympy
 
     said = _without_thoughts(completion)
-    gold, given = _gold(str(answer)), marked(said)
+    gold = _gold(str(answer))
+    given = marked(said)
     if given is None:
         end = said[-END_CHARACTERS:]
         readings = _parse(_joined(end if end == said else end.partition(" ")[2]))

@@ -13,8 +13,10 @@ from itertools import islice
 from bridge.types import Problem
 
 INSTRUCTION = "Think in one short sentence, then end with the answer as a number."
-HELD_OUT_SHARE, HELD_OUT_PER_LEVEL = 8, 64
-"""One in `HELD_OUT_SHARE` problems is held out; an evaluation takes `HELD_OUT_PER_LEVEL` of each level."""
+HELD_OUT_SHARE = 8
+"""One in so many problems is held out."""
+HELD_OUT_PER_LEVEL = 64
+"""Held-out problems of each level in an evaluation."""
 NAMES = ("Amara", "Ben", "Chloe", "Daniel", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -38,7 +40,8 @@ TWO_STEPS: tuple[Story, ...] = (
 )  # fmt: skip
 LEVELS: Mapping[int, tuple[int, tuple[Story, ...]]] = {1: (9, ONE_STEP), 2: (20, ONE_STEP), 3: (9, TWO_STEPS)}
 """Level -> the largest number, and the stories."""
-LEAST, MOST_OF_A_PRODUCT = 2, 9
+LEAST = 2
+MOST_OF_A_PRODUCT = 9
 
 
 class WordProblems:

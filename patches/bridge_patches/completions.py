@@ -157,7 +157,8 @@ def _experts(output: Any, num_prompt: int) -> dict[str, Any]:
     """
     if output.finish_reason == "abort":  # they ended before their experts were known
         return {}
-    rows, num_rows = output.routed_experts, num_prompt + len(output.token_ids) - 1
+    rows = output.routed_experts
+    num_rows = num_prompt + len(output.token_ids) - 1
     if rows is None or len(rows) < num_rows:
         raise AttachError(
             f"this server reported the experts of {0 if rows is None else len(rows)} tokens, expected {num_rows}",

@@ -45,7 +45,8 @@ vllm.config.model
 CLIENT_GONE = 499
 """Status of the answer to a client that has disconnected."""
 JSON = "application/json"
-COMPLETIONS, DETOKENIZE = "/v1/completions", "/detokenize"
+COMPLETIONS = "/v1/completions"
+DETOKENIZE = "/detokenize"
 UNCUT = {"temperature": 1.0, **WHOLE}
 """Defaults of a request: vLLM would use the model's own."""
 PASSED_ON = frozenset(UNCUT) | {

@@ -38,8 +38,10 @@ vllm.multimodal.processing.processor
 """
 IMAGE = "image"
 """vLLM's name for this kind of input."""
-PIXELS, SIZES = "pixel_values", "image_sizes"
-"""A processor's names, of Pixtral's kind."""
+PIXELS = "pixel_values"
+"""Image tensor in a processor's output (Pixtral)."""
+SIZES = "image_sizes"
+"""Image sizes in a processor's output (Pixtral)."""
 
 
 def prompt(engine: Any, ids: Sequence[int], images: Mapping[str, SentArray]) -> Any:
@@ -94,7 +96,8 @@ def _fault(ids: Sequence[int], placeholders: Sequence[Any], num_images: int) -> 
     if len(placeholders) != num_images:
         return f"vLLM finds the tokens of {len(placeholders)} images in the prompt, expected those of {num_images}"
     of_images = {token for one in placeholders for token in one.tokens}
-    num_found, num_all = sum(len(one.tokens) for one in placeholders), sum(token in of_images for token in ids)
+    num_found = sum(len(one.tokens) for one in placeholders)
+    num_all = sum(token in of_images for token in ids)
     if num_found != num_all:
         return f"vLLM finds {num_found} image tokens in the prompt, which has {num_all}: were they expanded twice?"
     return ""

@@ -59,7 +59,8 @@ def collect() -> list[Pin]:
 
 def of_file(file: Path) -> Iterator[Pin]:
     node = find(ast.parse(file.read_text(encoding="utf-8")), "PINS")
-    text, module = ast.literal_eval(node.value) if isinstance(node, ast.Assign) else "", ""
+    text = ast.literal_eval(node.value) if isinstance(node, ast.Assign) else ""
+    module = ""
     for line in re.sub(r"\n {8}\s*", " ", text).splitlines():
         statement = line.partition("#")[0].rstrip()
         if statement and not statement.startswith(" "):
@@ -135,7 +136,9 @@ def _import_fault(source: ast.Module, groups: Groups) -> str | None:
     return None if (module, leaf) in imports_of(node) else f"does not import {groups['imported']} when it runs"
 
 
-IF, NAME, NAMES = r"(if (?P<condition>[\w.]+): )?", r"(?P<name>[\w.]+)", r"(?P<names>[\w, ]*)"
+IF = r"(if (?P<condition>[\w.]+): )?"
+NAME = r"(?P<name>[\w.]+)"
+NAMES = r"(?P<names>[\w, ]*)"
 FORMS = {
     rf"{IF}(?P<use>call|wrap|replace) (?P<is_async>async )?{NAME}\({NAMES}\)": _signature_fault,
     rf"{IF}{NAME}(: {NAMES})?": _definition_fault,

@@ -44,7 +44,8 @@ def main() -> None:
     os.write(log, Path(f"/proc/self/fd/{early}").read_bytes())
     _print_to(log)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    argv, environment = command["argv"], command["environment"]
+    argv = command["argv"]
+    environment = command["environment"]
     if not is_imported:  # a second attempt in this process would fail in another way than the first
         os.execve(argv[0], argv, environment)  # noqa: S606
     for name in before.keys() - environment.keys():

@@ -208,7 +208,8 @@ class ExpertsInCache:
         for request_id, count, end in zip(output.req_ids, counts, ends, strict=True):
             if ROUTED not in request_id:
                 continue
-            known, start = self._requests[request_id].known, starts[request_id]
+            known = self._requests[request_id].known
+            start = starts[request_id]
             if not known:  # a prefix from the cache, which another request may have computed in this step
                 known += self._store[self._slots(request_id, 0, start)].tobytes()
             num_before = len(known) // rows[0].nbytes - start  # computed again
@@ -263,7 +264,8 @@ class ExpertsInCache:
         The tokens that sampled another one keep their experts; a step whose sampled token was discarded is not kept.
         """
         before = self._requests.get(request_id)
-        size, num_left_out = self._store[0].nbytes, int(request_id.partition(ROUTED)[2].partition("-")[0] or 0)
+        size = self._store[0].nbytes
+        num_left_out = int(request_id.partition(ROUTED)[2].partition("-")[0] or 0)
         self._requests[request_id] = request = RequestExperts(
             [*blocks[self._group]], num_prompt, num_reported=num_left_out * size
         )
@@ -273,5 +275,6 @@ class ExpertsInCache:
 
     def _slots(self, request_id: str, start: int, count: int) -> list[int]:
         """Return the places in the KV cache of `count` tokens from `start` on."""
-        blocks, size = self._requests[request_id].blocks, self._block_size
+        blocks = self._requests[request_id].blocks
+        size = self._block_size
         return [blocks[position // size] * size + position % size for position in range(start, start + count)]

@@ -131,7 +131,8 @@ def _temperatures(_: Any, metadata: Any) -> Tensor | None:
 
 
 def _temperatures_v2(sampler: Any, batch: Any) -> Tensor | None:
-    states, rows = sampler.sampling_states, batch.idx_mapping_np
+    states = sampler.sampling_states
+    rows = batch.idx_mapping_np
     is_filtered = (
         bool((states.top_k.np[rows] != states.vocab_size).any())
         or bool((states.top_p.np[rows] != 1.0).any())

@@ -145,7 +145,8 @@ class BridgeWorker:
         return quantized.parameters(self._bridge_model())
 
     def _bridge_shard(self) -> Shard:
-        model, parameters = self._bridge_model(), self._bridge_parameters()
+        model = self._bridge_model()
+        parameters = self._bridge_parameters()
         _refuse_foreign_types(parameters, self.vllm_config.model_config.dtype)
         record = loading.record_of(model)
         names = loading.plain_names(model)
