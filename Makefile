@@ -48,7 +48,7 @@ type: $(INSTALLED) ## mypy, strict
 	@$(BIN)/mypy
 
 test: $(INSTALLED) ## Every test that needs no GPU, with the real vLLM on the CPU, but for the slow ones
-	@$(PYTEST) $(MANY) -m "not slow"
+	@$(PYTEST) $(MANY) -m "not slow" --durations 40 --durations-min 3
 
 test-unit: $(INSTALLED) ## Those of them that need no vLLM
 	@$(PYTEST) $(MANY) -m "not slow" --ignore=tests/cpu
