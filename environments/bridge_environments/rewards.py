@@ -2,8 +2,9 @@ r"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and
 
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
 counts, and none inside `<think>...</think>`. math-verify decides what is equal, by its defaults, but for small numbers
-(`_is_equal`), words behind a number, mixed numbers, thousands separators and scientific notation (`_tidied`). It has no
-time limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes too long.
+(`_is_equal`), emphasis, words behind a number, mixed numbers, thousands separators and scientific notation
+(`_tidied`). It has no time limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes
+too long.
 """
 
 import difflib
@@ -26,8 +27,8 @@ from bridge.scoring.score import as_reward, limit_note
 from bridge.types import Problem
 
 MARK = re.compile(r"####(?=(?P<line>[^\n]*))|\\(?:boxed|fbox)\s*\{")
-EMPHASIS = re.compile(r"(?<![\w*])(\*{1,3})(?=\S)(.+?)(?<=\S)\1(?![\w*])")
-"""Markdown's `**bold**`; a product such as `2*3*4` is none."""
+EMPHASIS = re.compile(r"(?<![\w})\\*_`])(([*_`])\2{0,2})(?!\2|\s)(.+?)(?<!\s)\1(?![\w{*_`])")
+"""Markdown's `**bold**`, `_italic_` and code; a product such as `2*3*4` is none, nor is an index such as `a_1`."""
 MARKUP = re.compile(r"^\*+|\*+$|\\\$|\$|\\\(|\\\)|\\\[|\\\]")
 """Half of a pair of asterisks, dollars, and the delimiters of a formula."""
 DOLLARS = re.compile(r"\\\$|(?<=(?<![\w$])-)\$(?=\d)")
@@ -411,7 +412,7 @@ def _read(given: str, *, is_line: bool, has_euler: bool) -> list[Any]:
 
 def _tidied(given: str, *, has_euler: bool = False) -> str:
     """Return a marked answer without its decoration, in a form in which math-verify reads it as it was meant."""
-    tidy = MARKUP.sub("", EMPHASIS.sub(r"\2", given.strip())).strip().rstrip(".,;")
+    tidy = MARKUP.sub("", EMPHASIS.sub(r"\3", given.strip())).strip().rstrip(".,;")
     whole = TEXT.fullmatch(tidy)
     if whole and any(map(str.isdigit, whole[1])):  # a number in text would be the name of a symbol
         tidy = whole[1].strip()
@@ -422,9 +423,11 @@ def _tidied(given: str, *, has_euler: bool = False) -> str:
 def _joined(text: str) -> str:
     r"""Return `text` with numbers in a form that math-verify reads anywhere.
 
-    Mixed numbers become fractions, and thousands separators and exponents behind `e` plain digits; a minus is ASCII's,
-    and dollars that math-verify does not read as such are left out.
+    Of emphasis only its text stays, since math-verify reads 3 in `**3/4**`. Mixed numbers become fractions, and
+    thousands separators and exponents behind `e` plain digits; a minus is ASCII's, and dollars that math-verify does
+    not read as such are left out.
     """
+    text = EMPHASIS.sub(r"\3", text)
     text = DOLLARS.sub("", text.replace("\u2212", "-"))
     text = SMALL_FRACTION.sub(_plain_fraction, text)
     text = MIXED.sub(_improper, text)

@@ -103,6 +103,20 @@ def test_equal_numbers_and_formulae_are_right(answer: object, completion: str) -
     assert rewards.is_right(answer, completion)
 
 
+@pytest.mark.parametrize("written", ["3/4", "**3/4**", "*3/4*", "***3/4***", "__3/4__", "_3/4_", "`3/4`"])
+@pytest.mark.parametrize(
+    "completion", ["Final answer: {}", "The answer is {}.", "{}", "#### {}", "#### It is {}, as shown", r"\boxed{{{}}}"]
+)
+def test_emphasis_does_not_hide_a_fraction(completion: str, written: str) -> None:
+    assert rewards.is_right("3/4", completion.format(written))
+    assert not rewards.is_right("4", completion.format(written))
+
+
+@pytest.mark.parametrize("formula", ["2*3*4", "x_1 + x_2", r"\frac{a_{1}}{b_{2}}", r"\underbrace{a}_{b} + _{5}"])
+def test_operators_and_indices_are_not_emphasis(formula: str) -> None:
+    assert rewards._joined(formula) == formula
+
+
 def test_part_of_a_formula_is_not_the_answer() -> None:
     assert not rewards.is_right("2", r"\boxed{\frac{1}{\sqrt 2}}")
 
