@@ -145,6 +145,7 @@ def proven(request: pytest.FixtureRequest) -> Proven:
     return num_parts, on_ranks(num_parts, all_families, limit_s=LIMIT_S)
 
 
+@pytest.mark.xdist_group("families in parts")  # `proven` computes all of them
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensor_parallel_family_equals_the_whole_model(
     family: str, proven: Proven, pytestconfig: pytest.Config
