@@ -138,6 +138,7 @@ TRIALS: Mapping[str, Mapping[str, Trial]] = {
         "bridge run --model MODEL --gpus 8 --hosts 2 --rendezvous 10.0.0.1:29400 --batch-size 256": tested(
             "tests/cpu/test_hosts.py"
         ),
+        "#!/bin/bash": left_out("a Slurm cluster"),
         "bridge run --ray --model MODEL --gpus 8 --hosts 2 --batch-size 256 --save-path /shared/saved --restarts 3": (
             tested("tests/cli/test_on_ray.py")
         ),

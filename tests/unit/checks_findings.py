@@ -1,12 +1,6 @@
-"""docs/troubleshooting.md, generated from the checks of `bridge doctor`: what each can find, and how to fix it.
-
-`python -m tests.troubleshooting` regenerates the page. Every check runs here on facts that make it fail, so the page
-repeats what the checks report. `FINDINGS` lists these failures.
-"""
+"""Every check of `bridge doctor` on facts that make it fail: `FINDINGS` lists what they report."""
 
 import os
-import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -26,15 +20,6 @@ from bridge.server.protocol import Finiteness, Holder, Status
 from bridge_cli import doctor
 from tests.unit.checks_sample import CPU_FACTS, GIB, UUID, cuda_handle, gpu_facts, manifest, shared_memory_handle
 
-PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
-INTRODUCTION = """\
-# Troubleshooting
-
-`bridge doctor` makes these checks, and prints what it found and how to fix it. `bridge doctor --model MODEL` adds those
-of a model, and `bridge verify` proves on a running server that there is one copy of the weights. Paths, versions and
-numbers below are examples. This page is generated from the checks.
-"""
-HERE = Path("/home/me/bridge")
 SERVER = ProcessIdentity(pid=4711, start_ticks=1, pid_namespace=ProcessIdentity.current().pid_namespace)
 TRAINER = Holder(processes=(SERVER.model_copy(update={"pid": 4712}),))
 URL = "http://127.0.0.1:9001"
@@ -259,36 +244,3 @@ FINDINGS: Mapping[str, Callable[[], Findings]] = {
     "Server": server_findings,
 }
 """Section of `bridge doctor` -> what its checks can find."""
-
-
-def page() -> str:
-    """Return the page of the docs."""
-    return INTRODUCTION + "".join(_section(title, findings()) for title, findings in FINDINGS.items())
-
-
-def _section(title: str, findings: Findings) -> str:
-    by_check: dict[str, list[Check]] = {}
-    for check in findings:
-        if check.status in ("WARN", "FAIL"):
-            by_check.setdefault(check.name, []).append(check)
-    tables = "".join(_table(name, checks) for name, checks in by_check.items())
-    return f"\n## {title}\n{tables}"
-
-
-def _table(name: str, checks: list[Check]) -> str:
-    rows = [("found", "expected", "fix"), ("---",) * 3]
-    rows += [(check.found, check.expected, check.hint or "") for check in checks]
-    lines = dict.fromkeys(f"| {' | '.join(map(_cell, row))} |\n" for row in rows)
-    return f"\n### {name}\n\n{''.join(lines)}"
-
-
-def _cell(text: str) -> str:
-    """Return `text` for a table, with names of this machine replaced."""
-    text = re.sub(
-        rf"{re.escape(tempfile.gettempdir())}/tmp\w+", str(HERE), text.replace(sys.executable, "/usr/bin/python3")
-    )
-    return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
