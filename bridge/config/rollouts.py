@@ -19,6 +19,8 @@ EVALUATION = "Evaluation and saving"
 """Panels of the help text."""
 DEFAULT_NEW_TOKENS = 256
 """Default length of the longest completion, if the server's sequences are long enough."""
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+"""vLLM samples at 0.01 where less than that is requested, and refuses a request for more than 2."""
 TIMED_TOKENS = 4_096
 """Tokens of a completion for which `--request-timeout-s` is the limit."""
 
@@ -137,8 +139,8 @@ class SamplingConfig(Section, panel="Batch and sampling"):
     """Completions per prompt."""
     max_new_tokens: int | None = declare(None, ge=1, borrowed=("max_completion_length", "max_response_length"))
     """Longest completion, in tokens (default: 256, or half of the server's longest sequence if that is less)."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the loss uses the same."""
+    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)
+    """Sampling temperature, from 0.01 to 2; the loss uses the same."""
     top_k: int = declare(0, ge=0, only=FROM_ENVIRONMENT)
     """Sample from this many of the likeliest tokens, and train on their distribution (default: from all)."""
     top_p: float = declare(1.0, gt=0, le=1, only=FROM_ENVIRONMENT)

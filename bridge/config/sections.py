@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from bridge.config.choices import Config
 from bridge.config.declaration import Section, declare
 from bridge.config.optimizers import OptimizerName
-from bridge.config.rollouts import EVALUATION, Names, RolloutConfig
+from bridge.config.rollouts import EVALUATION, LEAST_TEMPERATURE, MOST_TEMPERATURE, Names, RolloutConfig
 from bridge.core.address import Host
 from bridge.types import Quantization
 
@@ -302,10 +302,17 @@ class EvaluationConfig(Section, panel=EVALUATION, prefix="eval_"):
     """Completions per held-out problem, before and after training (default: no evaluation)."""
     interval: int = declare(0, ge=0, borrowed=("eval_steps", "test_freq"), counts_updates="eval_steps")
     """Evaluate every N steps as well (default: only before and after training)."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=MOST_TEMPERATURE)
     """Sampling temperature of evaluations; 0 takes the likeliest tokens (default: --temperature)."""
     pass_reward: float = 1.0
     """Least reward of a completion that passes, in pass@k."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_sampled_at(cls, temperature: float | None) -> float | None:
+        if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"must be 0, or at least {LEAST_TEMPERATURE}, at which vLLM samples instead")
+        return temperature
 
 
 class TrackingConfig(Section, panel=EVALUATION, position=4):

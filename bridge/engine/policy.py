@@ -1179,7 +1179,9 @@ def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> Samplin
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][-1])
-        expected = f"expected at least {BEYOND_TRAINING[key]}" if key in BEYOND_TRAINING else first["msg"].lower()
+        expected = first["msg"].lower()
+        if key in BEYOND_TRAINING:
+            expected = f"expected {BEYOND_TRAINING[key]}, or {expected.removeprefix('input should be ')}"
         raise UsageError(
             f"policy.sample: {written.get(key, key)} is {first['input']!r}: {expected}",
             hint="policy.sample(prompts, n=8, max_tokens=256, temperature=1.0)",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.config.rollouts import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from bridge.rollouts.distribution import WHOLE
 from bridge_patches import pins
 from bridge_patches.compatibility import TESTED_VERSIONS, check_installed, read_installed
@@ -109,6 +110,14 @@ def _passes_on(wrapper: pins.FunctionNode) -> bool:
 def test_bridge_names_every_sampling_parameter_that_a_model_has_defaults_for() -> None:
     (known,) = [pin.parsed()[0]["names"].split(", ") for pin in pins.collect() if " lists " in pin.statement]
     assert set(known) == {*WHOLE, "temperature", "max_new_tokens", "skip_special_tokens"}
+
+
+def test_vllm_samples_at_every_temperature_of_a_run() -> None:
+    from vllm.sampling_params import SamplingParams
+
+    for temperature in (LEAST_TEMPERATURE, MOST_TEMPERATURE):
+        assert SamplingParams(temperature=temperature).temperature == temperature
+    assert SamplingParams(temperature=LEAST_TEMPERATURE / 2).temperature == LEAST_TEMPERATURE
 
 
 def test_the_package_asks_for_the_range_that_was_tested() -> None:

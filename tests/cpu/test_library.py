@@ -247,8 +247,8 @@ def test_parameters_of_one_call_replace_those_of_the_policy(llama: LiveServer) -
         assert greedy[0] == greedy[1]
         wrong: dict[str, dict[str, Any]] = {
             "has no parameter 'max_tokns'": {"max_tokns": 3},
-            "temperature": {"temperature": -1},
-            "n is 0: expected at least 1": {"n": 0},
+            "temperature is 0.005: expected 0, or greater than or equal to 0.01": {"temperature": 0.005},
+            "n is 0: expected 1, or greater than or equal to 2": {"n": 0},
         }  # fmt: skip
         for words, parameters in wrong.items():
             with pytest.raises(UsageError, match=words):

@@ -162,7 +162,7 @@ def test_a_loss_that_divides_by_a_length_asks_for_it() -> None:
         ({"max_tokens": 5}, "SamplingConfig has no choice 'max_tokens'.*did you mean max_new_tokens?"),
         ({"num_generations": 5}, "has no choice 'num_generations'.*did you mean group_size?"),
         ({"nonsense": 5}, "has no choice 'nonsense'.*the choices are group_size, max_new_tokens"),
-        ({"temperature": 0}, "SamplingConfig: temperature must be greater than 0, found 0"),
+        ({"temperature": 0}, "SamplingConfig: temperature must be greater than or equal to 0.01, found 0"),
     ],
 )
 def test_a_wrong_choice_is_one_line(wrong: dict[str, Any], words: str) -> None:
