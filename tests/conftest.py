@@ -109,6 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
+        if folder == "contract":  # one worker imports vLLM for all of them
+            item.add_marker(pytest.mark.xdist_group("contract"))
         is_slow = folder in {"cpu", "gpu"} or item.get_closest_marker("slow") is not None
         if is_slow and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
