@@ -21,6 +21,8 @@ MARK = re.compile(r"(?<![\w\\`\]])\[(\d+)\](?!\()")
 SHIM = "https://unpkg.com/iframe-worker/shim"
 """The script that the search needs on pages from disk, as the theme loads it."""
 LOCAL_SHIM = "media/iframe_worker_shim.js"
+BOOSTS = {"reference.md": 0.1, "lora.md": 2}
+"""Pages that the search ranks lower or higher."""
 LANGUAGES = {".py": "python", ".json": "json"}
 
 
@@ -45,6 +47,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return path.removeprefix(DOCS) if path.startswith(DOCS) else f"{SOURCE}{path}.md"
 
     return MARK.sub(r"\\[\1\\]", LINK.sub(inside, markdown))
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Let the search show guides before the reference, which names every choice."""
+    if page.file.src_uri in BOOSTS:
+        page.meta["search"] = {"boost": BOOSTS[page.file.src_uri]}
+    return html
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

@@ -71,6 +71,16 @@ def test_the_readme_comes_first_and_each_file_that_a_page_links_to_is_a_page(hoo
     assert {name for name in pages if not name.startswith("source/")} == {"training.md", "index.md"}
 
 
+def test_the_search_ranks_the_reference_below_the_guides(hook: Any) -> None:
+    ranks = {}
+    for name in ("reference.md", "training.md"):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=name), meta={})
+        assert hook.on_page_content("<p>text</p>", page=page) == "<p>text</p>"
+        ranks[name] = page.meta.get("search", {}).get("boost", 1)
+        assert (ROOT / "docs" / name).is_file()
+    assert ranks["reference.md"] < ranks["training.md"]
+
+
 @pytest.mark.parametrize(("url", "local"), [("index.html", ""), ("source/benchmarks/a.py.html", "../../")])
 def test_the_script_of_the_search_is_loaded_from_the_site(hook: Any, url: str, local: str) -> None:
     html = f'<script src="{hook.SHIM}"></script>'
