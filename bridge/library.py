@@ -139,10 +139,11 @@ def _config(exported: Manifest, path: Path, sections: Mapping[str, Any], *, seed
     try:
         return TrainConfig.model_validate(given)
     except ValidationError as error:
-        raise UsageError(
-            f"these choices cannot be used together: {error.errors()[0]['msg'].removeprefix('Value error, ')}",
-            hint="change one of them",
-        ) from error
+        fault = error.errors()[0]
+        cause = fault.get("ctx", {}).get("error")
+        message = cause.message if isinstance(cause, UsageError) else fault["msg"].removeprefix("Value error, ")
+        hint = cause.hint if isinstance(cause, UsageError) else "change one of them"
+        raise UsageError(f"these choices cannot be used together: {message}", hint=hint) from error
 
 
 def _join(exported: Manifest, held: ExitStack) -> Ranks:

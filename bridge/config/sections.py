@@ -218,17 +218,6 @@ class LoraConfig(Section, panel="Mode lora_only", only=("mode", ("lora_only",)),
         """Return whether routed experts get an adapter."""
         return "experts" in self.names
 
-    def rules(self) -> dict[str, bool]:
-        """Return faults, and whether these choices have them."""
-        return {
-            f"--lora-dropout {self.dropout:g}: neither PEFT nor vLLM has adapters of experts with dropout": (
-                self.has_experts and self.dropout > 0
-            ),
-            f"--lora-r {self.r}: an adapter of experts has a rank that 8 divides, which grouped products need": (
-                self.has_experts and self.r % 8 > 0
-            ),
-        }
-
 
 class PublishingConfig(
     Section, panel="Mode none", only=("mode", ("none",)), renamed={"restart_interval": "vllm_restart_interval"}

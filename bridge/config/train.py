@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
+from bridge.config import combinations
 from bridge.config.choices import Config, flag, flattened
 from bridge.config.declaration import declare
-from bridge.config.optimizers import OPTIMIZERS
 from bridge.config.rollouts import EVALUATION, RolloutConfig, SamplingConfig, TaskConfig
 from bridge.config.sections import (
     CheckpointConfig,
@@ -109,6 +109,11 @@ class TrainConfig(Config):
         return self.mode == "shared_vllm" or (self.mode == "lora_only" and self.lora.handover == "memory")
 
     @property
+    def adapts_experts(self) -> bool:
+        """Return whether the adapter of mode `lora_only` is one of routed experts, too."""
+        return self.mode == "lora_only" and self.lora.has_experts
+
+    @property
     def needs_patched_server(self) -> bool:
         """Return whether the server shares its weights; one that is only restarted can be the stock vLLM."""
         return self.mode != "none" or self.publishing.reload == "in-place"
@@ -128,41 +133,14 @@ class TrainConfig(Config):
         """Return all choices by key, as JSON holds them, those that depend on others included."""
         return flattened(type(self), self.settled().model_dump(mode="json"))
 
-    def on_one_gpu(self) -> dict[str, bool]:
-        """Return what trains on one GPU alone, and whether it was chosen."""
-        return {
-            f"--trainer-device {self.trainer_device}": self.trainer_device.partition(":")[2] not in ("", "0"),
-            "--offload-optimizer with --gradient-release": self.optimizer.offload and self.optimizer.gradient_release,
-        }
-
     def tp_size(self, server_gpus: int) -> int:
         """Return the number of ranks that train on one server: one per GPU of it, if its memory is trained.
 
         Raises:
             UsageError: what is trained cannot be cut into parts.
         """
-        if server_gpus == 1:
-            return 1
-        parts, slices = f"--tensor-parallel-size {server_gpus}", self.context_parallel_size
-        if slices > 1:
-            raise UsageError(
-                f"--context-parallel-size {slices} trains on servers of one GPU each, found {parts}",
-                hint="leave out one of them",
-            )
-        if not self.trains_in_server:
-            if self.replicas > 1:
-                raise UsageError(
-                    f"--mode {self.mode}: each of several servers has one GPU, found {parts}", hint="leave it out"
-                )
-            return 1
-        if alone := next((name for name, is_chosen in self.on_one_gpu().items() if is_chosen), None):
-            raise UsageError(f"{alone} trains on one GPU, found {parts}", hint=f"leave out {alone} or {parts}")
-        if self.optimizer.gradient_release:
-            raise UsageError(
-                f"--gradient-release trains on servers of one GPU each, found {parts}",
-                hint=f"leave out --gradient-release or {parts}",
-            )
-        return server_gpus
+        combinations.refuse(self, tensor_parallel_size=server_gpus)
+        return server_gpus if self.trains_in_server else 1
 
     def dp_size(self, tp_size: int) -> int:
         """Return the number of replicas on each host, of `tp_size` GPUs each.
@@ -182,7 +160,8 @@ class TrainConfig(Config):
                 f"--context-parallel-size {self.context_parallel_size} does not divide the {count} replicas of a host",
                 hint=f"a multiple of {self.context_parallel_size}: --gpus, or --servers of bridge train",
             )
-        group_size, size = self.sampling.group_size, count * self.hosts
+        group_size = self.sampling.group_size
+        size = count * self.hosts
         num_groups = self.rollouts.batch_size // group_size
         if self.rollouts.samples_here and num_groups % size:
             least = math.lcm(size, self.optimizer.updates_per_batch)
@@ -193,7 +172,8 @@ class TrainConfig(Config):
         return count
 
     def misread(self, names: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-        updates, bound = self.optimizer.updates_per_step, self.loss.clip_high
+        updates = self.optimizer.updates_per_step
+        bound = self.loss.clip_high
         for key, choice in self.choices().items():
             if choice.counts_updates and choice.counts_updates == names.get(key) and updates > 1:
                 reason = f"TRL counts optimizer steps, {flag(key)} counts batches of {updates} optimizer steps"
@@ -206,115 +186,82 @@ class TrainConfig(Config):
             )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check(self) -> Self:
+        self._check_that_choices_have_an_effect()
+        self._check_batch()
+        combinations.refuse(self)
+        return self
+
+    def _check_that_choices_have_an_effect(self) -> None:
+        """Refuse a choice without the one that it depends on."""
         for key, choice in self.choices().items():
-            switch, values = choice.only or (key, ())
-            if choice.only and self.get(switch) not in values and self.get(key) != self.default(key):
+            if choice.only is None or self.get(key) == self.default(key):
+                continue
+            switch, values = choice.only
+            if self.get(switch) not in values:
                 raise UsageError(
                     f"{flag(key)} has no effect with {flag(switch)} {self.get(switch)}, only with"
                     f" {' and '.join(values)}",
                     hint=f"{flag(switch)} {' or '.join(values)}, or leave {flag(key)} out",
                 )
-        for rules in (
-            self._rules_of_batches, self._rules_of_gpus, self._rules_of_publishing, self._rules_of_a_reference,
-            self._rules_of_updates, self._rules_of_evaluations, self.lora.rules,
-        ):  # fmt: skip
-            for fault, is_broken in rules().items():
-                if is_broken:
-                    raise ValueError(fault)
-        return self
-
-    def _rules_of_batches(self) -> dict[str, bool]:
-        """Return faults, and whether these choices have them; the same for the other rules."""
-        batch_size, group_size, buffer = (
-            self.rollouts.batch_size,
-            self.sampling.group_size,
-            self.rollouts.overlong_buffer,
-        )
-        num_groups, at_once = batch_size // group_size, self.rollouts.groups_in_flight
-        most = num_groups * (self.rollouts.max_staleness + 1)
-        return {
-            f"--overlong-buffer {buffer} is longer than the longest completion, {self.sampling.longest} tokens"
-            " (--max-new-tokens)": buffer > self.sampling.longest,
-            f"--groups-in-flight {at_once} must be at least the {num_groups} groups of a batch, and at most {most}:"
-            f" more could not be trained on within --max-staleness {self.rollouts.max_staleness}": at_once is not None
-            and not num_groups <= at_once <= most,
-        }
-
-    def _rules_of_gpus(self) -> dict[str, bool]:
-        given = f"--gpus {self.gpus}" + (f" on each of --hosts {self.hosts}" if self.hosts > 1 else "")
-        return {
-            f"{name} trains on one GPU, found {given}": is_chosen and self.replicas > 1
-            for name, is_chosen in self.on_one_gpu().items()
-        } | {
-            f"--gradient-release cannot be combined with --context-parallel-size {self.context_parallel_size}; leave"
-            " out one of them": self.optimizer.gradient_release and self.context_parallel_size > 1
-        }
-
-    def _rules_of_publishing(self) -> dict[str, bool]:
-        return {
-            "--router-replay needs --rollouts environment, and no --lora-handover disk: nothing else reports experts": (
-                self.compute.router_replay is True and not (self.rollouts.samples_here and self.trains_in_server)
-            ),
-            "--kv-sleep always: with --lora-handover disk the server generates while the adapter is trained": (
-                self.publishing.kv_sleep == "always" and self.mode == "lora_only" and not self.trains_in_server
-            ),
-        }
-
-    def _rules_of_a_reference(self) -> dict[str, bool]:
         loss = self.loss
-        return {
-            "--kl-in-reward has no effect: --kl-coef, its weight, is 0": loss.kl_in_reward and not loss.kl_coef,
-            "--reference-model would not be used: --kl-coef is 0": loss.reference_model is not None
-            and not loss.kl_coef,
-            **{
-                f"--kl-in-reward cannot be combined with {flag(key)} {self.get(key):g}: the reference is not filtered,"
-                " so each token would cost reward even where policy and reference agree, and short completions would be"
-                " preferred; leave out --kl-in-reward (in the loss, the divergence has no such bias) or the filter": (
-                    loss.kl_in_reward and self.get(key) != self.default(key)
+        if loss.kl_in_reward and not loss.kl_coef:
+            raise UsageError(
+                "--kl-in-reward has no effect: --kl-coef, its weight, is 0", hint="--kl-coef 0.01, or leave it out"
+            )
+        if loss.reference_model is not None and not loss.kl_coef:
+            raise UsageError(
+                "--reference-model would not be used: --kl-coef is 0", hint="--kl-coef 0.01, or leave it out"
+            )
+        for key in ("eval_interval", "eval_temperature", "eval_pass_reward"):
+            if not self.evaluation.samples and self.get(key) != self.default(key):
+                raise UsageError(
+                    f"{flag(key)} {self.get(key):g} has no effect without --eval-samples, the number of completions per"
+                    " held-out problem",
+                    hint="--eval-samples 1, or leave it out",
                 )
-                for key in ("top_k", "top_p", "min_p")
-            },
-            f"--kl-coef {loss.kl_coef} needs a frozen reference, and --mode {self.mode} overwrites the only copy of the"
-            " model at the first step; name one with --reference-model, or use --mode lora_only, whose base is the"
-            " reference": loss.kl_coef > 0 and self.mode != "lora_only" and loss.reference_model is None,
-        }
+        if (self.stop_at or "").startswith("eval_") and not self.evaluation.interval:
+            raise UsageError(
+                f"--stop-at {self.stop_at} has no effect without --eval-interval: nothing is evaluated before the end",
+                hint="--eval-interval N, or a metric of training",
+            )
 
-    def _rules_of_updates(self) -> dict[str, bool]:
-        optimizer, dropout, top_entropy = self.optimizer, self.lora.dropout, self.loss.top_entropy
-        batch_size, group_size = self.rollouts.batch_size, self.sampling.group_size
-        updates, num_groups = optimizer.updates_per_batch, batch_size // group_size
-        return {
-            f"--warmup-steps {optimizer.warmup_steps} must be less than --training-steps {self.training_steps}: the"
-            " learning rate would never reach --lr": optimizer.warmup_steps >= self.training_steps,
-            "--offload-optimizer keeps float32 states in host memory; it cannot be combined with --optimizer"
-            f" {optimizer.name}": (optimizer.offload and not OPTIMIZERS[optimizer.name].can_offload),
-            f"--batch-size {batch_size} is not a multiple of --group-size {group_size}": bool(batch_size % group_size),
-            f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch": (
-                bool(num_groups % updates)
-            ),
-            f"--lora-dropout {dropout:g} needs one update per batch, found --updates-per-batch {updates} and"
-            f" --passes-per-batch {optimizer.passes_per_batch}: each pass draws new dropout masks, so probability"
-            " ratios would compare masks, not policies; leave one of them out": (
-                dropout > 0 and optimizer.updates_per_step > 1
-            ),
-            f"--lora-dropout {dropout:g} cannot be combined with --top-entropy {top_entropy:g}, which takes another"
-            " pass with other dropout masks; leave one of them out": dropout > 0 and top_entropy < 1,
-        }
-
-    def _rules_of_evaluations(self) -> dict[str, bool]:
-        samples = self.evaluation.samples
-        return {
-            **{
-                f"{flag(key)} {self.get(key):g} has no effect without --eval-samples, the number of completions per"
-                " held-out problem": not samples
-                for key in ("eval_interval", "eval_temperature", "eval_pass_reward")
-                if self.get(key) != self.default(key)
-            },
-            f"--stop-at {self.stop_at} has no effect without --eval-interval: nothing is evaluated before the end": (
-                (self.stop_at or "").startswith("eval_") and not self.evaluation.interval
-            ),
-            f"--eval-temperature 0 samples the same completion each time, found --eval-samples {samples}, not 1": (
-                samples > 1 and self.evaluation.temperature == 0
-            ),
-        }
+    def _check_batch(self) -> None:
+        """Check that a batch has whole groups and mini-batches, and what is counted in it."""
+        batch_size = self.rollouts.batch_size
+        group_size = self.sampling.group_size
+        if batch_size % group_size:
+            raise UsageError(
+                f"--batch-size {batch_size} is not a multiple of --group-size {group_size}",
+                hint=f"--batch-size {math.ceil(batch_size / group_size) * group_size}",
+            )
+        num_groups = batch_size // group_size
+        updates = self.optimizer.updates_per_batch
+        if num_groups % updates:
+            raise UsageError(
+                f"--updates-per-batch {updates} does not divide the {num_groups} groups of a batch",
+                hint=f"--batch-size {math.ceil(num_groups / updates) * updates * group_size}, or fewer updates",
+            )
+        groups_in_flight = self.rollouts.groups_in_flight
+        max_staleness = self.rollouts.max_staleness
+        most = num_groups * (max_staleness + 1)
+        if groups_in_flight is not None and not num_groups <= groups_in_flight <= most:
+            raise UsageError(
+                f"--groups-in-flight {groups_in_flight} must be at least the {num_groups} groups of a batch, and at"
+                f" most {most}: more could not be trained on within --max-staleness {max_staleness}",
+                hint="leave it out: it is derived",
+            )
+        overlong_buffer = self.rollouts.overlong_buffer
+        if overlong_buffer > self.sampling.longest:
+            raise UsageError(
+                f"--overlong-buffer {overlong_buffer} is longer than the longest completion,"
+                f" {self.sampling.longest} tokens (--max-new-tokens)",
+                hint=f"--overlong-buffer {self.sampling.longest} or less",
+            )
+        warmup_steps = self.optimizer.warmup_steps
+        if warmup_steps >= self.training_steps:
+            raise UsageError(
+                f"--warmup-steps {warmup_steps} must be less than --training-steps {self.training_steps}: the learning"
+                " rate would never reach --lr",
+                hint=f"--training-steps {warmup_steps + 1} or more, or a shorter warmup",
+            )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import ServeConfig, TrainConfig, combinations
 from bridge.config.choices import flag
 from bridge.config.optimizers import OPTIMIZERS
 from bridge.errors import UsageError
@@ -73,16 +73,10 @@ def plan_rows(
     """
     given = {key: config.get(key) for key in sorted(VARIED) if config.was_given(key)}
     setups = [{**trainer, **way} for trainer, ways in TRAINERS if trainer["mode"] in modes for way in ways]
-    agreeing = [
-        {**choices, **given}
-        for choices in setups
-        if _can_train(choices, config.replicas, num_parts, config.context_parallel_size)
-        and all(_agree(choices, *item) for item in given.items())
-    ]
+    agreeing = [{**choices, **given} for choices in setups if all(_agree(choices, *item) for item in given.items())]
+    agreeing = [choices for choices in agreeing if _can_train(config.changed(**choices), num_parts)]
     if config.publishing.reload == "transfer":
         agreeing = [choices for choices in agreeing if choices["trainer_device"] not in SERVERS_GPU]
-    if config.replicas > 1:
-        agreeing = [choices for choices in agreeing if choices.get("trainer_device") != ANOTHER_GPU]
     if not agreeing:
         flags = " ".join(part for item in given.items() for part in _flag(*item))
         raise UsageError(f"no setup has all of {flags}", hint="omit one of these flags")
@@ -94,14 +88,11 @@ def plan_rows(
     return rows
 
 
-def _can_train(choices: Choices, replicas: int, num_parts: int, num_slices: int) -> bool:
-    """Return whether a setup can train so many replicas, each in so many parts, and passes in so many slices."""
-    released, offloaded = choices.get("gradient_release", False), choices.get("offload_optimizer", False)
-    if num_parts > 1:
-        return not released and (choices["mode"] == "shared_vllm" or choices.get("lora_handover") == "memory")
-    if num_slices > 1 and released:
+def _can_train(setup: TrainConfig, num_parts: int) -> bool:
+    """Return whether a setup can train each replica in `num_parts`, and no two of its choices exclude each other."""
+    if num_parts > 1 and not setup.trains_in_server:
         return False
-    return replicas == 1 or not (released and offloaded)
+    return combinations.error(setup, tensor_parallel_size=num_parts) is None
 
 
 def _agree(choices: Choices, field: str, value: Any) -> bool:

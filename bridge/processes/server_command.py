@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bridge.checks import software
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import ServeConfig, TrainConfig, combinations
 from bridge.core import paths
 from bridge.errors import IncompatibleVersionError, UsageError
 from bridge.processes import accelerator, start_checks, vllm_flags
@@ -191,14 +191,14 @@ def prepare(
     trainer: TrainConfig = accelerator.FULL,
 ) -> ServerCommand:
     """Check everything that can be known before vLLM starts, and return the command that starts it."""
+    combinations.refuse(config, trainer)
     start_checks.check_software(config.device)
     if shares_weights:
         check_plugin()
     start_checks.check_model(config.model, shares_weights=shares_weights)
     start_checks.check_length(config)
     start_checks.check_experts(config)
-    is_fed = trainer.publishing.reload == "transfer"
-    start_checks.check_quantization(config, flags, shares_weights=shares_weights, is_fed=is_fed)
+    start_checks.check_quantization(config, flags, shares_weights=shares_weights)
     command = ServerCommand.of(config, flags, shares_weights=shares_weights, trainer=trainer)
     start_checks.check_port(config.host, config.port)
     if shares_weights:

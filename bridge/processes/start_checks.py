@@ -101,25 +101,16 @@ def _family(config: model_checks.Config | None) -> str:
     return str((config or {}).get("model_type", ""))
 
 
-def check_quantization(
-    config: ServeConfig, flags: Sequence[str] = (), *, shares_weights: bool = True, is_fed: bool = False
-) -> None:
+def check_quantization(config: ServeConfig, flags: Sequence[str] = (), *, shares_weights: bool = True) -> None:
     """Check that vLLM can make FP8 of this model's weights here, and does so whenever a trainer has updated them.
 
-    A server that `is_fed` makes it of what the trainer sends, by vLLM's own code.
+    A server that does not share its weights makes it of what the trainer sends, by vLLM's own code.
     """
     given = f"--quantization {config.quantization}"
     if config.quantization is None:
         return
     if "--quantization" in vllm_flags.names(flags):
         raise UsageError(f"{given}, and after -- another --quantization, which vLLM would take", hint="give one")
-    if not (shares_weights or is_fed):
-        raise UsageError(
-            f"{given} is made of weights that are trained in vLLM's memory, and this server shares none",
-            hint=f"give it to vLLM itself, after --: -- {given}",
-        )
-    if config.dtype == "float32":
-        raise UsageError(f"{given}: vLLM quantizes bfloat16 and float16, found --dtype float32", hint="--dtype auto")
     device, _ = accelerator.choose(config.device)
     capability = accelerator.capability() if device == "cuda" else None
     if capability is not None and capability < FP8_CAPABILITY:
@@ -130,25 +121,26 @@ def check_quantization(
         )
     if shares_weights:
         _refuse_other_fp8(config, flags, given, device)
-    num_ranks, by_row = config.tensor_parallel_size, config.quantization == "fp8_per_channel"
-    described, block = model_checks.read(config.model), FP8_BLOCKS[config.quantization]
-    if width := model_checks.unblocked(described, block, num_ranks):
-        where = f" on each of {num_ranks} GPUs" if num_ranks > 1 else ""
-        other = "leave it out" if by_row or num_ranks > 1 else "--quantization fp8_per_channel"
-        raise UsageError(f"{given} needs widths that {block} divides{where}, found {width}", hint=other)
+    num_gpus = config.tensor_parallel_size
+    block = FP8_BLOCKS[config.quantization]
+    width = model_checks.unblocked(model_checks.read(config.model), block, num_gpus)
+    if width:
+        where = f" on each of {num_gpus} GPUs" if num_gpus > 1 else ""
+        may_scale_by_channel = config.quantization == "fp8_per_block" and num_gpus == 1
+        raise UsageError(
+            f"{given} needs widths that {block} divides{where}, found {width}",
+            hint="--quantization fp8_per_channel" if may_scale_by_channel else "leave it out",
+        )
 
 
 def _refuse_other_fp8(config: ServeConfig, flags: Sequence[str], given: str, device: software.Device) -> None:
     """Refuse FP8 that would not follow the shared weights: in forms that Bridge's kernel does not make, or written."""
-    by_row, num_ranks = config.quantization == "fp8_per_channel", config.tensor_parallel_size
-    if model_checks.has_experts(model_checks.read(config.model)) and (by_row or device == "cpu"):
-        why = "experts are served with a scale for each block" if by_row else "on a CPU vLLM repacks experts"
-        raise UsageError(f"{given}: {why}", hint="leave it out" if device == "cpu" else "--quantization fp8_per_block")
-    if by_row and num_ranks > 1:
-        raise UsageError(
-            f"{given} has scales that several GPUs share, found --tensor-parallel-size {num_ranks}",
-            hint="--quantization fp8_per_block",
-        )
+    has_experts = model_checks.has_experts(model_checks.read(config.model))
+    if has_experts and config.quantization == "fp8_per_channel":
+        hint = "leave it out" if device == "cpu" else "--quantization fp8_per_block"
+        raise UsageError(f"{given}: experts are served with a scale for each block", hint=hint)
+    if has_experts and device == "cpu":
+        raise UsageError(f"{given}: on a CPU vLLM repacks experts", hint="leave it out")
     if TRANSFER_FLAG[0] in vllm_flags.names(flags):
         raise UsageError(
             f"{given}: vLLM's transfer would write the FP8, not what it is made of", hint=f"omit {TRANSFER_FLAG[0]}"
@@ -175,14 +167,16 @@ def check_experts(config: ServeConfig) -> None:
     device, why = accelerator.choose(config.device)
     kind = _family(model_checks.read(config.model))
     without = "leave experts out, here and in --lora-target-modules"
-    faults = {
-        "the server accepts no adapters": (config.max_lora_rank is None, "--max-lora-rank R"),
-        f"checkpoints of a {kind} model have no {experts.STORED}": (not experts.stores_each(kind), without),
-        f"vLLM computes them on a GPU alone, found {device} ({why})": (device == "cpu", without),
-    }
-    for fault, (is_broken, hint) in faults.items():
-        if is_broken:
-            raise UsageError(f"adapters of routed experts: {fault}", hint=hint)
+    if config.max_lora_rank is None:
+        raise UsageError("adapters of routed experts: the server accepts no adapters", hint="--max-lora-rank R")
+    if not experts.stores_each(kind):
+        raise UsageError(
+            f"adapters of routed experts: checkpoints of a {kind} model have no {experts.STORED}", hint=without
+        )
+    if device == "cpu":
+        raise UsageError(
+            f"adapters of routed experts: vLLM computes them on a GPU alone, found {device} ({why})", hint=without
+        )
 
 
 def check_port(host: str, port: int, *, flag: str = "--port") -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from bridge.checks import model as model_checks
 from bridge.checks.model import MODES, Obstacle
-from bridge.config import ServeConfig, TrainConfig
+from bridge.config import ServeConfig, TrainConfig, combinations
 from bridge.core.memory import left_bytes
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning import memory
@@ -128,12 +128,11 @@ def plan(
 
 
 def _obstacles(model: Path, quantization: Quantization | None, reload: str) -> list[Obstacle]:
-    """Return what rules out modes for the model: FP8 is made only of weights that a server shares, or is sent."""
+    """Return what rules out modes for the model: its architecture, or choices that exclude mode `none`."""
     obstacles = model_checks.obstacles(model_checks.read(str(model)) or {})
-    if quantization is not None and reload == "restart":
-        reason = f"--quantization {quantization} needs weights that are trained in vLLM's memory, or sent to it"
-        hint = "leave it out, --mode shared_vllm, or --reload transfer"
-        obstacles.append(Obstacle(reason, hint, modes=(model_checks.NONE,)))
+    excluded = combinations.error(mode="none", quantization=quantization, reload=reload)
+    if excluded is not None:
+        obstacles.append(Obstacle(excluded.message, excluded.hint, modes=(model_checks.NONE,)))
     return obstacles
 
 

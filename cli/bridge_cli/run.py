@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.checkpoints.run_directory import RunDirectory, write_json
-from bridge.config import LoraConfig, ServeConfig, TrainConfig
+from bridge.config import LoraConfig, ServeConfig, TrainConfig, combinations
 from bridge.errors import UsageError
 from bridge.processes import start_checks
 from bridge.processes.accelerator import check_host
@@ -74,8 +74,7 @@ def run(
     if on_ray:
         from bridge_cli import on_ray as cluster
 
-        if train.rendezvous is not None:
-            raise UsageError(f"--rendezvous {train.rendezvous}: --ray chooses the hosts", hint="leave it out")
+        combinations.refuse(train, ray=on_ray)
         layout.check_divides(serve.model, serve.tensor_parallel_size, train.context_parallel_size)
         num_gpus = train.dp_size(train.tp_size(serve.tensor_parallel_size)) * serve.tensor_parallel_size
         raise typer.Exit(cluster.run(train.hosts, train.restarts, num_gpus, serve.device))
@@ -200,12 +199,6 @@ def for_adapters(
         raise UsageError(
             f"{SHARDED} cuts an adapter in another way than its weights, so it cannot be trained in vLLM's memory",
             hint="leave it out, or --lora-handover disk",
-        )
-    if in_memory and serve.tensor_parallel_size > 1 and experts:
-        raise UsageError(
-            "--lora-target-modules experts: with --lora-handover memory a server has one GPU, found"
-            f" --tensor-parallel-size {serve.tensor_parallel_size}",
-            hint="leave one of them out, or --lora-handover disk",
         )
     if experts:
         serve = serve.model_copy(update={"lora_experts": True})

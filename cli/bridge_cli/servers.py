@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridge.config import ServerConfig
-from bridge.config.choices import flag
 from bridge.core import paths
 from bridge.errors import ManifestError, UsageError
 from bridge.server import discovery
@@ -14,8 +13,6 @@ from bridge.server import manifest as manifests
 from bridge.server.manifest import Manifest
 from bridge_cli.layout import Layout
 
-OTHER_WAYS = "config_path", "port", "host"
-"""Fields of the server's section that choose or reach one server."""
 SAME: dict[str, Callable[[Manifest], Any]] = {
     "model": lambda manifest: manifest.model,
     "dtype": lambda manifest: manifest.dtype,
@@ -34,7 +31,7 @@ class Running(NamedTuple):
     manifest: Manifest
 
 
-def running(server: ServerConfig, mode: str, *, attaches: bool) -> list[Running]:
+def running(server: ServerConfig, *, attaches: bool) -> list[Running]:
     """Return the servers to train on, one for each replica; none if the mode does not attach, or there is none.
 
     Raises:
@@ -43,29 +40,15 @@ def running(server: ServerConfig, mode: str, *, attaches: bool) -> list[Running]
     """
     names = server.servers
     if not attaches:
-        if names:
-            raise UsageError(
-                f"--servers: --mode {mode} restarts one server, and no other may depend on it",
-                hint="leave it out; --vllm-port names the server",
-            )
         return []
     if not names:
         with suppress(ManifestError):  # the mode raises it, after what is wrong with the command itself
             path = manifests.find(server.config_path)
             return [Running(path, manifests.load(path))]
         return []
-    refuse_other_names(server)
     replicas = [_running(name) for name in names]
     _check(names, replicas)
     return replicas
-
-
-def refuse_other_names(server: ServerConfig) -> None:
-    """Raise UsageError if --servers are named, and one of them in another way, too."""
-    for field in OTHER_WAYS if server.servers else ():
-        if field in server.model_fields_set:
-            key = flag(server.key(field))
-            raise UsageError(f"{key} names one server, and --servers all of them", hint=f"leave {key} out")
 
 
 def layout(servers: Sequence[Running], tp_size_of: Callable[[int], int], restarts: int) -> Layout:

@@ -47,11 +47,7 @@ def train(config: TrainConfig, *, as_json: Json = False) -> None:
     check_files(config.task, config.rollouts)
     given = config.publishing.start_command
     command = StartCommand.parse(given, config.server.url(), config.model_name) if given else None
-    if config.publishing.reload == "transfer":
-        servers.refuse_other_names(config.server)
-        replicas = []
-    else:
-        replicas = servers.running(config.server, config.mode, attaches=config.needs_patched_server)
+    replicas = servers.running(config.server, attaches=config.needs_patched_server)
     layout.check_cuts(config.model_name, config.context_parallel_size)
     planned = replace(servers.layout(replicas, config.tp_size, config.restarts), cp_size=config.context_parallel_size)
     if config.restarts and len(planned.gpus) == 1:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AfmoeConfig, AutoModelForCausalLM, PreTrainedModel
@@ -197,18 +196,6 @@ def test_dropout_is_in_front_of_the_adapter_and_nowhere_else() -> None:
     fill(adapter)
     assert not torch.equal(model(IDS).logits, model(IDS).logits)
     assert {name for name, module in model.named_modules() if module.training and "lora_dropout" not in name} == set()
-
-
-@pytest.mark.parametrize("more", [{"updates_per_batch": 2}, {"passes_per_batch": 3}])
-def test_dropout_with_several_updates_of_one_batch_is_refused(more: dict[str, int]) -> None:
-    with pytest.raises(ValidationError, match=r"--lora-dropout 0.1 needs one update per batch, found --updates-per"):
-        TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only", "lora_dropout": 0.1} | more)
-    TrainConfig.model_validate({"model_name": "tiny", "mode": "lora_only"} | more)
-
-
-def test_dropout_with_a_pass_for_entropies_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"--lora-dropout 0.1 cannot be combined with --top-entropy 0.2"):
-        TrainConfig.model_validate({"model_name": "t", "mode": "lora_only", "lora_dropout": 0.1, "top_entropy": 0.2})
 
 
 def test_without_dropout_the_model_computes_the_same_twice() -> None:

@@ -1,0 +1,332 @@
+"""Choices that exclude each other: one table, and one function that refuses them.
+
+A row is refused as soon as both of its choices are known: when a `TrainConfig` is built, in `TrainConfig.tp_size` once
+the GPUs of a server are known, and before a server is started, where its own choices are known, too.
+
+Rules that are elsewhere, because they need more than two choices:
+
+- A choice without the one that it depends on has no effect: its declaration (`only`), or an `if` of `TrainConfig`.
+- Numbers that do not fit, such as a batch and its groups: `TrainConfig`, where both are computed.
+- What the model, the GPUs or the installed software allow: `bridge/processes/start_checks.py`,
+  `bridge/processes/vllm_flags.py` and `cli/bridge_cli/layout.py`, which read its config.json or ask the driver.
+- What the running server allows: `bridge/modes`, `bridge/engine`, once they are attached to it.
+- vLLM's own flags, after `--`: the table in `bridge/processes/vllm_flags.py`.
+- What one command does not take, such as `--servers` of `bridge run`: the command.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from bridge.config.choices import Config, flag
+from bridge.config.optimizers import OPTIMIZERS
+from bridge.errors import UsageError
+
+
+class Setting(NamedTuple):
+    """A choice, and which of its values a row is about."""
+
+    key: str
+    """Key of the choice, or a property of `TrainConfig`."""
+    matches: Callable[[Any], bool] | None
+    """Whether the row is about this value; None: about any value that the user gave."""
+
+
+def on(key: str) -> Setting:
+    """Return the setting of a switch that is on."""
+    return Setting(key, lambda value: value is True)
+
+
+def is_(key: str, *values: Any) -> Setting:
+    """Return the setting of a choice with one of these values."""
+    return Setting(key, lambda value: value in values)
+
+
+def is_not(key: str, *values: Any) -> Setting:
+    """Return the setting of a choice with any other value."""
+    return Setting(key, lambda value: value not in values)
+
+
+def above(key: str, limit: float) -> Setting:
+    """Return the setting of a number that is greater than `limit`."""
+    return Setting(key, lambda value: value > limit)
+
+
+def below(key: str, limit: float) -> Setting:
+    """Return the setting of a number that is less than `limit`."""
+    return Setting(key, lambda value: value < limit)
+
+
+def given(key: str) -> Setting:
+    """Return the setting of a choice that the user made, whatever its value."""
+    return Setting(key, None)
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two choices that cannot be made together."""
+
+    first: Setting
+    second: Setting
+    reason: str
+    """The error; `{first}` and `{second}` stand for the flags with their values."""
+    hint: str
+    """What to do instead, with the same two names."""
+    only_if: tuple[Setting, ...] = ()
+    """What must hold besides."""
+
+    def error(self, configs: tuple[Config, ...], more: dict[str, Any]) -> UsageError | None:
+        """Return the error if the configurations have both choices; None if not, or if one of them is unknown."""
+        for key, matches in (self.first, self.second, *self.only_if):
+            owner = _owner(key, configs)
+            if key not in more and owner is None:
+                return None
+            if matches is None:
+                applies = more.get(key) is not None or (owner is not None and owner.was_given(key))
+            else:
+                applies = matches(_value(key, owner, more))
+            if not applies:
+                return None
+        shown = {
+            "first": _shown(self.first.key, _value(self.first.key, _owner(self.first.key, configs), more)),
+            "second": _shown(self.second.key, _value(self.second.key, _owner(self.second.key, configs), more)),
+        }
+        return UsageError(self.reason.format(**shown), hint=self.hint.format(**shown))
+
+
+def error(*configs: Config, **more: Any) -> UsageError | None:
+    """Return the error for the first row that the configurations break; None if there is none.
+
+    `more` has the values, by key, of choices that no configuration has, or has otherwise.
+    """
+    for row in EXCLUDED:
+        if (broken := row.error(configs, more)) is not None:
+            return broken
+    return None
+
+
+def refuse(*configs: Config, **more: Any) -> None:
+    """Raise UsageError if the configurations make two choices that exclude each other; `more` as for `error`."""
+    if (broken := error(*configs, **more)) is not None:
+        raise broken
+
+
+def _owner(key: str, configs: tuple[Config, ...]) -> Config | None:
+    """Return the configuration that has this choice or property."""
+    return next((config for config in configs if key in config.choices() or hasattr(type(config), key)), None)
+
+
+def _value(key: str, owner: Config | None, more: dict[str, Any]) -> Any:
+    if key in more or owner is None:
+        return more[key]
+    return owner.get(key) if key in owner.choices() else getattr(owner, key)
+
+
+def _shown(key: str, value: Any) -> str:
+    """Return a flag with its value, as a user would write it."""
+    if value is True:
+        return flag(key)
+    return f"{flag(key)} {value:g}" if isinstance(value, float) else f"{flag(key)} {value}"
+
+
+def _is_of_another_gpu(device: str) -> bool:
+    """Return whether a value of `--trainer-device` names a GPU other than the first."""
+    return device.partition(":")[2] not in ("", "0")
+
+
+ONE_OF_THEM = "leave out one of them"
+SHARDED = above("tensor_parallel_size", 1)
+"""A server with its weights on several GPUs."""
+TRAINED_IN_SERVER = on("trains_in_server")
+ADAPTED_EXPERTS = on("adapts_experts")
+BY_DISK = is_("lora_handover", "disk")
+CANNOT_OFFLOAD = is_("optimizer", *(name for name, spec in OPTIMIZERS.items() if not spec.can_offload))
+
+EXCLUDED: tuple[Exclusion, ...] = (
+    # Several GPUs and hosts
+    Exclusion(
+        on("gradient_release"),
+        above("context_parallel_size", 1),
+        "{first} cannot be combined with {second}",
+        ONE_OF_THEM,
+    ),
+    Exclusion(
+        above("context_parallel_size", 1),
+        SHARDED,
+        "{first} trains on servers of one GPU each, found {second}",
+        ONE_OF_THEM,
+    ),
+    Exclusion(
+        is_("mode", "none"),
+        SHARDED,
+        "{first}: each of several servers has one GPU, found {second}",
+        "leave out {second}",
+        only_if=(above("replicas", 1),),
+    ),
+    Exclusion(
+        is_("mode", "lora_only"),
+        SHARDED,
+        "{first}: each of several servers has one GPU, found {second}",
+        "leave out {second}",
+        only_if=(BY_DISK, above("replicas", 1)),
+    ),
+    *(
+        Exclusion(
+            Setting("trainer_device", _is_of_another_gpu),
+            several,
+            "{first} trains on one GPU, found {second}",
+            "leave out {first} or {second}",
+            only_if=only_if,
+        )
+        for several, only_if in ((above("gpus", 1), ()), (above("hosts", 1), ()), (SHARDED, (TRAINED_IN_SERVER,)))
+    ),
+    *(
+        Exclusion(
+            on("offload_optimizer"),
+            several,
+            "--offload-optimizer with --gradient-release trains on one GPU, found {second}",
+            "leave out {first}, --gradient-release or {second}",
+            only_if=(on("gradient_release"), *only_if),
+        )
+        for several, only_if in ((above("gpus", 1), ()), (above("hosts", 1), ()), (SHARDED, (TRAINED_IN_SERVER,)))
+    ),
+    Exclusion(
+        on("gradient_release"),
+        SHARDED,
+        "{first} trains on servers of one GPU each, found {second}",
+        "leave out {first} or {second}",
+        only_if=(TRAINED_IN_SERVER,),
+    ),
+    *(
+        Exclusion(
+            is_("reload", "transfer"),
+            several,
+            "{first} sends from one trainer, found {second}",
+            "leave out {second}; one trainer feeds several servers with bridge train --servers",
+        )
+        for several in (above("gpus", 1), above("hosts", 1))
+    ),
+    Exclusion(on("ray"), given("rendezvous"), "{second}: {first} chooses the hosts", "leave {second} out"),
+    # Servers
+    *(
+        Exclusion(
+            given("servers"),
+            given(key),
+            f"{flag(key)} names one server, and --servers all of them",
+            f"leave {flag(key)} out",
+        )
+        for key in ("vllm_config_path", "vllm_port", "vllm_host")
+    ),
+    Exclusion(
+        given("servers"),
+        is_("mode", "none"),
+        "--servers: {second} restarts one server, and no other may depend on it",
+        "leave it out; --vllm-port names the server",
+        only_if=(is_("reload", "restart"),),
+    ),
+    Exclusion(
+        is_not("quantization", None),
+        is_("mode", "none"),
+        "{first} needs weights that are trained in vLLM's memory, or sent to it",
+        "leave it out, --mode shared_vllm, --reload transfer, or give it to vLLM itself, after --: -- {first}",
+        only_if=(is_("reload", "restart"),),
+    ),
+    Exclusion(
+        is_not("quantization", None),
+        is_("dtype", "float32"),
+        "{first}: vLLM quantizes bfloat16 and float16, found {second}",
+        "--dtype auto",
+    ),
+    Exclusion(
+        is_("quantization", "fp8_per_channel"),
+        SHARDED,
+        "{first} has scales that several GPUs share, found {second}",
+        "--quantization fp8_per_block",
+        only_if=(is_not("reload", "transfer"),),
+    ),
+    # What an update does with the server
+    *(
+        Exclusion(
+            on("router_replay"),
+            other,
+            "{first} needs --rollouts environment, and no --lora-handover disk: nothing else reports experts;"
+            " found {second}",
+            ONE_OF_THEM,
+        )
+        for other in (is_not("rollouts", "environment"), BY_DISK)
+    ),
+    Exclusion(
+        is_("kv_sleep", "always"),
+        BY_DISK,
+        "{first}: with {second} the server generates while the adapter is trained",
+        ONE_OF_THEM,
+    ),
+    # The loss and its reference
+    *(
+        Exclusion(
+            on("kl_in_reward"),
+            is_not(key, default),
+            "{first} cannot be combined with {second}: the reference is not filtered, so each token would cost reward"
+            " even where policy and reference agree, and short completions would be preferred",
+            "leave out --kl-in-reward (in the loss, the divergence has no such bias) or the filter",
+        )
+        for key, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+    ),
+    Exclusion(
+        above("kl_coef", 0),
+        is_("mode", "shared_vllm", "none"),
+        "{first} needs a frozen reference, and {second} overwrites the only copy of the model at the first step",
+        "name one with --reference-model, or use --mode lora_only, whose base is the reference",
+        only_if=(is_("reference_model", None),),
+    ),
+    # The optimizer and the adapter
+    Exclusion(
+        on("offload_optimizer"),
+        CANNOT_OFFLOAD,
+        "{first} keeps float32 states in host memory; it cannot be combined with {second}",
+        ONE_OF_THEM,
+    ),
+    *(
+        Exclusion(
+            above("lora_dropout", 0),
+            above(key, 1),
+            "{first} needs one update per batch, found {second}: each pass draws new dropout masks, so probability"
+            " ratios would compare masks, not policies",
+            ONE_OF_THEM,
+        )
+        for key in ("updates_per_batch", "passes_per_batch")
+    ),
+    Exclusion(
+        above("lora_dropout", 0),
+        below("top_entropy", 1),
+        "{first} cannot be combined with {second}, which takes another pass with other dropout masks",
+        ONE_OF_THEM,
+    ),
+    Exclusion(
+        above("lora_dropout", 0),
+        ADAPTED_EXPERTS,
+        "{first}: neither PEFT nor vLLM has adapters of experts with dropout",
+        "leave out {first}, or experts in --lora-target-modules",
+    ),
+    Exclusion(
+        Setting("lora_r", lambda rank: rank % 8 > 0),
+        ADAPTED_EXPERTS,
+        "{first}: an adapter of experts has a rank that 8 divides, which grouped products need",
+        "--lora-r 8 or a multiple of it, or leave experts out of --lora-target-modules",
+    ),
+    Exclusion(
+        ADAPTED_EXPERTS,
+        SHARDED,
+        "--lora-target-modules experts: with --lora-handover memory a server has one GPU, found {second}",
+        "leave one of them out, or --lora-handover disk",
+        only_if=(TRAINED_IN_SERVER,),
+    ),
+    # Evaluation
+    Exclusion(
+        is_("eval_temperature", 0),
+        above("eval_samples", 1),
+        "{first} samples the same completion each time, found {second}, not 1",
+        "--eval-samples 1, or a temperature above 0",
+    ),
+)
+"""Every pair of choices that is refused; the first one that is broken is reported."""

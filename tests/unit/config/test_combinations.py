@@ -1,0 +1,191 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.config import ServeConfig, TrainConfig, combinations
+from bridge.errors import UsageError
+
+LORA = {"mode": "lora_only"}
+BY_DISK = {**LORA, "lora_handover": "disk"}
+REPLAY = "--router-replay needs --rollouts environment, and no --lora-handover disk: nothing else reports experts"
+TRANSFER = {"mode": "none", "reload": "transfer", "trainer_device": "cuda"}
+RELEASED = {"offload_optimizer": True, "gradient_release": True}
+EXPERTS = {**LORA, "lora_target_modules": "q_proj, experts"}
+
+TABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # needed besides, the two choices, the beginning of the error
+    (
+        {},
+        {"gradient_release": True, "context_parallel_size": 2},
+        "--gradient-release cannot be combined with --context-",
+    ),
+    (
+        {"gpus": 2},
+        {"context_parallel_size": 2, "tensor_parallel_size": 2},
+        "--context-parallel-size 2 trains on servers of one GPU each, found --tensor-parallel-size 2",
+    ),
+    (
+        {"gpus": 2},
+        {"mode": "none", "tensor_parallel_size": 2},
+        "--mode none: each of several servers has one GPU, found",
+    ),
+    (
+        {"hosts": 2, "lora_handover": "disk"},
+        {"mode": "lora_only", "tensor_parallel_size": 2},
+        "--mode lora_only: each of",
+    ),
+    (LORA, {"trainer_device": "cuda:1", "gpus": 2}, "--trainer-device cuda:1 trains on one GPU, found --gpus 2"),
+    (LORA, {"trainer_device": "cuda:1", "hosts": 2}, "--trainer-device cuda:1 trains on one GPU, found --hosts 2"),
+    (LORA, {"trainer_device": "cuda:1", "tensor_parallel_size": 2}, "--trainer-device cuda:1 trains on one GPU, found"),
+    ({}, {**RELEASED, "gpus": 2}, "--offload-optimizer with --gradient-release trains on one GPU, found --gpus 2"),
+    ({}, {**RELEASED, "hosts": 2}, "--offload-optimizer with --gradient-release trains on one GPU, found --hosts 2"),
+    (
+        {},
+        {**RELEASED, "tensor_parallel_size": 2},
+        "--offload-optimizer with --gradient-release trains on one GPU, found",
+    ),
+    ({}, {"gradient_release": True, "tensor_parallel_size": 2}, "--gradient-release trains on servers of one GPU each"),
+    ({"mode": "none"}, {"reload": "transfer", "gpus": 2}, "--reload transfer sends from one trainer, found --gpus 2"),
+    ({"mode": "none"}, {"reload": "transfer", "hosts": 2}, "--reload transfer sends from one trainer, found --hosts 2"),
+    ({}, {"ray": True, "rendezvous": "a:1"}, "--rendezvous a:1: --ray chooses the hosts"),
+    ({}, {"servers": "9001", "vllm_config_path": Path("m")}, "--vllm-config-path names one server, and --servers all"),
+    ({}, {"servers": "9001", "vllm_port": 9001}, "--vllm-port names one server, and --servers all of them"),
+    ({}, {"servers": "9001", "vllm_host": "127.0.0.1"}, "--vllm-host names one server, and --servers all of them"),
+    ({}, {"servers": "9001", "mode": "none"}, "--servers: --mode none restarts one server, and no other may depend"),
+    (
+        {},
+        {"quantization": "fp8_per_block", "mode": "none"},
+        "--quantization fp8_per_block needs weights that are trained",
+    ),
+    (
+        {},
+        {"quantization": "fp8_per_block", "dtype": "float32"},
+        "--quantization fp8_per_block: vLLM quantizes bfloat16",
+    ),
+    (
+        {},
+        {"quantization": "fp8_per_channel", "tensor_parallel_size": 2},
+        "--quantization fp8_per_channel has scales that several GPUs share, found --tensor-parallel-size 2",
+    ),
+    ({}, {"router_replay": True, "rollouts": "atropos"}, f"{REPLAY}; found --rollouts atropos"),
+    (LORA, {"router_replay": True, "lora_handover": "disk"}, f"{REPLAY}; found --lora-handover disk"),
+    (LORA, {"kv_sleep": "always", "lora_handover": "disk"}, "--kv-sleep always: with --lora-handover disk the server"),
+    (
+        {**LORA, "kl_coef": 0.1},
+        {"kl_in_reward": True, "top_k": 20},
+        "--kl-in-reward cannot be combined with --top-k 20: the reference is not filtered",
+    ),
+    (
+        {**LORA, "kl_coef": 0.1},
+        {"kl_in_reward": True, "top_p": 0.9},
+        "--kl-in-reward cannot be combined with --top-p 0.9",
+    ),
+    (
+        {**LORA, "kl_coef": 0.1},
+        {"kl_in_reward": True, "min_p": 0.1},
+        "--kl-in-reward cannot be combined with --min-p 0.1",
+    ),
+    (
+        {},
+        {"kl_coef": 0.1, "mode": "none"},
+        "--kl-coef 0.1 needs a frozen reference, and --mode none overwrites",
+    ),
+    (
+        {},
+        {"offload_optimizer": True, "optimizer": "adamw-8bit"},
+        "--offload-optimizer keeps float32 states in host memory",
+    ),
+    (
+        LORA,
+        {"lora_dropout": 0.1, "updates_per_batch": 2},
+        "--lora-dropout 0.1 needs one update per batch, found --updates",
+    ),
+    (
+        LORA,
+        {"lora_dropout": 0.1, "passes_per_batch": 3},
+        "--lora-dropout 0.1 needs one update per batch, found --passes",
+    ),
+    (LORA, {"lora_dropout": 0.1, "top_entropy": 0.2}, "--lora-dropout 0.1 cannot be combined with --top-entropy 0.2"),
+    (LORA, {"lora_dropout": 0.1, "lora_target_modules": "experts"}, "--lora-dropout 0.1: neither PEFT nor vLLM has"),
+    (
+        LORA,
+        {"lora_r": 4, "lora_target_modules": "experts"},
+        "--lora-r 4: an adapter of experts has a rank that 8 divides",
+    ),
+    (
+        EXPERTS,
+        {"tensor_parallel_size": 2},
+        "--lora-target-modules experts: with --lora-handover memory a server has one",
+    ),
+    (
+        {},
+        {"eval_temperature": 0, "eval_samples": 2},
+        "--eval-temperature 0 samples the same completion each time, found",
+    ),
+]
+
+
+def by_configuration(choices: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the choices of the server, of the training run, and of neither."""
+    serve = {key: value for key, value in choices.items() if key in ServeConfig.choices()}
+    train = {key: value for key, value in choices.items() if key in TrainConfig.choices()}
+    return serve, train, {key: value for key, value in choices.items() if key not in serve and key not in train}
+
+
+def refused(choices: dict[str, Any]) -> UsageError | None:
+    """Return the error for the choices of a training run, a server and a command together."""
+    serve, train, more = by_configuration(choices)
+    try:
+        combinations.refuse(TrainConfig.resolve({"model_name": "m", **train}), ServeConfig(model="m", **serve), **more)
+    except UsageError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(("needed", "choices", "message"), TABLE, ids=[message[:50] for *_, message in TABLE])
+def test_excluded_choices_are_refused(needed: dict[str, Any], choices: dict[str, Any], message: str) -> None:
+    error = refused({**needed, **choices})
+    assert error is not None
+    assert error.message.startswith(message)
+    assert error.hint
+    assert "{" not in error.message + error.hint
+
+
+@pytest.mark.parametrize(("needed", "choices", "message"), TABLE, ids=[message[:50] for *_, message in TABLE])
+def test_each_excluded_choice_alone_is_accepted(needed: dict[str, Any], choices: dict[str, Any], message: str) -> None:
+    for left_out in choices:
+        kept = {key: value for key, value in choices.items() if key != left_out}
+        error = refused({**needed, **kept})
+        assert error is None or not error.message.startswith(message)
+
+
+def test_every_row_of_the_table_has_a_case() -> None:
+    broken = set()
+    for needed, choices, _ in TABLE:
+        serve, train, more = by_configuration({**needed, **choices})
+        configs = TrainConfig.of(model_name="m").changed(**train), ServeConfig(model="m", **serve)
+        broken |= {number for number, row in enumerate(combinations.EXCLUDED) if row.error(configs, more)}
+    assert broken == set(range(len(combinations.EXCLUDED)))
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {**TRANSFER, "quantization": "fp8_per_channel", "tensor_parallel_size": 2},
+        {**TRANSFER, "quantization": "fp8_per_block"},
+        {"mode": "none", "reload": "in-place", "quantization": "fp8_per_block"},
+        {"mode": "none", "reload": "in-place", "servers": "9001"},
+        {"mode": "none", "trainer_device": "cuda:1", "tensor_parallel_size": 2},
+        {"mode": "none", **RELEASED, "tensor_parallel_size": 2},
+        {**EXPERTS, "lora_handover": "disk", "tensor_parallel_size": 2},
+        {**EXPERTS, "lora_r": 8},
+        {"kl_coef": 0.1, "reference_model": "other"},
+        {**LORA, "kl_coef": 0.1, "kl_in_reward": True},
+        {"eval_temperature": 0, "eval_samples": 1},
+        {"lora_r": 16, **BY_DISK, "gpus": 2},
+    ],
+    ids=str,
+)
+def test_combinations_that_work_are_accepted(choices: dict[str, Any]) -> None:
+    assert refused(choices) is None
