@@ -367,45 +367,75 @@ def added(
     trainer: TrainConfig,
 ) -> Added:
     """Return what lets `trainer` use the server: its log-probabilities, its weights and its memory."""
-    given, on_gpu, extra = names(flags), device == "cuda", Added()
-    beside = trainer.trainer_device if on_gpu else "cpu"
-    _add_transfer(extra, given, trainer.publishing.reload, replicas=trainer.replicas, beside=beside)
+    extra = Added()
+    given = names(flags)
+    on_gpu = device == "cuda"
     model = model_checks.read(config.model) if on_gpu else None
+    if trainer.publishing.reload == "transfer":
+        _add_transfer(extra, given, trainer.trainer_device if on_gpu else "cpu")
     if config.gpu_memory_utilization:
         extra.argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     elif on_gpu and "--kv-cache-memory-bytes" not in given:
-        derived = accelerator.derive(
-            config.model,
-            gpu_bytes=min(accelerator.gpu_memory_bytes()),
-            tensor_parallel_size=config.tensor_parallel_size,
-            trainer=trainer,
-            max_model_len=config.max_model_len,
-            quantization=config.quantization,
-        )
-        extra.argv += ["--gpu-memory-utilization", str(derived.share)]
-        extra.notes.append(f"--gpu-memory-utilization {derived.share}: {derived.reason}")
-    extra.argv += LOGPROBS_MODE if LOGPROBS_MODE[0] not in given else ()
+        _add_memory_share(extra, config, trainer)
+    if LOGPROBS_MODE[0] not in given:
+        extra.argv += LOGPROBS_MODE
     if shares_weights:
-        extra.argv += WORKER_EXTENSION
-        extra.argv += NO_PAGES if NO_PAGES[0] not in given else ()
-        extra.argv += [SLEEP_MODE] if on_gpu and given.isdisjoint(CHOOSES_SLEEP) else []  # no such mode on a CPU
-        extra.argv += MOE_BACKEND if MOE_BACKEND[0] not in given and model_checks.has_experts(model) else ()
-        if START_METHOD[0] not in outer and given.isdisjoint(NEEDS_SPAWN):
-            extra.environment |= dict([START_METHOD])
-    why = "it changes what is sampled, which the trainer cannot reproduce: importance weights and KL are off"
-    extra.notes += [f"{flag}: {why}" for flag in RESHAPING if flag in given]
-    unknown = given & _listed(config.allow_vllm_flags)
-    extra.notes += [f"{flag}: passed on; the trainer does not know of it" for flag in sorted(unknown)]
+        _add_sharing(extra, given, outer, on_gpu=on_gpu, has_experts=model_checks.has_experts(model))
+    _note_passed_on(extra, given, insisted=_listed(config.allow_vllm_flags))
     window = model_checks.window(model, config.max_model_len)
     if window is not None and given.isdisjoint(CHOOSES_GRAPHS):
         extra.argv += PIECEWISE_GRAPHS
-        why = f"every layer's window, {window:,} tokens, may be shorter than a sequence: vLLM's full CUDA graphs err"
-        extra.notes.append(f"{' '.join(PIECEWISE_GRAPHS)}: {why}")
+        extra.notes.append(
+            f"{' '.join(PIECEWISE_GRAPHS)}: every layer's window, {window:,} tokens, may be shorter than a sequence:"
+            " vLLM's full CUDA graphs err"
+        )
     if config.max_lora_rank is not None:
         _add_adapters(extra, config.max_lora_rank, given, experts=config.lora_experts)
-    _add_kernels(extra, config, outer, on_gpu=on_gpu)
+    if not on_gpu:
+        _add_cpu(extra, config, outer)
+    elif config.quantization is not None:
+        extra.environment |= _fp8_kernels(outer)
     _add_sockets(extra, outer)
     return extra
+
+
+def _add_memory_share(extra: Added, config: ServeConfig, trainer: TrainConfig) -> None:
+    """Give vLLM the share of the GPU that leaves room for the trainer."""
+    derived = accelerator.derive(
+        config.model,
+        gpu_bytes=min(accelerator.gpu_memory_bytes()),
+        tensor_parallel_size=config.tensor_parallel_size,
+        trainer=trainer,
+        max_model_len=config.max_model_len,
+        quantization=config.quantization,
+    )
+    extra.argv += ["--gpu-memory-utilization", str(derived.share)]
+    extra.notes.append(f"--gpu-memory-utilization {derived.share}: {derived.reason}")
+
+
+def _add_sharing(extra: Added, given: set[str], outer: Mapping[str, str], *, on_gpu: bool, has_experts: bool) -> None:
+    """Let the server share its weights, and free its KV cache while a trainer needs the memory."""
+    extra.argv += WORKER_EXTENSION
+    if NO_PAGES[0] not in given:
+        extra.argv += NO_PAGES
+    if on_gpu and given.isdisjoint(CHOOSES_SLEEP):  # vLLM has no sleep mode on a CPU
+        extra.argv.append(SLEEP_MODE)
+    if has_experts and MOE_BACKEND[0] not in given:
+        extra.argv += MOE_BACKEND
+    if START_METHOD[0] not in outer and given.isdisjoint(NEEDS_SPAWN):
+        extra.environment |= dict([START_METHOD])
+
+
+def _note_passed_on(extra: Added, given: set[str], *, insisted: set[str]) -> None:
+    """Note flags that are passed on although the trainer cannot reproduce what they do, or does not know of it."""
+    for flag in RESHAPING:
+        if flag in given:
+            extra.notes.append(
+                f"{flag}: it changes what is sampled, which the trainer cannot reproduce: importance weights and KL"
+                " are off"
+            )
+    for flag in sorted(given & insisted):
+        extra.notes.append(f"{flag}: passed on; the trainer does not know of it")
 
 
 def _add_sockets(extra: Added, outer: Mapping[str, str]) -> None:
@@ -422,22 +452,16 @@ def _add_sockets(extra: Added, outer: Mapping[str, str]) -> None:
     extra.notes.append(f"{SOCKETS}={SHORT_FOLDER}: {what}")
 
 
-def _add_transfer(extra: Added, given: set[str], reload: str, *, replicas: int, beside: str) -> None:
-    """Let the server take weights, if they are sent from another GPU than its own; `beside` is the trainer's device."""
-    if reload != "transfer":
-        return
-    if replicas > 1:
+def _add_transfer(extra: Added, given: set[str], trainer_device: str) -> None:
+    """Let the server receive weights, which the trainer sends from another GPU than the server's."""
+    if trainer_device == "cpu" or trainer_device in SERVERS_GPU:
+        device = "a CPU" if trainer_device == "cpu" else f"the server's: --trainer-device {trainer_device}"
         raise UsageError(
-            f"--reload transfer sends from one trainer, found {replicas} (--gpus, --hosts)",
-            hint="leave out --gpus and --hosts; one trainer feeds several servers with bridge train --servers",
-        )
-    if beside in {*SERVERS_GPU, "cpu"}:
-        what = "a CPU" if beside == "cpu" else f"the server's: --trainer-device {beside}"
-        raise UsageError(
-            f"--reload transfer sends from one GPU to another, found {what}",
+            f"--reload transfer sends from one GPU to another, found {device}",
             hint="--trainer-device cuda:N, a GPU that the server does not use, or --reload restart",
         )
-    extra.argv += TRANSFER_FLAG if TRANSFER_FLAG[0] not in given else ()
+    if TRANSFER_FLAG[0] not in given:
+        extra.argv += TRANSFER_FLAG
     extra.environment["VLLM_SERVER_DEV_MODE"] = "1"
 
 
@@ -459,14 +483,6 @@ def _add_adapters(extra: Added, rank: int, given: set[str], *, experts: bool) ->
     for flag, *values in (["--enable-lora"], ["--max-lora-rank", str(size)], ["--max-loras", "1"]):
         extra.argv += [flag, *values] if flag not in given else []
     extra.environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", EXPERT_SLOTS: str(int(experts))}
-
-
-def _add_kernels(extra: Added, config: ServeConfig, outer: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Add what vLLM's kernels need: for FP8, that none changes it; on a CPU, room for the trainer."""
-    if not on_gpu:
-        _add_cpu(extra, config, outer)
-    elif config.quantization is not None:
-        extra.environment |= _fp8_kernels(outer)
 
 
 def _fp8_kernels(outer: Mapping[str, str]) -> dict[str, str]:
