@@ -30,7 +30,7 @@ matrix of scores.
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from bridge.config import ComputeConfig, OptimizerConfig, SamplingConfig, TrainConfig
 from bridge.config.optimizers import BF16_BYTES, FLOAT32_BYTES, BytesPerParameter
@@ -103,46 +103,28 @@ class Need:
         cls, size: ModelSize, config: TrainConfig, *, gpu_bytes: float, host_bytes: float = math.inf, num_ranks: int = 1
     ) -> Self:
         """Derive it for `config.gpus` replicas on `num_ranks` GPUs of `gpu_bytes` each, with `host_bytes` left."""
-        widths, shard, optimizer = size.dimensions, size.num_params / num_ranks, config.optimizer
-        recompute, chosen = config.compute.gradient_checkpointing, config.compute.activation_offload
-        adapter = config.lora.r * widths.adapted(experts=config.lora.has_experts) if config.mode == "lora_only" else 0
-        copy = size.num_params if config.mode == "none" else 0
-        reference = size.num_params if config.loss.reference_model else 0
-        is_apart = config.mode == "lora_only" and config.lora.handover == "disk"
-        base = size.num_params if is_apart and num_ranks > 1 else 0  # one process cannot train on parts
-        beside = reference + (adapter + base if is_apart else 0)
-        whole = adapter or copy or size.num_params
-        trained = adapter or copy or shard
-        bytes_each = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
-        longest, slices = sequence_tokens(config.sampling), config.context_parallel_size
-        update = longest * (slices * config.rollouts.batch_size // optimizer.updates_per_batch // config.replicas)
-        least, most = micro_batch_tokens(longest, update, optimizer, config.compute, slices)
-        state_on_host = whole * bytes_each.host / config.hosts
-        kept_on_host = config.gpus * PINNED * kept_bytes(widths, least)
-        has_room = kept_on_host <= HOST_SHARE * (host_bytes - state_on_host)
-        may_offload = longest > slices * LEAST_TOKENS and recompute is not False and not copy and has_room
-        on_host = may_offload if chosen is None else chosen
-        forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
-        sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
-        head = 0 if config.mode == "lora_only" else BF16_BYTES * widths.vocabulary * widths.hidden
-        copies = EXCHANGED if config.replicas > 1 else 1
-        step = STEP_BYTES * min(STEP_ELEMENTS, widths.largest) if optimizer.steps_in_backward else 0
+        widths = size.dimensions
+        weights = _weights(size, config, num_ranks)
+        tokens = _tokens(config)
+        state = _optimizer_state(widths, config, weights, tokens)
+        activations = _activations(widths, config, tokens, host_bytes - state.on_host)
+        has_copy = config.mode == "none"
         return cls(
             gpu=gpu_bytes,
-            trainer=math.inf if copy and config.trainer_device == "cpu" else gpu_bytes,
-            apart=bool(copy) and config.trainer_device not in SERVERS_GPU,
+            trainer=math.inf if has_copy and config.trainer_device == "cpu" else gpu_bytes,
+            apart=has_copy and config.trainer_device not in SERVERS_GPU,
             can_sleep=config.trains_in_server,
-            served=BF16_BYTES * (shard + size.num_untrained / num_ranks + adapter),
-            engine=CONTEXT_BYTES + CUDA_GRAPHS_BYTES + min(gpu_bytes / ENGINE_GPU_BYTES, 1) * (forward + sampler),
-            own=BF16_BYTES * (copy + beside),
-            state=trained * bytes_each.device / config.replicas,
-            gradients=trained * bytes_each.gradient or copies * BF16_BYTES * min(widths.largest, trained),
-            sums=trained * bytes_each.gradient if update > FEW * slices * least else 0,
-            temporaries=LOGITS_BYTES + head + step,
-            least_activations=activation_bytes(widths, least, recomputed=recompute is not False, on_host=on_host),
-            most_activations=activation_bytes(widths, most, recomputed=recompute is True),
-            offloaded=state_on_host + (kept_on_host if on_host else 0),
-            kv_per_token=_kept_per_token(widths, longest) / num_ranks,
+            served=weights.served,
+            engine=_engine(widths, gpu_bytes),
+            own=weights.own,
+            state=state.on_device,
+            gradients=state.gradients,
+            sums=state.sums,
+            temporaries=state.temporaries,
+            least_activations=activations.least,
+            most_activations=activations.most,
+            offloaded=state.on_host + activations.on_host,
+            kv_per_token=_kept_per_token(widths, tokens.sequence) / num_ranks,
             replicas=config.gpus,
         )
 
@@ -167,6 +149,122 @@ class Need:
         """G - W - S - E - D on the trainer's device: left for activations, and for a KV cache that is awake."""
         beside = 0 if self.apart else self.served + self.engine
         return self.trainer - CONTEXT_BYTES - self.own - self.state - self.gradients - self.temporaries - beside
+
+
+class _Weights(NamedTuple):
+    """Parameters that are trained, and the bytes of all weights."""
+
+    served: float  # bytes of vLLM's weights on one GPU, and its slot for an adapter
+    own: float  # bytes of the trainer's weights beside them
+    trained: float  # parameters that one rank trains
+    trained_by_all: float  # parameters that all ranks of a replica train
+
+
+def _weights(size: ModelSize, config: TrainConfig, num_ranks: int) -> _Weights:
+    """Return what vLLM and the trainer hold of the model on one of `num_ranks` GPUs."""
+    of_one_rank = size.num_params / num_ranks
+    adapter = copy = own = 0
+    if config.mode == "lora_only":
+        adapter = config.lora.r * size.dimensions.adapted(experts=config.lora.has_experts)
+        if config.lora.handover == "disk":
+            own += adapter
+            if num_ranks > 1:  # one process cannot train on parts, and has the whole base beside them
+                own += size.num_params
+    if config.mode == "none":
+        copy = size.num_params
+        own += copy
+    if config.loss.reference_model is not None:
+        own += size.num_params
+    return _Weights(
+        served=BF16_BYTES * (of_one_rank + size.num_untrained / num_ranks + adapter),
+        own=BF16_BYTES * own,
+        trained=adapter or copy or of_one_rank,
+        trained_by_all=adapter or copy or size.num_params,
+    )
+
+
+class _Tokens(NamedTuple):
+    """Tokens that are computed at once."""
+
+    sequence: int  # a prompt and its completion
+    update: int  # of one replica, in all slices
+    least: int  # the smallest micro-batch worth training with, or the slice of it
+    most: int  # the largest one
+
+
+def _tokens(config: TrainConfig) -> _Tokens:
+    """Return the tokens of an update, and of its micro-batches."""
+    slices = config.context_parallel_size
+    sequence = sequence_tokens(config.sampling)
+    num_sequences = slices * config.rollouts.batch_size // config.optimizer.updates_per_batch // config.replicas
+    update = sequence * num_sequences
+    least, most = micro_batch_tokens(sequence, update, config.optimizer, config.compute, slices)
+    return _Tokens(sequence, update, least, most)
+
+
+class _OptimizerState(NamedTuple):
+    """Bytes of the optimizer's state, and of what an update needs beside activations."""
+
+    on_device: float  # state
+    on_host: float  # state and master in the memory of one host
+    gradients: float  # as many as exist at once
+    sums: float  # added to them by float32 sums
+    temporaries: float  # logits of one block, the head's gradient before it is added to the others, a released step
+
+
+def _optimizer_state(widths: Dimensions, config: TrainConfig, weights: _Weights, tokens: _Tokens) -> _OptimizerState:
+    """Return what the optimizer holds, and the gradients that it steps with."""
+    optimizer = config.optimizer
+    per_parameter = BytesPerParameter.of(optimizer.name, offload=optimizer.offload, release=optimizer.gradient_release)
+    gradients = weights.trained * per_parameter.gradient
+    if optimizer.gradient_release:
+        num_copies = EXCHANGED if config.replicas > 1 else 1
+        gradients = num_copies * BF16_BYTES * min(widths.largest, weights.trained)
+    num_micro_batches = tokens.update / (config.context_parallel_size * tokens.least)
+    temporaries = LOGITS_BYTES
+    if config.mode != "lora_only":
+        temporaries += BF16_BYTES * widths.vocabulary * widths.hidden
+    if optimizer.steps_in_backward:
+        temporaries += STEP_BYTES * min(STEP_ELEMENTS, widths.largest)
+    return _OptimizerState(
+        on_device=weights.trained * per_parameter.device / config.replicas,
+        on_host=weights.trained_by_all * per_parameter.host / config.hosts,
+        gradients=gradients,
+        sums=weights.trained * per_parameter.gradient if num_micro_batches > FEW else 0,
+        temporaries=temporaries,
+    )
+
+
+class _Activations(NamedTuple):
+    """Bytes that a forward pass keeps for its backward pass."""
+
+    least: float  # of the smallest micro-batch, recomputed and on the host if allowed
+    most: float  # of the largest one, kept if allowed
+    on_host: float  # in the memory of one host
+
+
+def _activations(widths: Dimensions, config: TrainConfig, tokens: _Tokens, host_left: float) -> _Activations:
+    """Return what micro-batches keep, with `host_left` bytes of the host's memory beside the optimizer's state."""
+    recompute = config.compute.gradient_checkpointing
+    on_host = config.gpus * PINNED * kept_bytes(widths, tokens.least)
+    offload = config.compute.activation_offload
+    if offload is None:
+        is_long = tokens.sequence > config.context_parallel_size * LEAST_TOKENS
+        has_room = on_host <= HOST_SHARE * host_left
+        offload = is_long and has_room and recompute is not False and config.mode != "none"
+    return _Activations(
+        least=activation_bytes(widths, tokens.least, recomputed=recompute is not False, on_host=offload),
+        most=activation_bytes(widths, tokens.most, recomputed=recompute is True),
+        on_host=on_host if offload else 0,
+    )
+
+
+def _engine(widths: Dimensions, gpu_bytes: float) -> float:
+    """Return the bytes of vLLM's context, buffers and CUDA graphs on a GPU of this size."""
+    forward = ENGINE_TOKENS * BF16_BYTES * (3 * widths.active + 4 * widths.hidden)
+    sampler = ENGINE_SEQUENCES * SAMPLER_BYTES * widths.vocabulary
+    share_of_buffers = min(gpu_bytes / ENGINE_GPU_BYTES, 1)
+    return CONTEXT_BYTES + CUDA_GRAPHS_BYTES + share_of_buffers * (forward + sampler)
 
 
 @dataclass(frozen=True, kw_only=True)
