@@ -4,7 +4,7 @@ Not covered: what makes a folder a whole checkpoint, and the optimizer's state (
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain, count
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from bridge.config import CheckpointConfig
 from bridge.core import atomic_folder, json_lines
 from bridge.core.interrupt import deferred_interrupt
 from bridge.engine.policy import Policy
-from bridge.errors import RankError
+from bridge.errors import RankError, UsageError
 from bridge.types import Group, TrainedProblems
 
 
@@ -92,10 +92,14 @@ class Checkpoints:
         return self._saved[self.step]
 
     def rescue(self) -> None:
-        """Save what was published; if a rank was lost, without the optimizer's state."""
+        """Save what was published; without the optimizer's state if a rank was lost or the disk has no room for it.
+
+        Raises:
+            UsageError: there was no room for the whole checkpoint.
+        """
         try:
             if not self._ranks.is_broken and not self.is_torn():
-                self.save()
+                self._save_what_fits()
         except RankError:  # a rank was lost
             if not self._ranks.is_broken:
                 raise
@@ -104,8 +108,10 @@ class Checkpoints:
         if self._ranks.tp_size > 1:
             self._run.note("weights of other tensor-parallel ranks were lost: continue from the last checkpoint")
         elif self._ranks.is_rank_zero and not self._is_half_written:
-            folder = self._save_weights()
-            self._run.note(f"the weights of step {self.step}, without the optimizer's state, are in {folder}")
+            folder = self._weights_folder()
+            with atomic_folder.write(folder, replaceable=lambda _: False) as scratch:
+                self._policy.mode.save(scratch)
+            self._note_weights(folder)
 
     def pin(self, folder: Path) -> None:
         """Keep one for as long as the run lasts, because a server was started with it."""
@@ -122,14 +128,26 @@ class Checkpoints:
         kept = {*checkpoint.keep_last(free, self._choices.keep_last), *self._pinned}
         return {number: path for number, path in saved.items() if path in kept}
 
-    def _save_weights(self) -> Path:
-        """Save the weights alone, as a model and not as a checkpoint to resume from, and return the folder."""
+    def _save_what_fits(self) -> None:
+        """Save a checkpoint; if that is impossible, save the weights alone, if these can be, and raise the reason."""
+        try:
+            self.save()
+        except UsageError:
+            folder = self._ranks.run_on_rank_zero(self._weights_folder)
+            with suppress(UsageError):
+                self._policy.save(folder)
+                if self._ranks.is_rank_zero:
+                    self._note_weights(folder)
+            raise
+
+    def _weights_folder(self) -> Path:
+        """Return a new folder for the weights alone: a model, and not a checkpoint to resume from."""
         name = f"weights_{self._prefix}{self.step}"
         names = chain([name], (f"{name}-{number}" for number in count(2)))  # an earlier run may have ended there, too
-        folder = next(path for name in names if not (path := self._run.writable(self._folder / name)).exists())
-        with atomic_folder.write(folder, replaceable=lambda _: False) as scratch:
-            self._policy.mode.save(scratch)
-        return folder
+        return next(path for name in names if not (path := self._run.writable(self._folder / name)).exists())
+
+    def _note_weights(self, folder: Path) -> None:
+        self._run.note(f"the weights of step {self.step}, without the optimizer's state, are in {folder}")
 
     def _progress(self) -> Progress:
         seed, problems = self.order or (None, None)

@@ -1,5 +1,6 @@
 """The trainer against a fake server: its steps, and what each way of ending leaves behind."""
 
+import errno
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from bridge.checkpoints import checkpoint
 from bridge.checkpoints.metrics import RECORDED
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import TrainConfig
-from bridge.core import json_lines
+from bridge.core import atomic_folder, json_lines
 from bridge.engine import measuring
 from bridge.errors import AttachError, BridgeError, RewardError, ServerUnreachableError, UsageError
 from bridge.learn import policy_loss
@@ -304,6 +305,31 @@ def test_a_mistake_of_ours_costs_no_published_step(
         monkeypatch.setattr("bridge.passes.budget.packs", broken)
         run.stopped(error)
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
+
+
+@pytest.mark.parametrize("full_for", ["optimizer", "model.safetensors"])
+def test_a_disk_too_full_for_a_checkpoint_keeps_the_weights(
+    running: Running, monkeypatch: pytest.MonkeyPatch, full_for: str
+) -> None:
+    """The server, and with it the weights, may end with the run."""
+    fsync = atomic_folder._fsync
+
+    def full(path: Path) -> None:
+        if path.name == full_for:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(path)
+
+    with running() as run:
+        monkeypatch.setattr(atomic_folder, "_fsync", full)
+        error = run.stopped(UsageError)
+        saved = run.folder / "saved"
+        assert isinstance(error, UsageError)
+        assert error.message.startswith(f"cannot write {saved / 'step_3'}: [Errno 28] No space left on device (after ")
+        if full_for == "optimizer":
+            weights = saved / "weights_step_3"
+            assert run.notes == [f"the weights of step 3, without the optimizer's state, are in {weights}"]
+            run.check_saved("weights_step_3")
+        assert [path.name for path in saved.iterdir()] == (["weights_step_3"] if full_for == "optimizer" else [])
 
 
 @pytest.mark.parametrize("score", [lambda _: math.nan, lambda _: 1 / 0, lambda _: "1"])
