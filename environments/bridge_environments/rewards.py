@@ -1,10 +1,10 @@
 r"""Rewards that are chosen by name, `--reward math,format=0.2,my.py:brief`, and summed by their weights.
 
 An answer is *marked* by `####` in front of it, up to the end of the line, or by `\boxed{...}` around it; the last mark
-counts, and none inside `<think>...</think>`. math-verify decides what is equal, by its defaults, but for small numbers
-(`_is_equal`), emphasis, words behind a number, mixed numbers, thousands separators and scientific notation
-(`_tidied`). It has no time limit here, and evaluates a formula such as `10^10^10`: `bridge/scoring` ends what takes
-too long.
+counts, and none inside `<think>...</think>`. A heading such as `#### Answer` above other text is no mark. math-verify
+decides what is equal, by its defaults, but for small numbers (`_is_equal`), emphasis, words behind a number, mixed
+numbers, thousands separators and scientific notation (`_tidied`). It has no time limit here, and evaluates a formula
+such as `10^10^10`: `bridge/scoring` ends what takes too long.
 """
 
 import difflib
@@ -26,7 +26,9 @@ from bridge.errors import RewardError, UsageError
 from bridge.scoring.score import as_reward, limit_note
 from bridge.types import Problem
 
-MARK = re.compile(r"####(?=(?P<line>[^\n]*))|\\(?:boxed|fbox)\s*\{")
+HEADING = r"[^\d\\\n]{0,100}+\n\s*\S"
+"""What follows `####` in a heading of Markdown: a short line without a number, and text below it."""
+MARK = re.compile(rf"####(?!{HEADING})(?=(?P<line>[^\n]*))|\\(?:boxed|fbox)\s*\{{")
 EMPHASIS = re.compile(r"(?<![\w})\\*_`])(([*_`])\2{0,2})(?!\2|\s)(.+?)(?<!\s)\1(?![\w{*_`])")
 """Markdown's `**bold**`, `_italic_` and code; a product such as `2*3*4` is none, nor is an index such as `a_1`."""
 MARKUP = re.compile(r"^\*+|\*+$|\\\$|\$|\\\(|\\\)|\\\[|\\\]")

@@ -103,6 +103,16 @@ def test_equal_numbers_and_formulae_are_right(answer: object, completion: str) -
     assert rewards.is_right(answer, completion)
 
 
+@pytest.mark.parametrize("heading", ["#### Final answer", "#### **Answer:**", "####", "##### So"])
+def test_a_heading_above_text_is_no_mark(heading: str) -> None:
+    for answer in ("The answer is 1234.", "**1234**", r"\[ 1234 \]", r"\boxed{1234}"):
+        assert rewards.is_right("1234", f"12 and 34\n\n{heading}\n\n{answer}")
+    assert not rewards.is_right("1234", f"1234\n{heading}\n\nIt is 12.")
+    assert not rewards.is_right("1234", f"1234\n{heading}\n\n")
+    assert not rewards.is_marked({"prompt": "q"}, f"{heading}\n\n1234")
+    assert rewards.is_right("1234", f"#### 1234\n{heading}\n\nThat was 1 answer.")
+
+
 @pytest.mark.parametrize("written", ["3/4", "**3/4**", "*3/4*", "***3/4***", "__3/4__", "_3/4_", "`3/4`"])
 @pytest.mark.parametrize(
     "completion", ["Final answer: {}", "The answer is {}.", "{}", "#### {}", "#### It is {}, as shown", r"\boxed{{{}}}"]
