@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def texts() -> Iterator[tuple[Path, str]]:
         yield from ((page, code) for code in (*FENCED.findall(text), *CODE.findall(LINK.sub("", FENCED.sub("", text)))))
 
 
+@cache
 def exists(name: str, near: Path) -> bool:
     """Return whether `name` is a file relative to a parent folder of `near` or to a package."""
     path, _, test = name.partition("::")
@@ -60,6 +62,7 @@ def exists(name: str, near: Path) -> bool:
     return any(not test or f"def {test}(" in file.read_text() for file in paths)
 
 
+@cache
 def flags_of(command: str) -> set[str]:
     """Return the flags of a command, including hidden ones."""
     context = main.LazyCommand(command, *main.COMMANDS[command]).make_context(command, [], resilient_parsing=True)
@@ -78,8 +81,12 @@ def stale(text: str, near: Path) -> Iterator[str]:
             yield f"bridge {command}"
         else:
             yield from (f"bridge {command} {flag}" for flag in FLAG.findall(arguments) if flag not in flags_of(command))
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    yield from (f"make {target}" for target in TARGET.findall(text) if target not in targets)
+    yield from (f"make {target}" for target in TARGET.findall(text) if target not in make_targets())
+
+
+@cache
+def make_targets() -> list[str]:
+    return re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def test_what_is_named_exists() -> None:

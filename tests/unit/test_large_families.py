@@ -21,6 +21,7 @@ LEAST_PARAMETERS = 100_000_000
 ALL = {**FAMILIES, **ON_GPUS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ALL)
 def test_sizes_of_a_large_family_fit_together(family: str, tmp_path: Path) -> None:
     config = large(ALL[family]())
@@ -41,6 +42,7 @@ def test_a_large_family_keeps_its_peculiarities(family: str) -> None:
         assert tower.head_dim * tower.num_attention_heads == tower.hidden_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma", "Gemma 2", "Granite"])
 def test_a_large_family_is_sure_of_no_token(family: str, tmp_path: Path) -> None:
     """Updates show in log-probabilities, and those of a model that repeats each token stay 0."""
