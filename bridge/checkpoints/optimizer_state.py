@@ -73,7 +73,14 @@ def write(folder: Path | None, trained: Mapping[str, nn.Parameter], optimizer: "
 
 
 def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: "InPlaceOptimizer | WholeState") -> None:
-    """Load what `write` wrote; the hyperparameters stay the optimizer's own.
+    """Load what `write` wrote; the hyperparameters stay the optimizer's own. Raises as `checked` does."""
+    checked(folder, trained, optimizer)()
+
+
+def checked(
+    folder: Path, trained: Mapping[str, nn.Parameter], optimizer: "InPlaceOptimizer | WholeState"
+) -> Callable[[], None]:
+    """Check what `write` wrote, and return what loads it.
 
     Raises:
         CheckpointError: the checkpoint has no optimizer state, a damaged one, or one of another kind of optimizer.
@@ -86,13 +93,17 @@ def read(folder: Path, trained: Mapping[str, nn.Parameter], optimizer: "InPlaceO
     stored = {key: text for file in files for key, text in headers(file).items()}
     expected = {key: describe(part) for key, part in _named_tensors(state.steps, trained, optimizer.parts)}
     refuse_misfits(str(path), stored, expected)
-    optimizer.reset({trained[name]: step for name, step in state.steps.items()})
-    for name in files:
-        with safe_open(name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  no mapping
-                parameter, _, part = key.rpartition(".")
-                optimizer.put(trained[parameter], {part: file.get_tensor(key)})
-    _set_random(state)
+
+    def load() -> None:
+        optimizer.reset({trained[name]: step for name, step in state.steps.items()})
+        for name in files:
+            with safe_open(name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  no mapping
+                    parameter, _, part = key.rpartition(".")
+                    optimizer.put(trained[parameter], {part: file.get_tensor(key)})
+        _set_random(state)
+
+    return load
 
 
 def write_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -111,8 +122,8 @@ def write_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     torch.save(states, folder / FOLDER / POSITIONS)
 
 
-def read_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load what `write_foreign` wrote; raises as `read` does."""
+def checked_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Check what `write_foreign` wrote, and return what loads it; raises as `checked` does."""
     path = folder / FOLDER / POSITIONS
     states = _by_position(path) if path.is_file() else []
     if path.is_file() and [which for which, _, _ in states] != [*_described(model, optimizer)]:
@@ -121,11 +132,15 @@ def read_foreign(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
             hint="make the optimizer as before",
         )
     state = _read_state(folder, _kind(optimizer))
-    for parameter, (_, stored, on_device) in zip(parameters(optimizer), states, strict=True):
-        optimizer.state[parameter] = {
-            key: value.to(parameter.device) if key in on_device else value for key, value in stored.items()
-        }
-    _set_random(state)
+
+    def load() -> None:
+        for parameter, (_, stored, on_device) in zip(parameters(optimizer), states, strict=True):
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device) if key in on_device else value for key, value in stored.items()
+            }
+        _set_random(state)
+
+    return load
 
 
 def _by_position(path: Path) -> list[tuple[Any, dict[str, Any], list[str]]]:

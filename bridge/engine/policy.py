@@ -28,7 +28,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
@@ -409,6 +409,7 @@ class Policy:
         The completion ends as a sampled one does: after chat messages by the token that ends a turn in the model's chat
         template, else by the end-of-sequence token. Its log-probabilities are unknown (NaN).
         """
+        self._refuse_closed("encode")
         ids = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"]]
         end = self.tokenizer.eos_token_id
         if not isinstance(prompt, str) and self._vocabulary.end_id is not None:
@@ -448,6 +449,7 @@ class Policy:
             UsageError: a sample is invalid.
             UnsupportedModelError: packing does change it.
         """
+        self._refuse_closed("pack")
         samples = checked(samples, self.opened.model.get_input_embeddings())
         self.prepared.prove_images(samples)
         return packs(samples, max_tokens=max_tokens, device=self.device, share_prompts=self.prepared.shares_prompts)
@@ -460,6 +462,7 @@ class Policy:
 
         Shapes: -> [N] float32, [N] float32.
         """
+        self._refuse_closed("logprobs")
         if not filters(self.sampling):  # a teacher, say, of a student that is filtered
             batch = replace(batch, kept=None)
         return self.prepared.logprobs(batch, self.sampling.temperature)
@@ -540,6 +543,7 @@ class Policy:
                     "policy.optim_step: there are no gradients",
                     hint="call policy.forward_backward(samples) before it",
                 )
+            _refuse_in_flight("optim_step", in_flight)
             if self._sleep is not None and in_flight is not None:
                 raise UsageError(
                     f"in_flight={in_flight!r} has no effect: forward_backward has paused the server already, for the"
@@ -580,6 +584,7 @@ class Policy:
         self._refuse_to_write()
         with self._alone("train_step"):
             self._refuse_half_written("train_step")
+            _refuse_in_flight("train_step", in_flight)
             trainable = self.trainable
             trainable.set_step(lr, max_norm)
             call = self._gradients(samples, loss, old_logprobs, are_own=are_own)
@@ -621,6 +626,7 @@ class Policy:
         Raises:
             UsageError: there is no such optimizer, or a number is out of range.
         """
+        self._refuse_closed("optimizer")
         given = [*(self.parameters() if params is None else params)]
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         defaults = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
@@ -652,6 +658,8 @@ class Policy:
         with self._alone("update"):
             self._refuse_half_written("update")
             self._refuse_several_ranks("update", "policy.optim_step")
+            _refuse_in_flight("update", in_flight)
+            _refuse_no_optimizer("update", optimizer)
             norm = clip_gradients(optimizer, max_norm, self.parameters())
             if isinstance(optimizer, InPlaceOptimizer):
                 optimizer.allocate()  # running out of memory inside the fence would leave the weights half-written
@@ -679,6 +687,7 @@ class Policy:
                 f"policy.publish: write is {described(write)}, expected a function",
                 hint="policy.publish(lambda: None) publishes what is in the parameters",
             )
+        _refuse_in_flight("publish", in_flight)
         with self._alone("publish"), self._window("publish", Update(in_flight=in_flight)) as window:
             write()
         return window.times
@@ -726,7 +735,8 @@ class Policy:
         Raises:
             UsageError: there is something else at `folder`, or the disk refuses.
         """
-        target = paths.expanded(folder)
+        target = path_of("policy.save_state: folder", folder)
+        _refuse_step("save_state", step)
         progress = self._progress(step, target.parent)
         with self._alone("save_state"):
             self._refuse_half_written("save_state")
@@ -743,7 +753,7 @@ class Policy:
             CheckpointError: it is damaged, or has no state of such an optimizer; nothing was loaded.
             UsageError: it is of another model or of another optimizer, or the policy only reads.
         """
-        source = checkpoint.read(paths.expanded(folder))
+        source = checkpoint.read(path_of("policy.load_state: folder", folder))
         with self._alone("load_state"):
             self.read_state(source, has_optimizer=has_optimizer)
         return source
@@ -770,21 +780,28 @@ class Policy:
     def read_state(self, source: SavedCheckpoint, *, has_optimizer: bool) -> None:
         """Load a checkpoint whose bytes are checked: `load_state` and `bridge run --resume`."""
         self._refuse_to_write()
-        if has_optimizer:
-            optimizer_state.read(source.folder, self.trainable.weights, self.trainable.state)
-        self._restore("load_state", source)
+        trainable = self.trainable if has_optimizer else None
+        if trainable is None:
+            self._restore("load_state", source)
+        else:
+            load = optimizer_state.checked(source.folder, trainable.weights, trainable.state)
+            self._restore("load_state", source, load)
         self._num_calls = source.progress.samples_drawn
 
-    def _restore(self, call: str, source: SavedCheckpoint) -> None:
+    def _restore(self, call: str, source: SavedCheckpoint, load_optimizer: Callable[[], None] | None = None) -> None:
+        """Load the weights, then the optimizer's state; both stay as they were if the server is gone."""
         self._wake(UsageError("other weights are loaded before optim_step", hint="repeat the passes"))
         self._drop_gradients()  # they are of other weights
-        try:
-            self.mode.restore(source.folder, version=source.progress.weight_version)
-        except BaseException:
-            if self.mode.is_half_written:
-                self._failed = f"policy.{call}"
-            raise
-        self._failed = ""
+        with deferred_interrupt():
+            try:
+                self.mode.restore(source.folder, version=source.progress.weight_version)
+            except BaseException:
+                if self.mode.is_half_written:
+                    self._failed = f"policy.{call}"
+                raise
+            self._failed = ""
+            if load_optimizer is not None:
+                load_optimizer()
 
     def _send_weights(self) -> None:
         """Send this part of the first replica's weights to the rank that saves them."""
@@ -817,7 +834,11 @@ class Policy:
         Raises:
             UsageError: there is something at `folder`, neither a folder nor a step was given, or the disk refuses.
         """
-        target = None if folder is None else paths.expanded(folder)
+        target = None if folder is None else path_of("policy.save: folder", folder)
+        if step is not None:
+            _refuse_step("save", step)
+        if optimizer is not None:
+            _refuse_no_optimizer("save", optimizer)
         if step is None and (target is None or optimizer is not None):
             raise UsageError(
                 "policy.save has neither a folder nor a step"
@@ -869,6 +890,8 @@ class Policy:
             CheckpointError: it has no state of such an optimizer.
         """
         self._refuse_to_write()
+        if optimizer is not None:
+            _refuse_no_optimizer("resume", optimizer)
         with self._alone("resume"):
             prefix = self.mode.checkpoint_prefix
             newest = self.ranks.run_on_rank_zero(lambda: self._run_folder.newest(prefix))
@@ -878,8 +901,7 @@ class Policy:
                 self.read_state(newest, has_optimizer=True)
             else:
                 self._refuse_several_ranks("resume(OPTIMIZER)", "policy.resume()")
-                self._run_folder.load(newest, optimizer, model=self.model)
-                self._restore("resume", newest)
+                self._restore("resume", newest, self._run_folder.checked(newest, optimizer, model=self.model))
                 self._num_calls = newest.progress.samples_drawn
             return newest.progress.step
 
@@ -894,6 +916,7 @@ class Policy:
         Raises:
             UsageError: a value is no number, the step is not after the last one, or the run directory cannot be used.
         """
+        self._refuse_closed("log")
         if self.ranks.is_rank_zero:
             self._run_folder.log(step, groups, metrics, version=self.version, device=self.device.type)
 
@@ -944,13 +967,16 @@ class Policy:
                 f"policy.{call}: process {self._pid} made this policy, and process {os.getpid()} was forked from it",
                 hint=f"call it in process {self._pid}, or attach in this one: bridge.attach(reads_only=True)",
             )
-        if self._closed:
-            raise UsageError(f"policy.{call}: the policy is closed", hint="attach again: bridge.attach()")
+        self._refuse_closed(call)
         if self._current is not None and self._current[0] == threading.get_ident():
             raise UsageError(
                 f"policy.{call} was called inside policy.{self._current[1]} of the same policy",
                 hint=f"call it before or after policy.{self._current[1]}",
             )
+
+    def _refuse_closed(self, call: str) -> None:
+        if self._closed:
+            raise UsageError(f"policy.{call}: the policy is closed", hint="attach again: bridge.attach()")
 
     def _refuse_to_sample(self) -> None:
         """Raise unless the server may generate for this thread: a request to a paused server would wait for its limit.
@@ -1149,6 +1175,34 @@ def _refuse_arguments(prompts: object, score: object, seed: object, chat_templat
                 f"policy.sample: {name} is {described(value)}, expected {words}",
                 hint="policy.sample(prompts, score, seed=1)",
             )
+
+
+def _refuse_in_flight(call: str, in_flight: object) -> None:
+    if in_flight is not None and in_flight not in get_args(InFlight):
+        raise UsageError(
+            f"policy.{call}: in_flight is {in_flight!r}, expected one of {', '.join(get_args(InFlight))}",
+            hint='in_flight="keep" lets requests continue with the new weights',
+        )
+
+
+def _refuse_step(call: str, step: object) -> None:
+    if type(step) is not int or step < 0:
+        raise UsageError(f"policy.{call}: step is {step!r}, expected an integer from 0", hint=f"policy.{call}(step=8)")
+
+
+def _refuse_no_optimizer(call: str, optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"policy.{call}: optimizer is {described(optimizer)}, expected an optimizer of torch or of Bridge",
+            hint="policy.optimizer(lr=1e-6)",
+        )
+
+
+def path_of(name: str, given: object) -> Path:
+    """Return an argument as a path; UsageError if it is none."""
+    if not isinstance(given, str | os.PathLike):
+        raise UsageError(f"{name} is {described(given)}, expected a path", hint="pass a str or a pathlib.Path")
+    return paths.expanded(Path(given))
 
 
 def _changed(sampling: SamplingConfig, parameters: Mapping[str, Any]) -> SamplingConfig:

@@ -20,7 +20,8 @@ from bridge.checkpoints import checkpoint, optimizer_state
 from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.checkpoints.run_directory import RunDirectory, write_json
 from bridge.config import SamplingConfig
-from bridge.core import json_lines
+from bridge.core import json_lines, mark
+from bridge.core.foreign_code import described
 from bridge.engine import measuring, provenance
 from bridge.errors import UsageError
 from bridge.learn.mismatch import share
@@ -83,7 +84,7 @@ class RunFolder:
         """Add a fence to the step that is logged next."""
         self._fences = [*self._fences[-99:], times]
 
-    def log(self, step: int, groups: Sequence[Group], given: Mapping[str, Any], *, version: int, device: str) -> None:
+    def log(self, step: int, groups: Any, given: Mapping[str, Any], *, version: int, device: str) -> None:
         """Append the line of `step`: what is measured, and what is `given`, which has precedence.
 
         Raises:
@@ -91,6 +92,10 @@ class RunFolder:
         """
         if type(step) is not int or step < 0:
             raise UsageError(f"step is {step!r}, expected an integer from 0", hint="policy.log(STEP, loss=loss)")
+        if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):
+            raise UsageError(
+                f"groups is {described(groups)}, expected a list of bridge.Group", hint="policy.log(STEP, groups)"
+            )
         if self._step is not None and step <= self._step:
             raise UsageError(f"step {step} comes after step {self._step}", hint="log each step once, in order")
         values = {name: _number(name, value) for name, value in given.items()}
@@ -130,17 +135,18 @@ class RunFolder:
 
         return checkpoint.save(folder, fill, progress)
 
-    def load(self, source: SavedCheckpoint, optimizer: torch.optim.Optimizer, *, model: nn.Module) -> None:
-        """Load any optimizer's state and torch's random state from a checkpoint; hyperparameters stay the optimizer's.
+    def checked(
+        self, source: SavedCheckpoint, optimizer: torch.optim.Optimizer, *, model: nn.Module
+    ) -> Callable[[], None]:
+        """Return what loads any optimizer's state and torch's random state; hyperparameters stay the optimizer's.
 
         Raises:
             CheckpointError: the checkpoint has no state, or that of another kind of optimizer.
             UsageError: it is of other parameters; nothing was loaded.
         """
         if isinstance(optimizer, InPlaceOptimizer):
-            optimizer_state.read(source.folder, _trained(model, optimizer), optimizer)
-        else:
-            optimizer_state.read_foreign(source.folder, model, optimizer)
+            return optimizer_state.checked(source.folder, _trained(model, optimizer), optimizer)
+        return optimizer_state.checked_foreign(source.folder, model, optimizer)
 
     def newest(self, prefix: str) -> SavedCheckpoint | None:
         """Open the run directory again, and return its newest whole checkpoint; lines of later steps are moved aside.
@@ -152,6 +158,12 @@ class RunFolder:
             raise UsageError("there is no run to resume", hint='name its folder: bridge.attach(run_dir="runs/NAME")')
         if self._run is not None:
             raise UsageError("this run has begun already", hint="call policy.resume before policy.log and policy.save")
+        if (kind := mark.kind_of(self._given)) not in {KIND, None}:
+            raise UsageError(
+                f"{self._given} is a {kind} of Bridge, expected the run directory of a loop: its configuration would be"
+                " replaced",
+                hint="name another run_dir; policy.load_state(CHECKPOINT) loads a checkpoint of any run",
+            )
         newest, passed_over = checkpoint.newest(_save_path(self._given), prefix)
         for line in passed_over:
             self._note(f"passed over: {line}")

@@ -366,7 +366,7 @@ def test_odd_content_of_torchs_optimizer_is_one_line(case: str, tmp_path: Path) 
     ODD_CONTENT[case](path)
     before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
     with pytest.raises(CheckpointError) as caught:
-        optimizer_state.read_foreign(tmp_path, model, optimizer)
+        optimizer_state.checked_foreign(tmp_path, model, optimizer)
     assert caught.value.message == f"{path} cannot be used: it is damaged"
     assert not path.with_name("ran").exists()
     assert all(torch.equal(before[key], value) for key, value in optimizer.state[model.weight].items())

@@ -3,12 +3,11 @@
 Not covered: a real server (`tests/cpu/test_library.py`).
 """
 
-import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -175,12 +174,54 @@ def test_ctrl_c_during_an_update_drops_the_gradients_too(policy: bridge.Policy) 
     class Interrupted(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step(closure)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         with_gradients(policy).update(Interrupted(policy.parameters(), lr=1.0))
     assert policy.version == 1
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "save_state, folder": (lambda policy: policy.save_state(3), r"save_state: folder is 3, expected a path"),
+    "load_state, folder": (lambda policy: policy.load_state(None), "load_state: folder is None, expected a path"),
+    "save, folder": (lambda policy: policy.save(b"x"), "save: folder is b'x', expected a path"),
+    "save_state, text as step": (
+        lambda policy: policy.save_state("new", step="x"),
+        "save_state: step is 'x', expected",
+    ),
+    "save, negative step": (lambda policy: policy.save(step=-1), "save: step is -1, expected an integer from 0"),
+    "save, flag as step": (lambda policy: policy.save(step=True), "save: step is True, expected an integer from 0"),
+    "save, optimizer": (lambda policy: policy.save(step=1, optimizer="adamw"), "save: optimizer is 'adamw', expected"),
+    "resume, optimizer": (lambda policy: policy.resume("adamw"), "resume: optimizer is 'adamw', expected"),
+    "update, optimizer": (lambda policy: policy.update(None), "update: optimizer is None, expected"),
+    "log, groups": (lambda policy: policy.log(1, "abc"), "groups is 'abc', expected a list of bridge.Group"),
+    "log, entry of groups": (lambda policy: policy.log(1, [1]), r"groups is \[1\], expected a list of bridge.Group"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_named_in_one_line(policy: bridge.Policy, name: str) -> None:
+    call, words = WRONG_ARGUMENTS[name]
+    with pytest.raises(UsageError, match=words) as refused:
+        call(policy)
+    assert "\n" not in refused.value.message
+    assert "pause" not in calls(policy)
+
+
+@pytest.mark.parametrize("call", ["publish", "update", "train_step", "optim_step"])
+def test_an_unknown_in_flight_is_refused_before_the_fence(policy: bridge.Policy, call: str) -> None:
+    before, samples, unknown = weights(policy), [policy.encode("a", "b")], {"in_flight": cast("Any", "zz")}
+    choices: dict[str, Callable[[], object]] = {
+        "publish": lambda: policy.publish(lambda: None, **unknown),
+        "update": lambda: with_gradients(policy).update(policy.optimizer(lr=1e-3), **unknown),
+        "train_step": lambda: policy.train_step(samples, **unknown),
+        "optim_step": lambda: (policy.forward_backward(samples), policy.optim_step(**unknown)),
+    }
+    with pytest.raises(UsageError, match=f"{call}: in_flight is 'zz', expected one of keep, wait, abort"):
+        choices[call]()
+    assert "pause" not in calls(policy)
+    assert all(map(torch.equal, before, weights(policy)))
 
 
 @pytest.mark.parametrize("one", ["say 1:", {"prompt": "say 1:", "answer": "1"}, [{"role": "user", "content": "1"}]])

@@ -146,6 +146,19 @@ def test_a_closed_policy_refuses_every_call(policy: bridge.Policy, tmp_path: Pat
     assert outcome(call, policy, tmp_path) == f"UsageError: policy.{call}: the policy is closed"
 
 
+@pytest.mark.parametrize("call", ["pack", "logprobs", "encode", "optimizer", "log"])
+def test_a_closed_policy_refuses_what_asks_no_server(policy: bridge.Policy, call: str) -> None:
+    samples = [policy.encode("a", "b")]
+    (batch,) = policy.pack(samples)
+    policy.close()
+    arguments: dict[str, tuple[object, ...]] = {
+        "pack": (samples,), "logprobs": (batch,), "encode": ("a", "b"), "optimizer": ("adamw",), "log": (1,)
+    }  # fmt: skip
+    given = {"lr": 1e-3} if call == "optimizer" else {}
+    with pytest.raises(UsageError, match=rf"policy\.{call}: the policy is closed"):
+        getattr(policy, call)(*arguments[call], **given)
+
+
 def in_fork(act: Callable[[], object]) -> int:
     """Return the exit status of a fork of this process that does `act` and leaves its blocks."""
     pid = os.fork()

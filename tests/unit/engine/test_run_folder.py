@@ -16,9 +16,11 @@ from torch import Tensor
 
 import bridge
 from bridge.checkpoints import checkpoint, export, optimizer_state
+from bridge.checkpoints.run_directory import RunDirectory
 from bridge.core import claim
-from bridge.errors import CheckpointError, UsageError
+from bridge.errors import CheckpointError, ServerUnreachableError, UsageError
 from bridge.modes import shared_vllm
+from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.types import Completion, Group
 from bridge_cli.report import page, record
 from tests.models import tiny
@@ -208,6 +210,43 @@ def test_each_start_of_a_loop_is_recorded(attach: Attach, tmp_path: Path) -> Non
     resumed.log(1, loss=0.0)
     starts = lines(tmp_path / "run" / "starts.jsonl")
     assert [start["torch"] for start in starts] == [torch.__version__] * 2
+
+
+def test_a_run_of_the_command_line_is_not_resumed(attach: Attach, tmp_path: Path) -> None:
+    """Its configuration would be replaced by a loop's, and `bridge run --resume` would end."""
+    run = RunDirectory.create(tmp_path / "run", environment="arithmetic", echo=lambda _: None)
+    run.config.write_text("{}")
+    with pytest.raises(UsageError, match="is a run of Bridge, expected the run directory of a loop"):
+        attach().resume()
+    assert run.config.read_text() == "{}"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_lost_server_leaves_the_optimizer_as_it_was(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Loading half of a checkpoint would continue from one step's weights with another's moments."""
+    policy = attach()
+    optimizer = policy.optimizer(lr=1e-2) if own else torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    step(policy, optimizer, 1)
+    policy.save(step=1, optimizer=optimizer)
+    policy.close()
+    resumed = attach()
+    fresh = resumed.optimizer(lr=1e-2) if own else torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    before, random = weights(resumed), torch.get_rng_state()
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise ServerUnreachableError("the server does not answer", hint="start it")
+
+    monkeypatch.setattr(FenceClient, "pause", lost)
+    with pytest.raises(ServerUnreachableError):
+        resumed.resume(fresh)
+    assert all(map(torch.equal, before, weights(resumed)))
+    assert torch.equal(random, torch.get_rng_state())
+    if isinstance(fresh, InPlaceOptimizer):
+        assert not any(fresh.num_updates(parameter) for parameter in resumed.parameters())
+    else:
+        assert not fresh.state
 
 
 def test_resuming_without_a_folder_or_too_late_is_refused(attach: Attach) -> None:
