@@ -28,7 +28,7 @@ from bridge.core import paths
 from bridge.core.address import free_port
 from bridge.core.foreign_code import described
 from bridge.engine.peft_settings import lora_of
-from bridge.engine.policy import Policy, note, warning
+from bridge.engine.policy import Policy, note, path_of, warning
 from bridge.errors import ManifestError, UsageError
 from bridge.learn import policy_loss as losses
 from bridge.learn import samples as learning
@@ -85,14 +85,18 @@ def attach(
         UsageError: these choices do not fit together, or another number of processes was started.
         ServerUnreachableError: the server does not answer.
     """
+    folder = None if run_dir is None else path_of("bridge.attach: run_dir", run_dir)
     try:
-        path_found = discovery.find(None if path is None else paths.expanded(path))
-    except ManifestError as error:  # whose hint is for the command line
+        path_found = discovery.find(None if path is None else path_of("bridge.attach: path", path))
+    except ManifestError as error:
+        if path is not None:
+            raise
+        # flags of the command line choose a server in the hint
         hint = re.sub(r"--vllm-config-path (\S+)", r'bridge.attach("\1")', error.hint)
         hint = hint.replace("name its file with --vllm-config-path", "name its file: bridge.attach(PATH)")
         raise ManifestError(error.message, hint=hint) from error
     exported = manifest.load(path_found)
-    adapter = None if lora is None else lora_of(lora)
+    adapter = None if lora is None else lora_of(lora, exported.model)
     sections = {
         "sampling": sampling, "compute": compute, "optimizer": optimizer, "loss": loss, "lora": adapter,
         "publishing": publishing,
@@ -102,10 +106,10 @@ def attach(
     held = ExitStack()
     try:
         ranks = ALONE if reads_only else _join(exported, held)
-        scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bridge-policy-")))
+        scratch = paths.temporary_folder("bridge-policy-")
+        held.callback(shutil.rmtree, scratch, ignore_errors=True)
         program = f"{Path(sys.argv[0]).name or 'python'} (pid {os.getpid()})"
         context = RunContext(name=program, scratch=scratch, note=note, ranks=ranks, reads_only=reads_only)
-        folder = None if run_dir is None else paths.expanded(run_dir)
         policy = Policy(config, context, run_dir=folder, held=held)
         if policy.version and not reads_only and lora is None and ranks.is_rank_zero:
             warning(
@@ -188,7 +192,7 @@ def serve(
     given = {"model": str(model), "port": free_port("127.0.0.1"), "vllm_config_path": folder / MANIFEST_NAME}
     try:
         if lora is not None:
-            adapter = lora_of(lora)
+            adapter = lora_of(lora, model)
             given |= {"max_lora_rank": adapter.r, "lora_experts": adapter.has_experts}
         command = prepare(ServeConfig.resolve({**given, **choices}), list(vllm_flags))
     except BaseException:  # there is no log to keep yet

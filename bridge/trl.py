@@ -12,9 +12,11 @@ Not covered, and refused by name: several processes, TRL's tools and environment
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, count, groupby
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
@@ -23,7 +25,7 @@ from bridge.engine.policy import Policy, warning
 from bridge.errors import GradientError, UsageError
 from bridge.optimizers.in_place import InPlaceOptimizer
 from bridge.rollouts.vocabulary import Vocabulary
-from bridge.trl_settings import check_version, refuse_other_adapter, refuse_settings, tokenizer_of
+from bridge.trl_settings import check_version, filters_of, refuse_other_adapter, refuse_settings, tokenizer_of
 
 
 def for_trl(
@@ -38,7 +40,8 @@ def for_trl(
     """Return arguments for `trl.GRPOTrainer`: model, tokenizer, rollouts, optimizer, and the callback with the fence.
 
     `args` is the trainer's `GRPOConfig`. Its learning rate, weight decay, betas and epsilon go to Bridge's AdamW, which
-    loses no update to bf16, and `max_completion_length` and `temperature` to the server.
+    loses no update to bf16, and `max_completion_length`, `temperature`, `top_p`, `top_k` and `min_p` to the server. The
+    loss is TRL's, over the whole vocabulary, whatever was sampled with.
 
     `callbacks`, `optimizers` and `processing_class` of your own belong here and not into the call of `GRPOTrainer`,
     where Python reports "got multiple values for keyword argument": they are returned with Bridge's. `optimizers` is a
@@ -64,7 +67,7 @@ def for_trl(
     policy.use_tokenizer(tokenizer)
     _use_server_eos_tokens(policy, Vocabulary.of(tokenizer, policy.config.model_name))
     return {
-        "model": policy.model,
+        "model": policy.model if policy.opened.adapter is None else policy.opened.adapter.peft_model,
         "processing_class": tokenizer,
         "rollout_func": _Rollouts(policy, args),
         "optimizers": (optimizer or _adamw(policy, args), scheduler),
@@ -85,6 +88,9 @@ class Fence(TrainerCallback):  # type: ignore[misc]
         self._skipped = 0
         """Steps in a row whose gradient was not finite."""
         policy.model.load_state_dict = self._load_inside
+        if (adapter := policy.opened.adapter) is not None:
+            adapter.peft_model.save_pretrained = self._save_adapter
+            adapter.peft_model.load_adapter = self._load_adapter
 
     def on_init_end(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
         """Refuse a trainer that was made with other settings or another model than `for_trl` got.
@@ -98,6 +104,9 @@ class Fence(TrainerCallback):  # type: ignore[misc]
                 hint="GRPOTrainer(**for_trl(policy, args), args=args)",
             )
         self._refuse_moved(model)
+        for module in self._policy.model.modules():
+            if isinstance(module, LoraLayer):  # a reference adapter, a copy of one whose B holds the scaling already
+                module.scaling.update(dict.fromkeys(module.scaling, 1.0))
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
         """Refuse what would train something else than the server's weights.
@@ -161,6 +170,20 @@ class Fence(TrainerCallback):  # type: ignore[misc]
             self._pending = {}
         return nn.modules.module._IncompatibleKeys([], [name for name in state_dict if name not in own])
 
+    def _save_adapter(self, save_directory: str | Path, **_: Any) -> None:
+        """Stand in for `save_pretrained` of PEFT's model, whose B would be multiplied by the scaling twice."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._policy.mode.save(folder)
+
+    def _load_adapter(self, model_id: str | Path, *_: Any, **__: Any) -> Any:
+        """Stand in for `load_adapter` of PEFT's model, by which the trainer resumes and loads its best checkpoint."""
+        adapter = self._policy.opened.adapter
+        assert adapter is not None, "this stands in for a method of an adapter's model"
+        adapter.check(Path(model_id))  # before the server pauses
+        self._policy.publish(lambda: adapter.load(Path(model_id)))
+        return nn.modules.module._IncompatibleKeys([], [])
+
     def _missing(self) -> list[str]:
         """Return the parameters that no file had so far, a tied one only if none of its names was found."""
         names: dict[int, list[str]] = {}
@@ -201,6 +224,7 @@ class _Rollouts:
         self._seed = args.seed
         self._template = args.chat_template_kwargs or {}
         self._parameters = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
+        self._parameters |= filters_of(args)
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
         """Return one completion for each prompt; TRL repeats a prompt for every completion that it wants.

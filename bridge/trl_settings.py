@@ -17,12 +17,15 @@ from bridge.rollouts.distribution import filters
 TESTED = "1.16", "1.17"
 """The first version of TRL that works, and the first that is untested."""
 UNUSED: dict[str, tuple[object, ...]] = {
-    "top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,),
-    "generation_kwargs": ({}, None), "cache_implementation": (None,), "use_vllm": (False,),
+    "repetition_penalty": (1.0,), "cache_implementation": (None,), "use_vllm": (False,),
     "use_transformers_continuous_batching": (False,), "use_transformers_paged": (False, None),
     "transformers_continuous_batching_config": ({}, None),
 }  # fmt: skip
 """Settings of TRL's `GRPOConfig` about generation that have no effect here -> the values that request nothing."""
+FILTERS: dict[str, tuple[object, ...]] = {"top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None)}
+"""Settings about generation that the server has, too -> the values that request nothing."""
+SAMPLES = "do_sample", True
+"""The entry of `generation_kwargs` that requests what `GRPOTrainer` does anyway."""
 VLLM = "vllm_"
 """Prefix of the settings of TRL's own vLLM, which have no effect either."""
 UNUSED_BY_ADAMW: dict[str, tuple[object, ...]] = {
@@ -49,8 +52,15 @@ def refuse_settings(policy: Policy, args: Any, *, own_optimizer: bool) -> None:
     _refuse_unused(args, UNUSED if own_optimizer else {**UNUSED, **UNUSED_BY_ADAMW})
     if chosen := filters(policy.sampling):
         raise UsageError(
-            f"the policy samples with {', '.join(chosen)}, and TRL computes its loss over the whole vocabulary",
-            hint="attach the policy without them",
+            f"the policy samples with {', '.join(chosen)}, and GRPOConfig chooses how TRL's trainer samples",
+            hint=f"attach without, and GRPOConfig({', '.join(f'{name}={value}' for name, value in chosen.items())})",
+        )
+    if (kept := filters_of(args)) and args.off_policy_mask_threshold is not None:
+        raise UsageError(
+            f"GRPOConfig has off_policy_mask_threshold={args.off_policy_mask_threshold} and"
+            f" {', '.join(f'{name}={value}' for name, value in kept.items())}: it would compare log-probabilities over"
+            " the tokens that these keep with those over all tokens",
+            hint="leave off_policy_mask_threshold out",
         )
     if args.world_size > 1:
         raise UsageError(f"{args.world_size} processes: one process trains a server", hint="start the script alone")
@@ -66,6 +76,23 @@ def refuse_settings(policy: Policy, args: Any, *, own_optimizer: bool) -> None:
     _check_device(policy, args)
 
 
+def filters_of(args: Any) -> dict[str, Any]:
+    """Return the filters that `args` samples with; those of `generation_kwargs` replace its own, as in TRL.
+
+    Raises:
+        UsageError: `generation_kwargs` has something else, which has no effect here.
+    """
+    given = dict(getattr(args, "generation_kwargs", None) or {})
+    unused = {name: value for name, value in given.items() if name not in FILTERS and (name, value) != SAMPLES}
+    if unused:
+        raise UsageError(
+            f"GRPOConfig has generation_kwargs={unused!r}, which has no effect on a Bridge server",
+            hint=f"leave generation_kwargs out, or keep {', '.join(FILTERS)} alone in it",
+        )
+    values = {name: given.get(name, getattr(args, name, None)) for name in FILTERS}
+    return {name: value for name, value in values.items() if value not in FILTERS[name]}
+
+
 def refuse_other_adapter(policy: Policy, peft_config: Any) -> None:
     """Refuse a `peft_config` that is not that of the policy's adapter.
 
@@ -74,7 +101,7 @@ def refuse_other_adapter(policy: Policy, peft_config: Any) -> None:
     """
     if peft_config is None:
         return
-    wanted = lora_of(peft_config)
+    wanted = lora_of(peft_config, policy.config.model_name)
     if policy.config.mode != "lora_only":
         raise UsageError(
             "for_trl has a peft_config, and the policy trains all weights",

@@ -1,6 +1,9 @@
 """Paths as people write them: `~` is the home folder, and a name that no file can have names no file."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 CONFIG_NAME = "config.json"
@@ -12,6 +15,18 @@ ADAPTER_CONFIG = "adapter_config.json"
 def expanded(path: str | Path) -> Path:
     """Return a path with a leading `~` or `~user` replaced by that home folder, if there is one, as a shell does."""
     return Path(os.path.expanduser(path))  # noqa: PTH111  Path.expanduser raises where there is no such user
+
+
+def temporary_folder(prefix: str) -> Path:
+    """Make a folder that is removed when this process ends; a fork of this process, which may end first, leaves it."""
+    folder, pid = Path(tempfile.mkdtemp(prefix=prefix)), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == pid:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 def is_file(path: str | Path) -> bool:

@@ -1,17 +1,21 @@
 """PEFT's `LoraConfig` as Bridge's: the adapter that it describes, or one line about what Bridge does not train."""
 
+from pathlib import Path
 from typing import Any
 
 from bridge.config import LoraConfig
 from bridge.errors import UsageError
+from bridge.weights import skeleton
 
 DESCRIPTIVE = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"}
 """Fields that do not change what is trained."""
 TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules"}
 
 
-def lora_of(settings: Any) -> LoraConfig:
-    """Return the choices of an adapter; those of Bridge's own `LoraConfig` are returned as they are.
+def lora_of(settings: Any, model: str | Path) -> LoraConfig:
+    """Return the choices of an adapter of `model`; those of Bridge's own `LoraConfig` are returned as they are.
+
+    Without `target_modules` they are those that PEFT has for models of this type.
 
     Raises:
         UsageError: the settings are not those of a LoRA, or have a part that Bridge does not train.
@@ -34,7 +38,7 @@ def lora_of(settings: Any) -> LoraConfig:
             " not train",
             hint="leave it out, or train with PEFT and without Bridge",
         )
-    targets = settings.target_modules
+    targets = _default_targets(str(model)) if settings.target_modules is None else settings.target_modules
     if targets is None or (isinstance(targets, str) and targets != "all-linear"):
         raise UsageError(
             f"peft.LoraConfig has target_modules={targets!r}, expected a list of names or 'all-linear'",
@@ -42,3 +46,15 @@ def lora_of(settings: Any) -> LoraConfig:
         )
     names = targets if isinstance(targets, str) else ",".join(sorted(targets))
     return LoraConfig(r=settings.r, alpha=settings.lora_alpha, dropout=settings.lora_dropout, target_modules=names)
+
+
+def _default_targets(model: str) -> list[str] | None:
+    """Return the layers that PEFT adapts in models of this type by default; None: it has none, or there is no model."""
+    from peft.tuners.lora import LoraModel
+
+    try:
+        model_type = skeleton.configuration(model).model_type
+    except (OSError, *skeleton.MISBUILT):  # reported where the model is loaded or served
+        return None
+    targets: list[str] | None = LoraModel.target_module_mapping.get(model_type)
+    return targets

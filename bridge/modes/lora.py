@@ -44,7 +44,9 @@ class _LoraMode(Mode):
             base.model, config.lora, seed=config.seed, base_name=config.model_name, cuts=base.cuts,
             tp_group=self._run.ranks.tp_group,
         )  # fmt: skip
-        return replace(base, lr_factors=self._adapter.lr_factors(), cuts=self._adapter.cuts)
+        return replace(
+            base, lr_factors=self._adapter.lr_factors(), cuts=self._adapter.cuts, adapter=self._adapter
+        )  # fmt: skip
 
     def save(self, folder: Path) -> None:
         self._adapter.save(folder)

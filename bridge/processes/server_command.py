@@ -3,7 +3,6 @@
 Not covered: vLLM's flags that Bridge adds or refuses (`vllm_flags.py`), checks before the start (`start_checks.py`).
 """
 
-import atexit
 import glob
 import logging
 import os
@@ -11,7 +10,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -176,9 +174,7 @@ def readable(model: str | Path) -> str:
 @cache
 def _link(folder: str) -> str:
     """Return a link to a folder, without characters of patterns; it is removed when this process ends."""
-    private = tempfile.mkdtemp(prefix="bridge-model-")
-    atexit.register(shutil.rmtree, private, ignore_errors=True)
-    link = Path(private) / "model"
+    link = paths.temporary_folder("bridge-model-") / "model"
     link.symlink_to(folder)
     return str(link)
 

@@ -82,10 +82,11 @@ class Adapter:
         self.scaling = lora.alpha / lora.r
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            self._peft = _inserted(model, settings, lora.target_modules)
+            self.peft_model = _inserted(model, settings, lora.target_modules)
+            """`model` as PEFT wraps it. It holds B multiplied by the scaling: save it here, not by PEFT."""
             if lora.has_experts:
-                _adapt_experts(model, self._peft.peft_config[NAME], is_whole=not cuts)
-        self._peft.peft_config[NAME].base_model_name_or_path = base_name
+                _adapt_experts(model, self.peft_model.peft_config[NAME], is_whole=not cuts)
+        self.peft_model.peft_config[NAME].base_model_name_or_path = base_name
         self.modules: dict[str, Matrices] = {}
         model.eval()  # PEFT inserts in training mode; of the whole model only the adapter's dropout may be active
         for name, module in model.named_modules():
@@ -120,7 +121,7 @@ class Adapter:
             pieces = tensor.cpu().reshape(-1, *tensor.shape[-2:]).unbind()
             tensors |= {key: piece.clone() for key, piece in zip(names, pieces, strict=True)}
         save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
-        self._peft.peft_config[NAME].save_pretrained(str(folder))
+        self.peft_model.peft_config[NAME].save_pretrained(str(folder))
 
     def send_parts(self) -> None:
         """Take part while another rank saves; raises what `save` raises."""
@@ -165,7 +166,7 @@ class Adapter:
 
     def _state(self) -> Mapping[str, Tensor]:
         # the default, "auto", would ask the hub for the model's configuration at every step
-        state: Mapping[str, Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        state: Mapping[str, Tensor] = get_peft_model_state_dict(self.peft_model, save_embedding_layers=False)
         return state
 
     def _unscaled(self) -> Iterator[tuple[str, Tensor]]:

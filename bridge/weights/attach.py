@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from bridge.weights import cuda_ipc, layout, rope, shared_memory, skeleton
 from bridge.weights.copy_recorder import is_exact
 from bridge.weights.layout import Shape
 from bridge.weights.parts import Cut
+
+if TYPE_CHECKING:
+    from bridge.weights.adapter import Adapter
 
 SAME_FLAGS = "start it with the flags that it had before"
 SPARE_BYTES = 2**30
@@ -40,6 +44,8 @@ class OpenedModel:
     """Every trained parameter, by its name in the model -> factor of the learning rate."""
     cuts: Sequence[Mapping[str, Cut]] = ()
     """Each tensor-parallel rank's share of every parameter; empty: one rank has the whole model."""
+    adapter: "Adapter | None" = None
+    """What is trained, if it is an adapter."""
     open_s: float
     """Seconds to attach or load its weights."""
     weight_bytes: int

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import bridge
 from tests import forked
@@ -92,8 +93,20 @@ def test_trl_trains_an_adapter_in_the_servers_slot(lora_llama: LiveServer, tmp_p
     script = EXAMPLE.replace("attach()", f"attach({str(lora_llama.path)!r}, lora=settings)")
     script = script.replace("for_trl(policy, args)", "for_trl(policy, args, peft_config=settings)")
     script = script.replace("import bridge", f"import bridge\nfrom peft import LoraConfig\nsettings = {settings}")
-    assert len(rewards(script, tmp_path, "3")) == 3
-    assert lora_llama.status().version == before + 1 + 3, "the slot, and three steps"
+    script = script.replace('save_strategy="no"', 'save_strategy="steps", save_steps=2, beta=0.05')
+    assert len(rewards(script.replace("trainer.train()", "trainer.train(); policy.save('ours')"), tmp_path, "4")) == 4
+    assert lora_llama.status().version == before + 1 + 4, "the slot, and four steps"
+    last, kept = tmp_path / "trl_grpo" / "checkpoint-4", tmp_path / "whole"
+    assert not [*last.glob("model*.safetensors")], "the adapter alone"
+    saved, ours = (load_file(folder / "adapter_model.safetensors") for folder in (last, tmp_path / "ours"))
+    assert saved.keys() == ours.keys()
+    assert all(torch.equal(saved[name], ours[name]) for name in ours), "as PEFT reads it: B without the scaling"
+    last.rename(kept)
+    resumed = script.replace("trainer.train()", 'trainer.train(resume_from_checkpoint="trl_grpo/checkpoint-2")')
+    assert len(rewards(resumed, tmp_path, "4")) == 4
+    again = load_file(last / "adapter_model.safetensors")
+    for name, tensor in saved.items():
+        assert (tensor - again[name]).norm() < tensor.norm() / 3, "the same samples: rarely a tie falls otherwise"
 
 
 @pytest.mark.slow

@@ -107,6 +107,18 @@ def test_no_server_is_answered_in_the_librarys_words(tmp_path: Path, monkeypatch
         assert "--vllm-config-path" not in refused.value.hint
 
 
+def test_a_path_without_a_server_has_a_command_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="no manifest at") as refused:
+        bridge.attach(tmp_path / "none")
+    assert refused.value.hint.endswith(f"bridge serve-vllm --model MODEL --vllm-config-path {tmp_path / 'none'}")
+
+
+@pytest.mark.parametrize("given", [{"path": 3}, {"run_dir": b"runs/x"}])
+def test_what_is_no_path_is_named(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"bridge.attach: {next(iter(given))} is .*, expected a path"):
+        bridge.attach(**given)
+
+
 def test_importing_it_loads_no_torch() -> None:
     program = "import json, sys, bridge; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

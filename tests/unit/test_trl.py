@@ -10,9 +10,13 @@ from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
+import peft
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig, TrainerCallback, TrainingArguments
 
 import bridge
@@ -20,9 +24,11 @@ from bridge import trl
 from bridge.errors import GradientError, UsageError
 from bridge.modes import shared_vllm
 from bridge.optimizers.in_place import InPlaceOptimizer
+from bridge.server.manifest import MANIFEST_NAME
 from tests.models import tiny
 from tests.unit import toy_server
 from tests.unit.engine.test_policy import FenceClient, calls
+from tests.unit.modes import lora_runs
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def plain_trainer(policy: bridge.Policy) -> Any:
 
 
 REFUSED: dict[str, Any] = {
-    "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "generation_kwargs": {"length_penalty": 2.0},
+    "repetition_penalty": 1.1, "generation_kwargs": {"length_penalty": 2.0},
     "cache_implementation": "static", "use_vllm": True, "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"max_memory_percent": 0.2}, "use_transformers_paged": True,
     "optim": "sgd", "optim_args": "a=1", "optim_target_modules": ["all"],
@@ -92,7 +98,7 @@ REFUSED: dict[str, Any] = {
 """Setting of `GRPOConfig` -> a value that would have no effect, or train a copy."""
 PASSED_ON = {
     "adam_beta1", "adam_beta2", "adam_epsilon", "chat_template_kwargs", "learning_rate", "max_completion_length",
-    "seed", "temperature", "weight_decay",
+    "min_p", "seed", "temperature", "top_k", "top_p", "weight_decay",
 }  # fmt: skip
 """What `for_trl` reads, and gives to the optimizer and the server."""
 OF_THE_LOSS = {
@@ -264,10 +270,43 @@ def test_a_trainer_with_other_args_is_refused(policy: bridge.Policy) -> None:
         fence.on_init_end(choices(), None, None, model=policy.model)
 
 
-def test_filters_are_refused_with_trl(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_of_the_policy_are_refused(policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "config", policy.config.changed(top_p=0.9))
-    with pytest.raises(UsageError, match="samples with top_p, and TRL computes its loss over the whole vocabulary"):
+    with pytest.raises(UsageError, match="samples with top_p, and GRPOConfig chooses") as caught:
         bridge.for_trl(policy, choices())
+    assert "GRPOConfig(top_p=0.9)" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sampled_with"),
+    [
+        ({}, {}),
+        ({"top_p": 1.0, "top_k": 0, "min_p": None}, {}),
+        ({"top_p": 0.9, "top_k": 10, "min_p": 0.01}, {"top_p": 0.9, "top_k": 10, "min_p": 0.01}),
+        ({"top_p": 0.9, "generation_kwargs": {"do_sample": True, "top_p": 0.5}}, {"top_p": 0.5}),
+        ({"top_k": 10, "generation_kwargs": {"top_k": 0}}, {}),
+    ],
+)
+def test_filters_of_the_trainer_reach_the_server(
+    policy: bridge.Policy, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], sampled_with: dict[str, Any]
+) -> None:
+    sample = Mock(return_value=[])
+    monkeypatch.setattr(policy, "sample", sample)
+    bridge.for_trl(policy, choices(**changed))["rollout_func"](["a"], plain_trainer(policy))
+    filters = {"top_p", "top_k", "min_p"}
+    assert {name: value for name, value in sample.call_args.kwargs.items() if name in filters} == sampled_with
+
+
+def test_an_off_policy_mask_with_filters_is_refused(policy: bridge.Policy) -> None:
+    bridge.for_trl(policy, choices(off_policy_mask_threshold=0.5))
+    with pytest.raises(UsageError, match=r"off_policy_mask_threshold=0.5 and top_p=0.9: it would compare"):
+        bridge.for_trl(policy, choices(off_policy_mask_threshold=0.5, top_p=0.9))
+
+
+def test_what_generation_kwargs_cannot_do_is_named_alone(policy: bridge.Policy) -> None:
+    given = {"do_sample": True, "top_k": 50, "num_beams": 2}
+    with pytest.raises(UsageError, match=r"generation_kwargs=\{'num_beams': 2\}, which has no effect"):
+        bridge.for_trl(policy, choices(generation_kwargs=given))
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -348,3 +387,46 @@ def test_a_checkpoint_of_another_model_changes_no_weight(policy: bridge.Policy) 
     with pytest.raises(UsageError, match=f"of another model: {name} has shape"):
         policy.model.load_state_dict({name: torch.zeros(3)}, False)
     assert "pause" not in calls(policy)
+
+
+@pytest.fixture
+def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bridge.Policy]:
+    """Attach to a server with an adapter, whose B is held multiplied by 2."""
+    monkeypatch.setattr(trl, "check_version", lambda: None)
+    with lora_runs.world_in(tmp_path, monkeypatch) as world:
+        world.export()
+        with bridge.attach(tmp_path / MANIFEST_NAME, lora=bridge.LoraConfig(r=lora_runs.RANK, alpha=8)) as made:
+            yield made
+
+
+def test_the_trainer_gets_pefts_model_of_the_adapter(adapted: bridge.Policy) -> None:
+    """By it TRL saves adapters alone, and takes the frozen base as reference, in place of a second copy."""
+    model = bridge.for_trl(adapted, choices())["model"]
+    assert isinstance(model, peft.PeftModel)
+    assert model.get_base_model() is adapted.model
+
+
+def test_a_saved_adapter_is_plain_and_comes_back_in_the_fence(adapted: bridge.Policy, tmp_path: Path) -> None:
+    model, folder = bridge.for_trl(adapted, choices())["model"], tmp_path / "checkpoint-1"
+    trained = {name: p for name, p in adapted.model.named_parameters() if p.requires_grad}
+    adapted.publish(lambda: [parameter.data.fill_(0.5) for parameter in trained.values()])
+    model.save_pretrained(folder, state_dict=None)
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert {float(tensor.float().unique()) for name, tensor in saved.items() if "lora_A" in name} == {0.5}
+    assert {float(tensor.float().unique()) for name, tensor in saved.items() if "lora_B" in name} == {0.25}
+    version = adapted.version
+    adapted.publish(lambda: [parameter.data.fill_(3.0) for parameter in trained.values()])
+    model.load_adapter(str(folder), "default", is_trainable=True)
+    assert adapted.version == version + 2
+    assert {float(parameter.detach().float().unique()) for parameter in trained.values()} == {0.5}
+
+
+def test_a_reference_adapter_has_no_scaling_of_its_own(adapted: bridge.Policy) -> None:
+    """TRL copies the adapter, whose B holds the scaling: PEFT's factor would multiply it a second time."""
+    args = choices()
+    made = bridge.for_trl(adapted, args)
+    made["model"].add_adapter("ref", made["model"].peft_config["default"])
+    made["callbacks"][-1].on_init_end(args, None, None, model=made["model"])
+    layers = [module for module in adapted.model.modules() if isinstance(module, LoraLayer)]
+    assert layers
+    assert all(layer.scaling == {"default": 1.0, "ref": 1.0} for layer in layers)

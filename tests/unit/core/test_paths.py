@@ -1,6 +1,8 @@
 """`~` stands for the home folder in every path, wherever it was written; odd names are no files."""
 
 import os
+import subprocess
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -73,3 +75,20 @@ def test_unknown_users_home_is_a_plain_name() -> None:
 def test_a_name_that_no_file_can_have_is_no_file(name: str) -> None:
     assert not paths.is_file(name)
     assert not paths.is_folder(name)
+
+
+def test_a_fork_leaves_the_temporary_folder() -> None:
+    program = (
+        "import os, sys\n"
+        "from bridge.core import paths\n"
+        "folder = paths.temporary_folder('bridge-test-')\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    sys.exit(3)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3\n"
+        "print(folder, folder.is_dir())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    folder, was_there = done.stdout.split()
+    assert was_there == "True"
+    assert not Path(folder).exists(), "the process that made it removed it"
