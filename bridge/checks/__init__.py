@@ -1,7 +1,7 @@
 """The checks of `bridge doctor` and `bridge verify`: small functions that judge facts, and the record that they return.
 
-*Facts* are what a child process reports about torch and the driver (`child.py`). A *trial* is two processes that share
-memory for real.
+*Facts* are what another process reports about torch, the driver and a model (`probe.py`). A *trial* is two processes
+that share memory for real (`hardware.py`).
 
 May import: `bridge`, psutil, httpx and packaging; torch only inside a child process, or in
 `verify.py` and `quantized.py`.

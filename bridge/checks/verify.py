@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from bridge.checks import Check, judged, quantized, skipped
-from bridge.checks.child import Began, exit_code, run_child, run_children
 from bridge.config import SamplingConfig
 from bridge.core.address import free_port
 from bridge.core.concurrency import map_in_threads
+from bridge.core.python_child import Began, exit_code, run_child, run_children
 from bridge.errors import AttachError
 from bridge.passes.packing import Sample, packs
 from bridge.passes.parallel import divide
@@ -275,7 +275,7 @@ def diffs_of_parts(
     sampled = messages.dumps([experts, *groups]).decode()
 
     def computed(part: int, began: Began) -> str:
-        ended = run_child(*map(str, (path, part, port)), module=MODULE, timeout_s=timeout_s, stdin=sampled, began=began)
+        ended = run_child(MODULE, *map(str, (path, part, port)), timeout_s=timeout_s, stdin=sampled, began=began)
         if trouble := ended.trouble():
             raise AttachError(
                 f"the process of part {part} did not compute: {trouble}",

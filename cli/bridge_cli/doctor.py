@@ -21,9 +21,9 @@ import typer
 from rich.text import Text
 
 import bridge
-from bridge.checks import Check, any_failed, child, hardware, software, tried
+from bridge.checks import Check, any_failed, hardware, probe, software, tried
 from bridge.checks import model as model_checks
-from bridge.checks.child import Facts
+from bridge.checks.probe import Facts
 from bridge.checks.software import Device
 from bridge.config import DEFAULT_PORT, DeviceChoice
 from bridge.core import memory
@@ -133,11 +133,10 @@ def table() -> tuple[Row, ...]:
         Row("Hardware", "cpu", lambda _: hardware.over_memfd()),
         Row("Hardware", "", lambda _: hardware.main_memory(memory.available_bytes(), memory.cgroup_left_bytes())),
         Row("Hardware", "", lambda _: hardware.shm_space(memory.shm_free_bytes())),
-        Row("Environment", "", lambda m: software.environment_variables(
-            os.environ, m.device, [name for group in m.plugins.values() for name in group])),
+        Row("Environment", "", lambda m: software.environment_variables(os.environ, m.device)),
         Row("Model", "model", lambda m: model_checks.modes(m.model, model_checks.read(m.model))),
         Row("Model", "model", lambda m: model_checks.saving(m.model)),
-        Row("Model", "model", lambda m: model_checks.tokens(child.tokens(m.model))),
+        Row("Model", "model", lambda m: model_checks.tokens(probe.ask("tokens", model=m.model))),
         Row("Server", "", lambda m: m.examined.checks),
         Row("Server", "server", lambda m: server.same_versions(m.examined.live, {
             "bridge": bridge.__version__, "torch": m.facts.torch, "transformers": m.transformers})),
@@ -161,7 +160,7 @@ def examine(
         return
     from bridge.checks import server
 
-    facts, installed, examined = child.gather(), software.installed_vllm(), server.examine(given)
+    facts, installed, examined = probe.ask("imports", "cuda"), software.installed_vllm(), server.examine(given)
     device = (software.built_for(installed) if requested == "auto" else requested) or ("cuda" if facts.gpus else "cpu")
     has = {"": True, device: True, "vllm": installed, "model": model, "server": examined.live, "search": given is None}
     machine = Machine(

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from bridge.checks import Check, child, failed, passed, skipped, software, warned
+from bridge.checks import Check, failed, passed, probe, skipped, software, warned
 from bridge.server import manifest as manifests
 from bridge_cli import console, doctor
 from tests.unit.checks_sample import CPU_FACTS, UUID, dead_server, gpu_facts, manifest
@@ -38,7 +38,7 @@ def nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(manifests, "DEFAULT_FOLDER", tmp_path / "default")
     for name in ("LOGDIR", "BRIDGE_PORT", "BRIDGE_VLLM_PORT", "BRIDGE_VLLM_CONFIG_PATH", "BRIDGE_DEVICE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(child, "gather", lambda: CPU_FACTS)
+    monkeypatch.setattr(probe, "ask", lambda *_, **__: CPU_FACTS)
     return tmp_path
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.checks import child, software
+from bridge.checks import probe, software
 from bridge.config import FeedConfig, ServeConfig
 from bridge.core.address import free_port
 from bridge.core.process import ProcessIdentity
@@ -131,7 +131,8 @@ def test_software_that_vllm_cannot_start_with_is_refused(
     monkeypatch.setattr(accelerator, "choose", lambda _: ("cpu", "on the CPU"))
     monkeypatch.setattr(software, "installed_version", {"torch": "2.13.0+cpu", "torchvision": vision}.get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch==2.13.0"])
-    monkeypatch.setattr(child, "gather", lambda: CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}}))
+    broken = CPU_FACTS.model_copy(update={"imports": {"torchvision": "no nms"}})
+    monkeypatch.setattr(probe, "ask", lambda *_: broken)
     exit_code = answer([command] if command == "demo" else [command, "--model", exported.model])
     err = bridge.capsys.readouterr().err
     assert exit_code == IncompatibleVersionError.exit_code, err

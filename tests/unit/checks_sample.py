@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bridge.checks.child import Facts, Gpu
+from bridge.checks.probe import Facts, Gpu
 from bridge.core.process import ProcessIdentity, boot_id
 from bridge.server.manifest import CudaHandle, Manifest, SharedMemoryHandle, View
 from bridge.server.protocol import Holder

@@ -11,9 +11,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from bridge.checks import Check, child, hardware
-from bridge.checks.child import MARK, READ, Ended, Facts, run_child
+from bridge.checks import Check, hardware
+from bridge.checks.hardware import MARK, READ
+from bridge.checks.probe import Facts
 from bridge.core import memory as host
+from bridge.core.python_child import Ended, run_child
 from bridge.server.manifest import Dtype
 from tests.unit.checks_sample import CPU_FACTS, UUID, gpu_facts
 
@@ -128,7 +130,7 @@ def test_two_real_processes_share_a_memfd() -> None:
 
 
 def test_writer_that_fails_or_writes_elsewhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = run_child("write-memfd", "/proc/self/fd/9999", timeout_s=20)
+    refused = run_child(hardware.MODULE, "write-memfd", "/proc/self/fd/9999", timeout_s=20)
     for ended, words in (refused, "No such file"), (Ended(returncode=0), "the first one reads"):
         monkeypatch.setattr(hardware, "run_child", lambda *_, ended=ended, **__: ended)
         check = hardware.over_memfd()
@@ -178,7 +180,7 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         ("CUDA error: out of memory", EXPANDABLE, "nvidia-smi"),
         ("CUDA error: all CUDA-capable devices are busy or unavailable", {}, "nvidia-smi -c DEFAULT"),
         ("unable to open shared memory object </torch_1>", {}, "--shm-size"),
-        ("something never seen", {}, "python -m bridge.checks.child export-cuda"),
+        ("something never seen", {}, "python -m bridge.checks.hardware export-cuda"),
     ],
 )  # fmt: skip
 def test_driver_error_is_classified(error: str, environment: dict[str, str], hint: str) -> None:
@@ -192,5 +194,5 @@ def test_hanging_driver_fails_the_trial() -> None:
 
 
 def test_trial_uses_a_type_of_manifests_that_holds_the_mark() -> None:
-    assert TypeAdapter(Dtype).validate_python(child.DTYPE) == child.DTYPE
-    assert torch.tensor(MARK, dtype=getattr(torch, child.DTYPE)).item() == MARK
+    assert TypeAdapter(Dtype).validate_python(hardware.DTYPE) == hardware.DTYPE
+    assert torch.tensor(MARK, dtype=getattr(torch, hardware.DTYPE)).item() == MARK

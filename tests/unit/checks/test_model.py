@@ -13,10 +13,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, MptConfig, PretrainedConfig
 
-from bridge.checks import child, model
-from bridge.checks.child import Ended
+from bridge.checks import model, probe
 from bridge.checks.model import LORA, MODES, NONE, SHARED
+from bridge.checks.probe import Facts, Tokens
 from bridge.config import ServeConfig
+from bridge.core.python_child import Ended
 from bridge.errors import UnsupportedModelError, UsageError
 from bridge.planning import model_size
 from bridge.planning.model_size import SEEING
@@ -92,15 +93,11 @@ def test_proved_types_are_those_of_the_table() -> None:
     assert {FAMILIES[family]().model_type for family in FAMILIES} == model.PROVED
 
 
-def ended(returncode: int | None, line: str = "") -> Ended:
-    return Ended(returncode=returncode, stdout="", last_error_line=line)
-
-
 def test_class_that_cannot_be_trained_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trial(_module: str, name: str, **_: object) -> Ended:
-        return ended(4, f"{name} cannot be trained: its OddForCausalLM takes no position_ids")
+    def ask(_question: str, *, model: str) -> Facts:
+        return Facts(unsupported=f"{model} cannot be trained: its OddForCausalLM takes no position_ids")
 
-    monkeypatch.setattr(model, "run_child", trial)
+    monkeypatch.setattr(probe, "ask", ask)
     checks = list(model.modes("m", {"model_type": "odd", "architectures": ["OddForCausalLM"]}))
     assert [check.status for check in checks] == ["FAIL"] * 3
     assert checks[0].found == "cannot be trained: its OddForCausalLM takes no position_ids"
@@ -108,9 +105,9 @@ def test_class_that_cannot_be_trained_fails_by_name(monkeypatch: pytest.MonkeyPa
     assert [check.status for check in proved] == ["PASS"] * 3
 
 
-@pytest.mark.parametrize("end", [ended(0), ended(2, "no usable model"), ended(None), ended(-9), ended(1, "no torch")])
-def test_failed_trial_proves_nothing_about_the_model(end: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "run_child", lambda *_, **__: end)
+@pytest.mark.parametrize("returncode", [0, 2, None, -9])
+def test_failed_build_proves_nothing_about_the_model(returncode: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "run_child", lambda *_, **__: Ended(returncode=returncode))
     config = {"model_type": "odd", "architectures": ["OddForCausalLM"]}
     assert [check.status for check in model.modes("m", config)] == ["PASS"] * 3
 
@@ -405,18 +402,18 @@ def model_folder(folder: Path, *, missing: int = 0) -> str:
 
 
 def test_tokens_are_read_by_a_child_process(tmp_path: Path) -> None:
-    found = child.tokens(model_folder(tmp_path / "base"))
-    assert not isinstance(found, str)
-    turn, rows = model.tokens(found)
+    facts = probe.ask("tokens", model=model_folder(tmp_path / "base"))
+    turn, rows = model.tokens(facts)
+    assert facts.tokens is not None
+    end_id = facts.tokens.end_id
     assert (turn.status, rows.status) == ("WARN", "PASS")
-    assert turn.found.startswith(f"<|im_end|> ({found.end_id}) ends a turn, and is no eos_token_id")
-    assert turn.hint == f"add {found.end_id} to eos_token_id in its generation_config.json"
-    few = child.tokens(model_folder(tmp_path / "few", missing=2))
-    assert not isinstance(few, str)
-    assert "2 tokens of the tokenizer are beyond the model's" in [*model.tokens(few)][1].found
-    unknown = child.tokens(str(tmp_path / "nothing"))
-    assert isinstance(unknown, str)
-    assert "nothing" in unknown
+    assert turn.found.startswith(f"<|im_end|> ({end_id}) ends a turn, and is no eos_token_id")
+    assert turn.hint == f"add {end_id} to eos_token_id in its generation_config.json"
+    few = [*model.tokens(probe.ask("tokens", model=model_folder(tmp_path / "few", missing=2)))]
+    assert "2 tokens of the tokenizer are beyond the model's" in few[1].found
+    unknown = [*model.tokens(probe.ask("tokens", model=str(tmp_path / "nothing")))]
+    assert [check.status for check in unknown] == ["SKIP", "SKIP"]
+    assert "nothing" in unknown[0].found
 
 
 CASES: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
@@ -437,6 +434,7 @@ def test_tokens_of_a_model_are_judged(case: str) -> None:
         "num_tokens": 340, "num_embeddings": 400, "beyond": "", "chat_is_beyond": False, "has_template": True,
         "end_of_turn": "<|im_end|>", "end_id": 316, "stops_there": True,
     }  # fmt: skip
-    checks = [*model.tokens(child.Tokens(**known | fields))]
+    checks = [*model.tokens(Facts(tokens=Tokens(**known | fields)))]
     assert tuple(check.status for check in checks) == statuses
-    assert [check.status for check in model.tokens("no answer within the time limit")] == ["SKIP", "SKIP"]
+    unread = Facts(trouble="no answer within the time limit")
+    assert [check.status for check in model.tokens(unread)] == ["SKIP", "SKIP"]

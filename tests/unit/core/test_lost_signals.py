@@ -16,8 +16,8 @@ import pytest
 
 from bridge.agents import tools
 from bridge.checkpoints import checkpoint
-from bridge.checks import child, verify
-from bridge.core import hub
+from bridge.checks import verify
+from bridge.core import hub, python_child
 from bridge.core.concurrency import result_of
 from bridge.core.interrupt import next_item, taken, wait_until
 from bridge.engine.compile_ahead import compiling_ahead
@@ -71,10 +71,10 @@ def wait_for_another_caller_of_an_event_loop(done: threading.Event) -> None:
 
 
 def run_processes(done: threading.Event) -> None:
-    def run(_: int, began: child.Began) -> str:
-        return child.run_child("import time; time.sleep(600)", timeout_s=600, module="timeit", began=began).stdout
+    def run(_: int, began: python_child.Began) -> str:
+        return python_child.run_child("timeit", "import time; time.sleep(600)", timeout_s=600, began=began).stdout
 
-    child.run_children(run, 2)
+    python_child.run_children(run, 2)
 
 
 def compare_replicas(done: threading.Event) -> None:

@@ -1,0 +1,120 @@
+"""Run a module of ours in another Python with a time limit: a crash or a hang there harms nobody here.
+
+Not covered: servers and other processes that live as long as a run (`bridge/processes/children.py`).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge.core.interrupt import acting_interrupt, deferred_interrupt, wait_until
+from bridge.errors import BridgeError, first_line
+
+Began = Callable[[subprocess.Popen[str]], object]
+"""Gets a process once it runs."""
+POLL_S = 0.1
+ERROR = "error: "
+"""Start of the line on stderr that says why a program of ours failed."""
+_ROOT = str(Path(__file__).parents[2])
+_START = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a child ended."""
+
+    returncode: int | None
+    """Its exit status, negative for a signal; None: it was killed at the time limit."""
+    stdout: str = ""
+    last_error_line: str = ""
+    """Its line `error: ...`, else the last line on stderr; empty if there is none."""
+
+    def trouble(self) -> str | None:
+        """Return in a few words why it failed; None if it did not."""
+        if self.returncode == 0:
+            return None
+        if self.returncode is None:
+            return "no answer within the time limit"
+        if self.returncode < 0:
+            return f"Python was killed by {signal.Signals(-self.returncode).name}"
+        return self.last_error_line or f"exit status {self.returncode}"
+
+
+def run_child(
+    module: str,
+    *arguments: str,
+    timeout_s: float,
+    stdin: str = "",
+    own_group: bool = True,
+    began: Began | None = None,
+) -> Ended:
+    """Run `python -m module`, without the current folder on the path, and wait until it ends.
+
+    A child of a child stays in its parent's process group (`own_group=False`), so that killing the group kills both.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _START, _ROOT, module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=own_group,
+    )
+    returncode = None
+    try:
+        if began is not None:
+            began(process)
+        stdout, stderr = process.communicate(stdin, timeout=timeout_s)
+        returncode = process.returncode
+    except BaseException as error:
+        if own_group:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the child leads its own group: nobody else is in it
+        else:
+            process.kill()
+        stdout, stderr = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    own = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]  # libraries may warn after it
+    return Ended(returncode=returncode, stdout=stdout, last_error_line=(own or lines or [""])[-1])
+
+
+def run_children(run: Callable[[int, Began], str], count: int) -> list[str]:
+    """Return `run(index, began)` of each index, all at the same time; if one fails, or on Ctrl-C, all processes end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def have_ended(seconds: float) -> bool:
+        ended, running = wait(results, timeout=seconds, return_when=FIRST_EXCEPTION)
+        for result in ended:
+            result.result()
+        return not running
+
+    with deferred_interrupt(), ThreadPoolExecutor(count) as pool:
+        results = [pool.submit(run, index, processes.append) for index in range(count)]
+        try:
+            with acting_interrupt():
+                wait_until(have_ended)
+        finally:  # they would wait for each other
+            while wait(results, timeout=POLL_S).not_done:
+                for process in processes:
+                    process.kill()
+    return [result.result() for result in results]
+
+
+def exit_code(program: Callable[..., None], *arguments: str) -> int:
+    """Run a child's program and return its exit code; the last line on stderr says why it failed."""
+    try:
+        program(*arguments)
+    except (BridgeError, OSError, RuntimeError, ValueError) as error:
+        traceback.print_exc()
+        sys.stderr.write(f"{ERROR}{first_line(error)}\n")
+        return getattr(error, "exit_code", 1)
+    return 0
