@@ -1,4 +1,4 @@
-"""Every metric, declared once in `CHARTS`: what it means, its unit, and where it is shown.
+"""Every metric, declared once in `SECTIONS`: what it means, its unit, and where it is shown.
 
 The declaration drives `metrics.jsonl`, `evaluations.jsonl`, `--stop-at`, trackers, the live view, `bridge report` and
 the table in docs/looking.md. A new metric is one row here and one value where it is measured. A metric of a loss that
@@ -10,7 +10,7 @@ Not covered: measuring (`bridge/engine/measuring.py`), the records (`metrics.py`
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from bridge.types import LOGPROB_DIFF_EDGES
 
@@ -35,8 +35,14 @@ def known_sum(values: Iterable[Any]) -> float:
     return sum(known) if known else math.nan
 
 
-def total(*names: str) -> Derive:
-    return lambda record: known_sum(record.get(name) for name in names)
+@dataclass(frozen=True)
+class Total:
+    """The sum of other metrics: their names."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, record: Mapping[str, Any]) -> float:
+        return known_sum(record.get(name) for name in self.names)
 
 
 def sum_of_items(name: str, first: int, end: int | None = None) -> Derive:
@@ -68,21 +74,22 @@ class Metric:
     """Key in `metrics.jsonl`, if `derive` is not set."""
     title: str
     about: str = ""
-    """Description for the docs."""
+    """Description for the docs and the report."""
     unit: str = ""
     """Unit of the displayed number: `s`, `ms`, `%`, `nats`, `tokens`, `GiB`, `versions`."""
-    label: str = ""
-    """Legend in its chart; empty: `title`."""
     curve: str = ""
     """Curve in TensorBoard and Weights & Biases, or its prefix if there are several; empty: none."""
     held_out: str = ""
-    """Title in evaluations; empty: evaluations do not have this metric."""
+    """Its curve in evaluations; empty: evaluations do not have this metric."""
     items: tuple[str, ...] | None = None
     """A list or mapping: the names of the items in order, "" for those not displayed; empty: the mapping's keys."""
     over_run: Literal["", "total", "median", "largest", "overall"] = ""
     """How a report summarizes the values of all steps; `overall`: the total per second; empty: not at all."""
     live: bool = False
     """Whether the live view shows it."""
+    chart: Literal["plain", "smooth", "log", "stacked", "ramp"] = "smooth"
+    """How a report draws it. `stacked`: its items, or the metrics that it is the total of, on top of each other.
+    `ramp`: its items in the same way, in the order of colors."""
     derive: Derive | None = None
     """Computes it from a record; None: it is recorded."""
 
@@ -91,140 +98,95 @@ class Metric:
         return SCALES.get(self.unit, 1.0)
 
 
-class Chart(NamedTuple):
-    """One chart of a report: metrics of one unit."""
-
-    section: str
-    title: str
-    about: str
-    metrics: tuple[Metric, ...]
-    kind: Literal["plain", "smooth", "log", "stacked", "ramp"] = "smooth"
-    """`stacked`: the first metric is the sum of the others. `ramp`: the same, in the order of colors."""
-    also: tuple[str, ...] = ()
-    """Names of metrics that another chart declares."""
-
-
-LEARNING = "Learning"
-ENGINES = "Two engines, one policy"
-TIME = "Time and memory"
 BINS = (*(f"below_{edge:g}" for edge in LOGPROB_DIFF_EDGES), f"from_{LOGPROB_DIFF_EDGES[-1]:g}")
 """Bins of `logprob_diff_histogram`; each begins where the previous one ends."""
 LARGE_BIN = 5
 MOST_LAGS = 9
-FENCE = ("fence_pause_s", "fence_write_s", "fence_publish_s")
-CHARTS = (
-    Chart("", "Mean reward", "Of each step's completions, and of the held-out problems.", (
-        Metric(name="reward_mean", title="Mean reward", label="reward", curve="reward/mean",
+SECTIONS: Mapping[str, tuple[Metric, ...]] = {
+    "": (
+        Metric(name="reward_mean", title="Mean reward", curve="reward/mean",
                held_out="held_out/reward_mean", live=True,
                about="Mean reward of the step's completions, sampled before the update. With --skip-without-signal,"
                " this and the other metrics of the completions include the replaced groups."),
-    )),
-    Chart(LEARNING, "Parts of the reward", "Mean of each part, before its weight.", (
+    ),
+    "Learning": (
         Metric(name="reward_parts", title="Parts of the reward", items=(), curve="reward/part/",
                held_out="held_out/part/", about="Mean of each part of the reward, before its weight, by its name."),
-    )),
-    Chart(LEARNING, "Spread of the reward", "Standard deviation over the completions.", (
-        Metric(name="reward_std", title="Reward deviation", label="spread", curve="reward/std",
+        Metric(name="reward_std", title="Reward deviation", curve="reward/std",
                held_out="held_out/reward_std", about="Standard deviation of the same rewards."),
-    )),
-    Chart(LEARNING, "Groups without a signal", "All rewards of the group are equal.", (
-        Metric(name="no_signal_share", title="Groups without signal", unit="%", label="groups",
+        Metric(name="no_signal_share", title="Groups without signal", unit="%",
                curve="reward/no_signal_share", live=True,
                about="Share of the groups that teach nothing, all rewards being equal; replaced ones included."),
-    )),
-    Chart(LEARNING, "Completion length", "Mean over the completions.", (
-        Metric(name="completion_tokens_mean", title="Completion length", unit="tokens", label="tokens",
+        Metric(name="completion_tokens_mean", title="Completion length", unit="tokens",
                curve="rollout/completion_tokens", held_out="held_out/completion_tokens", live=True,
                about="Mean length of the completions."),
-    )),
-    Chart(LEARNING, "Truncated completions", "Stopped by --max-new-tokens.", (
-        Metric(name="truncated_share", title="Truncated completions", unit="%", label="truncated",
+        Metric(name="truncated_share", title="Truncated completions", unit="%",
                curve="rollout/truncated_share", held_out="held_out/truncated_share", live=True,
                about="Share of the completions that reached the length limit."),
-    )),
-    Chart(LEARNING, "Turns", "Of the model in each completion, with tools; and calls that failed.", (
-        Metric(name="turns_mean", title="Turns", label="turns", curve="rollout/turns", held_out="held_out/turns",
+        Metric(name="turns_mean", title="Turns", chart="plain", curve="rollout/turns", held_out="held_out/turns",
                about="Mean number of the model's turns in a completion; null without tools."),
-        Metric(name="tool_errors", title="Failed tool calls", label="failed calls", curve="rollout/tool_errors",
+        Metric(name="tool_errors", title="Failed tool calls", chart="plain", curve="rollout/tool_errors",
                held_out="held_out/tool_errors", about="Tool calls that raised; null without tools."),
-    ), "plain"),
-    Chart(LEARNING, "Entropy", "Mean over the sampled tokens, before the update.", (
-        Metric(name="entropy", title="Entropy", unit="nats", label="entropy", curve="train/entropy", live=True,
+        Metric(name="entropy", title="Entropy", unit="nats", curve="train/entropy", live=True,
                about="Mean entropy of the policy at the sampled tokens, before the update; over what filters kept. Of a"
                " step that trains on nothing, estimated by the mean of -log-prob of the sampled tokens."),
-    )),
-    Chart(LEARNING, "KL from the reference", "Mean over the tokens.", (
-        Metric(name="kl", title="KL from the reference", unit="nats", label="KL", curve="train/kl", live=True,
+        Metric(name="kl", title="KL from the reference", unit="nats", curve="train/kl", live=True,
                about="Mean KL(policy || reference) over the sampled tokens, estimated by k3; 0 without a reference."),
-    )),
-    Chart(LEARNING, "Clipped tokens", "Past the clip: the policy has moved far enough.", (
-        Metric(name="clipped_share", title="Tokens clipped", unit="%", label="all",
-               derive=total("clipped_low_share", "clipped_high_share")),
-        Metric(name="clipped_low_share", title="Tokens clipped low", unit="%", label="low",
+        Metric(name="clipped_share", title="Tokens clipped", unit="%",
+               derive=Total(("clipped_low_share", "clipped_high_share")),
+               about="Share of the tokens past the clip, where the policy has moved far enough. Derived, not"
+               " recorded."),
+        Metric(name="clipped_low_share", title="Tokens clipped low", unit="%",
                curve="train/clipped_low_share",
                about="Share of the tokens with a ratio below the clip range and a negative advantage; with `cispo`, any"
                " advantage."),
-        Metric(name="clipped_high_share", title="Tokens clipped high", unit="%", label="high",
+        Metric(name="clipped_high_share", title="Tokens clipped high", unit="%",
                curve="train/clipped_high_share",
                about="Share of the tokens with a ratio above the clip range and a positive advantage, or above"
                " --clip-dual and a negative one; with `cispo`, any advantage."),
-    )),
-    Chart(LEARNING, "Gradient norm", "Before clipping, mean over the updates.", (
-        Metric(name="grad_norm", title="Gradient norm", label="norm", curve="train/grad_norm", live=True,
+        Metric(name="grad_norm", title="Gradient norm", curve="train/grad_norm", live=True,
                about="Global norm of the gradient before it is clipped, mean over the step's updates."),
-    )),
-    Chart(LEARNING, "Learning rate", "Of the first update of each step.", (
-        Metric(name="lr", title="Learning rate", label="rate", curve="train/lr",
+        Metric(name="lr", title="Learning rate", chart="plain", curve="train/lr",
                about="Learning rate of the step's first update; with a schedule, every update may have another."),
-    ), "plain"),
-    Chart(LEARNING, "Policy loss", "Says little by itself: it need not fall.", (
-        Metric(name="loss", title="Policy loss", label="loss", curve="train/loss",
-               about="Policy loss, mean over the step's updates."),
-    )),
-    Chart(LEARNING, "Changed weights", "Weights whose bytes the step changed.", (
-        Metric(name="changed_weight_share", title="Weights changed", unit="%", label="changed",
+        Metric(name="loss", title="Policy loss", curve="train/loss",
+               about="Policy loss, mean over the step's updates. It says little by itself: it need not fall."),
+        Metric(name="changed_weight_share", title="Weights changed", unit="%",
                curve="train/changed_weight_share", about="Share of the weights whose bytes this step changed."),
-    )),
-    Chart(LEARNING, "Updates", "Per batch; skipped if the gradient was not finite.", (
-        Metric(name="updates", title="Updates", label="updates", curve="train/updates",
+        Metric(name="updates", title="Updates", chart="plain", curve="train/updates",
                about="Optimizer steps; fewer than configured without a signal, or if a gradient was not finite."),
-        Metric(name="skipped_updates", title="Skipped updates", label="skipped", curve="train/skipped_updates",
+        Metric(name="skipped_updates", title="Skipped updates", chart="plain", curve="train/skipped_updates",
                about="Updates that were skipped because their gradient was not finite."),
-    ), "plain"),
-    Chart(LEARNING, "Unscored, retried", "Completions without a reward, and retried requests.", (
-        Metric(name="unscored", title="Unscored completions", label="unscored", curve="reward/unscored",
+        Metric(name="unscored", title="Unscored completions", chart="plain", curve="reward/unscored",
                held_out="held_out/unscored", over_run="total", live=True,
                about="Completions that were left out because scoring failed."),
-        Metric(name="retries", title="Retried requests", label="retried", curve="rollout/retries", over_run="total",
+        Metric(name="retries", title="Retried requests", chart="plain", curve="rollout/retries", over_run="total",
                about="Requests that were retried."),
-    ), "plain"),
-    Chart(ENGINES, "|Δ log-probability|", "vLLM against the trainer, on the trained tokens, before the update.", (
-        Metric(name="logprob_diff_mean", title="|Δ log-probability|", unit="nats", label="mean", over_run="median",
+    ),
+    "Two engines, one policy": (
+        Metric(name="logprob_diff_mean", title="|Δ log-probability|", chart="log", unit="nats", over_run="median",
                curve="mismatch/logprob_diff_mean", live=True,
                about="Mean of |log-prob of vLLM - log-prob of the trainer| over the tokens trained on, before the"
                " update; null if nothing is trained on because no group's rewards differ."),
-        Metric(name="logprob_diff_max", title="|Δ log-probability|, max", unit="nats", label="max",
+        Metric(name="logprob_diff_max", title="|Δ log-probability|, max", chart="log", unit="nats",
                over_run="largest", curve="mismatch/logprob_diff_max",
                about="Largest of the same differences."),
-        Metric(name="mismatch_kl", title="Mismatch KL", unit="nats", label="KL", over_run="median", curve="mismatch/kl",
+        Metric(name="mismatch_kl", title="Mismatch KL", chart="log", unit="nats", over_run="median",
+               curve="mismatch/kl",
                about="KL(vLLM || trainer), estimated on the tokens that vLLM sampled by Schulman's k3."),
-    ), "log"),
-    Chart(ENGINES, "Tokens by |Δ log-probability|", "Share of the tokens in each range.", (
         Metric(name="logprob_diff_large_share", title="Tokens of a large mismatch", unit="%",
-               label=f"{LOGPROB_DIFF_EDGES[LARGE_BIN - 1]:g} nats and more",
-               derive=sum_of_items("logprob_diff_histogram", LARGE_BIN)),
-        Metric(name="logprob_diff_histogram", title="Tokens by mismatch", unit="%", items=BINS,
+               chart="plain",
+               derive=sum_of_items("logprob_diff_histogram", LARGE_BIN),
+               about=f"Share of the tokens whose difference is {LOGPROB_DIFF_EDGES[LARGE_BIN - 1]:g} nats or more."
+               " Derived, not recorded."),
+        Metric(name="logprob_diff_histogram", title="Tokens by mismatch", chart="ramp", unit="%", items=BINS,
                curve="logprob_diff_share/",
                about="Share of the tokens in each bin of the same differences, from 0.001 nats to 1 nat and more."),
-    ), "ramp"),
-    Chart(ENGINES, "Importance weights", "Mean, and effective sample size: both are 1 if the engines agree.", (
-        Metric(name="importance_weight", title="Importance weight", label="mean", curve="mismatch/importance_weight",
+        Metric(name="importance_weight", title="Importance weight", curve="mismatch/importance_weight",
                about="Mean importance weight of the tokens, 1 where vLLM and the trainer agree."),
-        Metric(name="effective_share", title="Effective sample size", label="effective share",
+        Metric(name="effective_share", title="Effective sample size",
                curve="mismatch/effective_share",
-               about="Effective sample size of the importance weights over the number of tokens."),
-    )),
-    Chart(ENGINES, "Corrections", "Tokens corrected; of experts, with router replay: what it changes, and balance.", (
+               about="Effective sample size of the importance weights over the number of tokens, 1 where vLLM and the"
+               " trainer agree."),
         Metric(name="corrected_share", title="Tokens corrected", unit="%", curve="mismatch/corrected_share",
                about="Share of the tokens whose importance weight was truncated, or that were masked."),
         Metric(name="rerouted_share", title="Other experts", unit="%", curve="mismatch/rerouted_share",
@@ -233,76 +195,67 @@ CHARTS = (
                about="Tokens of a layer's busiest expert over the mean of its experts, minus 1; mean over the layers."),
         Metric(name="dead_experts", title="Dead experts", unit="%", curve="experts/dead",
                about="Share of the experts of all layers that no token of the step was sent to."),
-    )),
-    Chart(ENGINES, "Staleness", "Age of the weights that sampled the tokens.", (
-        Metric(name="staleness", title="Staleness", unit="versions", label="oldest", curve="rollout/staleness",
+        Metric(name="staleness", title="Staleness", chart="plain", unit="versions", curve="rollout/staleness",
                live=True,
                about="Versions published between the sampling of a token and the step that trains on it, at most. Over"
                " the tokens whose version is known; null when none is."),
-        Metric(name="staleness_mean", title="Staleness, mean", unit="versions", label="mean",
+        Metric(name="staleness_mean", title="Staleness, mean", chart="plain", unit="versions",
                curve="rollout/staleness_mean", about="Mean of the same over these tokens."),
-    ), "plain"),
-    Chart(ENGINES, "Tokens by age", "Share of the tokens that are so many versions old.", (
-        Metric(name="older_share", title="Tokens of older weights", unit="%", label="1 and more",
-               derive=sum_of_items("lag_shares", 1, MOST_LAGS)),
-        Metric(name="lag_shares", title="Tokens by age", unit="%", items=("", *map(str, range(1, MOST_LAGS))),
+        Metric(name="older_share", title="Tokens of older weights", unit="%",
+               chart="plain",
+               derive=sum_of_items("lag_shares", 1, MOST_LAGS),
+               about="Share of the tokens sampled by an earlier version than the latest. Derived, not recorded."),
+        Metric(name="lag_shares", title="Tokens by age", chart="stacked", unit="%",
+               items=("", *map(str, range(1, MOST_LAGS))),
                about="Share of these tokens that are 0, 1, 2, ... versions old."),
-    ), "stacked"),
-    Chart(ENGINES, "Groups in flight", "Begun and not trained on; replaced ones had no signal.", (
-        Metric(name="groups_in_flight", title="Groups in flight", label="in flight", curve="rollout/groups_in_flight",
+        Metric(name="groups_in_flight", title="Groups in flight", chart="plain", curve="rollout/groups_in_flight",
                live=True,
                about="Groups begun and not trained on, while this step was computed."),
-        Metric(name="skipped_groups", title="Groups replaced", label="replaced", curve="rollout/skipped_groups",
+        Metric(name="skipped_groups", title="Groups replaced", chart="plain", curve="rollout/skipped_groups",
                about="Groups without signal that were replaced by others, with --skip-without-signal."),
-    ), "plain"),
-    Chart(TIME, "Where a step's time goes", "Waiting for rollouts, forward and backward passes, fence.", (
-        Metric(name="step_s", title="Time of a step", unit="s", label="in all", over_run="median",
-               derive=total("rollout_s", "train_s", *FENCE)),
-        Metric(name="rollout_s", title="Rollouts", unit="s", label="rollouts", curve="rollout/seconds", live=True,
+    ),
+    "Time and memory": (
+        Metric(name="step_s", title="Time of a step", unit="s", over_run="median", chart="stacked",
+               derive=Total(("rollout_s", "train_s", "fence_s")),
+               about="Waiting for rollouts, forward and backward passes, and the fence. Derived, not recorded."),
+        Metric(name="rollout_s", title="Rollouts", unit="s", curve="rollout/seconds", live=True,
                about="Time spent waiting for groups that are sampled and scored."),
-        Metric(name="train_s", title="Training", unit="s", label="training", curve="train/seconds", live=True,
+        Metric(name="train_s", title="Training", unit="s", curve="train/seconds", live=True,
                about="Time spent on forward and backward passes."),
-    ), "stacked", also=("fence_s",)),
-    Chart(TIME, "The fence", "The server generates nothing meanwhile.", (
-        Metric(name="fence_s", title="Fence", unit="ms", label="fence", curve="fence/total_ms", live=True,
-               derive=total(*FENCE)),
-        Metric(name="fence_pause_s", title="Pause", unit="ms", label="pause", curve="fence/pause_ms",
+        Metric(name="fence_s", title="Fence", unit="ms", curve="fence/total_ms", live=True, chart="stacked",
+               derive=Total(("fence_pause_s", "fence_write_s", "fence_publish_s")),
+               about="Time in which the server generates nothing: pause, write and publish. Derived, not recorded."),
+        Metric(name="fence_pause_s", title="Pause", unit="ms", curve="fence/pause_ms",
                about="Time until the server was paused and its devices idle; 0 in modes that pause nothing."),
-        Metric(name="fence_write_s", title="Write", unit="ms", label="write", curve="fence/write_ms",
+        Metric(name="fence_write_s", title="Write", unit="ms", curve="fence/write_ms",
                about="Time until the optimizer had written and its device was idle."),
-        Metric(name="fence_publish_s", title="Publish", unit="ms", label="publish", curve="fence/publish_ms",
+        Metric(name="fence_publish_s", title="Publish", unit="ms", curve="fence/publish_ms",
                about="Time until the server generated with the new weights: after the fence, a load from disk, or a"
                " restart. 0 if the step was not published: mode `none` publishes every `vllm_restart_interval` steps."),
-    ), "stacked"),
-    Chart(TIME, "Tokens per second", "Generated while they are sampled, trained during the passes.", (
-        Metric(name="tokens_per_s", title="Tokens generated per second", label="generated", over_run="overall",
-               curve="rollout/tokens_per_s", live=True, derive=PerSecond("tokens_generated", "sampling_s")),
-        Metric(name="train_tokens_per_s", title="Tokens trained on per second", label="trained",
-               derive=PerSecond("tokens_trained", "train_s")),
-    )),
-    Chart(TIME, "Utilization", "Of the GPUs' peak in bf16, by the passes and the write.", (
-        Metric(name="mfu", title="Model FLOPs utilization", unit="%", label="MFU", over_run="median",
+        Metric(name="tokens_per_s", title="Tokens generated per second", over_run="overall",
+               curve="rollout/tokens_per_s", live=True, derive=PerSecond("tokens_generated", "sampling_s"),
+               about="Generated while they are sampled. Derived, not recorded."),
+        Metric(name="train_tokens_per_s", title="Tokens trained on per second",
+               derive=PerSecond("tokens_trained", "train_s"),
+               about="Trained on during the passes. Derived, not recorded."),
+        Metric(name="mfu", title="Model FLOPs utilization", unit="%", over_run="median",
                curve="train/mfu", live=True,
                about="`train_flops` per second of training and writing, over the dense bf16 peak of all GPUs; null"
                " where the peak is unknown, as on a CPU."),
-    )),
-    Chart(TIME, "Tokens per step", "Those without an advantage, or masked, are not trained on.", (
-        Metric(name="tokens_generated", title="Tokens generated", label="generated", curve="rollout/tokens",
+        Metric(name="tokens_generated", title="Tokens generated", curve="rollout/tokens",
                over_run="total", about="Sampled tokens of the step, those of replaced groups included."),
-        Metric(name="tokens_trained", title="Tokens trained on", label="trained", curve="train/tokens",
+        Metric(name="tokens_trained", title="Tokens trained on", curve="train/tokens",
                about="Sampled tokens trained on; others had no advantage, were masked, or are of replaced groups."),
-    )),
-    Chart(TIME, "Balance of the ranks", "Tokens of the busiest rank over the mean: the others wait for it.", (
-        Metric(name="rank_token_balance", title="Tokens of the busiest rank over the mean", label="busiest",
+        Metric(name="rank_token_balance", title="Tokens of the busiest rank over the mean", chart="plain",
                curve="train/rank_token_balance", live=True,
-               about="Tokens of the rank that trains on most of them over the mean of the ranks; null with one rank."),
-    ), "plain"),
-    Chart(TIME, "Peak memory of the trainer", "Of the GPU; on a CPU, of the process.", (
-        Metric(name="peak_memory_gib", title="Peak memory of the trainer", unit="GiB", label="peak",
+               about="Tokens of the rank that trains on most of them over the mean of the ranks, which wait for it;"
+               " null with one rank."),
+        Metric(name="peak_memory_gib", title="Peak memory of the trainer", chart="plain", unit="GiB",
                over_run="largest", curve="memory/peak_gib", live=True,
                about="Peak memory of the trainer so far: on the GPU, or of the process on the CPU."),
-    ), "plain"),
-)  # fmt: skip
+    ),
+}  # fmt: skip
+"""Section of a report -> its metrics, a chart for each."""
 NOT_CHARTED = (
     Metric(name="weight_version", title="Version", curve="train/weight_version",
            about="Version that this step published, or that sampled the completions of an evaluation."),
@@ -321,4 +274,4 @@ NOT_CHARTED = (
            about="Of an evaluation: share of the problems that at least one of k completions passes, estimated from all"
            " completions."),
 )  # fmt: skip
-METRICS = {metric.name: metric for metric in (*(m for chart in CHARTS for m in chart.metrics), *NOT_CHARTED)}
+METRICS = {metric.name: metric for metrics in (*SECTIONS.values(), NOT_CHARTED) for metric in metrics}

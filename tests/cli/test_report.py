@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from bokeh.models import ColumnDataSource
 
-from bridge.checkpoints.metric_table import CHARTS, METRICS
+from bridge.checkpoints.metric_table import METRICS, SECTIONS, Total
 from bridge.checkpoints.metrics import StepMetrics
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.core import claim, json_lines
@@ -64,7 +64,8 @@ def written(*runs: Path, out: Path) -> Page:
 def drawings(*runs: Path) -> dict[str, charts.Drawing]:
     opened = {run.name: record.read(run) for run in runs}
     artist = charts.Artist(opened)
-    return {drawing.title: drawing for chart in charts.charts(opened.values()) for drawing in artist.drawings(chart)}
+    metrics = [metric for section in charts.sections(opened.values()).values() for metric in section]
+    return {drawing.title: drawing for metric in metrics for drawing in artist.drawings(metric)}
 
 
 def curve(run: Path, title: str, name: str) -> list[float]:
@@ -90,15 +91,18 @@ def test_page_of_a_whole_run_has_every_section_and_chart(tmp_path: Path) -> None
         assert heading in page.text
     assert {
         "Mean reward", "Parts of the reward", "Completion length, tokens", "Truncated completions, %", "Entropy, nats",
-        "Clipped tokens, %", "Gradient norm", "Policy loss", "Changed weights, %", "|Δ log-probability|, nats",
-        "Tokens by |Δ log-probability|, %", "Importance weights", "Corrections, %",
-        "Where a step's time goes, s", "The fence, ms", "Tokens per second", "Tokens per step",
+        "Tokens clipped, %", "Tokens clipped low, %", "Tokens clipped high, %", "Gradient norm", "Policy loss",
+        "Weights changed, %", "Retried requests", "|Δ log-probability|, nats",
+        "|Δ log-probability|, max, nats", "Tokens by mismatch, %", "Importance weight",
+        "Effective sample size", "Tokens corrected, %", "Time of a step, s", "Rollouts, s", "Training, s",
+        "Fence, ms", "Pause, ms", "Tokens generated per second", "Tokens trained on per second", "Tokens generated",
         "Peak memory of the trainer, GiB", "my_ratio", "scores: a",
     } <= set(page.charts)  # fmt: skip
     assert sum("data-root-id" in attributes for attributes in page.all("div")) == len(page.charts)
     for expected in ("Qwen/Qwen2.5-7B-Instruct", "shared_vllm", "--lr", "2e-06", "0 bytes", "finished", "step 30"):
         assert expected in page.text
     assert "KL from the reference, nats: 0" in page.text
+    assert "Unscored completions: 0" in page.text
     assert not [attributes for _, attributes in page.elements if {"src", "onclick", "onerror"} & attributes.keys()]
     assert not page.all("link") + page.all("img") + page.all("iframe")
     (policy,) = [meta["content"] for meta in page.all("meta") if "http-equiv" in meta]
@@ -199,7 +203,7 @@ def test_steps_of_an_older_version_are_drawn_as_far_as_they_go(tmp_path: Path) -
     run.config.write_text('{"model_name": "m", "a_choice_of_old": 3}')
     page = written(run.path, out=tmp_path / "page.html")
     assert not {"Entropy, nats", "Parts of the reward", "Completion length, tokens"} & set(page.charts)
-    assert {"Gradient norm", "Where a step's time goes, s"} <= set(page.charts)
+    assert {"Gradient norm", "Time of a step, s"} <= set(page.charts)
     assert "This version of Bridge does not know it." in page.text
 
 
@@ -229,9 +233,9 @@ def test_missing_values_are_gaps_and_no_dip_in_a_stack(tmp_path: Path) -> None:
     ] == [1, 2]
     parts = curve(run.path, "Parts of the reward", "correct")
     assert [step for step, value in enumerate(parts, 1) if math.isnan(value)] == [3, 4]
-    assert math.isnan(curve(run.path, "|Δ log-probability|, nats", "mean")[4])
+    assert math.isnan(curve(run.path, "|Δ log-probability|, nats", "each step")[4])
     assert [math.isnan(value) for value in curve(run.path, "Gradient norm", "each step")[4:7]] == [False, True, False]
-    plot = drawings(run.path)["Tokens by |Δ log-probability|, %"].plot
+    plot = drawings(run.path)["Tokens by mismatch, %"].plot
     assert plot is not None
     sources = [source for source in plot.references() if isinstance(source, ColumnDataSource) and "step" in source.data]
     assert [list(source.data["step"]) for source in sources] == [[1, 2, 3, 4, 6, 7, 8]]
@@ -273,8 +277,8 @@ def test_several_runs_share_their_charts_and_tables(tmp_path: Path) -> None:
     assert "--run-dir /" not in page.words.partition("Mean reward")[0]
     assert {
         "Mean reward", "Parts of the reward: correct", "Parts of the reward: format", "Completion length, tokens",
-        "|Δ log-probability|: mean, nats", "Tokens by |Δ log-probability|: 0.1 nats and more, %",
-        "Where a step's time goes: in all, s", "my_ratio",
+        "|Δ log-probability|, nats", "|Δ log-probability|, max, nats", "Tokens of a large mismatch, %",
+        "Time of a step, s", "Fence, ms", "my_ratio",
     } <= set(page.charts)  # fmt: skip
     assert names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
     assert names([Path("/a/x/run")]) == ["run"]
@@ -359,7 +363,7 @@ def test_help_and_report_load_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
-    names = [metric.name for chart in CHARTS for metric in chart.metrics]
+    names = [metric.name for section in SECTIONS.values() for metric in section]
     assert len(names) == len(set(names))
     assert {*report_runs.metrics(1, 9)} - {*names} == {
         "step",
@@ -370,9 +374,8 @@ def test_every_metric_of_a_step_is_recorded_and_charted_once() -> None:
         "train_flops",
         "peak_flops",
     }
-    assert all(
-        len({metric.unit for metric in chart.metrics if metric.label != "effective share"}) == 1 for chart in CHARTS
-    )
+    totals = [metric.derive for metric in METRICS.values() if isinstance(metric.derive, Total)]
+    assert [name for derived in totals for name in derived.names if name not in METRICS] == []
     assert StepMetrics(json.loads(json_lines.line(report_runs.metrics(1, 9)))).fence_s < 0.03
 
 

@@ -1,6 +1,6 @@
 """`bridge report`: write one HTML page about a run, or about several side by side.
 
-`record` reads a run directory, `charts` draws the curves, `page` fills in `template/`. Nothing here loads torch; Bokeh
+`record` reads a run directory, `charts` draws the curves, `page` fills in the template. Nothing here loads torch; Bokeh
 and jinja2 are imported only to write a page.
 """
 

@@ -1,6 +1,7 @@
-"""Draw the charts that `bridge/checkpoints/metric_table.py` declares with Bokeh, whose script goes into the page."""
+"""Draw a chart of each metric of `bridge/checkpoints/metric_table.py` with Bokeh, whose script goes into the page."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from bokeh.models import BasicTicker, ColumnDataSource, CrosshairTool, HoverTool
 from bokeh.models.annotations import BoxAnnotation, Span
 from bokeh.plotting import figure
 
-from bridge.checkpoints.metric_table import CHARTS, METRICS, Chart
+from bridge.checkpoints.metric_table import METRICS, SECTIONS, Metric, Total
 from bridge.checkpoints.metrics import undeclared
 from bridge.core.redaction import escaped
 from bridge.types import HEALTHY_NATS
@@ -20,15 +21,19 @@ TEXT, EVENT, ALARM, HEALTHY = "#757f8c", "#b87a1e", "#d0443a", "#239a72"
 """All colors are readable on a light page, on a dark one and on paper."""
 MOST_EVENTS = 40
 """Events marked in the charts; more would hide the curves."""
+EACH_STEP = "each step"
+"""Label of the only curve in a chart."""
 
 
-def charts(runs: Iterable[Run]) -> list[Chart]:
-    """Return the declared charts, and one for each other metric of the runs, of a custom loss or a library loop."""
+MAIN, MISMATCH = "reward_mean", "logprob_diff_mean"
+"""Metrics whose charts show more than their curves: evaluations and the names of events, and the healthy range."""
+
+
+def sections(runs: Iterable[Run]) -> dict[str, Sequence[Metric]]:
+    """Return the metrics of each section, and the others of the runs, of a custom loss or a library loop."""
     names = sorted({name for run in runs for name in run.columns if name.partition("/")[0] not in METRICS})
-    others = [
-        Chart("Other metrics", name.replace("/", ": ", 1), "As it was logged.", (undeclared(name),)) for name in names
-    ]
-    return [*CHARTS, *others]
+    others = [replace(undeclared(name), title=name.replace("/", ": ", 1), about="As it was logged.") for name in names]
+    return {**SECTIONS, "Other metrics": others}
 
 
 class Line(NamedTuple):
@@ -72,60 +77,67 @@ class Artist:
         self._x_range = Range1d(min(ends) - room, max(ends) + room)
         self._pointer = Span(dimension="height", line_color=TEXT)
 
-    def drawings(self, chart: Chart) -> Iterator[Drawing]:
-        """Yield the drawings of `chart`: none if the runs have no values for it."""
-        is_stacked = chart.kind in ("stacked", "ramp") and self._single is not None
-        palette = RAMP if chart.kind == "ramp" and is_stacked else COLORS
-        for title, curves in self._curves(chart, is_stacked=is_stacked):
+    def drawings(self, metric: Metric) -> Iterator[Drawing]:
+        """Yield the drawings of a metric: none if the runs have no values of it."""
+        is_stacked = metric.chart in ("stacked", "ramp") and self._single is not None
+        palette = RAMP if metric.chart == "ramp" and is_stacked else COLORS
+        for title, curves in self._curves(metric):
             lines = [
                 line for line in map(Line, curves, palette, curves.values())
                 if line.known.size and (line.known.any() or not is_stacked)
             ]  # fmt: skip
-            if lines and chart.section and all(np.ptp(line.known) == 0 for line in lines):
-                yield Drawing(title, chart.about, lines)
-            elif lines:
-                if chart.kind == "smooth":
-                    raw = [lines[0]._replace(name="each step", is_faint=True)] if len(curves) == 1 else []
-                    lines = raw + [
-                        line._replace(name="smoothed" if raw else line.name, values=smoothed(line.values))
-                        for line in lines
-                    ]
-                plot = self._plot(chart, lines, is_stacked=is_stacked)
-                yield Drawing(title, chart.about, lines, plot, dict(self._references(chart, plot)))
+            if not lines:
+                continue
+            if metric.name != MAIN and all(np.ptp(line.known) == 0 for line in lines):
+                yield Drawing(title, metric.about, lines)
+                continue
+            if metric.chart == "smooth":
+                raw = [lines[0]._replace(is_faint=True)] if list(curves) == [EACH_STEP] else []
+                lines = raw + [
+                    line._replace(name="smoothed" if raw else line.name, values=smoothed(line.values)) for line in lines
+                ]
+            plot = self._plot(metric, lines, is_stacked=is_stacked)
+            yield Drawing(title, metric.about, lines, plot, dict(self._references(metric, plot)))
 
-    def _curves(self, chart: Chart, *, is_stacked: bool) -> Iterator[tuple[str, dict[str, Column]]]:
+    def _curves(self, metric: Metric) -> Iterator[tuple[str, dict[str, Column]]]:
         """Yield the title and the curves of each chart: several runs have one chart for each part of the reward."""
-        every = sorted({name for run in self._runs.values() for name in run.columns})
-        columns: dict[str, str] = {}
-        for metric in (*chart.metrics, *(METRICS[name] for name in chart.also)):
-            if metric.items is None:
-                columns[metric.name] = escaped(metric.label or metric.title)
-            else:
-                items = metric.items or [name.partition("/")[2] for name in every if name.startswith(f"{metric.name}/")]
-                columns |= {f"{metric.name}/{item}": escaped(item.replace("_", " ")) for item in items if item}
-        unit, scale = chart.metrics[0].unit, chart.metrics[0].scale
-        suffix = f", {unit}" if unit else ""
+        unit = f", {metric.unit}" if metric.unit else ""
+        columns = self._columns(metric)
         if self._single:
-            names = [*columns][is_stacked:]
-            yield chart.title + suffix, {columns[name]: scale * self._values(self._single, name) for name in names}
-            return
-        is_list = chart.metrics[0].items is not None
-        for name in [*columns][: None if is_list else 1]:
-            title = f"{chart.title}: {columns[name]}" if is_list or len(chart.metrics) > 1 else chart.title
-            yield title + suffix, {label: scale * self._values(run, name) for label, run in self._runs.items()}
+            curves = {label: self._values(self._single, name) for name, label in columns.items()}
+            yield metric.title + unit, {label: metric.scale * values for label, values in curves.items()}
+        elif metric.items is None:
+            yield metric.title + unit, self._of_runs(metric, metric.name)
+        elif metric.chart not in ("stacked", "ramp"):  # another metric sums those up
+            for name, label in columns.items():
+                yield f"{metric.title}: {label}{unit}", self._of_runs(metric, name)
+
+    def _columns(self, metric: Metric) -> dict[str, str]:
+        """Return the columns of a metric of a single run, with their labels."""
+        if metric.items is not None:
+            every = sorted({name for run in self._runs.values() for name in run.columns})
+            items = metric.items or [name.partition("/")[2] for name in every if name.startswith(f"{metric.name}/")]
+            return {f"{metric.name}/{item}": escaped(item.replace("_", " ")) for item in items if item}
+        if metric.chart == "stacked" and isinstance(metric.derive, Total):
+            return {name: METRICS[name].title for name in metric.derive.names}
+        return {metric.name: EACH_STEP}
+
+    def _of_runs(self, metric: Metric, name: str) -> dict[str, Column]:
+        return {label: metric.scale * self._values(run, name) for label, run in self._runs.items()}
 
     def _values(self, run: Run, name: str) -> Column:
         values = np.full(len(self._steps), np.nan)
         values[np.searchsorted(self._steps, run.steps)] = run.column(name)
         return values
 
-    def _plot(self, chart: Chart, lines: Sequence[Line], *, is_stacked: bool) -> figure:
+    def _plot(self, metric: Metric, lines: Sequence[Line], *, is_stacked: bool) -> figure:
         rows = np.array([line.values for line in lines])
         used = np.isfinite(rows).any(axis=0) | (not is_stacked)  # a stack has no gaps
         rows, steps = (np.nan_to_num(rows) if is_stacked else rows)[:, used], self._steps[used]
         plot = figure(
-            height=190 if chart.section else 300, sizing_mode="stretch_width", x_range=self._x_range, window_axis="x",
-            y_axis_type="log" if chart.kind == "log" else "linear", tools="xbox_zoom,reset", toolbar_location=None,
+            height=300 if metric.name == MAIN else 190, sizing_mode="stretch_width",
+            x_range=self._x_range, window_axis="x",
+            y_axis_type="log" if metric.chart == "log" else "linear", tools="xbox_zoom,reset", toolbar_location=None,
             background_fill_color=None, border_fill_color=None, outline_line_color=None,
         )  # fmt: skip
         plot.xgrid.visible = False
@@ -152,11 +164,11 @@ class Artist:
         plot.add_tools(hover, CrosshairTool(overlay=self._pointer))
         return plot
 
-    def _references(self, chart: Chart, plot: figure) -> Iterator[tuple[str, str]]:
+    def _references(self, metric: Metric, plot: figure) -> Iterator[tuple[str, str]]:
         """Add evaluations, limits and events to a plot, and yield the name and the color of each."""
-        if not chart.section:
+        if metric.name == MAIN:
             yield from self._held_out(plot)
-        if chart.kind == "log":
+        if metric.name == MISMATCH:
             low, high = HEALTHY_NATS
             plot.add_layout(BoxAnnotation(bottom=low, top=high, fill_color=HEALTHY, fill_alpha=0.18, line_color=None))
             yield f"rounding alone, in bf16: {low} to {high}", HEALTHY
@@ -169,7 +181,7 @@ class Artist:
             source = ColumnDataSource({"x": [event.step for event in marked[:MOST_EVENTS]], "text": texts})
             marks = plot.vspan("x", source=source, line_color=EVENT, line_dash="dotted", line_width=1.5)
             plot.add_tools(HoverTool(renderers=[marks], tooltips=[("event at step", "@x"), ("", "@text")]))
-            if not chart.section:
+            if metric.name == MAIN:
                 yield "events", EVENT
 
     def _held_out(self, plot: figure) -> Iterator[tuple[str, str]]:

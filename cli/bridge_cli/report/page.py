@@ -21,10 +21,11 @@ from bridge.config import ServeConfig, TrainConfig
 from bridge.config.choices import Config, flag
 from bridge.core.redaction import escaped
 from bridge_cli.live import duration
-from bridge_cli.report.charts import Artist, Drawing, charts
+from bridge_cli.report import charts
+from bridge_cli.report.charts import Artist, Drawing
 from bridge_cli.report.record import Column, Run
 
-TEMPLATE = Path(__file__).parent / "template"
+TEMPLATE = "page.html.j2"
 MOST_EVENTS = 200
 GENERATOR = "bridge report"
 PATH_CHOICES = ("save_path", "run_dir", "vllm_config_path", "vllm_port", "vllm_host", "resume")
@@ -44,9 +45,10 @@ def html(runs: Sequence[Run]) -> str:
         **{title: [shown(of_run[key][1]) for of_run in of_runs] for key, (title, _) in of_runs[0].items()},
     }
     artist = Artist({run.name: run for run in runs})
-    sections: dict[str, list[Drawing]] = {}
-    for chart in charts(runs):
-        sections.setdefault(chart.section, []).extend(artist.drawings(chart))
+    sections: dict[str, list[Drawing]] = {
+        title: [drawing for metric in metrics for drawing in artist.drawings(metric)]
+        for title, metrics in charts.sections(runs).items()
+    }
     plots: dict[str, Any] = {
         drawing.title: drawing.plot for group in sections.values() for drawing in group if drawing.plot
     }
@@ -58,14 +60,14 @@ def html(runs: Sequence[Run]) -> str:
     script = "\n".join([*Resources(mode="inline", components=["bokeh"]).js_raw, script])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         finalize=lambda value: escaped(value) if type(value) is str else value,
     )  # fmt: skip
     filters = shown, duration, as_text, messages, status, choices, values, described
     environment.filters |= {function.__name__: function for function in filters}
-    return environment.get_template("report.html.j2").render(
+    return environment.get_template(TEMPLATE).render(
         views=runs, sections=sections, divs={title: Markup(div) for title, div in divs.items()},  # noqa: S704
-        script=Markup(script), style=Markup((TEMPLATE / "report.css").read_text()),  # noqa: S704
+        script=Markup(script),  # noqa: S704
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:",
         generator=GENERATOR, version=__version__, now=datetime.now().astimezone(), most_events=MOST_EVENTS,
         differing=differing([run.config for run in runs]) | differing([software(run) for run in runs], name=str),
