@@ -73,7 +73,7 @@ def reward(scores: Scores, problem: Problem, completion: str) -> float:
 
 def test_there_are_as_many_examples_as_there_should_be() -> None:
     assert len(COMMANDS) == 15
-    assert [verdict for _, verdict in ROWS] == ["right"] * 5 + ["wrong"] * 4
+    assert [verdict for _, verdict in ROWS] == ["right"] * 6 + ["wrong"] * 4
 
 
 @pytest.mark.parametrize(("cell", "verdict"), ROWS)
