@@ -1,7 +1,8 @@
 """The control connection: what it sends, and one clear error for every way in which a server can fail."""
 
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.unit.checks_sample import manifest
 from tests.unit.http_server import Answer, Answers, HttpRequest, as_json, serving
 
 ME = Holder.current()
+LATE_S = 0.5
 STATUS = Status(model="m", version=7, state="paused", holder=ME, server=ProcessIdentity.current()).model_dump()
 ELEMENTS = (Element(parameter="w", index=3),)
 CALLS: dict[str, Callable[[BridgeClient], object]] = {
@@ -37,8 +39,8 @@ def good(request: HttpRequest) -> Answer:
     )
 
 
-def error_of(answers: Answers, call: str, *, timeout_s: float = 20) -> BridgeError:
-    with serving(answers) as server, BridgeClient(manifest(url=server.url), timeout_s=timeout_s) as client:
+def error_of(answers: Answers, call: str) -> BridgeError:
+    with serving(answers) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
         with pytest.raises(BridgeError) as caught:
             CALLS[call](client)
         assert server.url in caught.value.message or isinstance(caught.value, AttachError)
@@ -67,7 +69,7 @@ def test_each_call_sends_its_route_token_and_holder() -> None:
     assert answers == [Status.model_validate(STATUS)] * 4 + [{"w": "0f"}, (1.5,), None]
 
 
-def test_what_receives_weights_sends_the_version_that_it_published_last() -> None:
+def test_receiver_sends_the_version_it_published() -> None:
     versions = iter([7, 7, 7, 8, 8, 8])  # lease, pause, transfer, publish, pause, resume
 
     def receiving(_: HttpRequest) -> Answer:
@@ -96,22 +98,17 @@ def test_what_receives_weights_sends_the_version_that_it_published_last() -> Non
     assert (bodies[3]["version"], bodies[3]["after"]) == (8, 7)
 
 
-def test_a_takeover_sends_an_absolute_checkpoint_and_version() -> None:
+def test_pause_sends_its_choices_and_an_absolute_path() -> None:
     with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
-        client.pause("keep", last_checkpoint=Path("saved/step_3"), takeover=True)
+        client.pause("keep", last_checkpoint=Path("saved/step_3"), takeover=True, sleep=True)
         client.publish(3)
     pause, publish = (request.body for request in server.requests)
-    assert (pause["last_checkpoint"], pause["takeover"]) == (str(Path.cwd() / "saved" / "step_3"), True)
+    assert (pause["takeover"], pause["sleep"]) == (True, True)
+    assert pause["last_checkpoint"] == str(Path.cwd() / "saved" / "step_3")
     assert publish["version"] == 3
 
 
-def test_a_pause_requests_sleep_where_it_is_wanted() -> None:
-    with serving(good) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
-        client.pause("keep", sleep=True)
-    assert server.requests[0].body["sleep"] is True
-
-
-def test_another_address_than_the_manifests_can_be_given() -> None:
+def test_client_takes_another_address() -> None:
     with serving(good) as server, BridgeClient(manifest(), timeout_s=20, url=server.url) as client:
         assert client.status().version == 7
 
@@ -145,55 +142,55 @@ def test_a_server_that_is_gone_is_unreachable(call: str) -> None:
         "409 of html", "409 without hint", "409 of a list", "no gzip",
     ],
 )  # fmt: skip
-def test_an_answer_that_is_not_ours_is_unreachable(call: str, answers: Answers) -> None:
+def test_answer_that_is_not_ours_is_unreachable(call: str, answers: Answers) -> None:
     error = error_of(answers, call)
     assert type(error) is ServerUnreachableError
     assert error.exit_code == 5
 
 
-def test_a_refusal_is_told_in_the_servers_own_words() -> None:
-    error = error_of(lambda _: as_json({"error": "torn", "hint": "restart it"}, 409), "pause")
-    assert type(error) is AttachError
+@pytest.mark.parametrize(("busy", "kind"), [({}, AttachError), ({"busy": True}, FenceBusyError)])
+def test_refusal_keeps_the_servers_words(busy: dict[str, bool], kind: type[AttachError]) -> None:
+    error = error_of(lambda _: as_json({"error": "torn", "hint": "restart it", **busy}, 409), "pause")
+    assert type(error) is kind
     assert (error.message, error.hint, error.exit_code) == ("torn", "restart it", 4)
 
 
-def test_the_servers_own_error_is_quoted() -> None:
+def test_error_of_the_server_is_quoted() -> None:
     assert "engine is dead" in error_of(lambda _: Answer("engine is dead", 500), "status").message
 
 
-def test_a_server_that_is_too_slow_is_unreachable() -> None:
-    def slow(_: HttpRequest) -> Answer:
-        time.sleep(0.5)
-        return good(_)
+@contextmanager
+def answering_late() -> Iterator[str]:
+    """Run a server that answers after the time limit of a short call."""
+    is_over = threading.Event()
 
-    assert type(error_of(slow, "status", timeout_s=0.1)) is ServerUnreachableError
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_only_long_calls_have_the_whole_timeout(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
-
-    def slow(request: HttpRequest) -> Answer:
-        time.sleep(0.5)
+    def late(request: HttpRequest) -> Answer:
+        is_over.wait(LATE_S)
         return good(request)
 
-    with serving(slow) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
-        if call in {"digests", "read", "write"}:
+    with serving(late) as server:
+        yield server.url
+        is_over.set()
+
+
+@pytest.mark.parametrize("call", [*CALLS, "draining pause"])
+def test_only_long_calls_have_the_whole_timeout(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", LATE_S / 3)
+    with answering_late() as url, BridgeClient(manifest(url=url), timeout_s=20) as client:
+        if call == "draining pause":
+            assert client.pause("wait").version == 7
+        elif call in {"digests", "read", "write"}:
             CALLS[call](client)
         else:
             with pytest.raises(ServerUnreachableError, match="ReadTimeout"):
                 CALLS[call](client)
 
 
-def test_a_draining_pause_has_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "CONTROL_LIMIT_S", 0.1)
-
-    def slow(request: HttpRequest) -> Answer:
-        time.sleep(0.5)
-        return good(request)
-
-    with serving(slow) as server, BridgeClient(manifest(url=server.url), timeout_s=20) as client:
-        assert client.pause("wait").version == 7
+def test_no_call_outlasts_its_timeout() -> None:
+    with answering_late() as url, BridgeClient(manifest(url=url), timeout_s=LATE_S / 3) as client:
+        for call in CALLS.values():
+            with pytest.raises(ServerUnreachableError, match="ReadTimeout"):
+                call(client)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -227,19 +224,14 @@ def test_only_the_connections_own_lease_is_returned() -> None:
     ]  # fmt: skip
 
 
-def test_a_lease_of_a_server_that_is_gone_is_no_error() -> None:
+def test_lease_of_a_lost_server_is_no_error() -> None:
     with serving(good) as server:
         client = BridgeClient(manifest(url=server.url), timeout_s=20)
         client.take_lease("runs/first")
     client.close()
 
 
-def test_a_server_that_is_busy_is_told_from_one_that_refuses() -> None:
-    refusal = {"error": "held", "hint": "wait", "busy": True}
-    assert type(error_of(lambda _: as_json(refusal, 409), "pause")) is FenceBusyError
-
-
-def test_an_address_that_is_none_is_refused_at_once() -> None:
+def test_invalid_address_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="not the address of a server"):
         BridgeClient(manifest(), timeout_s=1, url="http://127.0.0.1:none")
 
@@ -290,7 +282,7 @@ def test_the_length_is_what_the_server_lists(document: object, expected: int | N
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "no address", "http://[half"])
-def test_a_server_that_does_not_answer_has_no_known_length(url: str) -> None:
+def test_silent_server_has_no_known_length(url: str) -> None:
     assert max_model_len(url) is None
 
 
@@ -304,7 +296,7 @@ VLLM_CALLS: dict[str, Callable[[VllmClient], object]] = {
 
 @pytest.mark.parametrize("call", VLLM_CALLS)
 @pytest.mark.parametrize("answer", [None, Answer("engine is dead", 500)], ids=["dropped", "500"])
-def test_a_vllm_that_is_gone_or_unwell_is_unreachable(call: str, answer: Answer | None) -> None:
+def test_vllm_that_is_lost_or_unwell_is_unreachable(call: str, answer: Answer | None) -> None:
     with (
         serving(lambda _: answer) as server,
         VllmClient(server.url) as client,
