@@ -171,6 +171,10 @@ class Completion:
     """Of a mixture of experts, which ones the server sent each token of prompt and completion to, but for the last:
     layer by layer, little-endian int16; empty: unknown."""
 
+    prompt_logprobs: tuple[float, ...] = ()
+    """Log-probability of each token of the prompt, in nats, at temperature 1 and over the whole vocabulary; the first
+    one is NaN. Empty: not requested."""
+
     tool_errors: int = 0
     """Calls of tools that failed."""
     transcript: tuple[Mapping[str, Any], ...] = ()

@@ -289,6 +289,7 @@ class Policy:
         *,
         seed: int | None = None,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        prompt_logprobs: bool = False,
         **parameters: Any,
     ) -> list[Group]:
         """Sample completions of each prompt, with log-probabilities and versions.
@@ -298,7 +299,9 @@ class Policy:
         0. The same `seed` samples the same completions from the same weights; by default each call has another one. The
         model's chat template gets `chat_template_kwargs`. `parameters` replace those of `sampling` in this call, by its
         names or vLLM's: `n`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `stop`. Passes do not know them:
-        they compute at the temperature and over the words of `sampling`, so train on what was sampled with those.
+        they compute at the temperature and over the words of `sampling`, so train on what was sampled with those. With
+        `prompt_logprobs` each completion has the log-probabilities of the prompt's tokens, at temperature 1; the server
+        then computes the prompt anew for each completion: `n=1, max_tokens=1` scores a text.
 
         Raises:
             UsageError: `prompts` is a single prompt, a dictionary has no `prompt`, a parameter is unknown, or the
@@ -308,7 +311,7 @@ class Policy:
             RewardError: a prompt cannot be encoded, or a reward is not a finite number.
             ServerUnreachableError: the server does not answer.
         """
-        request = self._request(prompts, score, seed, chat_template_kwargs, parameters)
+        request = self._request(prompts, score, seed, chat_template_kwargs, prompt_logprobs, parameters)
         with self._run_folder.sampling():
             return request.joined(self.ranks.run_and_gather(lambda: self._sampled(request, score)))
 
@@ -329,6 +332,7 @@ class Policy:
         *,
         seed: int | None = None,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        prompt_logprobs: bool = False,
         **parameters: Any,
     ) -> list[Group]:
         """Sample as `sample` does, without blocking the event loop; several calls sample at the same time.
@@ -337,7 +341,9 @@ class Policy:
         """
         self._refuse_misplaced("sample_async")  # here: another thread asks below, for which it is in its place
         self._refuse_several_ranks("sample_async", "policy.sample")
-        request = await asyncio.to_thread(self._request, prompts, score, seed, chat_template_kwargs, parameters)
+        request = await asyncio.to_thread(
+            self._request, prompts, score, seed, chat_template_kwargs, prompt_logprobs, parameters
+        )
         try:
             sampled = await self._sampler.loop.run_async(request.sampled(self._sampler))
         except asyncio.CancelledError:
@@ -354,9 +360,10 @@ class Policy:
         score: Score | None,
         seed: int | None,
         chat_template_kwargs: Mapping[str, Any],
+        prompt_logprobs: bool,
         parameters: Mapping[str, Any],
     ) -> "_Request":
-        _refuse_arguments(prompts, score, seed, chat_template_kwargs)
+        _refuse_arguments(prompts, score, seed, chat_template_kwargs, prompt_logprobs)
         prompts = prompts if isinstance(prompts, str | Mapping) else [*prompts]  # any iterable, taken once
         problems.check_prompts(prompts)
         if any(isinstance(prompt, Integral) for prompt in prompts):
@@ -378,7 +385,7 @@ class Policy:
         first_seed = seed_of(0, self._num_calls) if seed is None else seed_of(int(seed) + 1, 0)
         self._num_calls += seed is None
         own = range(self.ranks.dp_rank, len(whole), self.ranks.dp_size) if self.ranks.is_tp_rank_zero else range(0)
-        return _Request(whole, encoded, sampling, first_seed, self.endpoint, own)
+        return _Request(whole, encoded, sampling, first_seed, self.endpoint, own, prompt_logprobs)
 
     def _problem(self, prompt: Prompt) -> Problem:
         problem: Any = prompt if isinstance(prompt, dict) else {"prompt": prompt}
@@ -1129,6 +1136,8 @@ class _Request:
     endpoint: Endpoint
     own: Sequence[int]
     """Places of this rank's prompts among those of the call."""
+    prompt_logprobs: bool
+    """Whether the log-probabilities of the prompts are requested, too."""
 
     async def sampled(self, sampler: Sampler) -> list[tuple[Completion, ...]]:
         servers = sampler.servers_at([self.endpoint])
@@ -1139,6 +1148,8 @@ class _Request:
     ) -> Coroutine[Any, Any, tuple[Completion, ...]]:
         prompt, images = self.prompts[index]
         other: dict[str, Any] = {} if images is None else {"images": images}
+        if self.prompt_logprobs:
+            other["prompt_logprobs"] = True
         return sampler.one(
             servers, prompt, num_samples=self.sampling.group_size, seed=self.seed, index=index,
             is_chat=not isinstance(self.problems[index]["prompt"], str), config=self.sampling, **other,
@@ -1161,13 +1172,16 @@ class _Request:
         return [replace(groups[index], images=encoded.images) for index, encoded in enumerate(self.prompts)]
 
 
-def _refuse_arguments(prompts: object, score: object, seed: object, chat_template_kwargs: object) -> None:
+def _refuse_arguments(
+    prompts: object, score: object, seed: object, chat_template_kwargs: object, prompt_logprobs: object
+) -> None:
     """Raise UsageError for what would fail after sampling, or change what is sampled."""
     expected = (
         ("prompts", prompts, isinstance(prompts, Iterable), "a list of prompts"),
         ("score", score, score is None or callable(score), "a function of a problem and a completion's text"),
         ("seed", seed, seed is None or isinstance(seed, Integral), "an integer"),
         ("chat_template_kwargs", chat_template_kwargs, isinstance(chat_template_kwargs, Mapping), "a dictionary"),
+        ("prompt_logprobs", prompt_logprobs, isinstance(prompt_logprobs, bool), "True or False"),
     )
     for name, value, is_right, words in expected:
         if not is_right:

@@ -235,6 +235,11 @@ class Sampler(AbstractContextManager["Sampler"]):
                 f"images need a vLLM with Bridge in it, and {server.endpoint.url} is none",
                 hint="sample from a server that Bridge started with shared weights (bridge run, bridge serve-vllm)",
             )
+        if server.dialect != "bridge" and "prompt_logprobs" in body:
+            raise UsageError(
+                f"log-probabilities of prompts need a vLLM with Bridge in it, and {server.endpoint.url} is none",
+                hint="sample from a server that Bridge started with shared weights (bridge run, bridge serve-vllm)",
+            )
         if server.dialect != "bridge" and (chosen := filters(config)):
             given = " ".join(f"{flag(name)} {value:g}" for name, value in chosen.items())
             raise UsageError(
@@ -255,6 +260,11 @@ class Sampler(AbstractContextManager["Sampler"]):
         ids_of = self.vocabulary.ids_of
         made = tuple(openai_api.completion(url, choice, version, ids_of, num_prompt) for choice in choices)
         for completion in made:
+            if "prompt_logprobs" in body and len(completion.prompt_logprobs) != len(body["prompt"]):
+                received = len(completion.prompt_logprobs)
+                raise RequestFailed(
+                    f"a prompt of {len(body['prompt'])} tokens with {received} log-probabilities", "once"
+                )
             self.vocabulary.check_ids(completion.token_ids, lambda: f"a completion of {url}")
         return made
 

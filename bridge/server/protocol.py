@@ -293,6 +293,8 @@ class CompletionsRequest(Record):
     """Keep the tokens that are at least this times as likely as the likeliest one."""
     experts: int | None = Field(default=None, ge=0)
     """Report the experts of each token except the first `experts` ones of the prompt; None: report none."""
+    prompt_logprobs: bool = False
+    """Report the log-probability of each token of the prompt, which is computed anew for each completion."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, and stay part of it."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()

@@ -38,10 +38,10 @@ vllm.config.vllm: VllmConfig: speculative_config
 vllm.entrypoints.openai.models.serving: OpenAIServingModels: lora_requests, base_model_paths
 vllm.sampling_params
     SamplingParams: n, temperature, top_k, top_p, min_p, seed, max_tokens, stop,
-        stop_token_ids, logprobs, flat_logprobs, detokenize, output_kind
+        stop_token_ids, logprobs, prompt_logprobs, flat_logprobs, detokenize, output_kind
     RequestOutputKind: FINAL_ONLY
 vllm.outputs
-    RequestOutput: outputs, prompt_token_ids
+    RequestOutput: outputs, prompt_token_ids, prompt_logprobs
     CompletionOutput: index, token_ids, logprobs, finish_reason, stop_reason, routed_experts
 vllm.logprobs: FlatLogprobs: start_indices, logprobs, ranks
 """
@@ -80,7 +80,8 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
     outputs = sorted(answer.outputs, key=lambda output: output.index)
     # The first number at each place is the sampled token's.
     logprobs = [[output.logprobs.logprobs[start] for start in output.logprobs.start_indices] for output in outputs]
-    if not all(math.isfinite(logprob) for completion in logprobs for logprob in completion):
+    of_prompt = _of_prompt(answer.prompt_logprobs, num_tokens) if body.prompt_logprobs else []
+    if not all(math.isfinite(logprob) for several in (*logprobs, of_prompt[1:]) for logprob in several):
         raise await _explained(request)
     # vLLM never includes the stop token in the text; a text that ends a completion is no such token.
     texts = _texts(
@@ -98,6 +99,7 @@ async def complete(body: CompletionsRequest, request: Request) -> Response:
             "logprobs": {"token_logprobs": token_logprobs},
             **_origins(output.logprobs, version, is_filtered=bool(kept_by)),
             **({} if body.experts is None else _experts(output, num_tokens - body.experts)),
+            **({"prompt_logprobs": of_prompt} if body.prompt_logprobs else {}),
         }
         for output, token_logprobs, text in zip(outputs, logprobs, texts, strict=True)
     ]
@@ -124,6 +126,20 @@ def _check_same(used: Sequence[int], sent: Sequence[int]) -> None:
             f"vLLM sampled from a prompt of {len(used)} tokens, and {len(sent)} others were sent",
             hint="report this, with the versions that bridge doctor shows",
         )
+
+
+def _of_prompt(logprobs: Any, num_tokens: int) -> list[float | None]:
+    """Return the log-probability of each token of a prompt; the first one has none, since nothing comes before it.
+
+    AttachError if vLLM computed those of another number of tokens.
+    """
+    starts = [] if logprobs is None else list(logprobs.start_indices)
+    if len(starts) != num_tokens:
+        raise AttachError(
+            f"vLLM returned the log-probabilities of {len(starts)} tokens for a prompt of {num_tokens}",
+            hint="report this, with the versions that bridge doctor shows",
+        )
+    return [None, *(logprobs.logprobs[start] for start in starts[1:])]
 
 
 def _has_stop_token(output: Any) -> bool:
@@ -189,6 +205,7 @@ def _params(body: CompletionsRequest, filters: Mapping[str, float]) -> Any:
     return SamplingParams(
         **body.model_dump(include={"n", "temperature", "seed", "max_tokens"}),
         **filters,
+        **({"prompt_logprobs": 0} if body.prompt_logprobs else {}),
         stop=list(body.stop),
         stop_token_ids=list(body.stop_token_ids),
         logprobs=0,

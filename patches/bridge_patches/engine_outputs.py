@@ -7,7 +7,7 @@ What is done: the log-probabilities of a step become plain numbers once, for all
 waits for the whole completion, collects its tokens in the engine. Other requests get each step's part at once.
 Why this is safe: what is sent are the bytes that vLLM's own encoder would make, and vLLM's own decoder reads them. A
 step of speculation sends several tokens of a request at once, too. A request that is aborted first sends what it has.
-Log-probabilities of prompts, which are sent once, are left alone.
+Log-probabilities of prompts, which are sent once, are left alone; a rollout sends them with its first tokens.
 
 A rollout has no use for the ranks of its tokens in the vocabulary: it gets the version that sampled each token instead,
 and if it is filtered what was kept in the same number (`thresholds.py`).
@@ -37,7 +37,7 @@ vllm.v1.engine.core
     EngineCore  # gets a method for `call_utility_async`
 vllm.v1.engine
     EngineCoreOutput: request_id, new_token_ids, new_logprobs, finish_reason, events, prefill_stats, num_nans_in_logits,
-        routed_experts
+        routed_experts, new_prompt_logprobs_tensors
     EngineCoreOutputs: outputs
 vllm.v1.core.sched.scheduler
     wrap Scheduler.update_from_output(scheduler_output, model_runner_output)
@@ -199,6 +199,8 @@ class Held:
             output.prefill_stats = before.prefill_stats or output.prefill_stats
             output.events = [*(before.events or ()), *(output.events or ())] or None
             output.num_nans_in_logits = max(before.num_nans_in_logits, output.num_nans_in_logits)
+            if before.new_prompt_logprobs_tensors is not None:  # they come once, with the first token
+                output.new_prompt_logprobs_tensors = before.new_prompt_logprobs_tensors
 
     def message(self) -> Any:
         """Return the newest output with everything that was held."""

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -237,6 +238,16 @@ def test_threads_and_tasks_share_a_policy(llama: LiveServer) -> None:
         policy.publish(nested)
 
 
+def logprobs_of(policy: bridge.Policy, token_ids: Sequence[int]) -> list[float]:
+    """Return the log-probability of each token but the first, by transformers' own pass of the trainer's model."""
+    ids = torch.tensor([token_ids], device=policy.device)
+    with torch.no_grad():
+        logits_PV = policy.model(input_ids=ids).logits[0].float()
+    logprobs_PV = logits_PV.log_softmax(-1)
+    own_P = logprobs_PV[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    return [float(logprob) for logprob in own_P]
+
+
 def test_parameters_of_one_call_replace_those_of_the_policy(llama: LiveServer) -> None:
     with bridge.attach(llama.path, sampling=SHORT) as policy:
         ids = [*policy.tokenizer("say 1:")["input_ids"]]
@@ -245,7 +256,17 @@ def test_parameters_of_one_call_replace_those_of_the_policy(llama: LiveServer) -
         assert [len(completion.token_ids) for completion in group.completions] == [3, 3]
         greedy = [policy.sample([ids], n=1, temperature=0.0)[0].completions[0].token_ids for _ in range(2)]
         assert greedy[0] == greedy[1]
+        scored = policy.sample([ids, ids[:2]], n=2, max_tokens=2, temperature=0.5, prompt_logprobs=True)
+        for group in scored:
+            given = group.prompt_token_ids
+            expected = logprobs_of(policy, given)
+            for completion in group.completions:
+                first, *rest = completion.prompt_logprobs
+                assert math.isnan(first)
+                assert rest == pytest.approx(expected, abs=0.02)
+        assert policy.sample([ids], n=1)[0].completions[0].prompt_logprobs == ()
         wrong: dict[str, dict[str, Any]] = {
+            "prompt_logprobs is 1, expected True or False": {"prompt_logprobs": 1},
             "has no parameter 'max_tokns'": {"max_tokns": 3},
             "temperature is 0.005: expected 0, or greater than or equal to 0.01": {"temperature": 0.005},
             "n is 0: expected 1, or greater than or equal to 2": {"n": 0},

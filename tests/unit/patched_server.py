@@ -80,6 +80,8 @@ class Engine:
         await self._running.wait()
         word = 50 + len(body.prompt) % (tiny.VOCABULARY - 50)  # longer prompts stay within the vocabulary
         choices = [choice(index, 40 + index, word, 2) for index in range(body.n)]
+        if body.prompt_logprobs:
+            choices = [{**one, "prompt_logprobs": [None, *(-1.0 for _ in body.prompt[1:])]} for one in choices]
         return {"choices": choices}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import sys
 from collections.abc import AsyncIterator
@@ -70,6 +71,7 @@ class FakeEngine:
         """Tokens that the prompt had in the engine alone."""
         self.renderer = SimpleNamespace(mm_processor=None)
         self.not_finite: list[str] = []
+        self.prompt_logprobs: Any = None
 
     async def collective_rpc(self, method: str) -> list[tuple[int, list[str]]]:
         assert method == "bridge_finiteness"
@@ -85,7 +87,7 @@ class FakeEngine:
             self.aborted = True
             raise
         used = prompt["prompt_token_ids"] + self.expanded
-        yield SimpleNamespace(outputs=self.outputs, prompt_token_ids=used)
+        yield SimpleNamespace(outputs=self.outputs, prompt_token_ids=used, prompt_logprobs=self.prompt_logprobs)
 
 
 @pytest.fixture
@@ -137,6 +139,26 @@ def test_the_engine_samples_everything_and_decodes_nothing(http: TestClient, eng
         "logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": "final only",
     }  # fmt: skip
     assert first != second
+
+
+def test_prompt_logprobs_are_those_of_its_tokens(http: TestClient, engine: FakeEngine) -> None:
+    engine.prompt_logprobs = SimpleNamespace(logprobs=[-0.75, -0.01], start_indices=[0, 0])  # then a likelier token
+    answer = http.post(COMPLETIONS, json={**BODY, "prompt_logprobs": True})
+    assert engine.calls[0][1]["prompt_logprobs"] == 0
+    for choice in openai_api.in_order(Completions.model_validate_json(answer.content), 2):
+        first, second = openai_api.completion("url", choice, "3", None, 2).prompt_logprobs
+        assert math.isnan(first)
+        assert second == -0.75
+    engine.prompt_logprobs.start_indices = [0]
+    refusal = http.post(COMPLETIONS, json={**BODY, "prompt_logprobs": True})
+    assert refusal.status_code == 409
+    assert "of 1 tokens for a prompt of 2" in refusal.json()["error"]
+
+
+def test_prompt_logprobs_that_are_nan_are_refused(http: TestClient, engine: FakeEngine) -> None:
+    engine.prompt_logprobs = SimpleNamespace(logprobs=[math.nan], start_indices=[0, 0])
+    answer = http.post(COMPLETIONS, json={**BODY, "prompt_logprobs": True})
+    assert (answer.status_code, words(answer).partition(",")[0]) == (500, "log-probabilities are not finite")
 
 
 def test_experts_come_back_for_all_tokens_but_the_last(http: TestClient, engine: FakeEngine) -> None:
