@@ -315,11 +315,10 @@ def test_recomputing_switches_no_dropout_on() -> None:
     assert_close(gradients(prepared), expected)
 
 
-def test_gradient_hooks_run_once_per_parameter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hooks_run_once_and_no_parameter_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "COMPILER", "eager")
     model = llama()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     hooked: list[int] = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: hooked.append(id(parameter)))
@@ -328,6 +327,7 @@ def test_gradient_hooks_run_once_per_parameter(
     assert all(parameter.grad is None for parameter in model.parameters())
     packed(prepared, TOKENS, LENGTHS).sum().backward()
     assert sorted(hooked) == sorted(id(parameter) for parameter in model.get_decoder().parameters())
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
 
 
 @pytest.mark.parametrize("offloads", [None, True])
@@ -345,15 +345,6 @@ def test_backward_is_compiled_after_offloading_is_decided(
     noted(llama(), compile_layers=True, activation_offload=offloads)
     assert differentiated
     assert any(differentiated) == (offloads is None)
-
-
-def test_no_parameter_is_moved_or_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "COMPILER", "eager")
-    model = llama()
-    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    prepared, _ = noted(model, compile_layers=True, gradient_checkpointing=True)
-    gradients(prepared)
-    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
 
 
 @pytest.fixture
