@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bridge.checks import Check, judged, quantized, skipped
+from bridge.checks import Check, judged, skipped
 from bridge.config import SamplingConfig
 from bridge.core.address import free_port
 from bridge.core.concurrency import map_in_threads
@@ -39,7 +39,9 @@ from bridge.weights.parts import digest
 NUM_PROMPTS, PROMPT_TOKENS, NUM_SAMPLES, NEW_TOKENS = 8, 24, 4, 24
 LOGPROB_MEAN_LIMIT = 0.05
 """Nats. Two healthy engines differ by 0.013 to 0.054 in the mean; with a stale copy they differ by whole nats."""
-SAME_WEIGHTS_LIMIT = quantized.LOGPROB_MEAN_LIMIT
+FP8_LOGPROB_MEAN_LIMIT = 0.2
+"""Nats. FP8 alone moves log-probabilities by some hundredths; with a stale copy they differ by whole nats."""
+SAME_WEIGHTS_LIMIT = FP8_LOGPROB_MEAN_LIMIT
 """Nats. What both engines may differ by in computing with weights whose checksums are equal, with a warning."""
 LOGPROBS = "log-probabilities"
 TRIES = 5
@@ -94,7 +96,7 @@ def proofs(
             have_same_weights &= checksums.status == "PASS"
             yield from of_part(part, [checksums])
             if attached.shard.quantized:
-                yield from of_part(part, [quantized.weights(attached, client.digests(part, quantized=True))])
+                yield from of_part(part, [quantized_weights(attached, client.digests(part, quantized=True))])
     status, model = client.status(), prepared.model
     endpoint = Endpoint(url=client.url, model=adapter, reports_experts=status.experts is not None)
     with Sampler(SamplingConfig(max_new_tokens=NEW_TOKENS, request_timeout_s=timeout_s)) as sampler:
@@ -103,7 +105,7 @@ def proofs(
         diffs = logprob_diffs(prepared, groups)
     else:
         diffs = diffs_of_parts(path, len(parts), groups, status.experts, timeout_s=timeout_s)
-    limit = quantized.LOGPROB_MEAN_LIMIT if parts[0].shard.quantized else LOGPROB_MEAN_LIMIT
+    limit = FP8_LOGPROB_MEAN_LIMIT if parts[0].shard.quantized else LOGPROB_MEAN_LIMIT
     judgment = logprobs(diffs, limit, have_same_weights=have_same_weights)
     yield unless_updated(judgment, status.version, client.status())
 
@@ -203,6 +205,22 @@ def digests(attached: AttachedModel, theirs: dict[str, str]) -> Check:
     if different:
         found = f"{len(different)} of {len(ours)} tensors differ, the first: {different[0]}"
     return judged("checksums", not different, found, "equal checksums of every tensor from both sides", RESTART)
+
+
+def quantized_weights(attached: AttachedModel, theirs: dict[str, str]) -> Check:
+    """Check that the FP8 which the server serves is the quantization of the weights as this process maps them.
+
+    `theirs` has the server's digests. The caller holds the fence.
+    """
+    tensors = attached.server_tensors
+    ours = {name: fp8.digest(*fp8.quantized(tensors[name], how)) for name, how in attached.shard.quantized.items()}
+    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    found = f"{len(ours)} of {len(ours)} served tensors are the FP8 of the shared weights"
+    if different:
+        found = f"{len(different)} of {len(ours)} served tensors are not the FP8 of the shared ones: {different[0]}"
+    expected = "the server's FP8 equals the quantization of the shared weights, tensor by tensor"
+    hint = "publish once more, which makes it again: bridge restore MODEL_OR_CHECKPOINT"
+    return judged("FP8", not different, found, expected, hint)
 
 
 def logprobs(diffs: torch.Tensor, limit: float = LOGPROB_MEAN_LIMIT, *, have_same_weights: bool = False) -> Check:

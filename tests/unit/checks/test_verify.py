@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bridge.checks import Check, quantized, verify
+from bridge.checks import Check, verify
 from bridge.checks.verify import Served
 from bridge.config import SamplingConfig
 from bridge.core.process import ProcessIdentity
@@ -335,15 +335,15 @@ def test_fp8_is_compared_with_the_shared_weights(server: ToyServer, attached: At
         return {name: fp8.digest(*fp8.quantized(server.tensors[name], how)) for name in shard.quantized}
 
     current = served()
-    assert quantized.weights(attached, current).status == "PASS"
+    assert verify.quantized_weights(attached, current).status == "PASS"
     server.tensors[DOWN].view(-1)[7] += 1
-    stale = quantized.weights(attached, current)
+    stale = verify.quantized_weights(attached, current)
     assert (stale.status, stale.found) == (
         "FAIL", f"1 of 2 served tensors are not the FP8 of the shared ones: {DOWN}",
     )  # fmt: skip
-    assert quantized.weights(attached, served()).status == "PASS"
+    assert verify.quantized_weights(attached, served()).status == "PASS"
     missing = {name: text for name, text in served().items() if name != DOWN}
-    assert quantized.weights(attached, missing).status == "FAIL"
+    assert verify.quantized_weights(attached, missing).status == "FAIL"
 
 
 @pytest.mark.parametrize(
@@ -365,5 +365,5 @@ def test_engines_of_the_same_weights_may_differ(mean: float, have_same_weights: 
 def test_fp8_may_differ_more_from_the_trainer() -> None:
     diffs = torch.full((3,), 0.1)
     assert verify.logprobs(diffs).status == "FAIL"
-    assert verify.logprobs(diffs, quantized.LOGPROB_MEAN_LIMIT).status == "PASS"
-    assert verify.logprobs(diffs * 3, quantized.LOGPROB_MEAN_LIMIT).status == "FAIL"
+    assert verify.logprobs(diffs, verify.FP8_LOGPROB_MEAN_LIMIT).status == "PASS"
+    assert verify.logprobs(diffs * 3, verify.FP8_LOGPROB_MEAN_LIMIT).status == "FAIL"
