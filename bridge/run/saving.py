@@ -3,6 +3,7 @@
 Not covered: what makes a folder a whole checkpoint, and the optimizer's state (`bridge/checkpoints`).
 """
 
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain, count
@@ -12,10 +13,12 @@ from bridge.checkpoints import checkpoint
 from bridge.checkpoints.checkpoint import Progress, SavedCheckpoint
 from bridge.checkpoints.run_directory import RunDirectory
 from bridge.config import CheckpointConfig
+from bridge.config.optimizers import BytesPerParameter, OptimizerName
 from bridge.core import atomic_folder, json_lines
 from bridge.core.interrupt import deferred_interrupt
 from bridge.engine.policy import Policy
 from bridge.errors import RankError, UsageError
+from bridge.planning.memory import GIB
 from bridge.types import Group, TrainedProblems
 
 
@@ -72,6 +75,21 @@ class Checkpoints:
         self._saved[progress.step] = source.folder
         self.step = progress.step
         self.trained = progress.trained
+
+    def note_lack_of_room(self, optimizer: OptimizerName) -> None:
+        """Note if the disk has no room for one checkpoint, which the end of the run needs."""
+        least = 0.0
+        for parameter in self._policy.trainable.weights.values():
+            state = BytesPerParameter.of(optimizer, weight_bytes=parameter.itemsize).device
+            least += parameter.numel() * (parameter.itemsize + (state if self._choices.save_optimizer else 0))
+        least *= self._ranks.tp_size / GIB
+        folder = next(path for path in (self._folder.absolute(), *self._folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(folder).free / GIB
+        if free < least:
+            self._run.note(
+                f"a checkpoint takes at least {least:.2f} GiB, and {folder} has {free:.2f} GiB free: make room, since"
+                " the last step is always saved, or choose another folder with --save-path"
+            )
 
     def is_due(self, step: int) -> bool:
         """Return whether to save a checkpoint after `step`, unless it is the last one, which is always saved."""

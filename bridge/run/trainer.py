@@ -273,6 +273,8 @@ class Run:
         self._opened = self._policy.open().opened
         self._learner = Learner.of(config, self._policy.trainable, note)
         self._checkpoints = Checkpoints(config.checkpoints, self._directory, self._policy)
+        if self._ranks.is_rank_zero:
+            self._checkpoints.note_lack_of_room(config.optimizer.name)
         self._pauses = PausePolicy.of(
             config.publishing, max_staleness=config.rollouts.max_staleness, can_sleep=self._policy.mode.can_sleep,
             shares_gpu=config.mode != "none" and self._opened.device.type == "cuda",

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from itertools import pairwise
@@ -305,6 +306,22 @@ def test_a_mistake_of_ours_costs_no_published_step(
         monkeypatch.setattr("bridge.passes.budget.packs", broken)
         run.stopped(error)
         assert run.saved() == {"step_2": {"step": 2, "weight_version": 5}}
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_noted_at_the_start(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running() as run:
+        run.train()
+        checkpoint_bytes = sum(path.stat().st_size for path in (run.folder / "saved" / "step_3").rglob("*.safetensors"))
+    notes = []
+    for free in (0.95 * checkpoint_bytes, 1.05 * checkpoint_bytes):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: shutil._ntuple_diskusage(0, 0, free))
+        with running(folder=f"of {free}") as run:
+            run.train()
+            notes.append(run.notes)
+    assert [note.partition(" GiB")[0] for note in notes[0]] == ["a checkpoint takes at least 0.00"]
+    assert notes[1] == []
 
 
 @pytest.mark.parametrize("full_for", ["optimizer", "model.safetensors"])
