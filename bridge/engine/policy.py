@@ -761,6 +761,7 @@ class Policy:
             UsageError: it is of another model or of another optimizer, or the policy only reads.
         """
         source = checkpoint.read(path_of("policy.load_state: folder", folder))
+        self._refuse_other_kind(source.folder)
         with self._alone("load_state"):
             self.read_state(source, has_optimizer=has_optimizer)
         return source
@@ -794,6 +795,20 @@ class Policy:
             load = optimizer_state.checked(source.folder, trainable.weights, trainable.state)
             self._restore("load_state", source, load)
         self._num_calls = source.progress.samples_drawn
+
+    def _refuse_other_kind(self, folder: Path) -> None:
+        """Raise UsageError if a checkpoint of an adapter is for all weights, or the other way round."""
+        is_adapter, trains_adapter = (folder / paths.ADAPTER_CONFIG).is_file(), self.opened.adapter is not None
+        if is_adapter and not trains_adapter:
+            raise UsageError(
+                f"{folder} is a checkpoint of an adapter, and this policy trains all weights",
+                hint="attach with the adapter's settings: bridge.attach(lora=bridge.LoraConfig(...))",
+            )
+        if trains_adapter and not is_adapter:
+            raise UsageError(
+                f"{folder} is a checkpoint of all weights, and this policy trains an adapter",
+                hint=f"attach without lora, or serve it as the adapter's base: bridge serve-vllm --model {folder}",
+            )
 
     def _restore(self, call: str, source: SavedCheckpoint, load_optimizer: Callable[[], None] | None = None) -> None:
         """Load the weights, then the optimizer's state; both stay as they were if the server is gone."""

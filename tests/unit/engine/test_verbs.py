@@ -25,11 +25,13 @@ from bridge.modes import shared_vllm
 from bridge.passes.layers import INPUTS
 from bridge.passes.packing import MicroBatch
 from bridge.server.fence import Update
+from bridge.server.manifest import MANIFEST_NAME
 from bridge.types import Group
 from bridge.weights.attach import attach as attach_weights
 from tests.models import tiny
 from tests.unit import learners, toy_server
 from tests.unit.engine.test_policy import FenceClient, calls
+from tests.unit.modes import lora_runs
 from tests.unit.run.test_learner import made_by
 from tests.unit.trainer_runs import FakeMode
 
@@ -638,3 +640,19 @@ def test_in_flight_is_refused_once_passes_have_paused_the_server(
     with pytest.raises(UsageError, match="in_flight='abort' has no effect"):
         policy.optim_step(in_flight="abort")
     assert policy.optim_step().version == 4
+
+
+def test_a_checkpoint_of_the_other_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = bridge.LoraConfig(r=lora_runs.RANK)
+    with lora_runs.world_in(tmp_path, monkeypatch) as world:
+        world.export()
+        for other in (lora, None):
+            with bridge.attach(tmp_path / MANIFEST_NAME, lora=other) as policy:
+                saved = policy.save_state(tmp_path / "saved", has_optimizer=False)
+            with bridge.attach(tmp_path / MANIFEST_NAME, lora=None if other else lora) as policy:
+                before, version = weights(policy), policy.version
+                kinds = "an adapter, and .* trains all weights" if other else "all weights, and .* trains an adapter"
+                with pytest.raises(UsageError, match=f"saved is a checkpoint of {kinds}"):
+                    policy.load_state(saved, has_optimizer=False)
+                assert equal(weights(policy), before)
+                assert policy.version == version
