@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -236,6 +237,89 @@ def test_threads_and_tasks_share_a_policy(llama: LiveServer) -> None:
                 policy.train_step(samples)
 
         policy.publish(nested)
+
+
+FORKS = """
+import json, multiprocessing, os, signal, sys, threading
+import bridge
+from torch.utils.data import DataLoader
+
+def outcome(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "works"
+
+def calls(policy, samples):
+    return [outcome(lambda: policy.sample(["say 1:"])), outcome(lambda: policy.train_step(samples))]
+
+def own(path):
+    with bridge.attach(path, sampling=policy.sampling, reads_only=True) as reader:
+        return len(reader.sample(["say 1:"]))
+
+def in_process(act, *arguments):
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    child = fork.Process(target=lambda: there.send(act(*arguments)))
+    child.start()
+    assert here.poll(120), "the child hangs"
+    child.join(60)
+    assert child.exitcode == 0
+    return here.recv()
+
+class Texts:
+    def __init__(self, act):
+        self.act = act
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return self.act(f"say {index}:")
+
+def loaded(act):
+    loader = DataLoader(Texts(act), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
+    return [*loader]
+
+path = sys.argv[1]
+sampling = bridge.SamplingConfig(max_new_tokens=8, group_size=4)
+with bridge.attach(path, sampling=sampling, optimizer=bridge.OptimizerConfig(lr=1e-6)) as policy:
+    samples = bridge.samples(policy.sample(["say 1:"] * 4, lambda _, text: float(len(text))))
+    found = {}
+    sampling_thread = threading.Thread(target=policy.sample, args=(["say a lot:"] * 8,), kwargs={"max_tokens": 200})
+    sampling_thread.start()
+    found["process beside a thread that samples"] = in_process(calls, policy, samples)
+    sampling_thread.join(120)
+    found["process of its own policy"] = in_process(own, path)
+    found["workers that encode"] = len(loaded(lambda text: policy.encode(text, "1")))
+    found["workers that sample"] = outcome(lambda: loaded(lambda text: policy.sample([text])))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(120)
+        sys.exit(len(calls(policy, samples)))  # leaves the block, and runs what is to be done at exit
+    found["fork that leaves the block"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found["parent"] = calls(policy, samples)
+    found["scratch"] = policy.mode._run.scratch.is_dir()
+    found["verify"] = sorted({check.status for check in policy.verify()})
+print(json.dumps(found))
+"""
+
+
+def test_forks_end_in_a_result_or_one_error(llama: LiveServer) -> None:
+    """Of a program that has attached: by `os.fork`, by multiprocessing and by the workers of a `DataLoader`."""
+    command = [sys.executable, "-c", FORKS, str(llama.path)]
+    done = subprocess.run(command, cwd=llama.path.parent, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    calls = found["process beside a thread that samples"]
+    for call, line in zip(("sample", "train_step"), calls, strict=True):
+        assert re.match(rf"UsageError: policy\.{call}: process \d+ made this policy, and process \d+ was forked", line)
+    assert found["process of its own policy"] == 1
+    assert found["workers that encode"] == 4
+    assert re.search(r"policy\.sample: process \d+ made this policy", found["workers that sample"])
+    assert found["fork that leaves the block"] == len(calls)
+    assert found["parent"] == ["works", "works"]
+    assert found["scratch"] is True, "the folder of the parent's policy"
+    assert found["verify"] == ["PASS"]
 
 
 def logprobs_of(policy: bridge.Policy, token_ids: Sequence[int]) -> list[float]:
