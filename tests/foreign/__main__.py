@@ -29,6 +29,8 @@ OTHERS = "VLM or Slow or vlm or image"
 NAMES = Path("trl-internal-testing")
 COLORS = ("Red", "Blue", "Green", "White", "Black", "Brown", "Pink", "Gray", "Gold", "Cyan", "Teal", "Navy", "Plum")
 PROMPTS = [f"{color} is better than" for color in (*COLORS, "Ruby", "Rose", "Sand", "Mint", "Lime", "Sky")]
+RANK = 8
+"""Of PEFT's adapters by default."""
 NUM_TRAIN = 17
 """Rows of the data set of the same name on the hub; it has two more to evaluate on."""
 
@@ -50,15 +52,16 @@ def main() -> int:
             )
             return 2
         model = stand_ins(folder)
-        with scenarios.served(model, folder / "server") as server:
+        with scenarios.served(model, folder / "server", max_lora_rank=RANK) as server:
             environment = {
                 **os.environ, "BRIDGE_FOREIGN_SERVER": str(server.path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
                 "HF_DATASETS_CACHE": str(folder / "cache"),
-                "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": str(HERE),
+                "TRL_EXPERIMENTAL_SILENCE": "1",
+                "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
             }  # fmt: skip
             command = [
                 sys.executable, "-m", "pytest", str(repository / SUITE), "--rootdir", str(repository),
-                "-p", "trl_on_bridge", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=300", "-q", "-rfE",
+                "-p", "trl_on_bridge", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=300", "-q", "-rfEx",
                 "-k", f"not ({OTHERS})", *sys.argv[2:],
             ]  # fmt: skip
             return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
@@ -68,7 +71,7 @@ def misfit(repository: Path, folder: Path) -> str:
     """Return why the suite cannot be collected with the installed TRL; empty if it can."""
     command = [
         sys.executable, "-m", "pytest", str(repository / SUITE), "--rootdir", str(repository), "--collect-only", "-q",
-        "-p", "no:cacheprovider", "-o", "addopts=",
+        "-p", "trl", "-p", "no:cacheprovider", "-o", "addopts=",  # the installed TRL, not the repository's
     ]  # fmt: skip
     environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1"}
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -21,27 +23,39 @@ SERVED = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
 OUTCOMES = ("passed", "refused by name", "fails on stock TRL, too", "needs another model", "skipped by TRL", "broken")
 GIVEN = ("callbacks", "optimizers", "processing_class")
 """Arguments of `GRPOTrainer` that belong to `for_trl`."""
+FAILURES = Exception, pytest.fail.Exception
+"""The second is no `Exception`, and is raised by `pytest.raises` if nothing is."""
 counts: Counter[str] = Counter()
 first: list[torch.Tensor] = []
 """The initial weights, with which every test begins."""
+
+
+policies: list[bridge.Policy] = []
+"""The policy of the running test; an adapter is trained by another one than all weights."""
 
 
 class AnotherModelError(Exception):
     """The test trains a model that is not the served one."""
 
 
-def on_bridge(policy: bridge.Policy) -> type[GRPOTrainer]:
-    """Return a `GRPOTrainer` that trains the served model, and takes TRL's arguments."""
+class OnBridge(GRPOTrainer):
+    """A `GRPOTrainer` that trains the served model, or an adapter in its slot, and takes TRL's arguments."""
 
-    class OnBridge(GRPOTrainer):
-        def __init__(self, model: Any, **given: Any) -> None:
-            if model != SERVED:
-                raise AnotherModelError(f"{model!r}"[:100])
-            args = given.pop("args", None) or GRPOConfig("unnamed")
-            own = {name: given.pop(name) for name in GIVEN if name in given}
-            super().__init__(**bridge.for_trl(policy, args, **own), args=args, **given)
-
-    return OnBridge
+    def __init__(self, model: Any, **given: Any) -> None:
+        peft_config = given.pop("peft_config", None)
+        if isinstance(model, PeftModel):
+            peft_config, model = model.peft_config["default"], model.get_base_model()
+        name = model.config.name_or_path if isinstance(model, PreTrainedModel) else model
+        if name != SERVED:
+            raise AnotherModelError(f"{name!r}"[:100])
+        args = given.pop("args", None) or GRPOConfig("unnamed")
+        own = {name: given.pop(name) for name in GIVEN if name in given}
+        policy = policies[-1]
+        if peft_config is not None:
+            policy.close()  # one policy updates a server
+            policy = bridge.attach(SERVER, lora=peft_config)
+            policies.append(policy)
+        super().__init__(**bridge.for_trl(policy, args, peft_config=peft_config, **own), args=args, **given)
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +64,12 @@ def on_the_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         first[:] = first or [parameter.clone() for parameter in policy.parameters()]
         policy.publish(lambda: [own.copy_(kept) for own, kept in zip(policy.parameters(), first, strict=True)])
         begun = policy.version
+        policies[:] = [policy]
         with torch.enable_grad():
-            monkeypatch.setattr(request.module, "GRPOTrainer", on_bridge(policy))
+            monkeypatch.setattr(request.module, "GRPOTrainer", OnBridge)
             yield
-        counts["fences"] += policy.version - begun
+        counts["fences"] += policies[-1].version - begun
+        policies[-1].close()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,7 +82,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     except AnotherModelError as error:
         counts["needs another model"] += 1
         pytest.xfail(f"another model: {error}")
-    except Exception:
+    except FAILURES:
         if _fails_on_stock(pyfuncitem):
             counts["fails on stock TRL, too"] += 1
             pytest.xfail("fails on stock TRL, too")
@@ -90,11 +106,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _fails_on_stock(item: pytest.Function) -> bool:
-    on_bridges, item.module.GRPOTrainer = item.module.GRPOTrainer, GRPOTrainer
+    item.module.GRPOTrainer = GRPOTrainer
     try:
         item.obj(**{name: item.funcargs[name] for name in item._fixtureinfo.argnames})
-    except Exception:  # noqa: BLE001  whatever it is, the same is not Bridge's
+    except FAILURES:  # whatever it is, the same is not Bridge's
         return True
     finally:
-        item.module.GRPOTrainer = on_bridges
+        item.module.GRPOTrainer = OnBridge
     return False
